@@ -1,0 +1,244 @@
+"""One frozen, typed configuration, read once at start-up and handed out in slices.
+
+Later sources win: defaults, a YAML file, environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), flags (`--set gateway.http_port=8001`).
+An unknown key or a bad value fails start-up and is named, with what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvferry.addresses import require_loopback
+from kvferry.errors import ConfigError
+
+ENV_PREFIX = "KVFERRY__"
+
+# What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return garbage
+# (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
+KvCacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(_Section):
+    """Which model, and under which name clients know it."""
+
+    path: str = "default"  # a folder, a hub id, or `default`: the small model that set-up prepares
+    served_name: str = ""  # empty: the last part of the path
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on a CPU, the model's own on a GPU
+    max_model_len: int | None = Field(None, ge=64)  # tokens of prompt and answer; empty: the model's own
+    trust_remote_code: bool = False
+
+
+class EngineConfig(_Section):
+    """How an engine is built; the same on prefill and decode workers, or they could not exchange pages."""
+
+    kind: Literal["vllm", "sim"] = "vllm"
+    device: Literal["cpu", "gpu"] = "cpu"
+    block_size: int = Field(32, ge=1, le=1024)  # tokens per KV page
+    kv_cache_dtype: KvCacheDtype = "auto"
+    kv_cache_gib: float = Field(1.0, gt=0)  # CPU device: memory for KV pages per engine
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    max_num_seqs: int = Field(64, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=64)
+    tensor_parallel_size: int = Field(1, ge=1)
+    enforce_eager: bool | None = None  # empty: yes on a CPU, no on a GPU
+    threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
+    ucx_tls: str = "tcp,cma,sm,self"  # UCX transports between engines on the CPU device
+    side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes
+    start_timeout_s: float = Field(900, gt=0)
+
+    @model_validator(mode="after")
+    def _block_size_fits_cpu_attention(self) -> EngineConfig:
+        if self.kind == "vllm" and self.device == "cpu" and self.block_size % 32:
+            raise ValueError(f"block_size {self.block_size} must be a multiple of 32 on the CPU device")
+        return self
+
+
+class RoleConfig(_Section):
+    """One Serve deployment."""
+
+    replicas: int = Field(1, ge=0)
+    num_cpus: float = Field(0.5, ge=0)  # what Ray reserves for placement, not a limit
+    num_gpus: float = Field(0, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+
+
+class WorkerConfig(_Section):
+    """What every prefill and decode worker shares."""
+
+    host: str = "127.0.0.1"  # address its gRPC server binds to and registers
+    max_requests: int = Field(512, ge=1)  # accepted at once; more are refused
+    heartbeat_s: float = Field(1.0, gt=0)
+    drain_timeout_s: float = Field(120, ge=0)
+
+
+class GatewayConfig(_Section):
+    replicas: int = Field(1, ge=1)
+    num_cpus: float = Field(0.5, ge=0)
+    host: str = "127.0.0.1"
+    http_port: int = Field(8000, ge=0, le=65535)
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    max_requests: int = Field(1024, ge=1)  # in flight at once; more get 429
+    request_timeout_s: float = Field(600, gt=0)
+    prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
+    drain_timeout_s: float = Field(30, ge=0)
+
+
+class MembershipConfig(_Section):
+    endpoints: tuple[str, ...] = ()  # host:port of etcd; empty: `kvferry up` starts one
+    prefix: str = Field("/kvferry", pattern=r"^/[A-Za-z0-9._/-]+$")
+    lease_ttl_s: int = Field(10, ge=2)
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    user: str = ""
+    password_file: Path | None = None  # a file, so that no configuration dump shows the secret
+
+    @model_validator(mode="after")
+    def _pairs(self) -> MembershipConfig:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        if bool(self.user) != (self.password_file is not None):
+            raise ValueError("user and password_file go together")
+        return self
+
+
+class SimConfig(_Section):
+    """The timing model of the twin engine."""
+
+    prefill_tokens_per_s: float = Field(20_000, gt=0)
+    step_ms: float = Field(5.0, ge=0)
+    num_pages: int = Field(4096, ge=2)
+    page_bytes: int = Field(4096, ge=64)
+    max_model_len: int = Field(8192, ge=64)
+    answer_tokens: int = Field(64, ge=1)  # mean length of an answer that nothing else ends
+    transfer_lease_s: float = Field(30.0, gt=0)
+
+
+class ClusterConfig(_Section):
+    """The whole: one per cluster, the same on every node."""
+
+    name: str = Field("kvferry", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
+    insecure: bool = False  # allow listeners off loopback without authentication
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    worker: WorkerConfig = WorkerConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    membership: MembershipConfig = MembershipConfig()
+    sim: SimConfig = SimConfig()
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use for the model."""
+        return self.model.served_name or self.model.path.rstrip("/").rpartition("/")[2]
+
+    def check_listeners(self) -> None:
+        """Raises ConfigError for a listener that others could reach without authentication."""
+        for key, host in (
+            ("gateway.host", self.gateway.host),
+            ("worker.host", self.worker.host),
+            ("engine.side_channel_host", self.engine.side_channel_host),
+        ):
+            require_loopback(key, host, insecure=self.insecure)
+
+
+def load(
+    file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    flags: Sequence[str] = (),
+) -> ClusterConfig:
+    """Read a configuration. `flags` are `section.key=value`, values in YAML. Raises ConfigError naming key, value and what is allowed."""
+    merged: dict[str, Any] = {}
+    if file is not None:
+        _merge(merged, _read_yaml(file), source=str(file))
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX):
+            path = name.removeprefix(ENV_PREFIX).lower().split("__")
+            _put(merged, path, environ[name], source=name)
+    for flag in flags:
+        key, equals, value = flag.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {flag!r}: expected section.key=value")
+        _put(merged, key.split("."), value, source=f"--set {key}")
+    return parse(merged)
+
+
+def parse(values: Mapping[str, Any]) -> ClusterConfig:
+    """Check a plain mapping. Raises ConfigError listing every fault."""
+    try:
+        config = ClusterConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(fault, values) for fault in error.errors())) from None
+    config.check_listeners()
+    return config
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected a mapping of sections, found {type(content).__name__}")
+    return content
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any], *, source: str) -> None:
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key, {}), dict):
+            _merge(into.setdefault(str(key), {}), value, source=source)
+        else:
+            into[str(key)] = value
+
+
+def _put(into: dict[str, Any], path: Sequence[str], text: str, *, source: str) -> None:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    here = into
+    for part in path[:-1]:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"{source}: {part!r} is a value, not a section")
+    here[path[-1]] = value
+
+
+def _explain(fault: Any, values: Mapping[str, Any]) -> str:
+    """One line for one fault: key, value, what is allowed."""
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path) or "configuration"
+    if fault["type"] == "extra_forbidden":
+        allowed = _keys_beside(path)
+        close = difflib.get_close_matches(path[-1], allowed, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{key}: unknown key (value {fault['input']!r}){hint} Allowed here: {', '.join(allowed)}"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}, not {fault['input']!r}" if not isinstance(fault["input"], dict) else f"{key}: {message}"
+
+
+def _keys_beside(path: Sequence[str]) -> list[str]:
+    section: type[BaseModel] = ClusterConfig
+    for part in path[:-1]:
+        annotation = section.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return sorted(section.model_fields)

@@ -1,0 +1,1 @@
+"""Engines: what computes. `base` is the contract, `vllm_engine` the real one, `sim` the shipped twin."""

@@ -1,0 +1,239 @@
+"""The contract between a worker and whatever computes tokens.
+
+Who owns what:
+- An `Engine` owns its KV pages. A prefill request with `keep_for_transfer` leaves its pages pinned after it finished;
+  they are released when a decode engine has pulled them, when that decode request is aborted, or when the lease runs out.
+- `transfer_params` are opaque outside the engine that made them: they are carried from the prefill engine's last output to the
+  decode engine's request and never looked into, and never taken from a client.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NewType, Protocol
+
+RequestId = NewType("RequestId", str)
+EngineId = NewType("EngineId", str)
+
+TransferParams = Mapping[str, Any]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are OpenAI's where OpenAI has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Resolved sampling parameters: every default of the model already applied.
+
+    Field for field the `Sampling` message of worker.proto (a test compares them). `structured_outputs` is JSON, empty when
+    unconstrained; `logprobs` is how many alternatives beside the sampled token, None for none at all.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    structured_outputs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to compute. `keep_for_transfer` and `transfer_params` exclude each other."""
+
+    request_id: RequestId
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    keep_for_transfer: bool = False
+    transfer_params: TransferParams | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSources:
+    """Where prompt tokens came from; the three add up to the prompt's length (vLLM's `prompt_tokens_by_source`)."""
+
+    local_compute: int = 0
+    local_cache_hit: int = 0
+    external_kv_transfer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.local_compute + self.local_cache_hit + self.external_kv_transfer
+
+    def __add__(self, other: PromptSources) -> PromptSources:
+        return PromptSources(
+            self.local_compute + other.local_compute,
+            self.local_cache_hit + other.local_cache_hit,
+            self.external_kv_transfer + other.external_kv_transfer,
+        )
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """What one engine step added to one request: new tokens and new text only, never the whole.
+
+    `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then the alternatives, most likely first.
+    `text` may lag behind `token_ids` (a character may need several tokens; a stop string may still be matching).
+    `finish_reason`, `stop_reason`, `sources` and `transfer_params` are set on the last output only.
+    """
+
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[Sequence[TokenLogprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    sources: PromptSources | None = None
+    transfer_params: TransferParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts that do not change while an engine lives."""
+
+    engine_id: EngineId  # fresh on every start: peers tell a restarted engine from the one they knew
+    model: str
+    max_model_len: int
+    block_size: int  # tokens per KV page
+    page_bytes: int  # bytes of one KV page over all layers
+    num_pages: int
+    kv_cache_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A moment of an engine, and its totals since it started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages_used: int = 0
+    num_pages: int = 0
+    prompt_tokens: PromptSources = PromptSources()
+    ferried_bytes: int = 0
+    num_generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Pages became findable by prefix. `token_ids` holds block_size ids per page; `parent_hash` is None at a prompt's start."""
+
+    page_hashes: Sequence[int]
+    parent_hash: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    cache_salt: str | None = None
+    medium: str = "GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRemoved:
+    page_hashes: Sequence[int]
+    medium: str = "GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class AllPagesCleared:
+    pass
+
+
+KvEvent = PagesStored | PagesRemoved | AllPagesCleared
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventBatch:
+    """Events of one step. `sequence` counts up by one; a gap means that batches were lost."""
+
+    sequence: int
+    events: Sequence[KvEvent]
+
+
+class Engine(Protocol):
+    """Computes requests. Both implementations pass tests/contract/test_engine_contract.py."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid after `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Load and warm up. Raises UnsupportedEngine when it cannot be built as configured."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs of one request, ending with one whose `finish_reason` is set.
+
+        Closing the iterator early aborts the request and releases its pages. A request that names pages of another engine
+        and cannot get them computes the prompt itself. Raises InvalidRequest for what this engine cannot do, EngineDead once the engine is gone.
+        """
+        ...
+
+    async def abort(self, request_id: RequestId) -> None:
+        """End a request: its iterator yields a last output with ABORT. Unknown and finished ids are ignored."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    async def check_health(self) -> None:
+        """Raises EngineDead once the engine is gone for good."""
+        ...
+
+    def kv_events(self) -> AsyncIterator[KvEventBatch]:
+        """Events from now on, for one listener at a time; never crosses a machine's border."""
+        ...
+
+    async def stop(self) -> None:
+        """Release everything; may be repeated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A body turned into what an engine takes; `text` is set where a completion prompt came as text."""
+
+    token_ids: Sequence[int]
+    sampling: Sampling
+    text: str | None = None
+
+
+class Renderer(Protocol):
+    """Turns OpenAI bodies into token ids and resolved sampling parameters, once; needs no engine.
+
+    `body` is a validated JSON object (gateway/openai_bodies.py). Raises InvalidRequest for what the model cannot do and ContextLengthExceeded.
+    """
+
+    async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt: ...
+
+    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
+        """One RenderedPrompt per prompt of the body, in order."""
+        ...
+
+    def max_model_len(self) -> int: ...

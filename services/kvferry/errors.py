@@ -1,0 +1,176 @@
+"""Everything that can go wrong, as one tree; each leaf knows its HTTP status and its gRPC status.
+
+    KvferryError
+    ├── ConfigError                  start-up; the command exits with 2
+    ├── RequestError                 the client's to mend
+    │   ├── InvalidRequest           400  INVALID_ARGUMENT
+    │   │   └── ContextLengthExceeded
+    │   ├── BodyTooLarge             413  RESOURCE_EXHAUSTED
+    │   ├── ModelNotFound            404  NOT_FOUND
+    │   ├── RouteNotFound            404  UNIMPLEMENTED
+    │   └── MethodNotAllowed         405  UNIMPLEMENTED
+    ├── UnavailableError             503  UNAVAILABLE, with Retry-After
+    │   ├── NotReady                 this gateway cannot serve yet
+    │   ├── NoDecodeWorker           nobody can generate
+    │   ├── WorkerLost               the stream to a worker broke
+    │   └── EngineDead               a worker's engine is gone and will not come back
+    ├── Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
+    ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
+    └── EngineError                  500  INTERNAL
+        └── UnsupportedEngine        the engine cannot be built as configured
+
+A message is written for the reader of an error body: what was wrong and what is allowed, never a traceback.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvferryError(Exception):
+    """Root of the tree. `message` is safe to show to a client."""
+
+    http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[str] = "INTERNAL"
+    openai_type: ClassVar[str] = "internal_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class ConfigError(KvferryError):
+    """A configuration that cannot be used: names the key, the value and what is allowed."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    openai_type = "config_error"
+
+
+class RequestError(KvferryError):
+    """The request cannot be served as it was sent."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    openai_type = "invalid_request_error"
+
+
+class InvalidRequest(RequestError):
+    """Malformed, of the wrong type, or asking for something unsupported."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer together do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(RequestError):
+    """The body is over the gateway's limit."""
+
+    http_status = 413
+    grpc_status = "RESOURCE_EXHAUSTED"
+    code = "body_too_large"
+
+
+class ModelNotFound(RequestError):
+    """No such model is served here."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    code = "model_not_found"
+
+
+class RouteNotFound(RequestError):
+    """No such path."""
+
+    http_status = 404
+    grpc_status = "UNIMPLEMENTED"
+    code = "route_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, the method does not."""
+
+    http_status = 405
+    grpc_status = "UNIMPLEMENTED"
+    code = "method_not_allowed"
+
+
+class UnavailableError(KvferryError):
+    """Cannot be served now; the same request may succeed later."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    openai_type = "service_unavailable"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 2) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+
+
+class NotReady(UnavailableError):
+    """This gateway cannot serve yet."""
+
+    code = "not_ready"
+
+
+class NoDecodeWorker(UnavailableError):
+    """No decode worker is connected."""
+
+    code = "no_decode_worker"
+
+
+class WorkerLost(UnavailableError):
+    """The stream to a worker broke while a request was on it."""
+
+    code = "worker_lost"
+
+
+class EngineDead(UnavailableError):
+    """An engine process died; its worker leaves and is replaced."""
+
+    code = "engine_dead"
+
+
+class Overloaded(KvferryError):
+    """More requests than may wait."""
+
+    http_status = 429
+    grpc_status = "RESOURCE_EXHAUSTED"
+    openai_type = "rate_limit_exceeded"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+
+
+class DeadlineExceeded(KvferryError):
+    """The time allowed for the request ran out."""
+
+    http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
+    openai_type = "timeout"
+    code = "deadline_exceeded"
+
+
+class EngineError(KvferryError):
+    """The engine failed on one request; the engine itself goes on."""
+
+    code = "engine_error"
+
+
+class UnsupportedEngine(EngineError):
+    """The engine cannot be built as configured; the message says which setting and what is allowed."""
+
+    code = "unsupported_engine"
+
+
+def by_code() -> dict[str, type[KvferryError]]:
+    """Every leaf that has a code: how an error crosses the wire between our processes and stays itself."""
+
+    def leaves(kind: type[KvferryError]) -> list[type[KvferryError]]:
+        return [kind, *(leaf for child in kind.__subclasses__() for leaf in leaves(child))]
+
+    return {kind.code: kind for kind in leaves(KvferryError) if kind.code is not None}

@@ -1,0 +1,102 @@
+"""Members under leases: who serves, where, and what they are.
+
+Membership says where to dial. It does not say who is alive this second: while the registry is away, for minutes or hours, the last known
+members stay, and liveness comes from the streams between processes. Nobody dies with the registry.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import msgspec
+
+MemberId = NewType("MemberId", str)
+
+
+class MemberKind(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    GATEWAY = "gateway"
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that registered. JSON in the registry; unknown fields of a newer version are ignored on reading."""
+
+    kind: MemberKind
+    member_id: MemberId  # fresh on every start of the process
+    address: str  # host:port of its gRPC server (workers) or HTTP listener (gateways)
+    model: str
+    version: str
+    node: str = ""
+    pid: int = 0
+    engine_id: str = ""
+    block_size: int = 0  # tokens per KV page
+    page_bytes: int = 0
+    kv_cache_dtype: str = ""
+    started_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All members there are: replaces what the watcher knew."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A member registered, or registered again with other facts."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A member deregistered or its lease ran out."""
+
+    kind: MemberKind
+    member_id: MemberId
+
+
+MemberChange = Snapshot | Joined | Left
+
+
+class Registration(Protocol):
+    """A member kept alive under a lease until `revoke`. Renewal, and registering again after an outage, happen by themselves."""
+
+    @property
+    def fenced(self) -> bool:
+        """True while the lease may have run out unseen: no renewal succeeded for longer than its time to live."""
+        ...
+
+    async def update(self, member: Member) -> None:
+        """Replace the record; kind and id stay. While the registry is away the newest record is written on its return."""
+        ...
+
+    async def revoke(self) -> None:
+        """Deregister now; may be repeated. When the registry is away, the lease ends it."""
+        ...
+
+
+class Membership(Protocol):
+    """Both implementations pass tests/contract/test_membership_contract.py."""
+
+    async def register(self, member: Member) -> Registration:
+        """Register under a lease. Raises UnavailableError when the registry cannot be reached at the first attempt."""
+        ...
+
+    async def members(self) -> tuple[Member, ...]:
+        """A linearised read. Raises UnavailableError when the registry cannot be reached."""
+        ...
+
+    def watch(self) -> AsyncIterator[MemberChange]:
+        """First a Snapshot, then changes in order. Never ends by itself: it waits out outages, and lists again (a new Snapshot)
+        whenever changes may have been missed. A record that cannot be read is logged and passed over."""
+        ...
+
+    async def close(self) -> None:
+        """End watches and renewals without revoking; may be repeated."""
+        ...

@@ -1,0 +1,1 @@
+"""What is measured, in one place: names, units and meaning of every metric."""
