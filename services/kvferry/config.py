@@ -46,7 +46,7 @@ class EngineConfig(_Section):
     device: Literal["cpu", "gpu"] = "cpu"
     block_size: int = Field(32, ge=1, le=1024)  # tokens per KV page
     kv_cache_dtype: KvCacheDtype = "auto"
-    kv_cache_gib: float = Field(1.0, gt=0)  # CPU device: memory for KV pages per engine
+    kv_cache_gib: int = Field(1, ge=1)  # CPU device: memory for KV pages per engine, whole GiB (vLLM takes no less)
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int | None = Field(None, ge=64)

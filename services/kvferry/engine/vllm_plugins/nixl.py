@@ -1,0 +1,49 @@
+"""NixlConnector as kvferry needs it: restored CPU affinity, equal block sizes.
+
+Two things of vLLM 0.32 are mended here, both silent when left alone:
+- On the CPU device the connector pins the thread it is made in, which is the compute thread, to the last core of each NUMA node
+  and never undoes it: all engines of a machine then compute on one core.
+- Block sizes are not part of the compatibility hash. On the CPU device unequal ones pass the handshake, transfer, and produce garbage.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+
+class FerryConnector(NixlPullConnector):  # type: ignore[misc]
+    """vLLM's pull connector, for both roles."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        affinity = os.sched_getaffinity(0)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            os.sched_setaffinity(0, affinity)
+        if role == KVConnectorRole.WORKER:
+            refuse_unequal_block_sizes(self.connector_worker)
+
+
+def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
+    """Make the handshake fail when the remote engine's pages hold another number of tokens.
+
+    A failed handshake is a failed load: the decode engine computes the prompt itself (kv_load_failure_policy: recompute).
+    """
+    add_remote_agent = worker.add_remote_agent
+
+    def checked(remote: Any, *args: Any, **kwargs: Any) -> str:
+        here = worker.block_size * worker._physical_blocks_per_logical_kv_block
+        there = remote.block_size * remote.physical_blocks_per_logical_kv_block
+        if there != here:
+            raise RuntimeError(
+                f"engine {remote.engine_id} has {there} tokens per page, this engine has {here}: "
+                "prefill and decode workers must be configured with the same engine.block_size"
+            )
+        return str(add_remote_agent(remote, *args, **kwargs))
+
+    worker.add_remote_agent = checked

@@ -1,0 +1,86 @@
+"""vLLM's SamplingParams to kvferry's Sampling and back: the only place that knows both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+from kvferry.engine.base import Sampling
+from kvferry.errors import InvalidRequest
+
+# Fields with the same name and, but for containers, the same type on both sides.
+CARRIED = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "structured_outputs")
+
+# Set by kvferry itself on the engine's side, or without effect on what is generated.
+OURS = frozenset(
+    {
+        "n", "detokenize", "output_kind", "stream_interval", "skip_clone", "flat_logprobs", "extra_args", "watermarking",
+        "output_text_buffer_length", "skip_reading_prefix_cache", "routed_experts_prompt_start",
+    }
+)  # fmt: skip
+
+# Would change the answer and is not carried: refused when asked for, never dropped in silence. Value: what "not asked for" is.
+REFUSED: dict[str, Any] = {
+    "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None,
+    "logprob_token_ids": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "trace_decode_token_ids": None,
+}
+
+
+def from_vllm(params: SamplingParams) -> Sampling:
+    """Resolved parameters of a rendered request. Raises InvalidRequest for one that kvferry does not carry."""
+    for name, unset in REFUSED.items():
+        value = getattr(params, name, unset)
+        if value != unset:
+            raise InvalidRequest(f"{name} is not supported", param=name)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Sampling):
+        if field.name == "structured_outputs":
+            continue
+        value = getattr(params, field.name)
+        if field.name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            value = (value,) if isinstance(value, str) else tuple(value or ())
+        elif field.name == "logit_bias":
+            value = dict(value or {})
+        values[field.name] = value
+    return Sampling(structured_outputs=_structured_to_json(params.structured_outputs), **values)
+
+
+def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None) -> SamplingParams:
+    """What an engine takes. Raises InvalidRequest with vLLM's own words for values out of range."""
+    values: dict[str, Any] = {name: getattr(sampling, name) for name in CARRIED}
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        values[name] = list(values[name])
+    values["allowed_token_ids"] = list(sampling.allowed_token_ids) or None
+    values["logit_bias"] = dict(sampling.logit_bias) or None
+    try:
+        return SamplingParams(
+            **values,
+            structured_outputs=_structured_from_json(sampling.structured_outputs),
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": transfer_params} if transfer_params else None,
+        )
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _structured_to_json(params: StructuredOutputsParams | None) -> str:
+    if params is None:
+        return ""
+    values = {
+        field.name: getattr(params, field.name)
+        for field in dataclasses.fields(params)
+        if not field.name.startswith("_") and getattr(params, field.name) not in (None, False)
+    }
+    return json.dumps(values)
+
+
+def _structured_from_json(text: str) -> StructuredOutputsParams | None:
+    return StructuredOutputsParams(**json.loads(text)) if text else None
