@@ -1,7 +1,7 @@
 """Generate services/kvferry/wire from proto/, or with --check fail when the committed code differs.
 
-The proto package is kvferry.wire.v1 and the generated modules live at the same path under services/, so the generator's absolute
-imports are right without any rewriting.
+The proto package is kvferry.wire.v1 and the generated modules live at the same path under services/, so the generator's
+absolute imports are right without any rewriting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def generate(into: Path) -> list[Path]:
     ]
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc failed")
-    return sorted(path.relative_to(into) for path in into.rglob("*_pb2*") if path.is_file() and "__pycache__" not in path.parts)
+    return sorted(
+        path.relative_to(into) for path in into.rglob("*_pb2*") if path.is_file() and "__pycache__" not in path.parts
+    )
 
 
 def main() -> int:

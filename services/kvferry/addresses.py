@@ -32,7 +32,10 @@ def require_loopback(key: str, host: str, *, insecure: bool) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on now. Another process may take it before the caller binds: bind port 0 where possible."""
+    """A TCP port nobody listens on now.
+
+    Another process may take it before the caller binds: bind port 0 where possible.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

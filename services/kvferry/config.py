@@ -1,7 +1,7 @@
 """One frozen, typed configuration, read once at start-up and handed out in slices.
 
-Later sources win: defaults, a YAML file, environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), flags (`--set gateway.http_port=8001`).
-An unknown key or a bad value fails start-up and is named, with what is allowed.
+Later sources win: defaults, a YAML file, environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), flags (`--set
+gateway.http_port=8001`). An unknown key or a bad value fails start-up and is named, with what is allowed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvferry.errors import ConfigError
 
 ENV_PREFIX = "KVFERRY__"
 
-# What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return garbage
-# (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
+# What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return
+# garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
 KvCacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 
@@ -34,7 +34,9 @@ class ModelConfig(_Section):
 
     path: str = "default"  # a folder, a hub id, or `default`: the small model that set-up prepares
     served_name: str = ""  # empty: the last part of the path
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on a CPU, the model's own on a GPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # auto: float32 on a CPU, the model's own on a GPU
+    )
     max_model_len: int | None = Field(None, ge=64)  # tokens of prompt and answer; empty: the model's own
     trust_remote_code: bool = False
 
@@ -160,7 +162,10 @@ def load(
     environ: Mapping[str, str] = os.environ,
     flags: Sequence[str] = (),
 ) -> ClusterConfig:
-    """Read a configuration. `flags` are `section.key=value`, values in YAML. Raises ConfigError naming key, value and what is allowed."""
+    """Read a configuration.
+
+    `flags` are `section.key=value`, values in YAML. Raises ConfigError naming key, value and what is allowed.
+    """
     merged: dict[str, Any] = {}
     if file is not None:
         _merge(merged, _read_yaml(file), source=str(file))

@@ -6,6 +6,7 @@
     │   ├── InvalidRequest           400  INVALID_ARGUMENT
     │   │   └── ContextLengthExceeded
     │   ├── BodyTooLarge             413  RESOURCE_EXHAUSTED
+    │   ├── BodyTimeout              408  DEADLINE_EXCEEDED
     │   ├── ModelNotFound            404  NOT_FOUND
     │   ├── RouteNotFound            404  UNIMPLEMENTED
     │   └── MethodNotAllowed         405  UNIMPLEMENTED
@@ -60,6 +61,8 @@ class RequestError(KvferryError):
 class InvalidRequest(RequestError):
     """Malformed, of the wrong type, or asking for something unsupported."""
 
+    code = "invalid_request"
+
 
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and answer together do not fit the model's context."""
@@ -73,6 +76,14 @@ class BodyTooLarge(RequestError):
     http_status = 413
     grpc_status = "RESOURCE_EXHAUSTED"
     code = "body_too_large"
+
+
+class BodyTimeout(RequestError):
+    """The body did not arrive in time."""
+
+    http_status = 408
+    grpc_status = "DEADLINE_EXCEEDED"
+    code = "body_timeout"
 
 
 class ModelNotFound(RequestError):

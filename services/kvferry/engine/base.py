@@ -2,9 +2,10 @@
 
 Who owns what:
 - An `Engine` owns its KV pages. A prefill request with `keep_for_transfer` leaves its pages pinned after it finished;
-  they are released when a decode engine has pulled them, when that decode request is aborted, or when the lease runs out.
-- `transfer_params` are opaque outside the engine that made them: they are carried from the prefill engine's last output to the
-  decode engine's request and never looked into, and never taken from a client.
+  they are released when a decode engine has pulled them, when that decode request is aborted, or when the lease runs
+  out.
+- `transfer_params` are opaque outside the engine that made them: they are carried from the prefill engine's last output
+  to the decode engine's request and never looked into, and never taken from a client.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class FinishReason(enum.StrEnum):
 class Sampling:
     """Resolved sampling parameters: every default of the model already applied.
 
-    Field for field the `Sampling` message of worker.proto (a test compares them). `structured_outputs` is JSON, empty when
-    unconstrained; `logprobs` is how many alternatives beside the sampled token, None for none at all.
+    Field for field the `Sampling` message of worker.proto (a test compares them). `structured_outputs` is JSON, empty
+    when unconstrained; `logprobs` is how many alternatives beside the sampled token, None for none at all.
     """
 
     max_tokens: int
@@ -144,7 +145,10 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages became findable by prefix. `token_ids` holds block_size ids per page; `parent_hash` is None at a prompt's start."""
+    """Pages became findable by prefix.
+
+    `token_ids` holds block_size ids per page; `parent_hash` is None at a prompt's start.
+    """
 
     page_hashes: Sequence[int]
     parent_hash: int | None
@@ -191,8 +195,9 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Outputs of one request, ending with one whose `finish_reason` is set.
 
-        Closing the iterator early aborts the request and releases its pages. A request that names pages of another engine
-        and cannot get them computes the prompt itself. Raises InvalidRequest for what this engine cannot do, EngineDead once the engine is gone.
+        Closing the iterator early aborts the request and releases its pages. A request that names pages of another
+        engine and cannot get them computes the prompt itself. Raises InvalidRequest for what this engine cannot do,
+        EngineDead once the engine is gone.
         """
         ...
 
@@ -227,7 +232,8 @@ class RenderedPrompt:
 class Renderer(Protocol):
     """Turns OpenAI bodies into token ids and resolved sampling parameters, once; needs no engine.
 
-    `body` is a validated JSON object (gateway/openai_bodies.py). Raises InvalidRequest for what the model cannot do and ContextLengthExceeded.
+    `body` is a validated JSON object (gateway/openai_bodies.py). Raises InvalidRequest for what the model cannot do and
+    ContextLengthExceeded.
     """
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt: ...

@@ -1,7 +1,7 @@
 """The real engine: vLLM's AsyncLLM in this process, its core and workers in processes of their own.
 
-Must be the first in its process to import vLLM: `prepare_environment` sets what vLLM reads from the environment, and its children
-inherit it.
+Must be the first in its process to import vLLM: `prepare_environment` sets what vLLM reads from the environment, and
+its children inherit it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class VllmEngine:
     def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
         on_cpu = self._config.device == "cpu"
         dtype = self._model.dtype
-        optional = {
+        optional: dict[str, Any] = {
             "max_model_len": self._model.max_model_len,
             "max_num_batched_tokens": self._config.max_num_batched_tokens,
         }
@@ -124,8 +124,8 @@ class VllmEngine:
                 "kv_connector_module_path": CONNECTOR_MODULE,
                 "kv_role": "kv_producer" if self._producer else "kv_consumer",
                 "kv_buffer_device": "cpu" if on_cpu else "cuda",
-                # Fresh on every start: a peer never re-handshakes an engine id it knows, so a restarted engine under its old
-                # id would be recomputed for, silently and for ever.
+                # Fresh on every start: a peer never re-handshakes an engine id it knows, so a restarted engine under
+                # its old id would be recomputed for, silently and for ever.
                 "engine_id": engine_id,
                 "kv_load_failure_policy": "recompute",
             },
@@ -186,7 +186,10 @@ class VllmEngine:
                 await self._withdraw(request_id, transfer)
 
     async def _withdraw(self, request_id: RequestId, transfer: dict[str, Any] | None) -> None:
-        """End a request whose reader left. Where it never reached the engine, its prefill engine still holds pages for it: tell it."""
+        """End a request whose reader left.
+
+        Where it never reached the engine, its prefill engine still holds pages for it: tell it.
+        """
         if request_id in self._llm.output_processor.external_req_ids:
             await self._llm.abort(request_id)
         elif transfer is not None and transfer.get("do_remote_prefill"):
@@ -253,7 +256,10 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
 
 
 def describe(vllm_config: Any, engine_id: EngineId, model_folder: str) -> EngineInfo:
-    """Facts of a started engine; `page_bytes` by attention geometry: 2 x layers x KV heads x head size x block size x bytes."""
+    """Facts of a started engine; `page_bytes` by attention geometry.
+
+    2 x layers x KV heads x head size x block size x bytes.
+    """
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 

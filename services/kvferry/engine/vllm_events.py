@@ -1,6 +1,7 @@
 """vLLM's KV events, read from the engine's ZMQ publisher.
 
-The events carry salts and token ids and have no authentication: the socket is an ipc file in a private folder and never leaves the machine.
+The events carry salts and token ids and have no authentication: the socket is an ipc file in a private folder and never
+leaves the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _decoder = msgspec.msgpack.Decoder(KVEventBatch)
 async def listen(endpoint: str) -> AsyncIterator[KvEventBatch]:
     """Batches published from now on. `endpoint` is the ipc address that the engine binds."""
     context = zmq.asyncio.Context()
-    socket = context.socket(zmq.SUB)
+    socket = context.socket(zmq.SUB)  # type: ignore[attr-defined]
     try:
         socket.connect(endpoint)
         socket.subscribe(b"")

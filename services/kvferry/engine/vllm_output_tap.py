@@ -1,7 +1,7 @@
 """Where each request's prompt tokens came from, which vLLM tells only in sums.
 
-The engine core says it once per request (`EngineCoreOutput.prefill_stats`); the output processor folds it into totals. The tap stands
-before the processor and notes it by request.
+The engine core says it once per request (`EngineCoreOutput.prefill_stats`); the output processor folds it into totals.
+The tap stands before the processor and notes it by request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""vLLM's renderer in process, without an engine: chat template and tokens, and sampling parameters with the model's defaults.
+"""vLLM's renderer in process, without an engine.
+
+Chat template and tokens, and sampling parameters with the model's defaults.
 
 Importing takes about 8 s of CPU; do it once, at start-up.
 """
@@ -52,7 +54,8 @@ class VllmRenderer:
         self._max_model_len = int(config.max_model_len)
         self._serving = ServingRender(
             OpenAIModelRegistry(
-                model_config=config, base_model_paths=[BaseModelPath(name=served_name, model_path=model_folder)]
+                model_config=config,
+                base_model_paths=[BaseModelPath(name=served_name, model_path=model_folder)],
             ),
             online,
         )
@@ -94,7 +97,9 @@ class VllmRenderer:
         except Exception as error:
             # Chat templates raise jinja2.TemplateError for messages they refuse (roles out of order, say).
             if type(error).__module__.startswith("jinja2"):
-                raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", param="messages") from None
+                raise InvalidRequest(
+                    f"messages: the model's chat template refuses them: {error}", param="messages"
+                ) from None
             raise
         if isinstance(result, ErrorResponse):
             raise self._from_vllm(result.error.message, result.error.param)

@@ -17,12 +17,13 @@ CARRIED = tuple(field.name for field in dataclasses.fields(Sampling) if field.na
 # Set by kvferry itself on the engine's side, or without effect on what is generated.
 OURS = frozenset(
     {
-        "n", "detokenize", "output_kind", "stream_interval", "skip_clone", "flat_logprobs", "extra_args", "watermarking",
-        "output_text_buffer_length", "skip_reading_prefix_cache", "routed_experts_prompt_start",
+        "n", "detokenize", "output_kind", "stream_interval", "skip_clone", "flat_logprobs", "extra_args",
+        "watermarking", "output_text_buffer_length", "skip_reading_prefix_cache", "routed_experts_prompt_start",
     }
 )  # fmt: skip
 
-# Would change the answer and is not carried: refused when asked for, never dropped in silence. Value: what "not asked for" is.
+# Would change the answer and is not carried: refused when asked for, never dropped in silence. Value: what "not asked
+# for" is.
 REFUSED: dict[str, Any] = {
     "prompt_logprobs": None,
     "prompt_logprob_token_ids": None,

@@ -1,9 +1,10 @@
 """NixlConnector as kvferry needs it: restored CPU affinity, equal block sizes.
 
 Two things of vLLM 0.32 are mended here, both silent when left alone:
-- On the CPU device the connector pins the thread it is made in, which is the compute thread, to the last core of each NUMA node
-  and never undoes it: all engines of a machine then compute on one core.
-- Block sizes are not part of the compatibility hash. On the CPU device unequal ones pass the handshake, transfer, and produce garbage.
+- On the CPU device the connector pins the thread it is made in, which is the compute thread, to the last core of each
+  NUMA node and never undoes it: all engines of a machine then compute on one core.
+- Block sizes are not part of the compatibility hash. On the CPU device unequal ones pass the handshake, transfer, and
+  produce garbage.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class FerryConnector(NixlPullConnector):  # type: ignore[misc]
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
     """Make the handshake fail when the remote engine's pages hold another number of tokens.
 
-    A failed handshake is a failed load: the decode engine computes the prompt itself (kv_load_failure_policy: recompute).
+    A failed handshake is a failed load: the decode engine computes the prompt itself (kv_load_failure_policy:
+    recompute).
     """
     add_remote_agent = worker.add_remote_agent
 

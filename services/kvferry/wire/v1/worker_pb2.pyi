@@ -168,12 +168,12 @@ class Step(_message.Message):
     def __init__(self, numbers: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[StepLogprobs, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class StepLogprobs(_message.Message):
-    __slots__ = ("number", "positions")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("index", "positions")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    number: int
+    index: int
     positions: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
-    def __init__(self, number: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
     __slots__ = ("top",)

@@ -1,0 +1,254 @@
+"""Answers of the OpenAI API, as bytes.
+
+The text of a stream is written between constant bytes made once per request: no object is built per token (about 0.2 us
+instead of 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from kvferry.engine.base import EngineOutput, TokenLogprob
+from kvferry.errors import KvferryError
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts over all choices of an answer; prompts are counted once however many choices share them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice, gathered."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Sequence[TokenLogprob]] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, output: EngineOutput) -> None:
+        if output.text:
+            self.text.append(output.text)
+        if output.logprobs is not None:
+            self.logprobs.extend(output.logprobs)
+        self.num_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason.value
+            self.stop_reason = output.stop_reason
+
+
+class Format(Protocol):
+    """One endpoint's shape. Stateless but for the identity of the answer, and text offsets of streamed logprobs."""
+
+    def first_chunk(self, index: int) -> bytes: ...
+
+    def chunk(self, index: int, output: EngineOutput) -> bytes: ...
+
+    def last_chunk(self, index: int, choice: Choice) -> bytes: ...
+
+    def closing_chunk(self, usage: Usage | None, debug: dict[str, Any] | None) -> bytes: ...
+
+    def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes: ...
+
+
+class _Chunks:
+    """What both endpoints' streams share."""
+
+    chunk_object: str
+
+    def __init__(
+        self, answer_id: str, created_unix_s: int, model: str, *, with_usage: bool, num_top: int | None
+    ) -> None:
+        self._identity = {
+            "id": answer_id,
+            "object": self.chunk_object,
+            "created": created_unix_s,
+            "model": model,
+        }
+        self._with_usage = with_usage
+        self._num_top = num_top
+        # OpenAI: with include_usage every chunk but the last says "usage": null.
+        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._head = b"data: " + _encode(self._identity)[:-1] + b',"choices":['
+
+    def _choice(self, inner: bytes) -> bytes:
+        return self._head + inner + b"]" + self._tail
+
+    def closing_chunk(self, usage: Usage | None, debug: dict[str, Any] | None) -> bytes:
+        values: dict[str, Any] = {**self._identity, "choices": []}
+        if usage is not None:
+            values["usage"] = usage.as_json()
+        if debug is not None:
+            values["kvferry"] = debug
+        return b"data: " + _encode(values) + b"\n\n"
+
+
+class ChatFormat(_Chunks):
+    chunk_object = "chat.completion.chunk"
+
+    def first_chunk(self, index: int) -> bytes:
+        return self._choice(
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        )
+
+    def chunk(self, index: int, output: EngineOutput) -> bytes:
+        logprobs = b"null" if output.logprobs is None else _encode(self._logprobs(output.logprobs))
+        return self._choice(
+            b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
+            % (index, _encode(output.text), logprobs)
+        )
+
+    def last_chunk(self, index: int, choice: Choice) -> bytes:
+        return self._choice(
+            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
+            % (index, _encode(choice.finish_reason), _encode(choice.stop_reason))
+        )
+
+    def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
+        values: dict[str, Any] = {
+            **self._identity,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "logprobs": None if self._num_top is None else self._logprobs(choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage.as_json(),
+        }
+        if debug is not None:
+            values["kvferry"] = debug
+        return _encode(values)
+
+    def _logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **_chat_logprob(position[0]),
+                    "top_logprobs": [_chat_logprob(entry) for entry in _top(position, self._num_top)],
+                }
+                for position in positions
+            ],
+            "refusal": None,
+        }
+
+
+class CompletionFormat(_Chunks):
+    chunk_object = "text_completion"
+
+    def __init__(
+        self, answer_id: str, created_unix_s: int, model: str, *, with_usage: bool, num_top: int | None
+    ) -> None:
+        super().__init__(answer_id, created_unix_s, model, with_usage=with_usage, num_top=num_top)
+        self._offsets: dict[int, int] = {}  # characters of each choice whose logprobs were streamed so far
+
+    def first_chunk(self, index: int) -> bytes:
+        return b""
+
+    def chunk(self, index: int, output: EngineOutput) -> bytes:
+        logprobs = b"null"
+        if output.logprobs is not None:
+            values = self._logprobs(output.logprobs, self._offsets.get(index, 0))
+            self._offsets[index] = self._offsets.get(index, 0) + sum(len(token) for token in values["tokens"])
+            logprobs = _encode(values)
+        return self._choice(
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, _encode(output.text), logprobs)
+        )
+
+    def last_chunk(self, index: int, choice: Choice) -> bytes:
+        return self._choice(
+            b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}'
+            % (index, _encode(choice.finish_reason), _encode(choice.stop_reason))
+        )
+
+    def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
+        values: dict[str, Any] = {
+            **self._identity,
+            "choices": [
+                {
+                    "index": index,
+                    "text": "".join(choice.text),
+                    "logprobs": None if self._num_top is None else self._logprobs(choice.logprobs, 0),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage.as_json(),
+        }
+        if debug is not None:
+            values["kvferry"] = debug
+        return _encode(values)
+
+    def _logprobs(self, positions: Sequence[Sequence[TokenLogprob]], offset: int) -> dict[str, Any]:
+        tokens = [position[0].text for position in positions]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [position[0].logprob for position in positions],
+            "top_logprobs": [
+                {entry.text: entry.logprob for entry in _top(position, self._num_top)} for position in positions
+            ]
+            if self._num_top
+            else None,
+            "text_offset": offsets,
+        }
+
+
+def error_body(error: KvferryError) -> bytes:
+    """OpenAI's error shape."""
+    return _encode(
+        {
+            "error": {
+                "message": error.message,
+                "type": error.openai_type,
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+    )
+
+
+def error_chunk(error: KvferryError) -> bytes:
+    """An error after the stream began: its status line is long gone."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def _top(position: Sequence[TokenLogprob], num_top: int | None) -> list[TokenLogprob]:
+    return sorted(position, key=lambda entry: -entry.logprob)[: num_top or 0]
+
+
+def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": entry.text,
+        "logprob": entry.logprob,
+        "bytes": list(entry.text.encode("utf-8", "replace")),
+    }

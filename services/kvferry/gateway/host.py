@@ -1,0 +1,170 @@
+"""The life of a gateway.
+
+Listening at once, ready when it can render and somebody can decode, drained before it goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+
+from kvferry import __version__
+from kvferry.addresses import join_host_port
+from kvferry.config import ClusterConfig
+from kvferry.engine.base import Renderer
+from kvferry.engine.sim import SimRenderer
+from kvferry.engine.vllm_renderer import VllmRenderer
+from kvferry.errors import KvferryError
+from kvferry.gateway.asgi import HttpApp, Readiness
+from kvferry.gateway.openai import OpenAI
+from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
+from kvferry.router.dispatch import Dispatcher
+from kvferry.router.roster import WORKER_KINDS, Roster
+from kvferry.telemetry import Metrics, WorkerSample
+
+log = logging.getLogger(__name__)
+
+
+def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
+    """The renderer that fits `config.engine.kind`. Takes seconds for a real model; call it off the event loop."""
+    if config.engine.kind == "sim":
+        return SimRenderer(config.sim.max_model_len)
+    return VllmRenderer(model_folder, config.served_name, config.model)
+
+
+class GatewayHost:
+    """Owns listener, roster and registration of one gateway."""
+
+    def __init__(self, config: ClusterConfig, model_folder: str, membership: Membership) -> None:
+        self._config = config
+        self._model_folder = model_folder
+        self._membership = membership
+        self._registration: Registration | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._registering: asyncio.Task[None] | None = None
+        self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
+        self.port = 0
+        self.metrics = Metrics(self._sample_workers)
+        self.roster = Roster(membership, self.gateway_id)
+        self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
+        self._server = _Server(
+            uvicorn.Config(
+                self.app,
+                http="httptools",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=75,
+                h11_max_incomplete_event_size=64 << 10,
+            )
+        )
+
+    async def start(self) -> None:
+        """Listen, then become ready. Returns when requests can be rendered; workers may still be missing."""
+        listener = socket.create_server((self._config.gateway.host, self._config.gateway.http_port), backlog=2048)
+        self.port = listener.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self.roster.start()
+        renderer = await asyncio.to_thread(build_renderer, self._config, self._model_folder)
+        dispatcher = Dispatcher(self.roster, self.metrics, prefill_timeout_s=self._config.gateway.prefill_timeout_s)
+        self.app.max_model_len = renderer.max_model_len()
+        self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
+        self._registering = asyncio.create_task(self._register())
+        log.info("%s listens on %s:%d", self.gateway_id, self._config.gateway.host, self.port)
+
+    async def check_health(self) -> None:
+        """Raises KvferryError when the listener is gone."""
+        if self._serving is None or self._serving.done():
+            raise KvferryError("the HTTP listener ended")
+
+    def readiness(self) -> Readiness:
+        waiting = []
+        if self.app.openai is None:
+            waiting.append("renderer")
+        for kind, role in (
+            (MemberKind.PREFILL, self._config.prefill),
+            (MemberKind.DECODE, self._config.decode),
+        ):
+            missing = role.replicas - len(self.roster.usable(kind))
+            if missing > 0:
+                waiting.append(f"{kind.value} worker" if role.replicas == 1 else f"{missing} {kind.value} workers")
+        return Readiness(
+            ready=self.app.openai is not None and bool(self.roster.usable(MemberKind.DECODE)) and not self.app.draining,
+            waiting_for=waiting,
+            members=[link.member.member_id for kind in WORKER_KINDS for link in self.roster.usable(kind)],
+        )
+
+    async def drain(self) -> None:
+        """Refuse new requests, let those in flight finish, at most `gateway.drain_timeout_s`."""
+        self.app.draining = True
+        if self._registration is not None:
+            await self._registration.revoke()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.app.idle.wait(), self._config.gateway.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """End everything; may be repeated."""
+        self.app.draining = True
+        if self._registering is not None:
+            self._registering.cancel()
+        self._server.should_exit = True
+        self._server.force_exit = True
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+        await self.roster.close()
+        if self._registration is not None:
+            await self._registration.revoke()
+        await self._membership.close()
+
+    async def _register(self) -> None:
+        """A gateway serves whether or not it is registered; registering only lets tools find it."""
+        member = Member(
+            kind=MemberKind.GATEWAY,
+            member_id=self.gateway_id,
+            address=join_host_port(self._config.gateway.host, self.port),
+            model=self._model_folder,
+            version=__version__,
+            node=socket.gethostname(),
+            started_unix_s=time.time(),
+        )
+        while self._registration is None:
+            try:
+                self._registration = await self._membership.register(member)
+            except KvferryError as error:
+                log.warning("%s cannot register yet: %s", self.gateway_id, error.message)
+                await asyncio.sleep(2.0)
+
+    def _sample_workers(self) -> Sequence[WorkerSample]:
+        return [
+            WorkerSample(
+                worker_id=link.member.member_id,
+                role=kind.value,
+                connected=link.connected,
+                num_running=link.load.num_running,
+                num_waiting=link.load.num_waiting,
+                num_pages_used=link.load.num_pages_used,
+                num_pages=link.load.num_pages,
+                prompt_tokens_by_source=dataclasses.asdict(link.load.prompt_tokens),
+                ferried_bytes=link.load.ferried_bytes,
+                num_generated_tokens=link.load.num_generated_tokens,
+            )
+            for kind in WORKER_KINDS
+            for link in self.roster.links(kind)
+        ]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn inside a replica: its event loop is not the main thread's, so it must leave signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,213 @@
+"""The request bodies of the OpenAI API, checked before anything else sees them.
+
+Three kinds of fields: those that shape the answer (typed here), those that OpenAI's clients send and that change
+nothing here (`IGNORED`), and those that only this cluster may set (`DROPPED`). Anything else is refused by name: no
+silent default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import InvalidRequest
+
+# Sent by ordinary clients, without effect on one answer.
+IGNORED = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction",
+    }
+)  # fmt: skip
+
+# Would let a client reach into the data path (remote hosts and ports, other tenants' pages): never taken from outside.
+DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt", "priority", "request_id"})
+
+# Known, not served; the value that means "not asked for" passes.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ((), []),
+    "tool_choice": ("none", "auto"),
+    "functions": ((), []),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "prompt_logprobs": (0,),
+    "use_beam_search": (False,),
+    "prompt_embeds": (),
+}
+
+Count = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    bad_words: list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+
+# Settled by the gateway: the renderer never sees them.
+_GATEWAY_ONLY = ("model", "stream", "stream_options", "n")
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
+
+
+def read_chat(raw: bytes) -> ChatBody:
+    """Raises InvalidRequest naming the first fault and its place."""
+    body = _read(raw, ChatBody)
+    for i, message in enumerate(body.messages):
+        _check_message(f"messages[{i}]", message)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return body
+
+
+def read_completion(raw: bytes) -> CompletionBody:
+    """Raises InvalidRequest naming the first fault and its place."""
+    body = _read(raw, CompletionBody)
+    prompt = body.prompt
+    if isinstance(prompt, list):
+        kinds = {type(part) for part in prompt}
+        if not prompt:
+            raise InvalidRequest("prompt: must not be empty", param="prompt")
+        if len(kinds) > 1 or not kinds <= {str, int, list}:
+            raise InvalidRequest("prompt: expected a string, token ids, or a list of one kind of these", param="prompt")
+        for i, part in enumerate(prompt if kinds == {list} else [prompt] if kinds == {int} else []):
+            if not part or not all(type(token) is int and token >= 0 for token in part):
+                raise InvalidRequest(f"prompt[{i}]: expected token ids, at least one, none negative", param="prompt")
+        if kinds == {str} and not all(prompt):
+            raise InvalidRequest("prompt: no part may be empty", param="prompt")
+    elif not prompt:
+        raise InvalidRequest("prompt: must not be empty", param="prompt")
+    return body
+
+
+def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
+    """What was really asked for, as plain JSON values."""
+    values: dict[str, Any] = msgspec.to_builtins(body)
+    return {key: value for key, value in values.items() if value is not None and key not in _GATEWAY_ONLY}
+
+
+def _read(raw: bytes, kind: type[Body]) -> Body:
+    try:
+        values = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {_json_type(values)}")
+    kept = {key: value for key, value in values.items() if key not in IGNORED and key not in DROPPED}
+    for key in UNSUPPORTED:
+        if key in kept and kept.pop(key) not in (None, *UNSUPPORTED[key]):
+            raise InvalidRequest(f"{key} is not supported", param=key)
+    known = kind.__struct_fields__
+    for key in kept:
+        if key not in known:
+            raise InvalidRequest(f"unrecognized request argument: {key}", param=key)
+    for key in ("model", "messages" if kind is ChatBody else "prompt"):
+        if kept.get(key) is None:
+            raise InvalidRequest(f"{key} is required", param=key)
+    try:
+        body = msgspec.convert(kept, kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        where = path.strip("`.")
+        raise InvalidRequest(f"{where or 'body'}: {text[0].lower()}{text[1:]}", param=where or None) from None
+    for token in body.logit_bias or ():
+        if not token.isdigit():
+            raise InvalidRequest(f"logit_bias: {token!r} is not a token id", param="logit_bias")
+    return body
+
+
+def _check_message(where: str, message: Mapping[str, Any]) -> None:
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(f"{where}.role: expected one of {', '.join(ROLES)}, not {role!r}", param=f"{where}.role")
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
+    if message.get("tool_calls") or role in ("tool", "function"):
+        raise InvalidRequest(f"{where}: tool calls are not supported", param=where)
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise InvalidRequest(
+                    f"{where}.content[{i}]: only parts of type 'text' with a string are supported, not {kind!r}",
+                    param=f"{where}.content",
+                )
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest(
+            f"{where}.content: expected a string or a list of parts, not {_json_type(content)}",
+            param=f"{where}.content",
+        )
+
+
+def _json_type(value: object) -> str:
+    names: dict[type, str] = {
+        dict: "an object",
+        list: "an array",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), "null")

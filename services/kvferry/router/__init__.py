@@ -1,0 +1,1 @@
+"""Where a request goes and what happens when that place breaks."""

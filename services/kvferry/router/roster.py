@@ -1,0 +1,99 @@
+"""The workers this gateway knows, and its links to them.
+
+Membership says where to dial; the links say who is alive. A member that left the registry but whose stream still lives
+is kept: the registry may have lost its lease in an outage, and a worker that really leaves ends its stream itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Membership, Snapshot
+from kvferry.router.link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
+
+
+class Roster:
+    """Owns one WorkerLink per known worker, from `start` to `close`."""
+
+    def __init__(self, membership: Membership, gateway_id: str) -> None:
+        self._membership = membership
+        self._gateway_id = gateway_id
+        self._links: dict[MemberId, WorkerLink] = {}
+        self._gone: set[MemberId] = set()  # left the registry, stream still alive
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Roster {list(self._links.values())}>"
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._sweep())]
+
+    def links(self, kind: MemberKind) -> list[WorkerLink]:
+        """Every link of a kind, in a steady order, usable or not."""
+        return [link for _, link in sorted(self._links.items()) if link.member.kind is kind]
+
+    def usable(self, kind: MemberKind) -> list[WorkerLink]:
+        return [link for link in self.links(kind) if link.usable]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._closing, return_exceptions=True)
+        links, self._links = self._links, {}
+        await asyncio.gather(*(link.close() for link in links.values()))
+
+    async def _follow(self) -> None:
+        async for change in self._membership.watch():
+            match change:
+                case Snapshot(members):
+                    present = {member.member_id for member in members}
+                    for member_id in self._links.keys() - present:
+                        self._left(member_id)
+                    for member in members:
+                        self._joined(member)
+                case Joined(member):
+                    self._joined(member)
+                case Left(_, member_id):
+                    self._left(member_id)
+
+    def _joined(self, member: Member) -> None:
+        if member.kind not in WORKER_KINDS:
+            return
+        self._gone.discard(member.member_id)
+        known = self._links.get(member.member_id)
+        if known is not None and known.member.address == member.address:
+            known.member = member
+            return
+        if known is not None:
+            self._drop(member.member_id)
+        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._changed.set)
+
+    def _left(self, member_id: MemberId) -> None:
+        if member_id in self._links:
+            self._gone.add(member_id)
+            self._changed.set()
+
+    async def _sweep(self) -> None:
+        """Drop links of members that left once their streams ended too."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            for member_id in list(self._gone):
+                link = self._links.get(member_id)
+                if link is None or not link.connected:
+                    self._drop(member_id)
+
+    def _drop(self, member_id: MemberId) -> None:
+        self._gone.discard(member_id)
+        link = self._links.pop(member_id, None)
+        if link is not None:
+            closing = asyncio.create_task(link.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)

@@ -1,0 +1,1 @@
+"""A worker: one engine behind a gRPC server of its own, registered under a lease."""

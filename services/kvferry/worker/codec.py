@@ -1,0 +1,206 @@
+"""Between the engine's types and the messages of worker.proto.
+
+Both directions side by side, so that they cannot drift apart.
+
+Gateways use it too; it stands with the worker because the format is the worker's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+
+from kvferry.engine.base import (
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PromptSources,
+    RequestId,
+    Sampling,
+    TokenLogprob,
+)
+from kvferry.errors import EngineError, KvferryError, by_code
+from kvferry.wire.v1 import worker_pb2 as pb
+
+_FINISH_TO_WIRE = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+_ERROR_BY_CODE = by_code()
+
+_TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
+_OPTIONAL = frozenset({"seed", "logprobs"})
+_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+def sampling_to_wire(sampling: Sampling) -> pb.Sampling:
+    message = pb.Sampling()
+    for name in _SAMPLING_FIELDS:
+        value = getattr(sampling, name)
+        if name in _TUPLES:
+            getattr(message, name).extend(value)
+        elif name == "logit_bias":
+            message.logit_bias.update(value)
+        elif value is not None:
+            setattr(message, name, value)
+    return message
+
+
+def sampling_from_wire(message: pb.Sampling) -> Sampling:
+    values: dict[str, object] = {}
+    for name in _SAMPLING_FIELDS:
+        value = getattr(message, name)
+        if name in _TUPLES:
+            value = tuple(value)
+        elif name == "logit_bias":
+            value = dict(value)
+        elif name in _OPTIONAL and not message.HasField(name):
+            value = None
+        values[name] = value
+    return Sampling(**values)  # type: ignore[arg-type]
+
+
+def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
+    return pb.Downward(
+        submit=pb.Submit(
+            number=number,
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=sampling_to_wire(request.sampling),
+            keep_for_transfer=request.keep_for_transfer,
+            transfer_params=json.dumps(request.transfer_params).encode()
+            if request.transfer_params is not None
+            else b"",
+            cache_salt=request.cache_salt,
+        )
+    )
+
+
+def submit_from_wire(message: pb.Submit) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(message.request_id),
+        prompt_token_ids=list(message.prompt_token_ids),
+        sampling=sampling_from_wire(message.sampling),
+        keep_for_transfer=message.keep_for_transfer,
+        transfer_params=json.loads(message.transfer_params) if message.transfer_params else None,
+        cache_salt=message.cache_salt,
+    )
+
+
+def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
+    """Add one request's output to a step's columns."""
+    if output.token_ids or output.text:
+        step.numbers.append(number)
+        step.num_tokens.append(len(output.token_ids))
+        step.token_ids.extend(output.token_ids)
+        step.texts.append(output.text)
+        if output.logprobs is not None:
+            step.logprobs.append(
+                pb.StepLogprobs(
+                    index=len(step.numbers) - 1,
+                    positions=[
+                        pb.PositionLogprobs(
+                            top=[pb.TokenLogprob(token_id=t.token_id, text=t.text, logprob=t.logprob) for t in position]
+                        )
+                        for position in output.logprobs
+                    ],
+                )
+            )
+    if output.finish_reason is not None:
+        finished = pb.Finished(number=number, reason=_FINISH_TO_WIRE[output.finish_reason])
+        if isinstance(output.stop_reason, str):
+            finished.stop_text = output.stop_reason
+        elif output.stop_reason is not None:
+            finished.stop_token_id = output.stop_reason
+        if output.sources is not None:
+            finished.sources.CopyFrom(sources_to_wire(output.sources))
+        if output.transfer_params is not None:
+            finished.transfer_params = json.dumps(output.transfer_params).encode()
+        step.finished.append(finished)
+
+
+def append_failure(step: pb.Step, number: int, error: KvferryError) -> None:
+    step.finished.append(
+        pb.Finished(
+            number=number,
+            reason=pb.FINISH_REASON_ERROR,
+            failure=pb.Failure(code=error.code or "engine_error", message=error.message),
+        )
+    )
+
+
+def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
+    """What a step says: the columns in order, then the ends."""
+    logprobs = {entry.index: entry for entry in step.logprobs}
+    token_ids, texts = step.token_ids, step.texts
+    start = 0
+    for i, (number, count) in enumerate(zip(step.numbers, step.num_tokens, strict=True)):
+        end = start + count
+        output = EngineOutput(token_ids=token_ids[start:end], text=texts[i])
+        start = end
+        if logprobs and (entry := logprobs.get(i)) is not None:
+            output.logprobs = _logprobs_from_wire(entry)
+        yield number, output
+    for ended in step.finished:
+        yield ended.number, _ended(ended)
+
+
+def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
+    if message.reason == pb.FINISH_REASON_ERROR:
+        return _ERROR_BY_CODE.get(message.failure.code, EngineError)(message.failure.message)
+    output = EngineOutput(token_ids=(), text="", finish_reason=_FINISH_FROM_WIRE[message.reason])
+    if message.stop_text:
+        output.stop_reason = message.stop_text
+    elif message.HasField("stop_token_id"):
+        output.stop_reason = message.stop_token_id
+    if message.HasField("sources"):
+        output.sources = sources_from_wire(message.sources)
+    if message.transfer_params:
+        output.transfer_params = json.loads(message.transfer_params)
+    return output
+
+
+def _logprobs_from_wire(entry: pb.StepLogprobs) -> Sequence[Sequence[TokenLogprob]]:
+    return [[TokenLogprob(t.token_id, t.text, t.logprob) for t in position.top] for position in entry.positions]
+
+
+def sources_to_wire(sources: PromptSources) -> pb.PromptSources:
+    return pb.PromptSources(
+        local_compute=sources.local_compute,
+        local_cache_hit=sources.local_cache_hit,
+        external_kv_transfer=sources.external_kv_transfer,
+    )
+
+
+def sources_from_wire(message: pb.PromptSources) -> PromptSources:
+    return PromptSources(message.local_compute, message.local_cache_hit, message.external_kv_transfer)
+
+
+def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
+    return pb.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_pages_used=load.num_pages_used,
+        num_pages=load.num_pages,
+        draining=draining,
+        prompt_tokens=sources_to_wire(load.prompt_tokens),
+        ferried_bytes=load.ferried_bytes,
+        num_generated_tokens=load.num_generated_tokens,
+    )
+
+
+def load_from_wire(message: pb.Load) -> EngineLoad:
+    return EngineLoad(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_pages_used=message.num_pages_used,
+        num_pages=message.num_pages,
+        prompt_tokens=sources_from_wire(message.prompt_tokens),
+        ferried_bytes=message.ferried_bytes,
+        num_generated_tokens=message.num_generated_tokens,
+    )

@@ -1,0 +1,130 @@
+"""The life of a worker: engine up, server up, registered; then serving until drained, or until the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from kvferry import __version__
+from kvferry.addresses import join_host_port
+from kvferry.config import ClusterConfig
+from kvferry.engine.base import Engine
+from kvferry.engine.sim import SimEngine
+from kvferry.engine.vllm_engine import VllmEngine
+from kvferry.errors import EngineDead, KvferryError
+from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
+from kvferry.shared_memory import record_shared_memory
+from kvferry.worker.server import WorkerServer
+
+log = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S = 0.5
+
+
+def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str) -> Engine:
+    """The engine that `config.engine.kind` names, not yet started."""
+    if config.engine.kind == "sim":
+        return SimEngine(
+            model_folder,
+            config.sim,
+            block_size=config.engine.block_size,
+            max_num_seqs=config.engine.max_num_seqs,
+            host=config.engine.side_channel_host,
+        )
+    return VllmEngine(model_folder, config.model, config.engine, producer=kind is MemberKind.PREFILL)
+
+
+class WorkerHost:
+    """Owns engine, server and registration of one worker.
+
+    `start` once, `stop` at the end; `check_health` in between.
+    """
+
+    def __init__(self, config: ClusterConfig, kind: MemberKind, engine: Engine, membership: Membership) -> None:
+        self._config = config
+        self._kind = kind
+        self._engine = engine
+        self._membership = membership
+        self._registration: Registration | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.worker_id = MemberId(f"{kind.value}-{secrets.token_hex(4)}")
+        self.server = WorkerServer(
+            engine,
+            worker_id=self.worker_id,
+            role=kind.value,
+            host=config.worker.host,
+            max_requests=config.worker.max_requests,
+            heartbeat_s=config.worker.heartbeat_s,
+        )
+
+    @property
+    def member(self) -> Member:
+        info = self._engine.info
+        return Member(
+            kind=self._kind,
+            member_id=self.worker_id,
+            address=join_host_port(self._config.worker.host, self.server.port),
+            model=info.model,
+            version=__version__,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            engine_id=info.engine_id,
+            block_size=info.block_size,
+            page_bytes=info.page_bytes,
+            kv_cache_dtype=info.kv_cache_dtype,
+            started_unix_s=time.time(),
+        )
+
+    async def start(self) -> None:
+        await self._engine.start()
+        if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
+            record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
+        await self.server.start()
+        self._registration = await self._membership.register(self.member)
+        self._watch = asyncio.create_task(self._leave_when_dead())
+        log.info("%s serves on %s", self.worker_id, self.member.address)
+
+    async def check_health(self) -> None:
+        """Raises EngineDead once the engine is gone."""
+        await self._engine.check_health()
+
+    async def drain(self) -> bool:
+        """Leave orderly: no new requests, those in flight finish. True when all did in time."""
+        if self._registration is not None:
+            await self._registration.revoke()
+        return await self.server.drain(self._config.worker.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """End everything; may be repeated, and after a start that failed."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._registration is not None:
+            await self._registration.revoke()
+        await self.server.stop()
+        await self._engine.stop()
+        await self._membership.close()
+
+    async def _leave_when_dead(self) -> None:
+        """A dead engine does not come back: say so at once, so that nobody waits for a lease to run out."""
+        while True:
+            try:
+                await self._engine.check_health()
+            except EngineDead as error:
+                log.error("%s leaves: %s", self.worker_id, error.message)
+                self.server.died.set()
+                break
+            try:
+                await asyncio.wait_for(self.server.died.wait(), HEALTH_PERIOD_S)
+            except TimeoutError:
+                continue
+        self.server.draining = True
+        if self._registration is not None:
+            try:
+                await asyncio.wait_for(self._registration.revoke(), 2.0)
+            except (TimeoutError, KvferryError):
+                log.warning("%s could not deregister; its lease ends it", self.worker_id)

@@ -1,0 +1,301 @@
+"""The worker's gRPC server: one Attach stream per gateway, one message per engine step for all its requests.
+
+Ownership: an attachment owns the requests that came over it. When its stream ends, for whatever reason, they are
+aborted and their pages released. Nothing a gateway sends can make another gateway's requests fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvferry import __version__
+from kvferry.addresses import join_host_port
+from kvferry.engine.base import Engine, EngineLoad, EngineOutput, EngineRequest
+from kvferry.errors import EngineDead, EngineError, KvferryError, Overloaded, UnavailableError
+from kvferry.wire.v1 import worker_pb2 as pb
+from kvferry.wire.v1 import worker_pb2_grpc
+from kvferry.worker import codec
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+# A gateway that stopped reading: when more outputs than this wait for it, its attachment ends. Memory stays bounded.
+MAX_PENDING_OUTPUTS = 500_000
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A silent peer (machine gone, cable cut) is found within seconds, not by TCP's minutes.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
+)
+
+
+class WorkerServer:
+    """Serves one engine.
+
+    `start` binds, `drain` refuses new requests and waits for those in flight, `stop` ends everything.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        worker_id: str,
+        role: str,
+        host: str,
+        max_requests: int,
+        heartbeat_s: float,
+    ) -> None:
+        self._engine = engine
+        self._worker_id = worker_id
+        self._role = role
+        self._host = host
+        self._max_requests = max_requests
+        self._heartbeat_s = heartbeat_s
+        self._server: grpc.aio.Server | None = None
+        self._attachments: set[_Attachment] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.port = 0
+        self.draining = False
+        self.died = asyncio.Event()  # set once the engine was seen dead
+
+    def __repr__(self) -> str:
+        return (
+            f"<WorkerServer {self._worker_id} port={self.port} attachments={len(self._attachments)} "
+            f"requests={self.num_requests}{' draining' if self.draining else ''}>"
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(attachment.tasks) for attachment in self._attachments)
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), self._server)
+        self.port = self._server.add_insecure_port(join_host_port(self._host, 0))
+        await self._server.start()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests; True when those in flight finished in time."""
+        self.draining = True
+        for attachment in self._attachments:
+            attachment.send_load()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            for attachment in list(self._attachments):
+                attachment.close()
+            await server.stop(grace_s)
+
+    def welcome(self) -> pb.Welcome:
+        info = self._engine.info
+        return pb.Welcome(
+            worker_id=self._worker_id,
+            version=__version__,
+            role=self._role,
+            engine_id=info.engine_id,
+            model=info.model,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            page_bytes=info.page_bytes,
+            load=self.load(),
+        )
+
+    def load(self) -> pb.Load:
+        try:
+            load = self._engine.load()
+        except KvferryError:
+            load = EngineLoad()
+        return codec.load_to_wire(load, draining=self.draining)
+
+    # What attachments call.
+
+    def accept(self) -> KvferryError | None:
+        """Why a new request cannot be taken now, if so."""
+        if self.draining:
+            return UnavailableError(f"worker {self._worker_id} is draining")
+        if self.num_requests >= self._max_requests:
+            return Overloaded(f"worker {self._worker_id} has {self._max_requests} requests, its limit")
+        return None
+
+    def settle(self) -> None:
+        """Called when a request was added or ended."""
+        if self.num_requests:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def attach(self, attachment: _Attachment) -> None:
+        self._attachments.add(attachment)
+
+    def detach(self, attachment: _Attachment) -> None:
+        self._attachments.discard(attachment)
+        self.settle()
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self._heartbeat_s
+
+
+class _Servicer(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, worker: WorkerServer) -> None:
+        self._worker = worker
+
+    async def Attach(  # noqa: N802 - the name gRPC generates
+        self, request_iterator: AsyncIterator[pb.Downward], context: grpc.aio.ServicerContext[pb.Downward, pb.Upward]
+    ) -> AsyncIterator[pb.Upward]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("kind") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+            return
+        if first.hello.version != __version__:
+            # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
+            log.warning("gateway %s runs %s, this worker %s", first.hello.gateway_id, first.hello.version, __version__)
+        attachment = _Attachment(self._worker)
+        self._worker.attach(attachment)
+        reader = asyncio.create_task(attachment.read(request_iterator))
+        try:
+            yield pb.Upward(welcome=self._worker.welcome())
+            async for step in attachment.steps():
+                yield pb.Upward(step=step)
+        finally:
+            reader.cancel()
+            await attachment.abort_all()
+            self._worker.detach(attachment)
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def Describe(  # noqa: N802
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.Downward, pb.Upward]
+    ) -> pb.Welcome:
+        return self._worker.welcome()
+
+
+class _Attachment:
+    """One gateway's stream: its requests, and the step that is being filled for it."""
+
+    def __init__(self, worker: WorkerServer) -> None:
+        self._worker = worker
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._step = pb.Step()
+        self._num_pending = 0
+        self._ready = asyncio.Event()
+        self._flush_scheduled = False
+        self._closed = False
+
+    async def read(self, messages: AsyncIterator[pb.Downward]) -> None:
+        """Follow what the gateway asks until its half of the stream ends."""
+        try:
+            async for message in messages:
+                match message.WhichOneof("kind"):
+                    case "submit":
+                        self._submit(message.submit)
+                    case "cancel":
+                        self._cancel(message.cancel.number)
+        finally:
+            self.close()
+
+    def _submit(self, message: pb.Submit) -> None:
+        number = message.number
+        if (refusal := self._worker.accept()) is not None:
+            codec.append_failure(self._step, number, refusal)
+            self._schedule_flush()
+            return
+        self.tasks[number] = asyncio.create_task(self._run(number, codec.submit_from_wire(message)))
+        self._worker.settle()
+
+    def _cancel(self, number: int) -> None:
+        if (task := self.tasks.get(number)) is not None:
+            # Not at once: a task that never ran would skip its own cleaning up. The loop runs what it was given in
+            # order.
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    async def _run(self, number: int, request: EngineRequest) -> None:
+        try:
+            async for output in self._worker.engine.generate(request):
+                self._add(number, output)
+        except asyncio.CancelledError:
+            codec.append_failure(self._step, number, EngineError("cancelled"))
+            self._schedule_flush()
+        except KvferryError as error:
+            self._fail(number, error)
+        except Exception:
+            log.exception("request %s failed", request.request_id)
+            self._fail(number, EngineError("the engine failed on this request; its log says why"))
+        finally:
+            self.tasks.pop(number, None)
+            self._worker.settle()
+
+    def _add(self, number: int, output: EngineOutput) -> None:
+        codec.append_output(self._step, number, output)
+        self._num_pending += 1
+        if self._num_pending > MAX_PENDING_OUTPUTS:
+            log.error("a gateway reads too slowly: %d outputs wait for it; its stream ends", self._num_pending)
+            self.close()
+        self._schedule_flush()
+
+    def _fail(self, number: int, error: KvferryError) -> None:
+        codec.append_failure(self._step, number, error)
+        self._schedule_flush()
+        if isinstance(error, EngineDead):
+            self._worker.died.set()
+
+    def _schedule_flush(self) -> None:
+        # The tasks of one engine step all run in one pass of the event loop; the flush runs after them, so a step
+        # becomes one message.
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        self._ready.set()
+
+    def send_load(self) -> None:
+        self._ready.set()
+
+    async def steps(self) -> AsyncIterator[pb.Step]:
+        """Steps to send, each with the load; at least one a heartbeat.
+
+        While the stream is blocked, steps merge into one.
+        """
+        while not self._closed:
+            try:
+                await asyncio.wait_for(self._ready.wait(), self._worker.heartbeat_s)
+            except TimeoutError:
+                pass
+            self._ready.clear()
+            step, self._step = self._step, pb.Step()
+            self._num_pending = 0
+            step.load.CopyFrom(self._worker.load())
+            yield step
+
+    def close(self) -> None:
+        self._closed = True
+        self._ready.set()
+
+    async def abort_all(self) -> None:
+        await asyncio.sleep(0)  # as in _cancel: every task has begun before it is cancelled
+        tasks = list(self.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
