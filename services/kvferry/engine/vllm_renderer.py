@@ -90,7 +90,8 @@ class VllmRenderer:
             result = await render(kind.model_validate({**body, "model": self._served_name}))
         except ValidationError as error:
             fault = error.errors()[0]
-            where = ".".join(str(part) for part in fault["loc"] if isinstance(part, (int, str)))
+            # vLLM's wrapping validators show up as parts such as "function-wrap[...]".
+            where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
             raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
         except (VLLMClientError, ValueError, TypeError) as error:
             raise self._from_vllm(str(error), getattr(error, "parameter", None)) from None
@@ -120,6 +121,10 @@ class VllmRenderer:
             if num_prompt_tokens + requested > self._max_model_len:
                 raise context_exceeded(self._max_model_len, num_prompt_tokens, requested)
             sampling = dataclasses.replace(sampling, max_tokens=requested)
+        if sampling.min_tokens > sampling.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({sampling.min_tokens}) is over max_tokens ({sampling.max_tokens})", param="min_tokens"
+            )
         if sampling.max_tokens < 1:
             raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
         return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling)

@@ -98,7 +98,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | list[Any]
+    prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
 
@@ -155,16 +155,16 @@ def _read(raw: bytes, kind: type[Body]) -> Body:
     if not isinstance(values, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_json_type(values)}")
     kept = {key: value for key, value in values.items() if key not in IGNORED and key not in DROPPED}
-    for key in UNSUPPORTED:
-        if key in kept and kept.pop(key) not in (None, *UNSUPPORTED[key]):
-            raise InvalidRequest(f"{key} is not supported", param=key)
-    known = kind.__struct_fields__
-    for key in kept:
-        if key not in known:
-            raise InvalidRequest(f"unrecognized request argument: {key}", param=key)
-    for key in ("model", "messages" if kind is ChatBody else "prompt"):
-        if kept.get(key) is None:
-            raise InvalidRequest(f"{key} is required", param=key)
+    for name, not_asked in UNSUPPORTED.items():
+        asked = kept.pop(name, None)
+        if asked is not None and asked not in not_asked:
+            raise InvalidRequest(f"{name} is not supported", param=name)
+    known: tuple[str, ...] = kind.__struct_fields__
+    if unknown := next((key for key in kept if key not in known), None):
+        raise InvalidRequest(f"unrecognized request argument: {unknown}", param=unknown)
+    for required in ("model", "messages" if kind is ChatBody else "prompt"):
+        if kept.get(required) is None:
+            raise InvalidRequest(f"{required} is required", param=required)
     try:
         body = msgspec.convert(kept, kind)
     except msgspec.ValidationError as error:

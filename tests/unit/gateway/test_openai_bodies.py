@@ -1,0 +1,94 @@
+"""Bad bodies are refused by name; what a client must not set is dropped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.errors import InvalidRequest
+from kvferry.gateway.openai_bodies import for_renderer, read_chat, read_completion
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def chat(**changes: Any) -> bytes:
+    return json.dumps({**CHAT, **changes}).encode()
+
+
+def completion(**changes: Any) -> bytes:
+    return json.dumps({**COMPLETION, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "says", "param"),
+    [
+        (b"{", "not valid JSON", None),
+        (b"\xff\xfe", "not valid JSON", None),
+        (b"[]", "must be a JSON object, not an array", None),
+        (b"{}", "model is required", "model"),
+        (chat(messages=[]), "messages: expected `array` of length >= 1", "messages"),
+        (chat(messages="hi"), "messages: expected `array`, got `str`", "messages"),
+        (chat(messages=[{"role": "robot", "content": "x"}]), "messages[0].role: expected one of", "messages[0].role"),
+        (chat(messages=[{"role": "user"}]), "messages[0].content is required", "messages[0].content"),
+        (chat(messages=[{"role": "user", "content": 5}]), "expected a string or a list of parts", "messages[0].content"),
+        (
+            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            "only parts of type 'text'",
+            "messages[0].content",
+        ),
+        (chat(max_tokens="many"), "max_tokens: expected `int | null`, got `str`", "max_tokens"),
+        (chat(max_tokens=0), "max_tokens: expected `int` >= 1", "max_tokens"),
+        (chat(temperature=3), "temperature: expected `float` <= 2", "temperature"),
+        (chat(temperature=-0.1), "temperature: expected `float` >= 0", "temperature"),
+        (chat(n=0), "n: expected `int` >= 1", "n"),
+        (chat(stream="yes"), "stream: expected `bool | null`, got `str`", "stream"),
+        (chat(top_logprobs=3), "top_logprobs needs logprobs: true", "top_logprobs"),
+        (chat(logit_bias={"a": 1}), "'a' is not a token id", "logit_bias"),
+        (chat(tools=[{"type": "function"}]), "tools is not supported", "tools"),
+        (chat(frobnicate=1), "unrecognized request argument: frobnicate", "frobnicate"),
+        (chat(stream_options={"include_usage": True, "x": 1}), "unknown field `x`", "stream_options"),
+    ],
+)
+def test_bad_chat_bodies(body: bytes, says: str, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_chat(body)
+    assert says.lower() in refused.value.message.lower()
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (json.dumps({"model": "m"}).encode(), "prompt is required"),
+        (completion(prompt=""), "must not be empty"),
+        (completion(prompt=[]), "must not be empty"),
+        (completion(prompt=["a", 1]), "a list of one kind"),
+        (completion(prompt=[[]]), "at least one"),
+        (completion(prompt=[1, -1]), "none negative"),
+        (completion(prompt=["a", ""]), "no part may be empty"),
+        (completion(echo=True), "echo is not supported"),
+        (completion(best_of=2), "best_of is not supported"),
+        (completion(logprobs=True), "logprobs: expected"),
+    ],
+)
+def test_bad_completion_bodies(body: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequest, match="(?i)" + says):
+        read_completion(body)
+
+
+def test_what_only_the_cluster_may_set_is_dropped_not_refused() -> None:
+    body = read_chat(chat(kv_transfer_params={"remote_host": "evil"}, cache_salt="other", priority=-5))
+    assert for_renderer(body) == {"messages": CHAT["messages"]}
+
+
+def test_what_changes_nothing_and_explicit_nulls_are_accepted() -> None:
+    body = read_chat(chat(user="u", metadata={}, tools=[], n=None, seed=None, stop=None, logprobs=None))
+    assert for_renderer(body) == {"messages": CHAT["messages"]}
+
+
+def test_what_shapes_the_answer_reaches_the_renderer() -> None:
+    asked = {"temperature": 0.5, "seed": 4, "stop": ["x"], "max_tokens": 3, "logit_bias": {"7": -1.0}, "top_k": 4}
+    assert for_renderer(read_completion(completion(**asked))) == {"prompt": "hi", **asked}

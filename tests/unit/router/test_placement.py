@@ -1,0 +1,40 @@
+"""Round robin, and who may exchange pages with whom."""
+
+from __future__ import annotations
+
+from kvferry.membership.base import MemberId
+from kvferry.router.placement import Candidate, Placement, Reason, RoundRobin
+
+
+def candidate(name: str, *, block_size: int = 32, dtype: str = "float32") -> Candidate:
+    return Candidate(MemberId(name), "model", block_size, dtype)
+
+
+def test_nobody_decodes() -> None:
+    assert RoundRobin().place([candidate("p")], []) is None
+
+
+def test_without_a_prefill_worker_the_decode_worker_computes() -> None:
+    assert RoundRobin().place([], [candidate("d")]) == Placement(None, MemberId("d"), Reason.NO_PREFILL_WORKER)
+
+
+def test_both_roles_turn_over() -> None:
+    policy = RoundRobin()
+    prefill, decode = [candidate("p0"), candidate("p1")], [candidate("d0"), candidate("d1"), candidate("d2")]
+    placed = [policy.place(prefill, decode) for _ in range(6)]
+    assert [(p.prefill, p.decode) for p in placed if p] == [
+        ("p0", "d0"),
+        ("p1", "d1"),
+        ("p0", "d2"),
+        ("p1", "d0"),
+        ("p0", "d1"),
+        ("p1", "d2"),
+    ]
+
+
+def test_unequal_pages_are_never_exchanged() -> None:
+    decode = [candidate("d")]
+    for other in (candidate("p", block_size=64), candidate("p", dtype="bfloat16")):
+        assert RoundRobin().place([other], decode) == Placement(None, MemberId("d"), Reason.UNEQUAL_PAGES)
+    mixed = [candidate("p0", block_size=64), candidate("p1")]
+    assert RoundRobin().place(mixed, decode) == Placement(MemberId("p1"), MemberId("d"), Reason.DISAGGREGATED)

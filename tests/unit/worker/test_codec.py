@@ -1,0 +1,131 @@
+"""The wire format carries every field both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvferry.engine.base import (
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PromptSources,
+    RequestId,
+    Sampling,
+    TokenLogprob,
+)
+from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, Overloaded
+from kvferry.wire.v1 import worker_pb2 as pb
+from kvferry.worker import codec
+
+FULL = Sampling(
+    max_tokens=7,
+    min_tokens=2,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=5,
+    min_p=0.1,
+    seed=-3,
+    presence_penalty=0.25,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.5,
+    stop=("a", "b"),
+    stop_token_ids=(1, 2),
+    ignore_eos=True,
+    logprobs=0,
+    logit_bias={5: -1.0},
+    allowed_token_ids=(3, 4),
+    bad_words=("x",),
+    include_stop_str_in_output=True,
+    skip_special_tokens=False,
+    spaces_between_special_tokens=False,
+    structured_outputs='{"json_object": true}',
+)
+
+
+def test_every_sampling_field_has_its_place_in_the_message() -> None:
+    assert {field.name for field in dataclasses.fields(Sampling)} == set(pb.Sampling.DESCRIPTOR.fields_by_name)
+
+
+def test_every_field_of_the_full_example_differs_from_its_default() -> None:
+    defaults = Sampling(max_tokens=1)
+    assert [f.name for f in dataclasses.fields(Sampling) if getattr(FULL, f.name) == getattr(defaults, f.name)] == []
+
+
+@pytest.mark.parametrize("sampling", [FULL, Sampling(max_tokens=1)], ids=["full", "defaults"])
+def test_sampling_survives_the_wire(sampling: Sampling) -> None:
+    message = pb.Sampling.FromString(codec.sampling_to_wire(sampling).SerializeToString())
+    assert codec.sampling_from_wire(message) == sampling
+
+
+@pytest.mark.parametrize(
+    ("keep", "transfer"), [(True, None), (False, {"remote_block_ids": [[1, 2]], "nested": {"a": None}}), (False, None)]
+)
+def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | None) -> None:
+    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt")
+    message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
+    assert message.submit.number == 9
+    assert codec.submit_from_wire(message.submit) == request
+
+
+def test_a_step_carries_many_requests_in_columns_and_their_ends() -> None:
+    step = pb.Step()
+    first = EngineOutput(token_ids=[1, 2], text="ab")
+    second = EngineOutput(
+        token_ids=[3],
+        text="c",
+        logprobs=[[TokenLogprob(3, "c", -0.5), TokenLogprob(4, "d", -1.5)]],
+        finish_reason=FinishReason.STOP,
+        stop_reason="c",
+        sources=PromptSources(1, 2, 3),
+        transfer_params={"k": [1]},
+    )
+    codec.append_output(step, 10, first)
+    codec.append_output(step, 11, second)
+    codec.append_output(step, 10, EngineOutput(token_ids=[5], text="", finish_reason=FinishReason.LENGTH, stop_reason=None))
+    codec.append_failure(step, 12, EngineDead("gone"))
+    outputs = list(codec.outputs_of(pb.Step.FromString(step.SerializeToString())))
+
+    assert [(number, list(o.token_ids), o.text) for number, o in outputs[:3] if isinstance(o, EngineOutput)] == [
+        (10, [1, 2], "ab"),
+        (11, [3], "c"),
+        (10, [5], ""),
+    ]
+    assert isinstance(outputs[1][1], EngineOutput)
+    assert outputs[1][1].logprobs == second.logprobs
+    ends = dict(outputs[3:])
+    stopped, ended, failed = ends[11], ends[10], ends[12]
+    assert isinstance(stopped, EngineOutput)
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, "c")
+    assert (stopped.sources, stopped.transfer_params) == (PromptSources(1, 2, 3), {"k": [1]})
+    assert isinstance(ended, EngineOutput)
+    assert ended.finish_reason is FinishReason.LENGTH
+    assert isinstance(failed, EngineDead)
+    assert failed.message == "gone"
+
+
+def test_a_stop_token_id_of_zero_is_not_lost() -> None:
+    step = pb.Step()
+    codec.append_output(step, 1, EngineOutput(token_ids=[0], text="", finish_reason=FinishReason.STOP, stop_reason=0))
+    _, (_, end) = list(codec.outputs_of(step))
+    assert isinstance(end, EngineOutput)
+    assert end.stop_reason == 0
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("bad"), Overloaded("full"), EngineDead("dead"), EngineError("broke")])
+def test_an_error_stays_itself_across_the_wire(error: KvferryError) -> None:
+    step = pb.Step()
+    codec.append_failure(step, 1, error)
+    ((_, received),) = list(codec.outputs_of(step))
+    assert type(received) is type(error)
+    assert isinstance(received, KvferryError)
+    assert received.message == error.message
+
+
+def test_load_survives_the_wire() -> None:
+    load = EngineLoad(1, 2, 3, 4, PromptSources(5, 6, 7), 8, 9)
+    message = codec.load_to_wire(load, draining=True)
+    assert message.draining
+    assert codec.load_from_wire(pb.Load.FromString(message.SerializeToString())) == load
