@@ -1,0 +1,138 @@
+"""Which files in /dev/shm a process tree holds, written down while it lives.
+
+A killed engine cannot unlink its shared memory, and a name alone does not say whose it was. So workers record what
+they hold, with the inode, in the run folder of the local cluster; whoever cleans up removes what is recorded, still
+the same file, and held by nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+SHM_ROOT = Path("/dev/shm")
+RECORDS_FOLDER = "shm"  # inside the run folder
+
+StrPath = str | os.PathLike[str]
+
+_DELETED = " (deleted)"
+
+
+class SharedMemoryFile(NamedTuple):
+    """One file below /dev/shm. A name can be used again by a stranger; name and inode together cannot."""
+
+    inode: int
+    name: str  # relative to /dev/shm
+
+    @property
+    def path(self) -> Path:
+        return SHM_ROOT / self.name
+
+
+def held_by(pids: Iterable[int]) -> frozenset[SharedMemoryFile]:
+    """Files of /dev/shm that these processes map or have open.
+
+    Processes that are gone, or that may not be read, hold nothing.
+    """
+    return frozenset(file for pid in pids for file in (*_mapped(pid), *_opened(pid)))
+
+
+def record_shared_memory(run_dir: StrPath, name: str, pid: int) -> frozenset[SharedMemoryFile]:
+    """Append what `pid` and its descendants hold to `<run_dir>/shm/<name>.txt`; what stands there already is not
+    repeated.
+
+    May be called again and again; returns what was new. `name` is one path component, such as a worker id.
+    """
+    if not name or Path(name).name != name:
+        raise ValueError(f"{name!r} is not a single path component")
+    try:
+        tree = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return frozenset()
+    return write_record(run_dir, name, held_by(tree))
+
+
+def write_record(run_dir: StrPath, name: str, files: Iterable[SharedMemoryFile]) -> frozenset[SharedMemoryFile]:
+    """Append `files` to the record `name`; returns what was new."""
+    folder = Path(run_dir) / RECORDS_FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / f"{name}.txt"
+    new = frozenset(files) - _read(file)
+    if new:
+        with file.open("a", encoding="utf-8") as out:
+            out.writelines(f"{inode} {shm_name}\n" for inode, shm_name in sorted(new))
+    return new
+
+
+def recorded(run_dir: StrPath) -> frozenset[SharedMemoryFile]:
+    """Everything any worker of this run folder ever recorded, alive or not."""
+    folder = Path(run_dir) / RECORDS_FOLDER
+    return frozenset(entry for file in folder.glob("*.txt") for entry in _read(file))
+
+
+def remove_abandoned(run_dir: StrPath) -> tuple[SharedMemoryFile, ...]:
+    """Unlink recorded files that are still the same file, are ours, and that no process holds.
+
+    Returns what was removed.
+    """
+    candidates = [file for file in sorted(recorded(run_dir)) if _is_ours(file)]
+    if not candidates:
+        return ()
+    held = held_by(psutil.pids())
+    removed = []
+    for file in candidates:
+        if file not in held:
+            file.path.unlink(missing_ok=True)
+            removed.append(file)
+    return tuple(removed)
+
+
+def _is_ours(file: SharedMemoryFile) -> bool:
+    if ".." in Path(file.name).parts:
+        return False
+    try:
+        status = file.path.lstat()
+    except OSError:
+        return False
+    return status.st_ino == file.inode and status.st_uid == os.getuid()
+
+
+def _read(file: Path) -> frozenset[SharedMemoryFile]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    entries = (line.partition(" ") for line in lines)
+    return frozenset(SharedMemoryFile(int(inode), name) for inode, _, name in entries if inode.isdigit() and name)
+
+
+def _mapped(pid: int) -> Iterable[SharedMemoryFile]:
+    prefix = f"{SHM_ROOT}/"
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        # address, permissions, offset, device, inode, path; only the path may hold blanks
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith(prefix) and not fields[5].endswith(_DELETED):
+            yield SharedMemoryFile(int(fields[4]), fields[5].removeprefix(prefix))
+
+
+def _opened(pid: int) -> Iterable[SharedMemoryFile]:
+    prefix = f"{SHM_ROOT}/"
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return
+    for link in links:
+        try:
+            target = str(link.readlink())
+            if target.startswith(prefix) and not target.endswith(_DELETED):
+                yield SharedMemoryFile(link.stat().st_ino, target.removeprefix(prefix))
+        except OSError:
+            continue
