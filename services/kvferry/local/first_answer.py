@@ -1,0 +1,115 @@
+"""One real request through a cluster that just became ready, and where it went."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvferry.errors import KvferryError
+
+QUESTION = "What does a ferry do? Answer in one short sentence."
+_MAX_TOKENS = 48
+
+
+class FirstAnswerFailed(KvferryError):
+    """The cluster said it was ready and then did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAnswer:
+    """Question, answer, and the journey between."""
+
+    question: str
+    answer: str
+    ttft_s: float  # from sending the request to the first text
+    total_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    prefill_worker: str | None
+    decode_worker: str
+    ferried_pages: int
+    ferried_bytes: int
+
+    @property
+    def was_ferried(self) -> bool:
+        return self.prefill_worker is not None and self.ferried_pages > 0
+
+
+def ask(
+    url: str,
+    model: str,
+    *,
+    question: str = QUESTION,
+    timeout_s: float = 300.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> FirstAnswer:
+    """Ask over the OpenAI endpoint, streamed. Raises FirstAnswerFailed with what the gateway said."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": _MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started_s = clock()
+    try:
+        with (
+            httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=body, headers={"x-kvferry-debug": "1"}) as response,
+        ):
+            if response.status_code != 200:
+                text = response.read().decode("utf-8", errors="replace")
+                raise FirstAnswerFailed(f"the gateway answered {response.status_code}: {text[:500]}")
+            return _collect(question, _chunks(response.iter_lines()), started_s, clock)
+    except httpx.HTTPError as error:
+        raise FirstAnswerFailed(f"the first request failed: {error or type(error).__name__}") from None
+
+
+def _chunks(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise FirstAnswerFailed(f"the stream ended with an error: {json.dumps(chunk['error'])[:500]}")
+        yield chunk
+
+
+def _collect(
+    question: str, chunks: Iterator[dict[str, Any]], started_s: float, clock: Callable[[], float]
+) -> FirstAnswer:
+    parts: list[str] = []
+    first_s: float | None = None
+    usage: dict[str, Any] = {}
+    journey: dict[str, Any] | None = None
+    for chunk in chunks:
+        for choice in chunk.get("choices", ()):
+            text = choice.get("delta", {}).get("content")
+            if text:
+                first_s = first_s if first_s is not None else clock()
+                parts.append(text)
+        usage = chunk.get("usage") or usage
+        journey = chunk.get("kvferry") or journey
+    if first_s is None:
+        raise FirstAnswerFailed("the answer was empty")
+    if journey is None:
+        raise FirstAnswerFailed("the answer does not say which workers computed it")
+    return FirstAnswer(
+        question=question,
+        answer="".join(parts).strip(),
+        ttft_s=first_s - started_s,
+        total_s=clock() - started_s,
+        prompt_tokens=int(usage.get("prompt_tokens", 0)),
+        completion_tokens=int(usage.get("completion_tokens", 0)),
+        prefill_worker=journey.get("prefill_worker"),
+        decode_worker=journey["decode_worker"],
+        ferried_pages=int(journey.get("ferried_pages", 0)),
+        ferried_bytes=int(journey.get("ferried_bytes", 0)),
+    )

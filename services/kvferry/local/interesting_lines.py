@@ -1,0 +1,62 @@
+"""The one line of many logs that says why a start takes so long, or failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvferry.local.run_folder import RunFolder
+
+_READ_BYTES = 32 * 1024
+_FAULT = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\S*(Error|Exception|Exit)\b.*:|Killed|out of memory", re.IGNORECASE)
+# Ray reports its own surroundings as errors; none of these is why a model does not load.
+_NOISE = re.compile(r"metrics|dashboard|event_stats|usage|opentelemetry|autoscaler", re.IGNORECASE)
+_MAX_CHARS = 220
+
+
+def last_interesting_line(folder: RunFolder) -> str | None:
+    """The newest fault in the newest logs of workers and application, else their newest line.
+
+    None when all are empty.
+    """
+    newest_line = None
+    for log in _newest_first(_logs(folder)):
+        lines = _end_of(log)
+        for line in reversed(lines):
+            if _FAULT.search(line) and not _NOISE.search(line):
+                return _shortened(line)
+        newest_line = newest_line or (lines[-1] if lines else None)
+    return _shortened(newest_line) if newest_line is not None else None
+
+
+def _logs(folder: RunFolder) -> Iterable[Path]:
+    session = folder.ray / "session_latest" / "logs"
+    yield from folder.logs.glob("deploy.log")
+    yield from session.glob("serve/replica_*.log")
+    yield from session.glob("worker-*.err")
+    yield from session.glob("worker-*.out")
+
+
+def _newest_first(logs: Iterable[Path]) -> list[Path]:
+    dated = []
+    for log in logs:
+        try:
+            dated.append((log.stat().st_mtime, log))
+        except OSError:
+            continue
+    return [log for _, log in sorted(dated, reverse=True)]
+
+
+def _end_of(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as content:
+            content.seek(max(0, log.stat().st_size - _READ_BYTES))
+            text = content.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 1]}…"

@@ -1,0 +1,206 @@
+"""Which processes belong to a local cluster, and how they are ended.
+
+Parents die first, engines outlive them as orphans, and a process that sets its title overwrites its own command line
+and environment. So belonging rests on four marks, of which any one is enough:
+
+    environment   KVFERRY_CLUSTER_TOKEN holds the token of this run folder
+    cwd           the working folder is the run folder's `work`, which is made for nothing else
+    files         it has a file open for writing where only the cluster writes (logs, etcd, ray, tmp)
+    ancestry      it descends from a process that belongs
+
+A name or a command line is no mark: `less`, `tail` or an editor on a log of ours is somebody else's. The caller and
+its ancestors never belong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.errors import KvferryError
+
+TOKEN_VARIABLE = "KVFERRY_CLUSTER_TOKEN"
+
+
+class ProcessesRemain(KvferryError):
+    """Processes of the cluster did not end although they were killed."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProcessIdentity:
+    """One process, for ever: a pid is used again, a pid and its start time are not."""
+
+    pid: int
+    start_ticks: int  # clock ticks after boot, /proc/PID/stat field 22
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """Raises ProcessLookupError when there is no such process."""
+        state = _stat(pid)
+        if state is None:
+            raise ProcessLookupError(pid)
+        return cls(pid, state.start_ticks)
+
+    def is_alive(self) -> bool:
+        """False once it ended, also while it waits as a zombie for a parent that may never ask."""
+        state = _stat(self.pid)
+        return state is not None and state.start_ticks == self.start_ticks and state.letter not in "ZX"
+
+    def send(self, signal_number: int) -> bool:
+        """Signal exactly this process; False when it is gone, whoever has its pid now."""
+        with contextlib.suppress(ProcessLookupError), self._pinned() as pidfd:
+            if pidfd is not None:
+                signal.pidfd_send_signal(pidfd, signal_number)
+                return True
+        return False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended; False when it still runs after `timeout_s`."""
+        with contextlib.suppress(ProcessLookupError), self._pinned() as pidfd:
+            if pidfd is not None:
+                poll = select.poll()
+                poll.register(pidfd, select.POLLIN)
+                return bool(poll.poll(max(0.0, timeout_s) * 1000))
+        return True
+
+    @contextlib.contextmanager
+    def _pinned(self) -> Iterator[int | None]:
+        """A descriptor of this very process, None when it is gone."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            # Read after the descriptor is open: it names whoever had the pid then, and the pid cannot pass on while
+            # that one is alive.
+            yield pidfd if self.is_alive() else None
+        finally:
+            os.close(pidfd)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What tells the processes of one cluster from everybody else's.
+
+    Paths are canonical, as the kernel reports them.
+    """
+
+    token: str | None
+    work_folder: Path
+    written_folders: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    parent: int
+    letter: str  # R, S, D, T, Z, ...
+    start_ticks: int
+
+
+def belonging(marks: Marks) -> tuple[ProcessIdentity, ...]:
+    """Every live process of the cluster, ordered by pid; never the caller or its ancestors."""
+    stats = {pid: state for pid in _pids() if (state := _stat(pid)) is not None and state.letter not in "ZX"}
+    spared = {0, 1, *_lineage(os.getpid(), stats)}
+    mine = {pid for pid in stats if pid not in spared and _is_marked(pid, marks)}
+    # Ancestry: a child is found only after its parent, so repeat until nothing is added.
+    grew = True
+    while grew:
+        children = {pid for pid, state in stats.items() if state.parent in mine} - mine - spared
+        mine |= children
+        grew = bool(children)
+    return tuple(sorted(ProcessIdentity(pid, stats[pid].start_ticks) for pid in mine))
+
+
+def end_all(
+    marks: Marks,
+    *,
+    grace_s: float = 5.0,
+    deadline_s: float = 30.0,
+    before_signal: Callable[[tuple[ProcessIdentity, ...]], None] = lambda _: None,
+) -> int:
+    """End every process of the cluster: ask, wait for `grace_s`, kill, until a look round finds none. Returns how
+    many there were.
+
+    `before_signal` sees each set of processes while they still live. Raises ProcessesRemain after `deadline_s`.
+    """
+    ended: set[ProcessIdentity] = set()
+    deadline = time.monotonic() + deadline_s
+    kill_from = time.monotonic() + grace_s
+    while found := belonging(marks):
+        now = time.monotonic()
+        if now >= deadline:
+            pids = ", ".join(str(process.pid) for process in found)
+            raise ProcessesRemain(f"processes {pids} do not end although they were killed")
+        before_signal(found)
+        # Whoever was asked once is not asked again: it may be half way through its own end.
+        for process in found:
+            if now >= kill_from:
+                process.send(signal.SIGKILL)
+            elif process not in ended:
+                process.send(signal.SIGTERM)
+        ended.update(found)
+        wait_gone(found, timeout_s=min(deadline - now, max(kill_from - now, 1.0)))
+    return len(ended)
+
+
+def wait_gone(processes: Iterable[ProcessIdentity], *, timeout_s: float) -> bool:
+    """Wait until all have ended; False when some still run after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    # The deadline is shared: once it has passed, what is left is only looked at.
+    return all(process.wait(deadline - time.monotonic()) for process in processes)
+
+
+def _is_marked(pid: int, marks: Marks) -> bool:
+    with contextlib.suppress(OSError):
+        mark = f"{TOKEN_VARIABLE}={marks.token}".encode()
+        if marks.token and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return True
+    with contextlib.suppress(OSError):
+        if _is_below(Path(f"/proc/{pid}/cwd").readlink(), (marks.work_folder,)):
+            return True
+    return _writes_below(pid, marks.written_folders)
+
+
+def _writes_below(pid: int, folders: tuple[Path, ...]) -> bool:
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+    for link in links:
+        with contextlib.suppress(OSError):
+            if _is_below(link.readlink(), folders):
+                info = Path(f"/proc/{pid}/fdinfo/{link.name}").read_text(encoding="ascii")
+                flags = int(info.partition("flags:")[2].split()[0], 8)
+                if flags & os.O_ACCMODE != os.O_RDONLY:
+                    return True
+    return False
+
+
+def _is_below(target: Path, folders: tuple[Path, ...]) -> bool:
+    path = str(target).removesuffix(" (deleted)")
+    return any(path == str(folder) or path.startswith(f"{folder}/") for folder in folders)
+
+
+def _lineage(pid: int, stats: dict[int, _Stat]) -> list[int]:
+    line = []
+    while pid in stats and pid not in line:
+        line.append(pid)
+        pid = stats[pid].parent
+    return line
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # pid (name) state parent ...: the name may hold blanks and parentheses, so split after the last one
+    fields = text.rpartition(")")[2].split()
+    return _Stat(parent=int(fields[1]), letter=fields[0], start_ticks=int(fields[19]))

@@ -1,0 +1,106 @@
+"""What the user sees while a cluster starts: each step, what it waits for, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+
+_PLAIN_INTERVAL_S = 15.0
+
+
+class Progress(Protocol):
+    """Told what happens, in order; never blocks."""
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Something that takes a while; ended by leaving, marked failed when left by an exception."""
+        yield
+
+    def detail(self, text: str) -> None:
+        """What the step waits for just now."""
+        ...
+
+    def tick(self) -> None:
+        """Time passed."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+
+class ConsoleProgress:
+    """A live line on a terminal.
+
+    Anywhere else plain lines, one whenever the detail changes and at least one every 15 s.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = console.is_terminal
+        self._what = ""
+        self._detail = ""
+        self._started_s = 0.0
+        self._shown: tuple[float, str] = (0.0, "")
+        self._status = console.status("")
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        self._what, self._detail, self._started_s = what, "", time.monotonic()
+        self._shown = (self._started_s, "")
+        if self._live:
+            self._status.start()
+        try:
+            self.tick()
+            yield
+        except BaseException:
+            self._end("[red]✗[/]")
+            raise
+        self._end("[green]✓[/]")
+
+    def detail(self, text: str) -> None:
+        self._detail = text
+        self.tick()
+
+    def tick(self) -> None:
+        elapsed_s = time.monotonic() - self._started_s
+        if self._live:
+            width = max(20, self._console.width - 4)
+            self._status.update(escape(f"{self._what}  {elapsed_s:.0f} s  {self._detail}"[:width]))
+            return
+        shown_at_s, shown = self._shown
+        if (self._detail and self._detail != shown) or time.monotonic() - shown_at_s >= _PLAIN_INTERVAL_S:
+            self._shown = (time.monotonic(), self._detail)
+            self._print(escape(f"  {self._what} ({elapsed_s:.0f} s) {self._detail}".rstrip()))
+
+    def say(self, text: str) -> None:
+        self._print(escape(text))
+
+    def _end(self, mark: str) -> None:
+        self._status.stop()
+        self._print(f"{mark} {escape(self._what)} [dim]{time.monotonic() - self._started_s:.1f} s[/]")
+
+    def _print(self, markup: str) -> None:
+        self._console.print(markup, highlight=False, soft_wrap=True)
+
+
+class NoProgress:
+    """For callers that only want the result."""
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        yield
+
+    def detail(self, text: str) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass

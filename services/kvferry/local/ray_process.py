@@ -1,0 +1,131 @@
+"""A Ray head for one local cluster, started as a program: this room never imports ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.addresses import free_port, join_host_port
+from kvferry.config import ClusterConfig
+from kvferry.local.child import Child, Pace, StartFailed, child_environment
+from kvferry.local.processes import ProcessIdentity, belonging
+from kvferry.local.run_folder import RunFolder
+
+_HOST = "127.0.0.1"
+_START_TIMEOUT_S = 180.0
+_ATTEMPTS = 3
+_OBJECT_STORE_BYTES = 128 << 20  # neither tokens nor pages ever lie there
+_SPARE_CPUS = 4  # replicas of an update that overlap with those they replace
+_PILLARS = frozenset({"gcs_server", "raylet"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ray:
+    """A running Ray head."""
+
+    address: str  # host:port of its control store
+    pillars: tuple[ProcessIdentity, ...]  # without these Ray is dead
+
+
+def ray_environment(folder: RunFolder) -> dict[str, str]:
+    """What Ray, its workers, and everyone who connects to it must have in their environment."""
+    return child_environment(folder) | {
+        # Ray would run every worker, and so every engine, at nice 15.
+        "RAY_worker_niceness": "0",
+        # A driver that ends while a handle lives would start a second Ray behind our back.
+        "RAY_ENABLE_AUTO_CONNECT": "0",
+        # Each Serve replica listens on all interfaces for other replicas, whatever address the node has: so everyone
+        # needs the token.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder.ray_token_file),
+        # Ray replaces a loopback address by one that other nodes can reach, unless it takes itself for a system
+        # without clusters.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def engine_environment(config: ClusterConfig) -> dict[str, str]:
+    """What engines need in addition, as Ray's workers pass it on."""
+    return {"HF_HUB_OFFLINE": "1"} if Path(config.model.path).is_dir() else {}
+
+
+def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
+    """Start a head and wait until it takes work. Raises StartFailed with the end of its log, or Interrupted."""
+    environ = ray_environment(folder) | engine_environment(config)
+    for attempt in range(1, _ATTEMPTS + 1):
+        ports = _free_ports(4)
+        child = Child("ray", _command(folder, config, ports), folder=folder, environ=environ)
+        if not pace.until(child.has_ended, deadline=time.monotonic() + _START_TIMEOUT_S):
+            raise StartFailed(f"Ray did not start within {_START_TIMEOUT_S:.0f} s; see {child.log}")
+        if child.exit_code() == 0:
+            return Ray(join_host_port(_HOST, ports[0]), _find_pillars(folder))
+        if attempt == _ATTEMPTS or b"in use" not in child.log.read_bytes():
+            raise child.failure()
+    raise AssertionError("unreachable")
+
+
+def _find_pillars(folder: RunFolder) -> tuple[ProcessIdentity, ...]:
+    def program(process: ProcessIdentity) -> str:
+        try:
+            return Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    pillars = tuple(process for process in belonging(folder.marks()) if program(process) in _PILLARS)
+    if len(pillars) != len(_PILLARS):
+        raise StartFailed(f"Ray started and ended again; see {folder.ray}")
+    return pillars
+
+
+def _command(folder: RunFolder, config: ClusterConfig, ports: list[int]) -> list[str]:
+    gcs, client, dashboard, agent = ports
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+        f"--node-ip-address={_HOST}",
+        f"--port={gcs}",
+        f"--ray-client-server-port={client}",
+        f"--dashboard-host={_HOST}",
+        f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={agent}",
+        # 0 lets each process choose what is free; Ray's default is a fixed range from 10002 to 19999.
+        *("--min-worker-port=0", "--max-worker-port=0"),
+        f"--num-cpus={_num_cpus(config)}",
+        *(("--num-gpus=0",) if config.engine.device == "cpu" else ()),
+        f"--resources={json.dumps(_resources(config))}",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        f"--temp-dir={folder.ray}",
+        "--include-dashboard=false",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+        *("--log-style=record", "--log-color=false"),
+    ]
+
+
+def _num_cpus(config: ClusterConfig) -> int:
+    """Logical CPUs that let every replica be placed, however few the machine has."""
+    roles = (config.prefill, config.decode, config.gateway)
+    return math.ceil(sum(role.replicas * role.num_cpus for role in roles)) + _SPARE_CPUS
+
+
+def _resources(config: ClusterConfig) -> dict[str, float]:
+    """This one node has every resource that a role asks for, in full."""
+    total: Counter[str] = Counter()
+    for role in (config.prefill, config.decode):
+        for name, amount in role.resources.items():
+            total[name] += amount * role.replicas  # type: ignore[assignment]
+    return dict(total)
+
+
+def _free_ports(count: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port(_HOST))
+    return sorted(ports)

@@ -1,0 +1,286 @@
+"""Where one local cluster keeps its state: a short, private folder that holds everything a clean end needs.
+
+The path must be short, since Ray and vLLM make Unix sockets below it and the kernel allows 107 bytes for those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ConfigError, KvferryError
+from kvferry.local.processes import Marks, ProcessIdentity
+from kvferry.shared_memory import RECORDS_FOLDER
+
+RUN_DIR_VARIABLE = "KVFERRY_RUN_DIR"
+
+# The longest socket below a run folder is Ray's: /ray/session_<date>_<time>_<microseconds>_<pid of
+# 7>/sockets/plasma_store
+_SOCKET_PATH_LIMIT_BYTES = 107
+_LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+PATH_LIMIT_BYTES = _SOCKET_PATH_LIMIT_BYTES - len(_LONGEST_SOCKET)
+
+
+class ClusterBusy(KvferryError):
+    """Another `kvferry up` or `kvferry down` works on this cluster right now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRecord:
+    """`cluster.json`: what a later command must know about a cluster that was started."""
+
+    name: str
+    ready: bool
+    started_unix_s: float
+    url: str  # of the gateway
+    etcd_endpoints: tuple[str, ...]  # host:port
+    ray_address: str  # host:port
+    pillars: tuple[ProcessIdentity, ...]  # processes without which the cluster is dead: etcd, if ours, and Ray's own
+    config: Mapping[str, Any]  # as handed to the application
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run folder, and the few things done to it as a whole."""
+
+    path: Path
+
+    @property
+    def record_file(self) -> Path:
+        return self.path / "cluster.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def token_file(self) -> Path:
+        """Marks this cluster's processes; made anew for every start."""
+        return self.path / "token"
+
+    @property
+    def ray_token_file(self) -> Path:
+        """What Ray asks of everyone who calls it."""
+        return self.path / "ray-token"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def etcd(self) -> Path:
+        return self.path / "etcd"
+
+    @property
+    def ray(self) -> Path:
+        return self.path / "ray"
+
+    @property
+    def shm(self) -> Path:
+        return self.path / RECORDS_FOLDER
+
+    @property
+    def temporary(self) -> Path:
+        """TMPDIR of every process of the cluster: sockets that engines leave behind lie here and go with the folder."""
+        return self.path / "tmp"
+
+    @property
+    def work(self) -> Path:
+        """The working folder of every process of the cluster, and of nobody else: empty, it is only a mark."""
+        return self.path / "work"
+
+    @property
+    def process_folders(self) -> tuple[Path, ...]:
+        """Folders below which only processes of the cluster write."""
+        return (self.logs, self.etcd, self.ray, self.temporary, self.work)
+
+    def marks(self) -> Marks:
+        """By what the processes of the newest start are known."""
+        return Marks(token=self.token(), work_folder=self.work, written_folders=self.process_folders)
+
+    def prepare(self) -> None:
+        """Make the folder, private, and its parts.
+
+        Raises ConfigError when it cannot be trusted or its path is too long.
+        """
+        if len(os.fsencode(self.path)) > PATH_LIMIT_BYTES:
+            raise ConfigError(
+                f"{RUN_DIR_VARIABLE}: {str(self.path)!r} is longer than {PATH_LIMIT_BYTES} bytes, "
+                "and the Unix sockets below it would be longer than the kernel allows; choose a shorter folder"
+            )
+        _make_private(self.path)
+        for part in (*self.process_folders, self.shm):
+            part.mkdir(mode=0o700, exist_ok=True)
+
+    def new_tokens(self) -> str:
+        """Write fresh tokens; returns the one that marks processes."""
+        token = secrets.token_hex(16)
+        _write_private(self.token_file, token)
+        _write_private(self.ray_token_file, secrets.token_hex(32))
+        return token
+
+    def token(self) -> str | None:
+        """The token of the last start, None when there was none."""
+        with contextlib.suppress(OSError):
+            return self.token_file.read_text(encoding="ascii").strip() or None
+        return None
+
+    def write_record(self, record: ClusterRecord) -> None:
+        _write_private(self.record_file, json.dumps(asdict(record), indent=2, default=str) + "\n")
+
+    def write_config(self, text: str) -> None:
+        _write_private(self.config_file, text)
+
+    def record(self) -> ClusterRecord | None:
+        """What stands in cluster.json; None when there is none or it cannot be read as one."""
+        try:
+            values = json.loads(self.record_file.read_text(encoding="utf-8"))
+            return ClusterRecord(
+                name=values["name"],
+                ready=values["ready"],
+                started_unix_s=values["started_unix_s"],
+                url=values["url"],
+                etcd_endpoints=tuple(values["etcd_endpoints"]),
+                ray_address=values["ray_address"],
+                pillars=tuple(ProcessIdentity(**pillar) for pillar in values["pillars"]),
+                config=values["config"],
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def clear(self, *, keep_logs: bool) -> None:
+        """Remove what a cluster left, and the folder itself when nothing else lies in it.
+
+        The lock stays to its holder.
+        """
+        if keep_logs:
+            for number, session_logs in enumerate(sorted(self.ray.glob("session_2*/logs"))):
+                shutil.rmtree(self.logs / f"ray-{number}", ignore_errors=True)
+                shutil.move(session_logs, self.logs / f"ray-{number}")
+        else:
+            shutil.rmtree(self.logs, ignore_errors=True)
+        engines = self.path.glob("engine-*")  # what an engine keeps its sockets in
+        for folder in (self.etcd, self.ray, self.shm, self.temporary, self.work, *engines):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in (self.record_file, self.config_file, self.token_file, self.ray_token_file):
+            file.unlink(missing_ok=True)
+
+    def remove_if_empty(self) -> None:
+        """Remove the lock file and the folder, unless something that is not ours lies there.
+
+        Call with the lock held.
+        """
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {self.lock_file.name}:
+            self.lock_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+                if self.path.parent == _default_root():
+                    self.path.parent.rmdir()
+
+    @contextlib.contextmanager
+    def locked(self, purpose: str) -> Iterator[None]:
+        """Hold the folder against every other `up` and `down`; raises ClusterBusy at once when one of them has it.
+
+        The kernel drops the lock when its holder dies, however it dies: the descriptor is closed in every program we
+        start.
+        """
+        _make_private(self.path)
+        descriptor = self._open_locked()
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(
+                descriptor, json.dumps(asdict(ProcessIdentity.of(os.getpid())) | {"purpose": purpose}).encode(), 0
+            )
+            yield
+        finally:
+            os.close(descriptor)
+
+    def lock_holder(self, purpose: str | None = None) -> ProcessIdentity | None:
+        """Who holds the lock, when it is for `purpose` or none is given; None when nobody alive does."""
+        try:
+            values = json.loads(self.lock_file.read_text(encoding="utf-8"))
+            holder = ProcessIdentity(values["pid"], values["start_ticks"])
+            wanted = purpose is None or values["purpose"] == purpose
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return holder if wanted and holder.is_alive() else None
+
+    def _open_locked(self) -> int:
+        while True:
+            descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A holder that left may have removed the file between our open and our lock: then the lock is on
+                # nothing.
+                if os.fstat(descriptor).st_ino == self.lock_file.stat().st_ino:
+                    return descriptor
+            except FileNotFoundError:
+                _make_private(self.path)
+            except BlockingIOError:
+                os.close(descriptor)
+                holder = self.lock_holder()
+                who = f" (process {holder.pid})" if holder is not None else ""
+                raise ClusterBusy(f"another kvferry command{who} is starting or ending this cluster") from None
+            os.close(descriptor)
+
+
+def run_folder(name: str, environ: Mapping[str, str] = os.environ) -> RunFolder:
+    """The run folder of the cluster `name`: $KVFERRY_RUN_DIR, or one below /tmp that only this user can enter."""
+    chosen = environ.get(RUN_DIR_VARIABLE)
+    if chosen:
+        return RunFolder(Path(chosen).expanduser().resolve())
+    path = _default_root() / name
+    if len(os.fsencode(path)) > PATH_LIMIT_BYTES:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        room = PATH_LIMIT_BYTES - len(os.fsencode(_default_root())) - len(digest) - 2
+        path = _default_root() / f"{name[: max(room, 0)]}-{digest}"
+    return RunFolder(path)
+
+
+def _default_root() -> Path:
+    return Path("/tmp").resolve() / f"kvferry-{os.getuid()}"
+
+
+def _make_private(path: Path) -> None:
+    """A folder of ours that nobody else can enter.
+
+    In /tmp anyone may have made it first, so what is found is not trusted.
+    """
+    folders = [path.parent, path] if path.parent == _default_root() else [path]
+    for folder in folders:
+        try:
+            folder.mkdir(mode=0o700, parents=folder is path and len(folders) == 1, exist_ok=True)
+            status = folder.lstat()
+        except OSError as error:
+            reason = "it is not a folder" if error.errno == errno.EEXIST else error.strerror
+            raise ConfigError(f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: {reason}") from None
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: it is not a folder")
+        if status.st_uid != os.getuid():
+            raise ConfigError(f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: it belongs to user {status.st_uid}")
+        if status.st_mode & 0o077:
+            folder.chmod(0o700)
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Replace a file at once; a reader sees the old one or the new one."""
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        out.write(text)
+    fresh.replace(file)

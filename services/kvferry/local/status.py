@@ -1,0 +1,155 @@
+"""Who is in a cluster and how busy: members as etcd lists them, load as each worker tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvferry.config import ClusterConfig, parse
+from kvferry.errors import KvferryError, UnavailableError
+from kvferry.local.cluster import is_alive
+from kvferry.local.run_folder import ClusterRecord, RunFolder
+from kvferry.membership.base import Member, MemberKind
+from kvferry.membership.etcd import EtcdMembership
+from kvferry.wire.v1 import worker_pb2, worker_pb2_grpc
+
+_DESCRIBE_TIMEOUT_S = 3.0
+_MEMBERS_TIMEOUT_S = 10.0
+
+
+class NotRunning(KvferryError):
+    """There is no cluster to ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What one worker says of itself."""
+
+    num_running: int
+    num_waiting: int
+    num_pages_used: int
+    num_pages: int
+    num_generated_tokens: int  # since its engine started, as is all that follows
+    ferried_bytes: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    prompt_tokens_ferried: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One member; `load` is None for gateways and for workers that do not answer, and `fault` then says why."""
+
+    member_id: str
+    kind: str
+    address: str
+    model: str
+    version: str
+    pid: int
+    uptime_s: float
+    load: WorkerLoad | None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """One look at a cluster."""
+
+    name: str
+    url: str
+    alive: bool
+    uptime_s: float
+    engine: str
+    model: str
+    etcd_endpoints: tuple[str, ...]
+    members: tuple[MemberStatus, ...]
+    fault: str = ""  # why members could not be listed
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for json.dumps."""
+        return asdict(self)
+
+
+def status(folder: RunFolder) -> ClusterStatus:
+    """Look at the cluster of a run folder. Raises NotRunning when there is none."""
+    record = folder.record()
+    if record is None:
+        raise NotRunning("no cluster runs here; start one with `kvferry up` (or `make up`)")
+    if not is_alive(record):
+        raise NotRunning(f"the cluster {record.name!r} has died; `kvferry down` (or `make down`) removes what it left")
+    return asyncio.run(_look(record, parse(record.config)))
+
+
+async def _look(record: ClusterRecord, config: ClusterConfig) -> ClusterStatus:
+    members: tuple[Member, ...] = ()
+    fault = ""
+    membership = EtcdMembership(config.membership)
+    try:
+        async with asyncio.timeout(_MEMBERS_TIMEOUT_S):
+            members = await membership.members()
+    except UnavailableError as error:
+        fault = error.message
+    except TimeoutError:
+        fault = f"etcd did not answer within {_MEMBERS_TIMEOUT_S:.0f} s"
+    finally:
+        await membership.close()
+    order = list(MemberKind)
+    ordered = sorted(members, key=lambda member: (order.index(member.kind), member.started_unix_s, member.member_id))
+    now_unix_s = time.time()
+    return ClusterStatus(
+        name=record.name,
+        url=record.url,
+        alive=True,
+        uptime_s=now_unix_s - record.started_unix_s,
+        engine=config.engine.kind,
+        model=config.served_name,
+        etcd_endpoints=record.etcd_endpoints,
+        members=tuple(await asyncio.gather(*(_look_at(member, now_unix_s) for member in ordered))),
+        fault=fault,
+    )
+
+
+async def _look_at(member: Member, now_unix_s: float) -> MemberStatus:
+    load, fault = None, ""
+    if member.kind is not MemberKind.GATEWAY:
+        try:
+            load = await _describe(member.address)
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            fault = code.name.lower().replace("_", " ") if code is not None else str(error)
+    return MemberStatus(
+        member_id=member.member_id,
+        kind=member.kind.value,
+        address=member.address,
+        model=member.model,
+        version=member.version,
+        pid=member.pid,
+        uptime_s=max(0.0, now_unix_s - member.started_unix_s) if member.started_unix_s else 0.0,
+        load=load,
+        fault=fault,
+    )
+
+
+async def _describe(address: str) -> WorkerLoad:
+    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        welcome = await stub.Describe(worker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+    load = welcome.load
+    return WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_pages_used=load.num_pages_used,
+        num_pages=load.num_pages,
+        num_generated_tokens=load.num_generated_tokens,
+        ferried_bytes=load.ferried_bytes,
+        prompt_tokens_computed=load.prompt_tokens.local_compute,
+        prompt_tokens_cached=load.prompt_tokens.local_cache_hit,
+        prompt_tokens_ferried=load.prompt_tokens.external_kv_transfer,
+        draining=load.draining,
+    )
