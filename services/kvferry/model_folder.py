@@ -65,7 +65,10 @@ def _default_model(report: Callable[[str], None]) -> Path:
     try:
         with _announced(f"converting {DEFAULT_SERVED_NAME} to float32 (once, about half a minute)", report):
             _convert(source, fresh)
-        fresh.chmod(0o755)  # mkdtemp's 0700 would keep other users of a shared cache out
+        # Both mkdtemp and safetensors make what only its owner can read; a cache may be shared.
+        fresh.chmod(0o755)
+        for file in fresh.iterdir():
+            file.chmod(0o644)
         try:
             fresh.rename(target)
         except OSError:

@@ -47,7 +47,7 @@ def record_shared_memory(run_dir: StrPath, name: str, pid: int) -> frozenset[Sha
 
     May be called again and again; returns what was new. `name` is one path component, such as a worker id.
     """
-    if not name or Path(name).name != name:
+    if name == ".." or not name or Path(name).name != name:
         raise ValueError(f"{name!r} is not a single path component")
     try:
         tree = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

@@ -1,0 +1,64 @@
+# The same targets here and in CI. Whatever needs the environment makes it first.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+ENGINE ?=
+ARGS ?=
+# The first Python on PATH that is new enough and not too new; looked for only where it is needed.
+PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.11; do \
+	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$name"; \
+	done) python3)
+
+BIN := .venv/bin
+STAMP := .venv/.kvferry-setup
+
+.PHONY: help setup up down status test test-fast check fmt proto build ci
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo '  ARGS is passed on, as in: make up ARGS="--engine sim"   make test ARGS="-k config"'
+	@echo '  ENGINE=gpu sets up for NVIDIA GPUs instead of the CPU; PYTHON names an interpreter'
+
+setup: ## Make the environment in .venv; nothing to do when it is up to date
+	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
+
+$(STAMP): pyproject.toml tools/setup_environment.py
+	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
+
+up: $(STAMP) ## Start a cluster on this machine and ask it one question
+	@$(BIN)/kvferry up $(ARGS)
+
+down: $(STAMP) ## End it and remove all it left
+	@$(BIN)/kvferry down $(ARGS)
+
+status: $(STAMP) ## Show its members, roles and load
+	@$(BIN)/kvferry status $(ARGS)
+
+test: $(STAMP) ## Run all tests, with real models, etcd and clusters
+	@$(BIN)/pytest $(ARGS)
+
+test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
+	@$(BIN)/pytest -m "not model and not cluster" $(ARGS)
+
+check: $(STAMP) ## Lint, format, types, import contract, generated code
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python tools/generate_wire.py --check
+
+fmt: $(STAMP) ## Format the code and mend what ruff can mend
+	@$(BIN)/ruff check --fix-only --exit-zero
+	@$(BIN)/ruff format
+
+proto: $(STAMP) ## Generate services/kvferry/wire from proto/
+	@$(BIN)/python tools/generate_wire.py
+
+build: $(STAMP) ## Build the wheel and the source archive into dist/
+	@$(BIN)/hatchling build
+
+ci: ## What continuous integration runs
+	@.ci/run
