@@ -1,0 +1,178 @@
+"""Configuration: which source wins, and what a fault says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.config import ClusterConfig, load, parse
+from kvferry.errors import ConfigError
+
+
+def fault(**sections: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(sections)
+    return caught.value.message
+
+
+def test_defaults_make_a_configuration() -> None:
+    config = load(environ={})
+    assert config == ClusterConfig()
+    assert config.gateway.http_port == 8000
+
+
+def test_the_file_overrides_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gateway: {http_port: 8101}\nengine:\n  kind: sim\n")
+    config = load(file, environ={})
+    assert (config.gateway.http_port, config.engine.kind) == (8101, "sim")
+    assert config.gateway.max_requests == ClusterConfig().gateway.max_requests
+
+
+def test_the_environment_overrides_the_file_and_flags_override_both(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gateway: {http_port: 8101}\nworker: {max_requests: 7}\ndecode: {replicas: 5}\n")
+    environ = {"KVFERRY__GATEWAY__HTTP_PORT": "8102", "KVFERRY__WORKER__MAX_REQUESTS": "8", "OTHER": "1"}
+    config = load(file, environ=environ, flags=["gateway.http_port=8103"])
+    assert config.gateway.http_port == 8103
+    assert config.worker.max_requests == 8
+    assert config.decode.replicas == 5
+
+
+def test_a_later_flag_wins() -> None:
+    assert load(environ={}, flags=["decode.replicas=2", "decode.replicas=3"]).decode.replicas == 3
+
+
+def test_flag_values_are_yaml() -> None:
+    config = load(environ={}, flags=["membership.endpoints=[a:1, b:2]", "insecure=true", "model.max_model_len=null"])
+    assert config.membership.endpoints == ("a:1", "b:2")
+    assert config.insecure is True
+    assert config.model.max_model_len is None
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("# nothing\n")
+    assert load(file, environ={}) == ClusterConfig()
+
+
+def test_what_is_dumped_can_be_read_again() -> None:
+    config = load(environ={}, flags=["engine.kind=sim", "membership.endpoints=[127.0.0.1:2379]"])
+    assert parse(config.model_dump(mode="json")) == config
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        ClusterConfig().gateway.http_port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"gateway": {"http_port": 70000}}, ["gateway.http_port", "70000", "65535"]),
+        ({"gateway": {"http_port": "many"}}, ["gateway.http_port", "'many'", "integer"]),
+        ({"engine": {"kind": "tgi"}}, ["engine.kind", "'tgi'", "'vllm'", "'sim'"]),
+        (
+            {"engine": {"kv_cache_dtype": "int8_per_token_head"}},
+            ["engine.kv_cache_dtype", "int8_per_token_head", "bfloat16"],
+        ),
+        ({"engine": {"block_size": 16}}, ["engine", "block_size 16", "multiple of 32"]),
+        ({"decode": {"replicas": -1}}, ["decode.replicas", "-1", "greater than or equal to 0"]),
+        ({"membership": {"prefix": "kvferry"}}, ["membership.prefix", "'kvferry'", "pattern"]),
+        ({"membership": {"lease_ttl_s": 1}}, ["membership.lease_ttl_s", "1", "greater than or equal to 2"]),
+        ({"membership": {"cert_file": "c.pem"}}, ["membership", "cert_file and key_file"]),
+        ({"membership": {"user": "u"}}, ["membership", "user and password_file"]),
+        ({"name": "No Spaces"}, ["name", "'No Spaces'", "pattern"]),
+        ({"gateway": 5}, ["gateway", "5"]),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_value_is_named_with_its_key_and_what_is_allowed(sections: dict[str, object], said: list[str]) -> None:
+    message = fault(**sections)
+    for part in said:
+        assert part in message
+
+
+def test_an_unknown_key_is_named_with_the_keys_beside_it_and_the_closest() -> None:
+    message = fault(gateway={"http_prot": 8001})
+    assert "gateway.http_prot" in message
+    assert "8001" in message
+    assert "did you mean 'http_port'?" in message
+    assert "max_body_bytes" in message
+
+
+def test_an_unknown_section_is_named_with_the_sections() -> None:
+    message = fault(gatway={"http_port": 1})
+    assert "gatway" in message
+    assert "'gateway'" in message
+    assert "membership" in message
+
+
+def test_every_fault_is_said_at_once() -> None:
+    message = fault(gateway={"http_port": -1}, engine={"kind": "tgi"}, nonsense=1)
+    assert [key in message for key in ("gateway.http_port", "engine.kind", "nonsense")] == [True] * 3
+
+
+def test_an_unknown_environment_variable_of_ours_is_a_fault() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.http_prot.*did you mean 'http_port'"):
+        load(environ={"KVFERRY__GATEWAY__HTTP_PROT": "1"})
+
+
+@pytest.mark.parametrize("flag", ["gateway.http_port", "=1", ""])
+def test_a_flag_that_is_no_assignment_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected section\.key=value"):
+        load(environ={}, flags=[flag])
+
+
+def test_a_flag_below_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'name' is a value, not a section"):
+        load(environ={}, flags=["name=x", "name.y=1"])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("- a\n- b\n", "expected a mapping of sections, found list"), ("a: [1\n", "not YAML")],
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={})
+    assert said in caught.value.message
+    assert str(file) in caught.value.message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+        load(tmp_path / "absent.yaml", environ={})
+
+
+@pytest.mark.parametrize("key", ["gateway.host", "worker.host", "engine.side_channel_host"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])
+def test_a_listener_that_others_reach_is_refused_unless_told_so(key: str, host: str) -> None:
+    flag = f"{key}='{host}'"
+    with pytest.raises(ConfigError) as caught:
+        load(environ={}, flags=[flag])
+    assert caught.value.message.startswith(f"{key}: {host!r}")
+    assert "insecure" in caught.value.message
+    load(environ={}, flags=[flag, "insecure=true"])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_listeners_are_fine(host: str) -> None:
+    assert load(environ={}, flags=[f"gateway.host='{host}'"]).gateway.host == host
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ({}, "SmolLM2-135M-Instruct"),
+        ({"path": "default"}, "SmolLM2-135M-Instruct"),
+        ({"path": "/models/mine/"}, "mine"),
+        ({"path": "owner/thing"}, "thing"),
+        ({"path": "/models/mine", "served_name": "chat"}, "chat"),
+    ],
+)
+def test_the_served_name_is_the_last_part_of_the_path_unless_given(model: dict[str, str], name: str) -> None:
+    assert parse({"model": model}).served_name == name

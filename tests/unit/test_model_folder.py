@@ -1,0 +1,139 @@
+"""From a model's name to its folder; the conversion itself is run by `make setup` and by the model tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvferry import model_folder
+from kvferry.errors import ConfigError
+from kvferry.model_folder import cache_folder, main, resolve
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_cache_is_where_it_is_told() -> None:
+    assert cache_folder({"KVFERRY_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/kvferry")
+    assert cache_folder({"XDG_CACHE_HOME": "relative"}) == Path("~/.cache/kvferry").expanduser()
+    assert cache_folder({}) == Path("~/.cache/kvferry").expanduser()
+
+
+def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "mine")
+    assert resolve(str(folder)) == folder
+
+
+def test_every_way_to_name_a_folder_gives_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Engines compare the model's path as a string before they exchange pages.
+    folder = make_model(tmp_path / "mine")
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert {resolve(name) for name in ("mine", "./mine/", "link", str(tmp_path / "x" / ".." / "mine"))} == {folder}
+
+
+@pytest.mark.parametrize("name", ["/absent/model", "./absent", "~/absent-model"])
+def test_a_path_without_a_model_is_not_taken_for_a_hub_id(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"not a folder with a config\.json") as caught:
+        resolve(name)
+    assert name in caught.value.message
+    assert "`default`" in caught.value.message
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"'empty' is not a folder with a config\.json"):
+        resolve("empty")
+
+
+def test_a_prepared_default_is_not_prepared_again(cache: Path) -> None:
+    folder = make_model(cache / "models" / model_folder.DEFAULT_SERVED_NAME)
+    said: list[str] = []
+    assert resolve("default", report=said.append) == folder
+    assert said == []
+
+
+def test_the_default_is_put_in_place_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = cache / "models" / model_folder.DEFAULT_SERVED_NAME
+    seen_half_made: list[bool] = []
+
+    def convert(_gguf: Path, into: Path) -> None:
+        seen_half_made.append(target.exists())
+        (into / "config.json").write_text("{}")
+
+    monkeypatch.setattr(model_folder, "_shipped_gguf", lambda: tmp_path / "file.gguf")
+    monkeypatch.setattr(model_folder, "_convert", convert)
+    said: list[str] = []
+    assert resolve("default", report=said.append) == target
+    assert seen_half_made == [False]
+    assert "converting" in said[0]
+    assert [entry.name for entry in target.parent.iterdir()] == [target.name]
+
+
+def test_a_failed_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def convert(_gguf: Path, into: Path) -> None:
+        (into / "half").write_text("")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(model_folder, "_shipped_gguf", lambda: tmp_path / "file.gguf")
+    monkeypatch.setattr(model_folder, "_convert", convert)
+    with pytest.raises(OSError, match="disk full"):
+        resolve("default")
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_who_comes_second_uses_what_the_first_made(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target = cache / "models" / model_folder.DEFAULT_SERVED_NAME
+
+    def convert(_gguf: Path, into: Path) -> None:
+        (into / "config.json").write_text("second")
+        make_model(target)
+
+    monkeypatch.setattr(model_folder, "_shipped_gguf", lambda: tmp_path / "file.gguf")
+    monkeypatch.setattr(model_folder, "_convert", convert)
+    assert resolve("default") == target
+    assert (target / "config.json").read_text() == "{}"
+
+
+def test_a_missing_package_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_folder, "_PACKAGE", "kvferry_no_such_package")
+    with pytest.raises(ConfigError, match="make setup"):
+        resolve("default")
+    assert not (cache / "models").exists()
+
+
+def test_a_hub_id_that_cannot_be_had_is_one_clear_message(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="'owner/thing' is not a folder here and could not be fetched"):
+        resolve("owner/thing")
+
+
+def test_a_name_that_cannot_be_a_hub_id_lists_what_is_allowed(cache: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(ConfigError, match=r"allowed: `default`, a folder with a config\.json, or a hub id"):
+        resolve("a/b/c d")
+
+
+def test_the_program_prints_the_folder_or_the_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_model(tmp_path / "mine")
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}{os.linesep}"
+    assert main(["/absent/model"]) == 2
+    assert "/absent/model" in capsys.readouterr().err
