@@ -1,7 +1,8 @@
 """Members under leases: who serves, where, and what they are.
 
-Membership says where to dial. It does not say who is alive this second: while the registry is away, for minutes or hours, the last known
-members stay, and liveness comes from the streams between processes. Nobody dies with the registry.
+Membership says where to dial. It does not say who is alive this second: while the registry is away, for
+minutes or hours, the last known members stay, and liveness comes from the streams between processes. Nobody
+dies with the registry.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class MemberKind(enum.StrEnum):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that registered. JSON in the registry; unknown fields of a newer version are ignored on reading."""
+    """One process that registered. JSON in the registry; fields that a newer version added are ignored."""
 
     kind: MemberKind
     member_id: MemberId  # fresh on every start of the process
@@ -65,19 +66,30 @@ MemberChange = Snapshot | Joined | Left
 
 
 class Registration(Protocol):
-    """A member kept alive under a lease until `revoke`. Renewal, and registering again after an outage, happen by themselves."""
+    """A member kept alive under a lease until `revoke`.
+
+    Renewal happens by itself, and so does registering again when the lease ran out or somebody deleted the
+    record.
+    """
 
     @property
     def fenced(self) -> bool:
-        """True while the lease may have run out unseen: no renewal succeeded for longer than its time to live."""
+        """True while the lease may have run out unseen: no renewal succeeded for its whole time to live.
+
+        Also True once the lease is known to be gone, until registered again, and after `revoke`.
+        """
         ...
 
     async def update(self, member: Member) -> None:
-        """Replace the record; kind and id stay. While the registry is away the newest record is written on its return."""
+        """Replace the record. While the registry is away this returns; the newest one is written later.
+
+        Nothing happens after `revoke`, or once the membership is closed. Raises ValueError when kind or id
+        differ.
+        """
         ...
 
     async def revoke(self) -> None:
-        """Deregister now; may be repeated. When the registry is away, the lease ends it."""
+        """Deregister now; may be repeated. Raises nothing: when the registry is away, the lease ends it."""
         ...
 
 
@@ -85,7 +97,10 @@ class Membership(Protocol):
     """Both implementations pass tests/contract/test_membership_contract.py."""
 
     async def register(self, member: Member) -> Registration:
-        """Register under a lease. Raises UnavailableError when the registry cannot be reached at the first attempt."""
+        """Register under a lease. Raises UnavailableError when the registry cannot be reached now.
+
+        If it raises or is cancelled, a record that was written nevertheless ends with its lease.
+        """
         ...
 
     async def members(self) -> tuple[Member, ...]:
@@ -93,8 +108,14 @@ class Membership(Protocol):
         ...
 
     def watch(self) -> AsyncIterator[MemberChange]:
-        """First a Snapshot, then changes in order. Never ends by itself: it waits out outages, and lists again (a new Snapshot)
-        whenever changes may have been missed. A record that cannot be read is logged and passed over."""
+        """First a Snapshot, then changes in order, from the first `__anext__` on; `close` ends it.
+
+        It never ends by itself and raises nothing: it is silent during outages, and lists again (a new
+        Snapshot) whenever changes may have been missed. After an outage that Snapshot is the truth of the
+        moment: members that live, but have not registered again yet, are not in it, and Joined follows. A
+        record that cannot be read is logged and passed over. Cancelling a wait for the next change loses
+        nothing.
+        """
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,293 @@
+"""The twin of etcd: members of one process, for tests, the simulator and demonstrations.
+
+It fails, delays and lets leases run out only when told to. It starts no task and the clock is given to it, so
+a test sees every change in the order in which it caused it. One event loop, no threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvferry.errors import UnavailableError
+from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Snapshot
+
+_Key = tuple[MemberKind, MemberId]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    member: Member
+    owner: MemoryRegistration
+    renewed_at_s: float | None  # None: renewed all the time, as its owner lives and the registry answers
+
+
+class MemoryRegistry:
+    """What etcd would hold, shared by the memberships of one process.
+
+    While it answers, the leases of living owners are renewed all the time. A lease ages, by `clock`, once the
+    registry goes out or its owner closes; older than `lease_ttl_s` it ends at `expire_due`, or with the
+    outage.
+    """
+
+    def __init__(
+        self,
+        *,
+        lease_ttl_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.lease_ttl_s = lease_ttl_s
+        self.delay_s = 0.0  # before every answer
+        self._clock = clock
+        self._sleep = sleep
+        self._key_to_record: dict[_Key, _Record] = {}
+        self._registrations: list[MemoryRegistration] = []
+        self._watches: list[MemoryWatch] = []
+        self._num_outages = 0  # nested ones; it answers at zero
+
+    def __repr__(self) -> str:
+        state = "out" if self.out else "answering"
+        return f"<MemoryRegistry {state}, {len(self._key_to_record)} members, {len(self._watches)} watches>"
+
+    @property
+    def out(self) -> bool:
+        """True during an outage."""
+        return self._num_outages > 0
+
+    def members(self) -> tuple[Member, ...]:
+        """What is recorded now, outage or not, by kind and id."""
+        return tuple(self._key_to_record[key].member for key in sorted(self._key_to_record))
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Within it every call fails with UnavailableError and watches are silent.
+
+        At its end, in this order: leases that ran out end, watches get a Snapshot, living owners register
+        again.
+        """
+        self.begin_outage()
+        try:
+            yield
+        finally:
+            self.end_outage()
+
+    def begin_outage(self) -> None:
+        """The first half of `outage`."""
+        self._num_outages += 1
+        if self._num_outages == 1:
+            now_s = self._clock()
+            for key, record in self._key_to_record.items():
+                if record.renewed_at_s is None:
+                    self._key_to_record[key] = _Record(record.member, record.owner, now_s)
+
+    def end_outage(self) -> None:
+        """The second half of `outage`."""
+        if not self._num_outages:
+            raise ValueError("there is no outage to end")
+        self._num_outages -= 1
+        if self.out:
+            return
+        for key in self._due():
+            del self._key_to_record[key]
+        for watch in self._watches:
+            watch._offer(Snapshot(self.members()))
+        for registration in self._registrations:
+            self._write(registration)
+
+    def expire_due(self) -> None:
+        """End the leases that are older than their time to live; nothing ends in an outage."""
+        if not self.out:
+            for key in self._due():
+                self._drop(key)
+
+    def expire(self, member_id: MemberId) -> None:
+        """End one lease now. Watches see Left, then Joined if its owner lives; after an outage if in one."""
+        for key, record in list(self._key_to_record.items()):
+            if key[1] == member_id:
+                self._drop(key)
+                if not self.out and record.owner in self._registrations:
+                    self._write(record.owner)
+
+    def check(self) -> None:
+        """The law: while it answers, a living owner's record is what it wrote last. Raises AssertionError."""
+        if self.out:
+            return
+        for registration in self._registrations:
+            record = self._key_to_record.get(registration._key)
+            assert record is not None, f"{registration!r} has no record"
+            assert record.owner is not registration or record.member == registration._member, registration
+        for key, record in self._key_to_record.items():
+            living = record.owner in self._registrations
+            assert living == (record.renewed_at_s is None), f"{key} is renewed by nobody, or not by its owner"
+
+    async def _lag(self) -> None:
+        if self.delay_s:
+            await self._sleep(self.delay_s)
+
+    async def _answer(self) -> None:
+        await self._lag()
+        if self.out:
+            raise UnavailableError("the registry cannot be reached")
+
+    def _due(self) -> list[_Key]:
+        now_s = self._clock()
+        return [
+            key
+            for key, record in self._key_to_record.items()
+            if record.renewed_at_s is not None and now_s - record.renewed_at_s > self.lease_ttl_s
+        ]
+
+    def _write(self, registration: MemoryRegistration) -> None:
+        old = self._key_to_record.get(registration._key)
+        self._key_to_record[registration._key] = _Record(registration._member, registration, None)
+        if old is None or old.member != registration._member:
+            self._tell(Joined(registration._member))
+
+    def _drop(self, key: _Key) -> None:
+        del self._key_to_record[key]
+        self._tell(Left(*key))
+
+    def _tell(self, change: MemberChange) -> None:
+        if not self.out:  # a watch that is away gets a Snapshot on its return instead
+            for watch in self._watches:
+                watch._offer(change)
+
+    def _abandon(self, registration: MemoryRegistration) -> None:
+        """Its owner renews no more; the record stays until the lease ends."""
+        if registration not in self._registrations:
+            return
+        self._registrations.remove(registration)
+        record = self._key_to_record.get(registration._key)
+        if record is not None and record.owner is registration and record.renewed_at_s is None:
+            self._key_to_record[registration._key] = _Record(record.member, registration, self._clock())
+
+    def _fenced(self, registration: MemoryRegistration) -> bool:
+        record = self._key_to_record.get(registration._key)
+        if record is None or record.owner is not registration:
+            return True
+        return record.renewed_at_s is not None and self._clock() - record.renewed_at_s > self.lease_ttl_s
+
+
+class MemoryMembership:
+    """Membership over a MemoryRegistry; several may share one, as processes share etcd."""
+
+    def __init__(self, registry: MemoryRegistry) -> None:
+        self._registry = registry
+        self._registrations: list[MemoryRegistration] = []
+        self._watches: list[MemoryWatch] = []
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<MemoryMembership {len(self._registrations)} registrations, {len(self._watches)} watches>"
+
+    async def register(self, member: Member) -> MemoryRegistration:
+        """See Membership."""
+        await self._registry._answer()
+        if self._closed:
+            raise UnavailableError("membership is closed")
+        registration = MemoryRegistration(self._registry, member)
+        self._registrations.append(registration)
+        self._registry._registrations.append(registration)
+        self._registry._write(registration)
+        return registration
+
+    async def members(self) -> tuple[Member, ...]:
+        """See Membership."""
+        await self._registry._answer()
+        return self._registry.members()
+
+    def watch(self) -> MemoryWatch:
+        """See Membership."""
+        watch = MemoryWatch(self._registry)
+        if self._closed:
+            watch._end()
+        else:
+            self._watches.append(watch)
+        return watch
+
+    async def close(self) -> None:
+        """See Membership."""
+        self._closed = True
+        for watch in self._watches:
+            watch._end()
+        for registration in self._registrations:
+            self._registry._abandon(registration)
+
+
+class MemoryRegistration:
+    """Registration with a MemoryRegistry."""
+
+    def __init__(self, registry: MemoryRegistry, member: Member) -> None:
+        self._registry = registry
+        self._member = member
+        self._key = (member.kind, member.member_id)
+
+    def __repr__(self) -> str:
+        return f"<MemoryRegistration {self._key[0]}/{self._key[1]}{' fenced' if self.fenced else ''}>"
+
+    @property
+    def fenced(self) -> bool:
+        """See Registration."""
+        return self._registry._fenced(self)
+
+    async def update(self, member: Member) -> None:
+        """See Registration."""
+        if (member.kind, member.member_id) != self._key:
+            raise ValueError(f"an update keeps kind and id: {self._key[0]}/{self._key[1]}")
+        if self not in self._registry._registrations:
+            return
+        self._member = member
+        await self._registry._lag()
+        if not self._registry.out and self in self._registry._registrations:
+            self._registry._write(self)
+
+    async def revoke(self) -> None:
+        """See Registration."""
+        self._registry._abandon(self)
+        await self._registry._lag()
+        record = self._registry._key_to_record.get(self._key)
+        if record is not None and record.owner is self and not self._registry.out:
+            self._registry._drop(self._key)
+
+
+class MemoryWatch(AsyncIterator[MemberChange]):
+    """Changes of a MemoryRegistry, from the first call of `__anext__` on. A cancelled wait loses nothing."""
+
+    def __init__(self, registry: MemoryRegistry) -> None:
+        self._registry = registry
+        self._changes: asyncio.Queue[MemberChange | None] = asyncio.Queue()  # None: the end
+        self._started = False
+        self._ended = False
+
+    async def __anext__(self) -> MemberChange:
+        if self._ended:
+            raise StopAsyncIteration
+        if not self._started:
+            self._started = True
+            self._registry._watches.append(self)
+            if not self._registry.out:
+                self._offer(Snapshot(self._registry.members()))
+        await self._registry._lag()
+        change = await self._changes.get()
+        if change is None:
+            self._changes.put_nowait(None)  # whoever else waits ends too
+            raise StopAsyncIteration
+        return change
+
+    async def aclose(self) -> None:
+        """End this watch; may be repeated."""
+        self._end()
+
+    def _offer(self, change: MemberChange) -> None:
+        self._changes.put_nowait(change)
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._changes.put_nowait(None)
+            if self in self._registry._watches:
+                self._registry._watches.remove(self)
