@@ -1,0 +1,12 @@
+"""The twin: an engine that computes nothing and does everything else.
+
+Real pages, real page bytes between processes, real events and counters; only the tokens come from a hash instead
+of a model.
+"""
+
+from kvferry.engine.sim.engine import Faults, SimEngine
+from kvferry.engine.sim.ferry import PullFault
+from kvferry.engine.sim.renderer import SimRenderer
+from kvferry.engine.sim.tokenizer import SimTokenizer
+
+__all__ = ["Faults", "PullFault", "SimEngine", "SimRenderer", "SimTokenizer"]

@@ -1,0 +1,685 @@
+"""The twin engine: vLLM's shape without a model.
+
+One task runs steps: plan (who computes how many tokens, given pages and budget), let the time pass that a real step
+would take, commit (tokens out, pages findable). Planning and committing never wait, so nothing changes between their
+lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import math
+import secrets
+import time
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.config import SimConfig
+from kvferry.engine.base import (
+    EngineId,
+    EngineInfo,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    KvEventBatch,
+    PromptSources,
+    RequestId,
+    TransferParams,
+)
+from kvferry.engine.sim.answer import Answer
+from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId, chain_hash, pack_tokens, root_hash
+from kvferry.engine.sim.ferry import (
+    PULL_TIMEOUT_S,
+    FerryError,
+    FerryServer,
+    PullFault,
+    Ticket,
+    pull_pages,
+    release_offer,
+)
+from kvferry.engine.sim.mailbox import Mailbox
+from kvferry.engine.sim.page_memory import PageMemory, layout_digest
+from kvferry.engine.sim.tokenizer import SimTokenizer
+from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+KV_CACHE_DTYPE = "sim"
+UNPACED_CHUNK_TOKENS = 2048  # prompt tokens a step where steps take no time
+MAX_UNREAD_EVENT_BATCHES = 100_000  # then batches are dropped, and the listener sees the gap
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, from the moment it is set as `SimEngine.faults`."""
+
+    stalled: bool = False  # steps stop until other faults are set
+    step_delay_s: float = 0.0  # added to every step
+    prefill_slowdown: float = 1.0  # prompts take this many times as long
+    pulls: PullFault = PullFault.NONE  # how this engine treats whoever pulls from it
+
+
+class _Phase(enum.Enum):
+    WAITING = enum.auto()  # in `_waiting`, holds no pages
+    PULLING = enum.auto()  # in `_pulling`, holds pages for its whole prompt
+    RUNNING = enum.auto()  # in `_running`, holds pages
+    ENDED = enum.auto()  # nowhere; its pages are given back or offered
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One request in the engine.
+
+    Tokens [0, num_computed) have their KV, and pages [0, num_stored) of it are findable. Tokens
+    [num_computed, num_tokens) are known and still to compute. `packed` holds all known tokens, 4 bytes each.
+    """
+
+    request: EngineRequest
+    answer: Answer
+    packed: bytearray
+    num_prompt: int
+    num_tokens: int
+    max_tokens_total: int
+    root: PageHash
+    ticket: Ticket | None
+    page_hashes: list[PageHash] = field(default_factory=list)
+    pages: list[PageId] = field(default_factory=list)
+    capacity: int = 0  # tokens that `pages` have room for
+    num_computed: int = 0
+    num_stored: int = 0
+    sources: PromptSources | None = None
+    phase: _Phase = _Phase.WAITING
+    pull: asyncio.Task[None] | None = None
+    mailbox: Mailbox[EngineOutput] = field(default_factory=Mailbox)
+
+
+class SimEngine:
+    """An Engine. `sim` is the timing model and the sizes; all randomness comes from `seed` and from requests.
+
+    `seed` stands in for a request's own where it has none: two engines of one seed answer alike at every temperature.
+    `clock` and `sleep` pace the steps only.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sim: SimConfig,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        host: str = "127.0.0.1",
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._model = model
+        self._sim = sim
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._host = host
+        self._seed = seed
+        self._clock = clock
+        self._sleep = sleep
+        self._tokenizer = SimTokenizer()
+        self._layout = layout_digest(model, block_size, sim.page_bytes)
+        self._step_s = sim.step_ms / 1000
+        paced_chunk = int(sim.prefill_tokens_per_s * self._step_s)
+        self._chunk_tokens = max(1, paced_chunk) if self._step_s else UNPACED_CHUNK_TOKENS
+        self._faults = Faults()
+        self._info: EngineInfo | None = None
+        self._failure: EngineDead | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+        self._ferry: FerryServer | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """As new, as after a restart."""
+        self._pool = BlockPool(self._sim.num_pages, self._block_size)
+        self._memory = PageMemory(self._sim.num_pages, self._sim.page_bytes, self._layout)
+        self._id_to_sequence: dict[RequestId, _Sequence] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._pulling: set[_Sequence] = set()
+        self._running: list[_Sequence] = []
+        self._work = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        self._listener: Mailbox[KvEventBatch] | None = None
+        self._event_sequence = 0
+        self._prompt_tokens = PromptSources()
+        self._num_generated_tokens = 0
+        self._ferried_bytes = 0
+
+    def __repr__(self) -> str:
+        state = "dead" if self._failure else "alive" if self._loop_task else "not started"
+        return (
+            f"<SimEngine {state} running={len(self._running)} pulling={len(self._pulling)} "
+            f"waiting={len(self._waiting)} {self._pool!r}>"
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("the engine was not started")
+        return self._info
+
+    @property
+    def faults(self) -> Faults:
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: Faults) -> None:
+        self._faults = faults
+        if self._ferry is not None:
+            self._ferry.fault = faults.pulls
+        self._work.set()
+
+    @property
+    def num_offers(self) -> int:
+        """Prompts whose pages wait to be pulled from here."""
+        return self._ferry.num_offers if self._ferry is not None else 0
+
+    async def start(self) -> None:
+        if self._loop_task is not None:
+            raise EngineError("the engine was started already")
+        self._reset()
+        self._failure = None
+        engine_id = EngineId(secrets.token_hex(16))
+        self._ferry = FerryServer(
+            engine_id,
+            self._layout,
+            host=self._host,
+            lease_s=self._sim.transfer_lease_s,
+            read_page=self._memory.read,
+            free_pages=self._free_offered,
+        )
+        self._ferry.fault = self._faults.pulls
+        await self._ferry.start()
+        self._info = EngineInfo(
+            engine_id=engine_id,
+            model=self._model,
+            max_model_len=self._sim.max_model_len,
+            block_size=self._block_size,
+            page_bytes=self._sim.page_bytes,
+            num_pages=self._sim.num_pages,
+            kv_cache_dtype=KV_CACHE_DTYPE,
+        )
+        self._loop_task = asyncio.create_task(self._run(), name=f"sim engine {engine_id[:8]}")
+
+    async def stop(self) -> None:
+        self._die("the engine was stopped")
+        tasks = [task for task in (self._loop_task, *self._background) if task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._ferry is not None:
+            await self._ferry.wait_closed()
+        self._loop_task = None
+
+    def kill(self) -> None:
+        """Die at once, as a crashed process does: every request fails, every connection breaks, nothing is released."""
+        self._die("the engine was killed")
+
+    async def check_health(self) -> None:
+        if self._failure is not None:
+            raise EngineDead(self._failure.message)
+        if self._loop_task is None:
+            raise EngineDead("the engine was not started")
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._pulling),
+            num_pages_used=self._pool.num_used,
+            num_pages=self._pool.num_pages,
+            prompt_tokens=self._prompt_tokens,
+            ferried_bytes=self._ferried_bytes,
+            num_generated_tokens=self._num_generated_tokens,
+        )
+
+    def check(self) -> None:
+        """The conservation laws of the whole engine. Raises AssertionError."""
+        self._pool.check()
+        where = {_Phase.WAITING: self._waiting, _Phase.PULLING: self._pulling, _Phase.RUNNING: self._running}
+        for phase, sequences in where.items():
+            assert all(sequence.phase is phase for sequence in sequences), f"a sequence among {phase} is not"
+        num_active = len(self._waiting) + len(self._pulling) + len(self._running)
+        assert num_active == len(self._id_to_sequence), "a sequence is known and nowhere, or somewhere and unknown"
+        assert not any(sequence.pages for sequence in self._waiting), "a waiting sequence holds pages"
+        assert self._failure or self.num_offers or num_active or not self._pool.num_used, "pages are held by nobody"
+
+    def kv_events(self) -> AsyncIterator[KvEventBatch]:
+        if self._listener is not None:
+            self._listener.fail(_ListenerReplaced())
+        self._listener = listener = Mailbox[KvEventBatch]()
+        if self._failure is not None:
+            listener.fail(self._failure)
+        return self._listen(listener)
+
+    async def _listen(self, listener: Mailbox[KvEventBatch]) -> AsyncIterator[KvEventBatch]:
+        try:
+            while True:
+                yield await listener.get()
+        except (_ListenerReplaced, EngineDead):
+            return
+        finally:
+            if self._listener is listener:
+                self._listener = None
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        try:
+            sequence = self._admit(request)
+        except (InvalidRequest, EngineDead):
+            if request.transfer_params is not None:
+                self._release(_ticket(request.transfer_params))
+            raise
+        try:
+            while True:
+                output = await sequence.mailbox.get()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._end(sequence)
+
+    async def abort(self, request_id: RequestId) -> None:
+        sequence = self._id_to_sequence.get(request_id)
+        if sequence is not None:
+            self._end(sequence)
+            last = EngineOutput(token_ids=(), text="", finish_reason=FinishReason.ABORT, sources=sequence.sources)
+            sequence.mailbox.put(last)
+
+    # Coming and going of requests.
+
+    def _admit(self, request: EngineRequest) -> _Sequence:
+        if self._failure is not None:
+            raise EngineDead(self._failure.message)
+        if self._loop_task is None:
+            raise EngineDead("the engine was not started")
+        max_tokens_total = self._validate(request)
+        packed = bytearray(pack_tokens(request.prompt_token_ids))
+        num_prompt = len(request.prompt_token_ids)
+        sequence = _Sequence(
+            request=request,
+            answer=Answer(
+                packed,
+                request.sampling,
+                self._tokenizer,
+                answer_tokens=self._sim.answer_tokens,
+                default_seed=self._seed,
+            ),
+            packed=packed,
+            num_prompt=num_prompt,
+            num_tokens=num_prompt,
+            max_tokens_total=max_tokens_total,
+            root=root_hash(request.cache_salt),
+            ticket=_ticket(request.transfer_params) if request.transfer_params is not None else None,
+        )
+        self._extend_hashes(sequence, num_prompt // self._block_size)
+        self._id_to_sequence[request.request_id] = sequence
+        self._waiting.append(sequence)
+        self._work.set()
+        return sequence
+
+    def _validate(self, request: EngineRequest) -> int:
+        """How many tokens prompt and answer may have together. Raises InvalidRequest."""
+        sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
+        if request.keep_for_transfer and request.transfer_params is not None:
+            raise InvalidRequest("a request is either kept for transfer or pulled, not both")
+        if request.request_id in self._id_to_sequence:
+            raise InvalidRequest(f"request {request.request_id} is running already")
+        if sampling.structured_outputs:
+            raise InvalidRequest("the sim engine writes plain text only", param="structured_outputs")
+        if sampling.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, not {sampling.max_tokens}", param="max_tokens")
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        highest, lowest = max(request.prompt_token_ids), min(request.prompt_token_ids)
+        if lowest < 0 or highest >= self._tokenizer.vocabulary_size:
+            raise InvalidRequest(
+                f"token ids go from 0 to {self._tokenizer.vocabulary_size - 1}; the prompt has {lowest} to {highest}",
+                param="prompt",
+            )
+        limit = self._sim.max_model_len
+        if num_prompt >= limit:
+            raise ContextLengthExceeded(
+                f"this model's context is {limit} tokens; the prompt has {num_prompt} and leaves no room for an answer",
+                param="prompt",
+            )
+        total = min(num_prompt + sampling.max_tokens, limit)
+        # The last token is never computed, so it needs no room.
+        num_pages = math.ceil((total - 1) / self._block_size)
+        if num_pages > self._pool.num_pages:
+            raise InvalidRequest(
+                f"prompt and answer may need {num_pages} pages of {self._block_size} tokens; this engine has "
+                f"{self._pool.num_pages} in all",
+                param="max_tokens",
+            )
+        return total
+
+    def _end(self, sequence: _Sequence) -> None:
+        """Take a request out, wherever it is, and give its pages back. May be repeated."""
+        match sequence.phase:
+            case _Phase.WAITING:
+                self._waiting.remove(sequence)
+            case _Phase.PULLING:
+                self._pulling.discard(sequence)
+                if sequence.pull is not None:
+                    sequence.pull.cancel()
+            case _Phase.RUNNING:
+                self._running.remove(sequence)
+            case _Phase.ENDED:
+                return
+        sequence.phase = _Phase.ENDED
+        self._release(sequence.ticket)
+        self._pool.free(sequence.pages)
+        sequence.pages = []
+        del self._id_to_sequence[sequence.request.request_id]
+        self._work.set()
+
+    def _die(self, reason: str) -> None:
+        if self._failure is not None:
+            return
+        self._failure = EngineDead(reason)
+        if self._loop_task is not None and self._loop_task is not asyncio.current_task():
+            self._loop_task.cancel()
+        for task in self._background:
+            task.cancel()
+        if self._ferry is not None:
+            self._ferry.close()
+        for sequence in self._id_to_sequence.values():
+            sequence.phase = _Phase.ENDED
+            sequence.mailbox.fail(EngineDead(reason))
+        self._id_to_sequence.clear()
+        self._waiting.clear()
+        self._pulling.clear()
+        self._running.clear()
+        if self._listener is not None:
+            self._listener.fail(self._failure)
+
+    # Steps.
+
+    async def _run(self) -> None:
+        try:
+            due_s = self._clock()
+            while True:
+                plan = [] if self._faults.stalled else self._plan()
+                self._publish()
+                if not plan:
+                    self._work.clear()
+                    await self._work.wait()
+                    due_s = self._clock()
+                    continue
+                # Against the clock rather than from now, so that late wake-ups do not add up; but time that was lost
+                # for good (a busy machine) is not caught up by steps that take no time.
+                duration_s = self._duration_s(plan)
+                now_s = self._clock()
+                due_s = max(due_s, now_s - duration_s) + duration_s
+                await self._sleep(max(0.0, due_s - now_s))
+                self._commit(plan)
+        except Exception:
+            log.exception("the sim engine's step loop failed")
+            self._die("the engine's step loop failed; its log says why")
+
+    def _plan(self) -> list[tuple[_Sequence, int]]:
+        """Who computes how many tokens in the next step."""
+        plan = []
+        budget = self._chunk_tokens
+        running = self._running
+        i = 0
+        while i < len(running):
+            sequence = running[i]
+            i += 1
+            # Whoever came last gives way; when that is `sequence` itself, it waits.
+            while sequence.num_tokens > sequence.capacity and sequence.phase is _Phase.RUNNING:
+                if self._pool.can_allocate(1):
+                    sequence.pages += self._pool.allocate(1)
+                    sequence.capacity += self._block_size
+                else:
+                    self._preempt(running[-1])
+            if sequence.phase is not _Phase.RUNNING:
+                break
+            num_left = sequence.num_tokens - sequence.num_computed
+            if num_left == 1:
+                plan.append((sequence, 1))
+            elif budget > 0:
+                num_now = min(num_left, budget)
+                budget -= num_now
+                plan.append((sequence, num_now))
+        while budget > 0 and self._waiting and len(running) + len(self._pulling) < self._max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._place(sequence):
+                break
+            self._waiting.popleft()
+            if sequence.phase is _Phase.RUNNING:
+                num_now = min(sequence.num_tokens - sequence.num_computed, budget)
+                budget -= num_now
+                plan.append((sequence, num_now))
+        return plan
+
+    def _place(self, sequence: _Sequence) -> bool:
+        """Give a waiting sequence pages for all tokens it knows, cached ones first. False when there are too few."""
+        block_size, pool = self._block_size, self._pool
+        # The last known token is always computed: something has to say what comes next.
+        findable = sequence.page_hashes[: (sequence.num_tokens - 1) // block_size]
+        found = pool.find_prefix(findable)
+        num_new = math.ceil(sequence.num_tokens / block_size) - len(found)
+        if not pool.can_allocate(num_new, found):
+            return False
+        pool.touch(found)
+        sequence.pages = found + pool.allocate(num_new)
+        sequence.capacity = len(sequence.pages) * block_size
+        sequence.num_stored = len(found)
+        sequence.num_computed = num_cached = len(found) * block_size
+        if sequence.sources is None:
+            sequence.sources = PromptSources(sequence.num_prompt - num_cached, num_cached, 0)
+        if sequence.ticket is not None:
+            sequence.phase = _Phase.PULLING
+            self._pulling.add(sequence)
+            sequence.pull = self._spawn(self._pull(sequence, sequence.ticket))
+        else:
+            sequence.phase = _Phase.RUNNING
+            self._running.append(sequence)
+        return True
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        """Take the pages of a running sequence. It waits, and computes again what is not cached any more by then."""
+        self._running.remove(sequence)
+        self._pool.free(sequence.pages)
+        sequence.pages = []
+        sequence.capacity = sequence.num_computed = sequence.num_stored = 0
+        sequence.phase = _Phase.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _duration_s(self, plan: Sequence[tuple[_Sequence, int]]) -> float:
+        num_prefill = 0
+        decode_s = 0.0
+        for sequence, num_now in plan:
+            if sequence.num_computed < sequence.num_prompt:
+                num_prefill += num_now
+            else:
+                decode_s = self._step_s
+        prefill_s = num_prefill / self._sim.prefill_tokens_per_s * self._faults.prefill_slowdown
+        return max(decode_s, prefill_s) + self._faults.step_delay_s
+
+    def _commit(self, plan: Sequence[tuple[_Sequence, int]]) -> None:
+        block_size = self._block_size
+        for sequence, num_now in plan:
+            if sequence.phase is not _Phase.RUNNING:
+                continue  # ended while the step ran
+            sequence.num_computed = num_computed = sequence.num_computed + num_now
+            if num_computed // block_size > sequence.num_stored:
+                self._store(sequence)
+            if num_computed == sequence.num_tokens:
+                self._append_token(sequence)
+
+    def _append_token(self, sequence: _Sequence) -> None:
+        """Every known token is computed: here is the next."""
+        answer = sequence.answer
+        logprobs = None
+        if sequence.request.sampling.logprobs is None:
+            token_id = answer.next_token()
+        else:
+            before = answer.digest()
+            token_id = answer.next_token()
+            logprobs = (answer.logprobs(before, token_id),)
+        if sequence.num_tokens == sequence.num_prompt and sequence.sources is not None:
+            self._prompt_tokens += sequence.sources
+        sequence.packed += token_id.to_bytes(4, "little")
+        sequence.num_tokens += 1
+        self._num_generated_tokens += 1
+        output = EngineOutput((token_id,), answer.text, logprobs)
+        reason = answer.finish_reason
+        if reason is None and sequence.num_tokens >= sequence.max_tokens_total:
+            reason = FinishReason.LENGTH
+            output.text += answer.flush()
+        if reason is not None:
+            output.finish_reason = reason
+            output.stop_reason = answer.stop_reason
+            output.sources = sequence.sources
+            if sequence.request.keep_for_transfer:
+                output.transfer_params = self._offer(sequence)
+            self._end(sequence)
+        sequence.mailbox.put(output)
+
+    # Pages.
+
+    def _extend_hashes(self, sequence: _Sequence, num_pages: int) -> None:
+        page_bytes = 4 * self._block_size
+        hashes = sequence.page_hashes
+        parent = hashes[-1] if hashes else sequence.root
+        for i in range(len(hashes), num_pages):
+            parent = chain_hash(parent, sequence.packed[i * page_bytes : (i + 1) * page_bytes])
+            hashes.append(parent)
+
+    def _store(self, sequence: _Sequence) -> None:
+        """Pages that became full get their bytes and become findable."""
+        block_size = self._block_size
+        first, end = sequence.num_stored, sequence.num_computed // block_size
+        self._extend_hashes(sequence, end)
+        for i in range(first, end):
+            self._memory.write(sequence.pages[i], self._memory.expected(sequence.page_hashes[i]))
+        self._publish_stored(sequence, first, end)
+
+    def _publish_stored(self, sequence: _Sequence, first: int, end: int) -> None:
+        block_size = self._block_size
+        self._pool.store(
+            sequence.pages[first:end],
+            sequence.page_hashes[first:end],
+            array("I", bytes(sequence.packed[4 * first * block_size : 4 * end * block_size])).tolist(),
+            parent_hash=sequence.page_hashes[first - 1] if first else None,
+            cache_salt=sequence.request.cache_salt,
+        )
+        sequence.num_stored = end
+
+    def _tail_hash(self, sequence: _Sequence) -> PageHash:
+        """Of the page that the prompt fills only in part, for its prompt tokens alone."""
+        num_full = sequence.num_prompt // self._block_size
+        parent = sequence.page_hashes[num_full - 1] if num_full else sequence.root
+        return chain_hash(parent, sequence.packed[4 * num_full * self._block_size : 4 * sequence.num_prompt])
+
+    def _offer(self, sequence: _Sequence) -> TransferParams | None:
+        """Hand the hold on the prompt's pages to the ferry."""
+        if self._ferry is None:
+            return None
+        num_full, num_tail = divmod(sequence.num_prompt, self._block_size)
+        # A tail page that answer tokens were computed into as well is no longer what the puller's prompt says it is.
+        with_tail = num_tail > 0 and sequence.num_computed == sequence.num_prompt
+        num_pages = num_full + with_tail
+        if with_tail:
+            self._memory.write(sequence.pages[num_full], self._memory.expected(self._tail_hash(sequence)))
+        offered, sequence.pages = sequence.pages[:num_pages], sequence.pages[num_pages:]
+        num_tokens = sequence.num_prompt if with_tail else num_full * self._block_size
+        return self._ferry.offer(offered, num_tokens).to_params()
+
+    def _free_offered(self, pages: Sequence[PageId]) -> None:
+        self._pool.free(pages)
+        self._work.set()
+
+    async def _pull(self, sequence: _Sequence, ticket: Ticket) -> None:
+        """Fetch what the prompt lacks. Whatever is missing or wrong in the end is computed instead."""
+        # From here on the pull releases the offer; a task that is cancelled before it ran never comes here.
+        sequence.ticket = None
+        block_size = self._block_size
+        first = sequence.num_stored
+        num_offered = min(ticket.num_tokens, sequence.num_prompt)
+        expected = sequence.page_hashes[: sequence.num_prompt // block_size]
+        if num_offered == sequence.num_prompt and num_offered % block_size:
+            expected.append(self._tail_hash(sequence))
+        num_wanted = max(0, math.ceil(num_offered / block_size) - first)
+        num_pulled = 0
+        try:
+            async with (
+                asyncio.timeout(PULL_TIMEOUT_S),
+                contextlib.aclosing(
+                    pull_pages(
+                        ticket, self._layout, page_bytes=self._sim.page_bytes, first_page=first, num_pages=num_wanted
+                    )
+                ) as contents,
+            ):
+                async for content in contents:
+                    self._ferried_bytes += len(content)
+                    at = first + num_pulled
+                    if content != self._memory.expected(expected[at]):
+                        raise FerryError(f"page {at} does not hold the tokens of this prompt")
+                    self._memory.write(sequence.pages[at], content)
+                    num_pulled += 1
+        except asyncio.CancelledError:
+            self._release(ticket)  # it may have been cancelled before it was connected
+            raise
+        except (FerryError, OSError) as error:
+            log.warning(
+                "request %s computes its prompt: %s", sequence.request.request_id, error or type(error).__name__
+            )
+        if sequence.phase is _Phase.PULLING:
+            self._arrived(sequence, first, num_pulled, num_offered)
+
+    def _arrived(self, sequence: _Sequence, first: int, num_pulled: int, num_offered: int) -> None:
+        block_size = self._block_size
+        num_cached = first * block_size
+        num_covered = max(num_cached, min((first + num_pulled) * block_size, num_offered))
+        num_full = num_covered // block_size
+        if num_full > first:
+            self._publish_stored(sequence, first, num_full)
+        sequence.sources = PromptSources(sequence.num_prompt - num_covered, num_cached, num_covered - num_cached)
+        sequence.num_computed = min(num_covered, sequence.num_prompt - 1)
+        sequence.phase = _Phase.RUNNING
+        self._pulling.discard(sequence)
+        self._running.append(sequence)
+        self._work.set()
+
+    def _release(self, ticket: Ticket | None) -> None:
+        if ticket is not None and self._failure is None:
+            self._spawn(release_offer(ticket))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    # Events.
+
+    def _publish(self) -> None:
+        events = self._pool.take_events()
+        if not events:
+            return
+        batch = KvEventBatch(self._event_sequence, events)
+        self._event_sequence += 1
+        if self._listener is not None and len(self._listener) < MAX_UNREAD_EVENT_BATCHES:
+            self._listener.put(batch)
+
+
+class _ListenerReplaced(Exception):
+    """Another listener took over."""
+
+
+def _ticket(params: TransferParams) -> Ticket | None:
+    try:
+        return Ticket.from_params(params)
+    except FerryError as error:
+        log.warning("a prompt is computed here: %s", error)
+        return None
