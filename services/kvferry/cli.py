@@ -155,9 +155,9 @@ def status(name: str | None, as_json: bool) -> None:
             numbers = (f"? {member.fault}", "", "", "", "")
         facts = (member.kind, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
         table.add_row(*map(escape, (*facts, *numbers)))
-    console = Console()
     # Into a file or a pipe the whole table goes, whatever width a terminal would have.
-    console.print(table, width=None if console.is_terminal else 200)
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
 
 
 @main.command()
@@ -202,7 +202,8 @@ def _print_first_answer(console: Console, answer: Any) -> None:
     line("prefilled", f"{answer.prefill_worker or '(nobody)'} ({answer.prompt_tokens} prompt tokens)")
     line("decoded", answer.decode_worker)
     if answer.was_ferried:
-        line("ferried", f"{answer.ferried_pages} KV pages, {_bytes(answer.ferried_bytes)}")
+        pages = "1 KV page" if answer.ferried_pages == 1 else f"{answer.ferried_pages} KV pages"
+        line("ferried", f"{pages}, {_bytes(answer.ferried_bytes)}")
     else:
         line("ferried", "NOTHING: the decode worker computed the prompt itself; the logs of the prefill worker say why")
 

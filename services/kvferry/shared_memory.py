@@ -19,8 +19,6 @@ RECORDS_FOLDER = "shm"  # inside the run folder
 
 StrPath = str | os.PathLike[str]
 
-_DELETED = " (deleted)"
-
 
 class SharedMemoryFile(NamedTuple):
     """One file below /dev/shm. A name can be used again by a stranger; name and inode together cannot."""
@@ -36,9 +34,11 @@ class SharedMemoryFile(NamedTuple):
 def held_by(pids: Iterable[int]) -> frozenset[SharedMemoryFile]:
     """Files of /dev/shm that these processes map or have open.
 
-    Processes that are gone, or that may not be read, hold nothing.
+    Processes that are gone, or may not be read, hold nothing. What is held is matched by inode: a semaphore is made
+    under one name and linked to another, so that its holders seem to map a deleted file.
     """
-    return frozenset(file for pid in pids for file in (*_mapped(pid), *_opened(pid)))
+    inodes = {inode for pid in pids for inode in (*_mapped(pid), *_opened(pid))}
+    return frozenset(file for file in _present() if file.inode in inodes) if inodes else frozenset()
 
 
 def record_shared_memory(run_dir: StrPath, name: str, pid: int) -> frozenset[SharedMemoryFile]:
@@ -110,8 +110,17 @@ def _read(file: Path) -> frozenset[SharedMemoryFile]:
     return frozenset(SharedMemoryFile(int(inode), name) for inode, _, name in entries if inode.isdigit() and name)
 
 
-def _mapped(pid: int) -> Iterable[SharedMemoryFile]:
-    prefix = f"{SHM_ROOT}/"
+def _present() -> Iterable[SharedMemoryFile]:
+    for folder, _, names in os.walk(SHM_ROOT):
+        for name in names:
+            path = Path(folder) / name
+            try:
+                yield SharedMemoryFile(path.lstat().st_ino, str(path.relative_to(SHM_ROOT)))
+            except OSError:
+                continue
+
+
+def _mapped(pid: int) -> Iterable[int]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -119,20 +128,18 @@ def _mapped(pid: int) -> Iterable[SharedMemoryFile]:
     for line in lines:
         # address, permissions, offset, device, inode, path; only the path may hold blanks
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith(prefix) and not fields[5].endswith(_DELETED):
-            yield SharedMemoryFile(int(fields[4]), fields[5].removeprefix(prefix))
+        if len(fields) == 6 and fields[5].startswith(f"{SHM_ROOT}/"):
+            yield int(fields[4])
 
 
-def _opened(pid: int) -> Iterable[SharedMemoryFile]:
-    prefix = f"{SHM_ROOT}/"
+def _opened(pid: int) -> Iterable[int]:
     try:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
         return
     for link in links:
         try:
-            target = str(link.readlink())
-            if target.startswith(prefix) and not target.endswith(_DELETED):
-                yield SharedMemoryFile(link.stat().st_ino, target.removeprefix(prefix))
+            if str(link.readlink()).startswith(f"{SHM_ROOT}/"):
+                yield link.stat().st_ino
         except OSError:
             continue

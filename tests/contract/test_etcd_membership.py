@@ -53,12 +53,29 @@ async def following(watch: AsyncIterator[MemberChange]) -> MemberChange:
         return await anext(watch)
 
 
-async def until(watch: AsyncIterator[MemberChange], wanted: MemberChange) -> list[MemberChange]:
-    """All changes up to and with the wanted one."""
-    changes: list[MemberChange] = []
-    while wanted not in changes:
+async def until(watch: AsyncIterator[MemberChange], wanted: MemberChange) -> None:
+    while await following(watch) != wanted:
+        pass
+
+
+async def until_there(watch: AsyncIterator[MemberChange], wanted: Member) -> list[MemberChange]:
+    """All changes up to and with the one that tells of the member."""
+    changes = [await following(watch)]
+    while not tells(changes[-1], wanted):
         changes.append(await following(watch))
     return changes
+
+
+async def until_gone(watch: AsyncIterator[MemberChange], unwanted: Member) -> None:
+    change = await following(watch)
+    while change != Left(unwanted.kind, unwanted.member_id) and (
+        not isinstance(change, Snapshot) or unwanted in change.members
+    ):
+        change = await following(watch)
+
+
+def tells(change: MemberChange, wanted: Member) -> bool:
+    return change == Joined(wanted) or (isinstance(change, Snapshot) and wanted in change.members)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +86,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def config(server: EtcdServer) -> MembershipConfig:
-    return MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}", lease_ttl_s=2)
+    return MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}", lease_ttl_s=6)
+
+
+@pytest.fixture
+def short_config(config: MembershipConfig) -> MembershipConfig:
+    """Leases that end while a test waits; a busy machine may miss a renewal, so only where it ends is certain."""
+    return config.model_copy(update={"lease_ttl_s": 2})
 
 
 class Memberships:
@@ -124,13 +147,13 @@ async def test_a_lease_survives_kill_and_restart_and_the_watch_goes_on(
     await server.start()
     assert await following(watch) == Snapshot((member(),))
     await membership.register(member("two"))
-    assert (await until(watch, Joined(member("two"))))[-1] == Joined(member("two"))
+    await until_there(watch, member("two"))
 
 
 async def test_everyone_registers_again_with_an_etcd_that_lost_its_data(
     server: EtcdServer, config: MembershipConfig, connect: Memberships
 ) -> None:
-    for turn in range(20):  # so that revisions of the new one are behind
+    for turn in range(5):  # so that revisions of the new one are behind
         await server.ctl("put", "unrelated", str(turn))
     registration = await connect(config).register(member())
     watch = connect(config).watch()
@@ -138,41 +161,28 @@ async def test_everyone_registers_again_with_an_etcd_that_lost_its_data(
     server.kill()
     server.lose_data()
     await server.start()
-    changes: list[MemberChange] = []
-    while not _there(changes, member()):
-        changes.append(await following(watch))
+    changes = await until_there(watch, member())
     assert isinstance(changes[0], Snapshot)
     await eventually(lambda: not registration.fenced)
     assert await connect(config).members() == (member(),)
 
 
-def _there(changes: list[MemberChange], wanted: Member) -> bool:
-    return any(
-        (isinstance(change, Joined) and change.member == wanted)
-        or (isinstance(change, Snapshot) and wanted in change.members)
-        for change in changes
-    )
-
-
 async def test_a_hanging_etcd_fences_and_the_member_returns(
-    server: EtcdServer, config: MembershipConfig, connect: Memberships
+    server: EtcdServer, short_config: MembershipConfig, connect: Memberships
 ) -> None:
-    registration = await connect(config).register(member())
-    watch = connect(config).watch()
-    await following(watch)
-    waiting = asyncio.create_task(anext(watch))
+    registration = await connect(short_config).register(member())
+    watch = connect(short_config).watch()
+    await until_there(watch, member())
     server.hang()
     try:
         with pytest.raises(UnavailableError):
-            await connect(config).members()
+            await connect(short_config).members()
         await eventually(lambda: registration.fenced)
-        assert not waiting.done(), "the last known members stay"
     finally:
         server.go_on()
     await eventually(lambda: not registration.fenced)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert await connect(config).members() == (member(),)
+    await registration.update(member(version="2"))
+    await until_there(watch, member(version="2"))
 
 
 async def test_a_watch_on_a_connection_gone_silent_is_opened_anew(
@@ -181,7 +191,7 @@ async def test_a_watch_on_a_connection_gone_silent_is_opened_anew(
     watch = connect(config).watch()
     assert await following(watch) == Snapshot(())
     registration = await connect(config).register(member())
-    await until(watch, Joined(member()))  # so the watch is open, not opening
+    await until_there(watch, member())  # so the watch is open, not opening
     await registration.revoke()
     await until(watch, Left(MemberKind.DECODE, MemberId("one")))
     server.hang()
@@ -192,8 +202,8 @@ async def test_a_watch_on_a_connection_gone_silent_is_opened_anew(
     assert await following(watch) == Snapshot(())
 
 
-async def test_a_killed_process_leaves_with_its_lease(config: MembershipConfig, connect: Memberships) -> None:
-    watch = connect(config).watch()
+async def test_a_killed_process_leaves_with_its_lease(short_config: MembershipConfig, connect: Memberships) -> None:
+    watch = connect(short_config).watch()
     assert await following(watch) == Snapshot(())
     script = """
 import asyncio, sys
@@ -209,13 +219,13 @@ async def main():
 
 asyncio.run(main())
 """
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, config.model_dump_json())
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, short_config.model_dump_json())
     try:
-        assert await following(watch) == Joined(member())
+        await until_there(watch, member())
     finally:
         process.kill()
         await process.wait()
-    assert await following(watch) == Left(MemberKind.DECODE, MemberId("one"))
+    await until_gone(watch, member())
 
 
 async def test_a_revoked_lease_is_replaced(server: EtcdServer, config: MembershipConfig, connect: Memberships) -> None:
@@ -224,8 +234,8 @@ async def test_a_revoked_lease_is_replaced(server: EtcdServer, config: Membershi
     await following(watch)
     ((_, lease_id),) = (await leased_keys(server, config.prefix)).items()
     await server.ctl("lease", "revoke", f"{lease_id:x}")
-    assert await following(watch) == Left(MemberKind.DECODE, MemberId("one"))
-    assert await following(watch) == Joined(member())
+    await until_gone(watch, member())
+    await until_there(watch, member())
     ((_, new_lease_id),) = (await leased_keys(server, config.prefix)).items()
     assert new_lease_id not in (0, lease_id)
 
@@ -237,8 +247,8 @@ async def test_a_deleted_record_is_written_again(
     watch = connect(config).watch()
     await following(watch)
     await server.ctl("del", record_key(config.prefix, MemberKind.DECODE, MemberId("one")))
-    assert await following(watch) == Left(MemberKind.DECODE, MemberId("one"))
-    assert await following(watch) == Joined(member())
+    await until_gone(watch, member())
+    await until_there(watch, member())
 
 
 async def test_revoke_takes_the_lease_with_it(
@@ -294,9 +304,7 @@ async def test_a_compaction_between_list_and_watch_leads_to_a_new_snapshot(
 
     await connect(config).register(member())
     watch = connect(config, Overtaken).watch()
-    changes: list[MemberChange] = []
-    while not _there(changes, member("two")):
-        changes.append(await following(watch))
+    changes = await until_there(watch, member("two"))
     assert changes[-1] == Snapshot((member(), member("two")))
     await connect(config).register(member("three"))
     assert await following(watch) == Joined(member("three"))
@@ -311,7 +319,7 @@ async def test_a_compaction_under_an_idle_watch_costs_nothing(
         await server.ctl("put", "unrelated", str(turn))
     await server.compact()
     await connect(config).register(member())
-    assert _there([await following(watch)], member())
+    await until_there(watch, member())
 
 
 async def test_a_reader_far_behind_gets_a_snapshot_instead(
@@ -325,9 +333,7 @@ async def test_a_reader_far_behind_gets_a_snapshot_instead(
     for version in range(2, 12):
         await registration.update(member(version=str(version)))
     last = member(version="11")
-    changes: list[MemberChange] = []
-    while not _there(changes, last):
-        changes.append(await following(watch))
+    changes = await until_there(watch, last)
     assert len(changes) <= 5
 
 
@@ -344,9 +350,11 @@ async def test_a_dead_endpoint_is_passed_by(config: MembershipConfig, connect: M
         await membership.close()
 
 
-async def test_the_moment_of_the_renewal_counts_for_the_fence(config: MembershipConfig, connect: Memberships) -> None:
+async def test_the_moment_of_the_renewal_counts_for_the_fence(
+    short_config: MembershipConfig, connect: Memberships
+) -> None:
     now_s = [100.0]
-    membership = EtcdMembership(config, clock=lambda: now_s[0])
+    membership = EtcdMembership(short_config, clock=lambda: now_s[0])
     registration = await membership.register(member())
     assert not registration.fenced
     now_s[0] += 2.5
@@ -374,10 +382,10 @@ async def test_cancelled_calls_leave_nothing_behind(
 
 
 async def test_an_outage_is_one_line_in_the_log(
-    server: EtcdServer, config: MembershipConfig, connect: Memberships, caplog: pytest.LogCaptureFixture
+    server: EtcdServer, short_config: MembershipConfig, connect: Memberships, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvferry")
-    registration = await connect(config).register(member())
+    registration = await connect(short_config).register(member())
     server.kill()
     await eventually(lambda: registration.fenced)
     await server.start()
@@ -429,9 +437,7 @@ async def test_tls_with_a_client_certificate_also_over_a_restart(
     await eventually(lambda: registration.fenced)
     await tls_server.start()
     await eventually(lambda: not registration.fenced)
-    changes: list[MemberChange] = []
-    while not _there(changes, member()):
-        changes.append(await following(watch))
+    await until_there(watch, member())
 
 
 async def test_a_renewed_certificate_is_used_from_the_next_connection_on(
@@ -543,7 +549,7 @@ async def test_an_expired_token_is_replaced_unseen(
             await asyncio.sleep(0.05)
     await eventually(lambda: not registration.fenced)
     await registration.update(member(version="2"))
-    await until(watch, Joined(member(version="2")))
+    await until_there(watch, member(version="2"))
 
 
 async def test_a_restart_of_an_etcd_with_users_is_unseen(
@@ -557,7 +563,7 @@ async def test_a_restart_of_an_etcd_with_users_is_unseen(
     await simple_auth_server.start()
     assert await following(watch) == Snapshot((member(),))
     await registration.update(member(version="2"))
-    await until(watch, Joined(member(version="2")))
+    await until_there(watch, member(version="2"))
 
 
 async def test_changed_rights_ask_for_a_new_token(
@@ -588,7 +594,7 @@ async def test_a_new_password_replaces_the_old_one_at_run_time(
     assert membership._token != token
     await eventually(lambda: not registration.fenced)
     await registration.update(member(version="2"))
-    await until(watch, Joined(member(version="2")))
+    await until_there(watch, member(version="2"))
 
 
 async def test_a_wrong_password_is_named_and_never_told(

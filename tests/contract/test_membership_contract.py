@@ -121,9 +121,11 @@ class MemorySite:
 
 
 class EtcdSite:
-    def __init__(self, server: EtcdServer) -> None:
+    def __init__(self, server: EtcdServer, lease_ttl_s: int) -> None:
         self._server = server
-        self._config = MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}", lease_ttl_s=2)
+        self._config = MembershipConfig(
+            endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}", lease_ttl_s=lease_ttl_s
+        )
         self._memberships: list[EtcdMembership] = []
 
     def membership(self) -> Membership:
@@ -156,9 +158,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         yield running
 
 
+def _site(request: pytest.FixtureRequest, lease_ttl_s: int) -> Site:
+    if request.param == "memory":
+        return MemorySite()
+    return EtcdSite(request.getfixturevalue("server"), lease_ttl_s)
+
+
 @pytest.fixture(params=["memory", "etcd"])
 async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
-    made: Site = MemorySite() if request.param == "memory" else EtcdSite(request.getfixturevalue("server"))
+    """Leases outlive every test, also on a busy machine: changes are exactly what the test causes."""
+    made = _site(request, lease_ttl_s=15)
+    yield made
+    await made.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def short_site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    """Leases end while a test waits; a busy machine may miss a renewal, so only where it ends is certain."""
+    made = _site(request, lease_ttl_s=2)
     yield made
     await made.close()
 
@@ -249,16 +266,15 @@ async def test_revoke_may_be_repeated_and_ends_updates(site: Site) -> None:
     assert registration.fenced
 
 
-async def test_a_member_that_vanished_leaves_with_its_lease(site: Site) -> None:
-    dying = site.membership()
+async def test_a_member_that_vanished_leaves_with_its_lease(short_site: Site) -> None:
+    dying = short_site.membership()
     await dying.register(member("dying"))
-    await site.membership().register(member("living"))
-    follower = Follower(site.membership().watch())
+    await short_site.membership().register(member("living"))
+    follower = Follower(short_site.membership().watch())
     await follower.until_members(member("dying"), member("living"))
     await dying.close()
-    await site.let_leases_end()
-    assert await follower.next() == Left(MemberKind.PREFILL, MemberId("dying"))
-    assert list(follower.members.values()) == [member("living")]
+    await short_site.let_leases_end()
+    await follower.until_members(member("living"))
 
 
 async def test_close_ends_a_waiting_watch_and_may_be_repeated(site: Site) -> None:
@@ -334,10 +350,10 @@ async def test_an_outage_refuses_calls_and_silences_watches(site: Site) -> None:
     await follower.until_members(member())
 
 
-async def test_an_outage_longer_than_the_lease_fences_and_heals_by_itself(site: Site) -> None:
-    membership = site.membership()
+async def test_an_outage_longer_than_the_lease_fences_and_heals_by_itself(short_site: Site) -> None:
+    membership = short_site.membership()
     registration = await membership.register(member())
-    follower = Follower(site.membership().watch())
+    follower = Follower(short_site.membership().watch())
     await follower.next()
     waiting = asyncio.create_task(anext(follower.watch))
 
@@ -347,15 +363,15 @@ async def test_an_outage_longer_than_the_lease_fences_and_heals_by_itself(site: 
     async def healed() -> bool:
         return not registration.fenced
 
-    async with site.outage():
-        await site.let_leases_end()
+    async with short_site.outage():
+        await short_site.let_leases_end()
         await eventually(fenced)
         assert not waiting.done(), "the last known members stay"
     await eventually(healed)
     async with asyncio.timeout(DEADLINE_S):
         follower.take(await waiting)
+    assert isinstance(follower.changes[-1], Snapshot)
     await follower.until_members(member())
-    assert await membership.members() == (member(),)
 
 
 async def test_the_newest_update_of_an_outage_is_written_on_return(site: Site) -> None:
@@ -369,13 +385,13 @@ async def test_the_newest_update_of_an_outage_is_written_on_return(site: Site) -
     await follower.until_members(member(version="4"))
 
 
-async def test_a_revoke_in_an_outage_is_left_to_the_lease(site: Site) -> None:
-    registration = await site.membership().register(member())
-    follower = Follower(site.membership().watch())
+async def test_a_revoke_in_an_outage_is_left_to_the_lease(short_site: Site) -> None:
+    registration = await short_site.membership().register(member())
+    follower = Follower(short_site.membership().watch())
     await follower.next()
-    async with site.outage():
+    async with short_site.outage():
         await registration.revoke()
-    await site.let_leases_end()
+    await short_site.let_leases_end()
     await follower.until_members()
 
 

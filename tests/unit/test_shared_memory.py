@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import subprocess
@@ -84,6 +85,15 @@ def test_what_is_unlinked_already_needs_no_record(tmp_path: Path, shm_path: Path
     process = hold(shm_path, "unlinked")
     record_shared_memory(tmp_path, "worker-1", process.pid)
     assert shm_path.name not in names(tmp_path)
+
+
+def test_a_semaphore_is_recorded_under_the_name_it_has(tmp_path: Path) -> None:
+    # Linked to its name from another one: to its holder it looks deleted.
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    new = record_shared_memory(tmp_path, "worker-1", os.getpid())
+    name = f"sem.{semaphore._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    assert name in {file.name for file in new}
+    assert remove_abandoned(tmp_path) == ()
 
 
 def test_recording_again_adds_only_what_is_new(tmp_path: Path, shm_path: Path, hold: Hold) -> None:

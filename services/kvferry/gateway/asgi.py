@@ -37,6 +37,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 BODY_TIMEOUT_S = 30.0
+LINGER_S = 2.0
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -142,6 +143,9 @@ class HttpApp:
         except _ClientGone:
             status = "499"
             self._metrics.cancelled.inc()
+        except (BodyTooLarge, BodyTimeout) as error:
+            status = str(error.http_status)
+            await _refuse_body(receive, send, error)
         except KvferryError as error:
             status = str(error.http_status)
             await _respond_error(send, error)
@@ -262,7 +266,24 @@ async def _respond_error(send: Send, error: KvferryError) -> None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, MethodNotAllowed) and error.param:
         headers.append((b"allow", error.param.encode()))
-    if isinstance(error, (BodyTooLarge, BodyTimeout)):
-        # The rest of the body is still on its way; the connection cannot be used again.
-        headers.append((b"connection", b"close"))
     await _respond(send, error.http_status, error_body(error), headers)
+
+
+async def _refuse_body(receive: Receive, send: Send, error: KvferryError) -> None:
+    """Answer while the rest of the body is still on its way, then read on for a moment.
+
+    A connection closed with unread data is reset, and the reset can overtake the answer.
+    """
+    body = error_body(error)
+    headers = [_JSON, (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

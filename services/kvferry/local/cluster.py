@@ -29,7 +29,7 @@ from kvferry.errors import ConfigError, KvferryError
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
 from kvferry.local.etcd_process import Etcd, start_etcd
 from kvferry.local.first_answer import FirstAnswer, ask
-from kvferry.local.interesting_lines import last_interesting_line
+from kvferry.local.interesting_lines import newest_fault, newest_line
 from kvferry.local.processes import ProcessIdentity, end_all
 from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
@@ -217,15 +217,17 @@ def _wait_ready(folder: RunFolder, url: str, parts: _Parts, progress: Progress, 
         nonlocal seen
         parts.check()
         seen = _readiness(url)
-        detail = f"waiting for {', '.join(seen.waiting_for)}" if not seen.ready else ""
-        if time.monotonic() - started_s > _SHOW_LOG_AFTER_S and (line := last_interesting_line(folder)):
+        if seen.ready:
+            return True
+        detail = f"waiting for {', '.join(seen.waiting_for)}"
+        if time.monotonic() - started_s > _SHOW_LOG_AFTER_S and (line := newest_fault(folder)):
             detail += f" | {line}"
         progress.detail(detail)
-        return seen.ready
+        return False
 
     if pace.until(ready, deadline=started_s + timeout_s, step_s=_POLL_S):
         return
-    line = last_interesting_line(folder)
+    line = newest_line(folder)
     raise StartFailed(
         f"not ready after {timeout_s:.0f} s, still waiting for {', '.join(seen.waiting_for)}"
         + (f"\n    newest in the logs: {line}" if line else "")

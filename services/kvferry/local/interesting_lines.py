@@ -15,19 +15,21 @@ _NOISE = re.compile(r"metrics|dashboard|event_stats|usage|opentelemetry|autoscal
 _MAX_CHARS = 220
 
 
-def last_interesting_line(folder: RunFolder) -> str | None:
-    """The newest fault in the newest logs of workers and application, else their newest line.
-
-    None when all are empty.
-    """
-    newest_line = None
+def newest_fault(folder: RunFolder) -> str | None:
+    """The last line that looks like a fault in the newest log of workers or application that has one."""
     for log in _newest_first(_logs(folder)):
-        lines = _end_of(log)
-        for line in reversed(lines):
+        for line in reversed(_end_of(log)):
             if _FAULT.search(line) and not _NOISE.search(line):
                 return _shortened(line)
-        newest_line = newest_line or (lines[-1] if lines else None)
-    return _shortened(newest_line) if newest_line is not None else None
+    return None
+
+
+def newest_line(folder: RunFolder) -> str | None:
+    """The newest fault, else the last line of the newest log; None when all are empty."""
+    if (fault := newest_fault(folder)) is not None:
+        return fault
+    lines = next((lines for log in _newest_first(_logs(folder)) if (lines := _end_of(log))), None)
+    return _shortened(lines[-1]) if lines else None
 
 
 def _logs(folder: RunFolder) -> Iterable[Path]:

@@ -106,11 +106,9 @@ class MemoryRegistry:
 
     def expire(self, member_id: MemberId) -> None:
         """End one lease now. Watches see Left, then Joined if its owner lives; after an outage if in one."""
-        for key, record in list(self._key_to_record.items()):
+        for key in list(self._key_to_record):
             if key[1] == member_id:
                 self._drop(key)
-                if not self.out and record.owner in self._registrations:
-                    self._write(record.owner)
 
     def check(self) -> None:
         """The law: while it answers, a living owner's record is what it wrote last. Raises AssertionError."""
@@ -150,6 +148,10 @@ class MemoryRegistry:
     def _drop(self, key: _Key) -> None:
         del self._key_to_record[key]
         self._tell(Left(*key))
+        if not self.out:  # living owners write a missing record again
+            for registration in self._registrations:
+                if registration._key == key:
+                    self._write(registration)
 
     def _tell(self, change: MemberChange) -> None:
         if not self.out:  # a watch that is away gets a Snapshot on its return instead

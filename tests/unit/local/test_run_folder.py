@@ -164,7 +164,16 @@ def test_a_killed_holder_holds_nothing(folder: RunFolder, holder: subprocess.Pop
 
 def test_a_program_started_under_the_lock_does_not_hold_it(folder: RunFolder) -> None:
     with folder.locked("up"):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+        child = subprocess.Popen(
+            [sys.executable, "-c", "print('started', flush=True); input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            close_fds=False,
+        )
+        # The kernel closes descriptors a moment after the parent goes on.
+        assert child.stdout is not None
+        assert child.stdout.readline() == "started\n"
     try:
         with folder.locked("down"):
             pass

@@ -133,6 +133,16 @@ async def test_a_second_owner_of_an_id_fences_the_first() -> None:
     assert registry.members() == (member(version="2"),)
 
 
+async def test_the_first_owner_of_an_id_returns_when_the_second_goes() -> None:
+    registry = MemoryRegistry()
+    first = await MemoryMembership(registry).register(member())
+    second = await MemoryMembership(registry).register(member(version="2"))
+    await second.revoke()
+    assert registry.members() == (member(),)
+    assert not first.fenced
+    registry.check()
+
+
 async def test_state_is_in_the_repr() -> None:
     registry = MemoryRegistry()
     membership = MemoryMembership(registry)

@@ -1,0 +1,116 @@
+"""A whole cluster in one process: real gRPC, real HTTP, sim engines, membership in memory. Starts in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest_asyncio
+
+from kvferry import config as configuration
+from kvferry.config import ClusterConfig
+from kvferry.engine.sim import SimEngine
+from kvferry.gateway.host import GatewayHost
+from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.worker.host import WorkerHost, build_engine
+
+MODEL = "sim-model"
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 10.0, what: str = "") -> None:
+    """Wait for a condition; fails naming it."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class SimCluster:
+    config: ClusterConfig
+    registry: MemoryRegistry
+    workers: list[tuple[WorkerHost, SimEngine]] = field(default_factory=list)
+    gateway: GatewayHost | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.gateway is not None
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    def engines(self, kind: MemberKind) -> list[SimEngine]:
+        return [engine for host, engine in self.workers if host.member.kind is kind]
+
+    def hosts(self, kind: MemberKind) -> list[WorkerHost]:
+        return [host for host, _ in self.workers if host.member.kind is kind]
+
+    async def add_worker(self, kind: MemberKind, config: ClusterConfig | None = None) -> tuple[WorkerHost, SimEngine]:
+        config = config or self.config
+        engine = build_engine(config, kind, MODEL)
+        assert isinstance(engine, SimEngine)
+        host = WorkerHost(config, kind, engine, MemoryMembership(self.registry))
+        await host.start()
+        self.workers.append((host, engine))
+        return host, engine
+
+    async def add_gateway(self) -> GatewayHost:
+        self.gateway = GatewayHost(self.config, MODEL, MemoryMembership(self.registry))
+        await self.gateway.start()
+        return self.gateway
+
+    async def ready(self, num_workers: int | None = None) -> None:
+        gateway = self.gateway
+        assert gateway is not None
+        wanted = len(self.workers) if num_workers is None else num_workers
+        await until(lambda: len(gateway.readiness().members) == wanted, what=f"{wanted} workers attached")
+
+    async def stop(self) -> None:
+        if self.gateway is not None:
+            await self.gateway.stop()
+        for host, _ in self.workers:
+            await host.stop()
+
+
+StartCluster = Callable[..., Awaitable[SimCluster]]
+
+
+@asynccontextmanager
+async def running(prefill: int = 1, decode: int = 1, **values: object) -> AsyncIterator[SimCluster]:
+    config = configuration.parse(
+        {
+            "model": {"path": MODEL},
+            "engine": {"kind": "sim", "block_size": 16},
+            "prefill": {"replicas": prefill},
+            "decode": {"replicas": decode},
+            "gateway": {"http_port": 0},
+            "worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5},
+            "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 200_000.0},
+            **values,
+        }
+    )
+    cluster = SimCluster(config, MemoryRegistry())
+    try:
+        for kind, count in ((MemberKind.PREFILL, prefill), (MemberKind.DECODE, decode)):
+            for _ in range(count):
+                await cluster.add_worker(kind)
+        await cluster.add_gateway()
+        await cluster.ready()
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[SimCluster]:
+    """One prefill worker, one decode worker, one gateway."""
+    async with running() as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture
+async def http(cluster: SimCluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as client:
+        yield client

