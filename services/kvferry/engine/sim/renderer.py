@@ -183,7 +183,8 @@ def _prompts(prompt: object) -> Sequence[str | Sequence[int]]:
     if isinstance(prompt, Sequence) and prompt:
         if all(type(part) is int for part in prompt):
             return [prompt]
-        if all(isinstance(part, str) for part in prompt) or all(isinstance(part, Sequence) and part for part in prompt):
+        kinds = {type(part) for part in prompt}
+        if kinds == {str} or (kinds <= {list, tuple} and all(prompt)):
             return prompt
     raise InvalidRequest("prompt: expected a string, token ids, or a list of one kind of these", param="prompt")
 

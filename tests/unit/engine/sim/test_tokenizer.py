@@ -31,7 +31,7 @@ def test_a_foreign_word_is_one_token_and_always_the_same(text: str) -> None:
 
 
 def test_foreign_words_have_the_same_ids_on_every_machine() -> None:
-    assert tokenizer.encode("Hello wörld") == SimTokenizer().encode(" Hello\nwörld ") == [21604, 38497]
+    assert tokenizer.encode("Hello wörld") == SimTokenizer().encode(" Hello\nwörld ") == [16806, 2180]
 
 
 def test_half_a_surrogate_pair_is_a_word_too() -> None:

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.engine.base import FinishReason, Sampling, TokenLogprob
+from kvferry.engine.sim import SimTokenizer
+from kvferry.engine.sim.answer import Answer
+from kvferry.engine.sim.block_pool import pack_tokens
+from kvferry.engine.sim.tokenizer import EOS
+
+tokenizer = SimTokenizer()
+PROMPT = tokenizer.encode("what does the ferry carry")
+
+
+@dataclass
+class Told:
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def tell(
+    prompt: list[int] = PROMPT,
+    *,
+    max_tokens: int = 20,
+    temperature: float = 0.0,
+    default_seed: int = 0,
+    answer_tokens: int = 1_000_000,
+    **values: Any,
+) -> Told:
+    """A whole answer. It ends early only when `answer_tokens` or `values` say so."""
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, **values)
+    answer = Answer(pack_tokens(prompt), sampling, tokenizer, answer_tokens=answer_tokens, default_seed=default_seed)
+    told = Told()
+    while answer.finish_reason is None:
+        before = answer.digest()
+        token_id = answer.next_token()
+        told.token_ids.append(token_id)
+        told.texts.append(answer.text)
+        told.logprobs.append(list(answer.logprobs(before, token_id)))
+    told.finish_reason, told.stop_reason = answer.finish_reason, answer.stop_reason
+    return told
+
+
+def test_an_answer_follows_from_its_prompt() -> None:
+    assert tell().token_ids == tell().token_ids
+    assert tell([*PROMPT[:-1], 99]).token_ids != tell().token_ids
+    assert len(set(tell().token_ids)) > 15
+
+
+@given(st.integers(1, 19))
+def test_an_answer_continues_from_any_of_its_tokens(cut: int) -> None:
+    whole = tell()
+    rest = tell([*PROMPT, *whole.token_ids[:cut]], max_tokens=20 - cut)
+    assert whole.token_ids == whole.token_ids[:cut] + rest.token_ids
+
+
+def test_text_is_the_tokens_decoded() -> None:
+    told = tell()
+    assert told.text == tokenizer.decode(told.token_ids)
+    assert tokenizer.encode(told.text) == told.token_ids
+
+
+def test_the_seed_counts_only_above_temperature_zero() -> None:
+    assert tell(seed=1).token_ids == tell(seed=2).token_ids == tell().token_ids
+    warm = tell(temperature=1.0, seed=1).token_ids
+    assert tell(temperature=0.5, seed=1).token_ids == warm
+    assert tell(temperature=1.0, seed=2).token_ids != warm
+    assert tell(temperature=1.0, default_seed=1).token_ids == warm
+    assert tell(temperature=1.0, seed=-1).token_ids not in (warm, tell().token_ids)
+
+
+def test_end_of_sequence_comes_after_the_mean_length() -> None:
+    lengths = []
+    for i in range(300):
+        told = tell([*PROMPT, i], max_tokens=1000, answer_tokens=20)
+        assert told.finish_reason is FinishReason.STOP
+        assert told.stop_reason is None
+        assert told.token_ids[-1] == EOS
+        assert told.text == tokenizer.decode(told.token_ids[:-1])
+        lengths.append(len(told.token_ids))
+    # Geometric: standard error of the mean is 20 / sqrt(300).
+    assert 16 < mean(lengths) < 24
+
+
+def test_end_of_sequence_can_be_ignored() -> None:
+    told = tell(answer_tokens=1, ignore_eos=True)
+    assert EOS not in told.token_ids
+    assert told.finish_reason is FinishReason.LENGTH
+
+
+def test_min_tokens_come_before_end_of_sequence() -> None:
+    told = tell(answer_tokens=1, min_tokens=7)
+    assert len(told.token_ids) == 8
+    assert told.token_ids[-1] == EOS
+
+
+def test_a_stop_token_ends_it_and_is_not_shown() -> None:
+    plain = tell()
+    stop_id = plain.token_ids[5]
+    told = tell(stop_token_ids=(stop_id,))
+    assert told.token_ids == plain.token_ids[:6]
+    assert (told.finish_reason, told.stop_reason) == (FinishReason.STOP, stop_id)
+    assert told.text == tokenizer.decode(plain.token_ids[:5])
+    assert tell(stop_token_ids=(stop_id,), include_stop_str_in_output=True).text == tokenizer.decode(told.token_ids)
+
+
+def test_a_stop_token_before_min_tokens_is_not_chosen() -> None:
+    stop_id = tell().token_ids[2]
+    told = tell(stop_token_ids=(stop_id,), min_tokens=10)
+    assert stop_id not in told.token_ids[:10]
+
+
+@given(st.data())
+def test_a_stop_string_cuts_at_its_first_place(data: st.DataObject) -> None:
+    plain = tell().text
+    start = data.draw(st.integers(0, len(plain) - 2))
+    stop = plain[start : start + data.draw(st.integers(1, 12))]
+    included = data.draw(st.booleans())
+    told = tell(stop=(stop, "never"), include_stop_str_in_output=included)
+    at = plain.index(stop)
+    assert told.text == plain[: at + len(stop) if included else at]
+    assert (told.finish_reason, told.stop_reason) == (FinishReason.STOP, stop)
+
+
+@given(st.data())
+def test_text_once_shown_is_never_part_of_a_stop_string(data: st.DataObject) -> None:
+    """What was sent cannot be taken back: at every moment the text shown is a beginning of the final text."""
+    plain = tell().text
+    stops = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(plain) - 1))
+        stops.append(plain[start : start + data.draw(st.integers(1, 20))] + data.draw(st.sampled_from(["", "!"])))
+    told = tell(stop=tuple(stops))
+    found = [plain.index(stop) for stop in stops if stop in plain]
+    assert told.text == plain[: min(found)] if found else plain
+
+
+def test_held_back_text_comes_with_the_last_token() -> None:
+    plain = tell(max_tokens=5)
+    told = tell(max_tokens=5, stop=(plain.texts[-1] + "never",))
+    assert told.text == plain.text
+    assert told.texts[-1] == plain.texts[-1]
+    held = tell(max_tokens=5, stop=("".join(plain.texts[1:4]) + "never",))
+    assert held.texts[1:4] == ["", "", ""]
+    assert held.text == plain.text
+
+
+def test_the_earlier_of_two_stop_strings_wins() -> None:
+    plain = tell().text
+    early, late = plain[10:13], plain[11:13]
+    assert tell(stop=(late, early)).text == plain[: plain.index(early)]
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    plain = tell()
+    told = tell(stop=(plain.texts[1],), min_tokens=4)
+    assert len(told.token_ids) == 20
+    assert told.text == plain.text
+
+
+def test_allowed_tokens_are_all_there_is() -> None:
+    told = tell(allowed_token_ids=(100, 200))
+    assert set(told.token_ids) == {100, 200}
+
+
+def test_logit_bias_forces_and_bans() -> None:
+    plain = tell()
+    assert set(tell(logit_bias={100: 100.0}).token_ids) == {100}
+    first = plain.token_ids[0]
+    assert tell(logit_bias={first: -100.0}).token_ids[0] != first
+    assert tell(logit_bias={EOS: 100.0}).finish_reason is FinishReason.STOP
+
+
+def test_bad_words_are_not_said() -> None:
+    plain = tell()
+    one, two = plain.token_ids[3:5]
+    assert one not in tell(bad_words=(tokenizer.decode([one]),)).token_ids
+    told = tell(bad_words=(tokenizer.decode([one, two]),))
+    assert told.token_ids[:4] == plain.token_ids[:4]
+    assert told.token_ids[4] != two
+
+
+@pytest.mark.parametrize("num_alternatives", [0, 1, 20])
+def test_logprobs_are_a_distribution(num_alternatives: int) -> None:
+    told = tell(logprobs=num_alternatives)
+    for token_id, position in zip(told.token_ids, told.logprobs, strict=True):
+        assert position[0].token_id == token_id
+        assert position[0].text == tokenizer.decode([token_id])
+        assert len(position) == num_alternatives + 1
+        assert len({entry.token_id for entry in position}) == len(position)
+        logprobs = [entry.logprob for entry in position]
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert sum(math.exp(logprob) for logprob in logprobs) <= 1
+
+
+def test_markers_are_shown_on_demand() -> None:
+    told = tell(answer_tokens=1, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert told.text == "<eos>"
