@@ -30,13 +30,14 @@ from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
 from kvferry.local.etcd_process import Etcd, start_etcd
 from kvferry.local.first_answer import FirstAnswer, ask
 from kvferry.local.interesting_lines import newest_fault, newest_line
-from kvferry.local.processes import ProcessIdentity, end_all
+from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 
 _POLL_S = 0.5
 _SHOW_LOG_AFTER_S = 20.0
+_RECORD_INTERVAL_S = 5.0
 _HAND_OVER_TIMEOUT_S = 90.0
 
 
@@ -210,12 +211,16 @@ class _Readiness:
 
 
 def _wait_ready(folder: RunFolder, url: str, parts: _Parts, progress: Progress, pace: Pace, timeout_s: float) -> None:
-    started_s = time.monotonic()
+    started_s = recorded_s = time.monotonic()
     seen = _Readiness(False, ("gateway",))
 
     def ready() -> bool:
-        nonlocal seen
+        nonlocal seen, recorded_s
         parts.check()
+        if time.monotonic() - recorded_s > _RECORD_INTERVAL_S:
+            # A worker records its own once its engine is up; one that is killed before has only this.
+            recorded_s = time.monotonic()
+            _record_shared_memory(folder, belonging(folder.marks()))
         seen = _readiness(url)
         if seen.ready:
             return True
@@ -328,17 +333,17 @@ def _require_reachable(endpoints: tuple[str, ...]) -> None:
 def _clean(folder: RunFolder, *, keep_logs: bool) -> Cleaned:
     """End every process, then remove what they left; call with the lock held."""
     had_state = folder.token_file.exists() or folder.record_file.exists()
-
-    def record_shared_memory(processes: tuple[ProcessIdentity, ...]) -> None:
-        # A worker records its own while it lives; this adds what it mapped since.
-        with contextlib.suppress(OSError):
-            held = shared_memory.held_by(process.pid for process in processes)
-            shared_memory.write_record(folder.path, "at-the-end", held)
-
-    num_processes = end_all(folder.marks(), before_signal=record_shared_memory)
+    num_processes = end_all(folder.marks(), before_signal=lambda processes: _record_shared_memory(folder, processes))
     removed = shared_memory.remove_abandoned(folder.path)
     folder.clear(keep_logs=keep_logs)
     return Cleaned(num_processes, tuple(file.name for file in removed), had_state)
+
+
+def _record_shared_memory(folder: RunFolder, processes: tuple[ProcessIdentity, ...]) -> None:
+    # Not worth failing for, such as when the disk is full.
+    with contextlib.suppress(OSError):
+        held = shared_memory.held_by(process.pid for process in processes)
+        shared_memory.write_record(folder.path, "all", held)
 
 
 @contextlib.contextmanager
