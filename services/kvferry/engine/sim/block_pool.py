@@ -17,12 +17,14 @@ from kvferry.engine.base import KvEvent, PagesRemoved, PagesStored
 PageId = NewType("PageId", int)
 PageHash = NewType("PageHash", int)
 
+TOKEN_BYTES = 4
+
 # Any constant: it only keeps a page of an unsalted prompt apart from the plain xxh3 of the same bytes.
 _ROOT_SEED = 0x6B76666572727931
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as 4 bytes each: what hashes are taken over. Raises OverflowError for an id outside 32 bits."""
+    """Token ids as TOKEN_BYTES each: what hashes are taken over. Raises OverflowError for an id outside 32 bits."""
     return array("I", token_ids).tobytes()
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import math
 import secrets
 import time
-from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.config import SimConfig
@@ -34,7 +32,7 @@ from kvferry.engine.base import (
     TransferParams,
 )
 from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId, chain_hash, pack_tokens, root_hash
+from kvferry.engine.sim.block_pool import BlockPool, PageId, pack_tokens
 from kvferry.engine.sim.ferry import (
     PULL_TIMEOUT_S,
     FerryError,
@@ -46,6 +44,7 @@ from kvferry.engine.sim.ferry import (
 )
 from kvferry.engine.sim.mailbox import Mailbox
 from kvferry.engine.sim.page_memory import PageMemory, layout_digest
+from kvferry.engine.sim.sequence import Phase, TokenSequence
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest
 
@@ -64,40 +63,6 @@ class Faults:
     step_delay_s: float = 0.0  # added to every step
     prefill_slowdown: float = 1.0  # prompts take this many times as long
     pulls: PullFault = PullFault.NONE  # how this engine treats whoever pulls from it
-
-
-class _Phase(enum.Enum):
-    WAITING = enum.auto()  # in `_waiting`, holds no pages
-    PULLING = enum.auto()  # in `_pulling`, holds pages for its whole prompt
-    RUNNING = enum.auto()  # in `_running`, holds pages
-    ENDED = enum.auto()  # nowhere; its pages are given back or offered
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One request in the engine.
-
-    Tokens [0, num_computed) have their KV, and pages [0, num_stored) of it are findable. Tokens
-    [num_computed, num_tokens) are known and still to compute. `packed` holds all known tokens, 4 bytes each.
-    """
-
-    request: EngineRequest
-    answer: Answer
-    packed: bytearray
-    num_prompt: int
-    num_tokens: int
-    max_tokens_total: int
-    root: PageHash
-    ticket: Ticket | None
-    page_hashes: list[PageHash] = field(default_factory=list)
-    pages: list[PageId] = field(default_factory=list)
-    capacity: int = 0  # tokens that `pages` have room for
-    num_computed: int = 0
-    num_stored: int = 0
-    sources: PromptSources | None = None
-    phase: _Phase = _Phase.WAITING
-    pull: asyncio.Task[None] | None = None
-    mailbox: Mailbox[EngineOutput] = field(default_factory=Mailbox)
 
 
 class SimEngine:
@@ -143,10 +108,10 @@ class SimEngine:
         """As new, as after a restart."""
         self._pool = BlockPool(self._sim.num_pages, self._block_size)
         self._memory = PageMemory(self._sim.num_pages, self._sim.page_bytes, self._layout)
-        self._id_to_sequence: dict[RequestId, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._pulling: set[_Sequence] = set()
-        self._running: list[_Sequence] = []
+        self._id_to_sequence: dict[RequestId, TokenSequence] = {}
+        self._waiting: deque[TokenSequence] = deque()
+        self._pulling: set[TokenSequence] = set()
+        self._running: list[TokenSequence] = []
         self._work = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._listener: Mailbox[KvEventBatch] | None = None
@@ -154,6 +119,7 @@ class SimEngine:
         self._prompt_tokens = PromptSources()
         self._num_generated_tokens = 0
         self._ferried_bytes = 0
+        self.num_preemptions = 0
 
     def __repr__(self) -> str:
         state = "dead" if self._failure else "alive" if self._loop_task else "not started"
@@ -243,7 +209,7 @@ class SimEngine:
     def check(self) -> None:
         """The conservation laws of the whole engine. Raises AssertionError."""
         self._pool.check()
-        where = {_Phase.WAITING: self._waiting, _Phase.PULLING: self._pulling, _Phase.RUNNING: self._running}
+        where = {Phase.WAITING: self._waiting, Phase.PULLING: self._pulling, Phase.RUNNING: self._running}
         for phase, sequences in where.items():
             assert all(sequence.phase is phase for sequence in sequences), f"a sequence among {phase} is not"
         num_active = len(self._waiting) + len(self._pulling) + len(self._running)
@@ -294,31 +260,18 @@ class SimEngine:
 
     # Coming and going of requests.
 
-    def _admit(self, request: EngineRequest) -> _Sequence:
+    def _admit(self, request: EngineRequest) -> TokenSequence:
         if self._failure is not None:
             raise EngineDead(self._failure.message)
         if self._loop_task is None:
             raise EngineDead("the engine was not started")
         max_tokens_total = self._validate(request)
         packed = bytearray(pack_tokens(request.prompt_token_ids))
-        num_prompt = len(request.prompt_token_ids)
-        sequence = _Sequence(
-            request=request,
-            answer=Answer(
-                packed,
-                request.sampling,
-                self._tokenizer,
-                answer_tokens=self._sim.answer_tokens,
-                default_seed=self._seed,
-            ),
-            packed=packed,
-            num_prompt=num_prompt,
-            num_tokens=num_prompt,
-            max_tokens_total=max_tokens_total,
-            root=root_hash(request.cache_salt),
-            ticket=_ticket(request.transfer_params) if request.transfer_params is not None else None,
+        answer = Answer(
+            packed, request.sampling, self._tokenizer, answer_tokens=self._sim.answer_tokens, default_seed=self._seed
         )
-        self._extend_hashes(sequence, num_prompt // self._block_size)
+        ticket = _ticket(request.transfer_params) if request.transfer_params is not None else None
+        sequence = TokenSequence(request, answer, packed, self._block_size, max_tokens_total, ticket)
         self._id_to_sequence[request.request_id] = sequence
         self._waiting.append(sequence)
         self._work.set()
@@ -360,20 +313,20 @@ class SimEngine:
             )
         return total
 
-    def _end(self, sequence: _Sequence) -> None:
+    def _end(self, sequence: TokenSequence) -> None:
         """Take a request out, wherever it is, and give its pages back. May be repeated."""
         match sequence.phase:
-            case _Phase.WAITING:
+            case Phase.WAITING:
                 self._waiting.remove(sequence)
-            case _Phase.PULLING:
+            case Phase.PULLING:
                 self._pulling.discard(sequence)
                 if sequence.pull is not None:
                     sequence.pull.cancel()
-            case _Phase.RUNNING:
+            case Phase.RUNNING:
                 self._running.remove(sequence)
-            case _Phase.ENDED:
+            case Phase.ENDED:
                 return
-        sequence.phase = _Phase.ENDED
+        sequence.phase = Phase.ENDED
         self._release(sequence.ticket)
         self._pool.free(sequence.pages)
         sequence.pages = []
@@ -391,7 +344,7 @@ class SimEngine:
         if self._ferry is not None:
             self._ferry.close()
         for sequence in self._id_to_sequence.values():
-            sequence.phase = _Phase.ENDED
+            sequence.phase = Phase.ENDED
             sequence.mailbox.fail(EngineDead(reason))
         self._id_to_sequence.clear()
         self._waiting.clear()
@@ -424,7 +377,7 @@ class SimEngine:
             log.exception("the sim engine's step loop failed")
             self._die("the engine's step loop failed; its log says why")
 
-    def _plan(self) -> list[tuple[_Sequence, int]]:
+    def _plan(self) -> list[tuple[TokenSequence, int]]:
         """Who computes how many tokens in the next step."""
         plan = []
         budget = self._chunk_tokens
@@ -434,13 +387,13 @@ class SimEngine:
             sequence = running[i]
             i += 1
             # Whoever came last gives way; when that is `sequence` itself, it waits.
-            while sequence.num_tokens > sequence.capacity and sequence.phase is _Phase.RUNNING:
+            while sequence.num_tokens > sequence.capacity and sequence.phase is Phase.RUNNING:
                 if self._pool.can_allocate(1):
                     sequence.pages += self._pool.allocate(1)
                     sequence.capacity += self._block_size
                 else:
                     self._preempt(running[-1])
-            if sequence.phase is not _Phase.RUNNING:
+            if sequence.phase is not Phase.RUNNING:
                 break
             num_left = sequence.num_tokens - sequence.num_computed
             if num_left == 1:
@@ -454,13 +407,13 @@ class SimEngine:
             if not self._place(sequence):
                 break
             self._waiting.popleft()
-            if sequence.phase is _Phase.RUNNING:
+            if sequence.phase is Phase.RUNNING:
                 num_now = min(sequence.num_tokens - sequence.num_computed, budget)
                 budget -= num_now
                 plan.append((sequence, num_now))
         return plan
 
-    def _place(self, sequence: _Sequence) -> bool:
+    def _place(self, sequence: TokenSequence) -> bool:
         """Give a waiting sequence pages for all tokens it knows, cached ones first. False when there are too few."""
         block_size, pool = self._block_size, self._pool
         # The last known token is always computed: something has to say what comes next.
@@ -477,24 +430,25 @@ class SimEngine:
         if sequence.sources is None:
             sequence.sources = PromptSources(sequence.num_prompt - num_cached, num_cached, 0)
         if sequence.ticket is not None:
-            sequence.phase = _Phase.PULLING
+            sequence.phase = Phase.PULLING
             self._pulling.add(sequence)
             sequence.pull = self._spawn(self._pull(sequence, sequence.ticket))
         else:
-            sequence.phase = _Phase.RUNNING
+            sequence.phase = Phase.RUNNING
             self._running.append(sequence)
         return True
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: TokenSequence) -> None:
         """Take the pages of a running sequence. It waits, and computes again what is not cached any more by then."""
         self._running.remove(sequence)
         self._pool.free(sequence.pages)
         sequence.pages = []
         sequence.capacity = sequence.num_computed = sequence.num_stored = 0
-        sequence.phase = _Phase.WAITING
+        sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
 
-    def _duration_s(self, plan: Sequence[tuple[_Sequence, int]]) -> float:
+    def _duration_s(self, plan: Sequence[tuple[TokenSequence, int]]) -> float:
         num_prefill = 0
         decode_s = 0.0
         for sequence, num_now in plan:
@@ -505,10 +459,10 @@ class SimEngine:
         prefill_s = num_prefill / self._sim.prefill_tokens_per_s * self._faults.prefill_slowdown
         return max(decode_s, prefill_s) + self._faults.step_delay_s
 
-    def _commit(self, plan: Sequence[tuple[_Sequence, int]]) -> None:
+    def _commit(self, plan: Sequence[tuple[TokenSequence, int]]) -> None:
         block_size = self._block_size
         for sequence, num_now in plan:
-            if sequence.phase is not _Phase.RUNNING:
+            if sequence.phase is not Phase.RUNNING:
                 continue  # ended while the step ran
             sequence.num_computed = num_computed = sequence.num_computed + num_now
             if num_computed // block_size > sequence.num_stored:
@@ -516,7 +470,7 @@ class SimEngine:
             if num_computed == sequence.num_tokens:
                 self._append_token(sequence)
 
-    def _append_token(self, sequence: _Sequence) -> None:
+    def _append_token(self, sequence: TokenSequence) -> None:
         """Every known token is computed: here is the next."""
         answer = sequence.answer
         logprobs = None
@@ -528,8 +482,7 @@ class SimEngine:
             logprobs = (answer.logprobs(before, token_id),)
         if sequence.num_tokens == sequence.num_prompt and sequence.sources is not None:
             self._prompt_tokens += sequence.sources
-        sequence.packed += token_id.to_bytes(4, "little")
-        sequence.num_tokens += 1
+        sequence.append(token_id)
         self._num_generated_tokens += 1
         output = EngineOutput((token_id,), answer.text, logprobs)
         reason = answer.finish_reason
@@ -547,41 +500,26 @@ class SimEngine:
 
     # Pages.
 
-    def _extend_hashes(self, sequence: _Sequence, num_pages: int) -> None:
-        page_bytes = 4 * self._block_size
-        hashes = sequence.page_hashes
-        parent = hashes[-1] if hashes else sequence.root
-        for i in range(len(hashes), num_pages):
-            parent = chain_hash(parent, sequence.packed[i * page_bytes : (i + 1) * page_bytes])
-            hashes.append(parent)
-
-    def _store(self, sequence: _Sequence) -> None:
+    def _store(self, sequence: TokenSequence) -> None:
         """Pages that became full get their bytes and become findable."""
         block_size = self._block_size
         first, end = sequence.num_stored, sequence.num_computed // block_size
-        self._extend_hashes(sequence, end)
+        sequence.extend_hashes(end)
         for i in range(first, end):
             self._memory.write(sequence.pages[i], self._memory.expected(sequence.page_hashes[i]))
         self._publish_stored(sequence, first, end)
 
-    def _publish_stored(self, sequence: _Sequence, first: int, end: int) -> None:
-        block_size = self._block_size
+    def _publish_stored(self, sequence: TokenSequence, first: int, end: int) -> None:
         self._pool.store(
             sequence.pages[first:end],
             sequence.page_hashes[first:end],
-            array("I", bytes(sequence.packed[4 * first * block_size : 4 * end * block_size])).tolist(),
+            sequence.tokens_of_pages(first, end),
             parent_hash=sequence.page_hashes[first - 1] if first else None,
             cache_salt=sequence.request.cache_salt,
         )
         sequence.num_stored = end
 
-    def _tail_hash(self, sequence: _Sequence) -> PageHash:
-        """Of the page that the prompt fills only in part, for its prompt tokens alone."""
-        num_full = sequence.num_prompt // self._block_size
-        parent = sequence.page_hashes[num_full - 1] if num_full else sequence.root
-        return chain_hash(parent, sequence.packed[4 * num_full * self._block_size : 4 * sequence.num_prompt])
-
-    def _offer(self, sequence: _Sequence) -> TransferParams | None:
+    def _offer(self, sequence: TokenSequence) -> TransferParams | None:
         """Hand the hold on the prompt's pages to the ferry."""
         if self._ferry is None:
             return None
@@ -590,7 +528,7 @@ class SimEngine:
         with_tail = num_tail > 0 and sequence.num_computed == sequence.num_prompt
         num_pages = num_full + with_tail
         if with_tail:
-            self._memory.write(sequence.pages[num_full], self._memory.expected(self._tail_hash(sequence)))
+            self._memory.write(sequence.pages[num_full], self._memory.expected(sequence.tail_hash()))
         offered, sequence.pages = sequence.pages[:num_pages], sequence.pages[num_pages:]
         num_tokens = sequence.num_prompt if with_tail else num_full * self._block_size
         return self._ferry.offer(offered, num_tokens).to_params()
@@ -599,7 +537,7 @@ class SimEngine:
         self._pool.free(pages)
         self._work.set()
 
-    async def _pull(self, sequence: _Sequence, ticket: Ticket) -> None:
+    async def _pull(self, sequence: TokenSequence, ticket: Ticket) -> None:
         """Fetch what the prompt lacks. Whatever is missing or wrong in the end is computed instead."""
         # From here on the pull releases the offer; a task that is cancelled before it ran never comes here.
         sequence.ticket = None
@@ -608,7 +546,7 @@ class SimEngine:
         num_offered = min(ticket.num_tokens, sequence.num_prompt)
         expected = sequence.page_hashes[: sequence.num_prompt // block_size]
         if num_offered == sequence.num_prompt and num_offered % block_size:
-            expected.append(self._tail_hash(sequence))
+            expected.append(sequence.tail_hash())
         num_wanted = max(0, math.ceil(num_offered / block_size) - first)
         num_pulled = 0
         try:
@@ -627,17 +565,17 @@ class SimEngine:
                         raise FerryError(f"page {at} does not hold the tokens of this prompt")
                     self._memory.write(sequence.pages[at], content)
                     num_pulled += 1
-        except asyncio.CancelledError:
-            self._release(ticket)  # it may have been cancelled before it was connected
-            raise
-        except (FerryError, OSError) as error:
+        except (asyncio.CancelledError, FerryError, OSError) as error:
+            self._release(ticket)  # the connection that would have carried it may never have been there, or be gone
+            if isinstance(error, asyncio.CancelledError):
+                raise
             log.warning(
-                "request %s computes its prompt: %s", sequence.request.request_id, error or type(error).__name__
+                "request %s computes its prompt: %s", sequence.request.request_id, str(error) or type(error).__name__
             )
-        if sequence.phase is _Phase.PULLING:
+        if sequence.phase is Phase.PULLING:
             self._arrived(sequence, first, num_pulled, num_offered)
 
-    def _arrived(self, sequence: _Sequence, first: int, num_pulled: int, num_offered: int) -> None:
+    def _arrived(self, sequence: TokenSequence, first: int, num_pulled: int, num_offered: int) -> None:
         block_size = self._block_size
         num_cached = first * block_size
         num_covered = max(num_cached, min((first + num_pulled) * block_size, num_offered))
@@ -646,7 +584,7 @@ class SimEngine:
             self._publish_stored(sequence, first, num_full)
         sequence.sources = PromptSources(sequence.num_prompt - num_covered, num_cached, num_covered - num_cached)
         sequence.num_computed = min(num_covered, sequence.num_prompt - 1)
-        sequence.phase = _Phase.RUNNING
+        sequence.phase = Phase.RUNNING
         self._pulling.discard(sequence)
         self._running.append(sequence)
         self._work.set()
