@@ -118,7 +118,7 @@ class Answer:
         return self._chain.intdigest()
 
     def _match_stop_strings(self, stop: tuple[str, ...]) -> None:
-        """Cut at the earliest stop string; hold back what may still become one."""
+        """Cut at the first stop string that is complete; hold back what may still become one."""
         if self._num_tokens <= self._sampling.min_tokens:
             return
         pending = self._held + self.text

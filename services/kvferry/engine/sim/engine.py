@@ -46,7 +46,7 @@ from kvferry.engine.sim.mailbox import Mailbox
 from kvferry.engine.sim.page_memory import PageMemory, layout_digest
 from kvferry.engine.sim.sequence import Phase, TokenSequence
 from kvferry.engine.sim.tokenizer import SimTokenizer
-from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest
+from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,10 @@ class SimEngine:
             free_pages=self._free_offered,
         )
         self._ferry.fault = self._faults.pulls
-        await self._ferry.start()
+        try:
+            await self._ferry.start()
+        except OSError as error:
+            raise UnsupportedEngine(f"the sim engine cannot listen on {self._host!r}: {error.strerror}") from None
         self._info = EngineInfo(
             engine_id=engine_id,
             model=self._model,
@@ -544,10 +547,14 @@ class SimEngine:
         block_size = self._block_size
         first = sequence.num_stored
         num_offered = min(ticket.num_tokens, sequence.num_prompt)
-        expected = sequence.page_hashes[: sequence.num_prompt // block_size]
-        if num_offered == sequence.num_prompt and num_offered % block_size:
-            expected.append(sequence.tail_hash())
-        num_wanted = max(0, math.ceil(num_offered / block_size) - first)
+        expected = sequence.page_hashes[: num_offered // block_size]
+        if num_offered % block_size:
+            if num_offered == sequence.num_prompt:
+                expected.append(sequence.tail_hash())
+            else:
+                # The tail of a shorter prompt lacks tokens that this one has on the same page.
+                num_offered = len(expected) * block_size
+        num_wanted = max(0, len(expected) - first)
         num_pulled = 0
         try:
             async with (
@@ -572,8 +579,10 @@ class SimEngine:
             log.warning(
                 "request %s computes its prompt: %s", sequence.request.request_id, str(error) or type(error).__name__
             )
-        if sequence.phase is Phase.PULLING:
-            self._arrived(sequence, first, num_pulled, num_offered)
+        finally:
+            # Whatever went wrong, nobody else would ever take the sequence out of PULLING.
+            if sequence.phase is Phase.PULLING:
+                self._arrived(sequence, first, num_pulled, num_offered)
 
     def _arrived(self, sequence: TokenSequence, first: int, num_pulled: int, num_offered: int) -> None:
         block_size = self._block_size

@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -38,10 +39,10 @@ class Ticket(msgspec.Struct, frozen=True):
     """What `transfer_params` hold: where the pages of one prompt are and how many of its tokens they cover."""
 
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     engine_id: str
     offer_id: str
-    num_tokens: int
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
     def to_params(self) -> TransferParams:
         params: dict[str, object] = msgspec.to_builtins(self)
@@ -266,8 +267,11 @@ async def pull_pages(
 
     Raises FerryError when the pages cannot be had, and OSError when nobody answers.
     """
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(ticket.host, ticket.port, limit=1 << 18)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(ticket.host, ticket.port)
+    except ValueError as error:
+        raise FerryError(f"{ticket.host!r} is not a host: {error}") from None
     try:
         if num_pages:
             writer.write(frame(Pull(ticket.engine_id, ticket.offer_id, layout, first_page, num_pages)))

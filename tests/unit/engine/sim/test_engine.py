@@ -25,7 +25,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.sim import Faults, PullFault, SimEngine
 from kvferry.engine.sim import engine as engine_module
-from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest
+from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 
 DEADLINE_S = 20.0
 BLOCK_SIZE = 4
@@ -252,6 +252,29 @@ async def test_pages_of_another_prompt_are_not_taken(pair: tuple[SimEngine, SimE
     token_ids, last = await run(decode, prompt, transfer_params=transfer_params)
     assert token_ids == await expected_tokens(prompt)
     assert last.sources == PromptSources(local_compute=22, external_kv_transfer=8)
+
+
+@pytest.mark.parametrize(("num_offered", "num_pulled"), [(29, 28), (28, 28), (3, 0)])
+async def test_pages_of_a_beginning_are_taken_as_far_as_they_are_full(
+    pair: tuple[SimEngine, SimEngine], num_offered: int, num_pulled: int
+) -> None:
+    prefiller, decode = pair
+    prompt = prompt_of(30)
+    transfer_params = await prefill(prefiller, prompt[:num_offered])
+    token_ids, last = await run(decode, prompt, transfer_params=transfer_params)
+    assert token_ids == await expected_tokens(prompt)
+    assert last.sources == PromptSources(local_compute=30 - num_pulled, external_kv_transfer=num_pulled)
+    await eventually(lambda: prefiller.num_offers == 0)
+
+
+async def test_pages_of_a_longer_prompt_are_taken(pair: tuple[SimEngine, SimEngine]) -> None:
+    prefiller, decode = pair
+    prompt = prompt_of(40)
+    transfer_params = await prefill(prefiller, prompt)
+    token_ids, last = await run(decode, prompt[:30], transfer_params=transfer_params)
+    assert token_ids == await expected_tokens(prompt[:30])
+    # The eighth page holds more than this prompt's two tokens, and nothing here can tell what.
+    assert last.sources == PromptSources(local_compute=2, external_kv_transfer=28)
 
 
 async def test_pages_of_another_salt_are_not_taken(pair: tuple[SimEngine, SimEngine]) -> None:
@@ -545,6 +568,13 @@ async def test_a_stopped_engine_fails_what_runs_and_starts_as_another(engine: Si
     _, last = await run(engine, prompt)
     assert last.sources == PromptSources(local_compute=10)
     await engine.check_health()
+
+
+async def test_a_host_it_cannot_listen_on_is_named() -> None:
+    engine = SimEngine("tiny", SimConfig(), block_size=4, max_num_seqs=1, host="203.0.113.7")
+    with pytest.raises(UnsupportedEngine, match=r"203\.0\.113\.7"):
+        await engine.start()
+    await engine.stop()
 
 
 async def test_a_failing_step_loop_is_a_dead_engine() -> None:

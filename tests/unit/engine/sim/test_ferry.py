@@ -198,6 +198,15 @@ async def test_nobody_answers(dock: Dock) -> None:
     await release_offer(ticket)  # best effort: no error
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1\x00", "." * 300, "not a host"])
+async def test_a_host_that_is_none_is_an_error_like_others(dock: Dock, host: str) -> None:
+    ticket = dock.offer()
+    elsewhere = Ticket(host, ticket.port, ticket.engine_id, ticket.offer_id, ticket.num_tokens)
+    with pytest.raises((FerryError, OSError)):
+        await pull(elsewhere)
+    await release_offer(elsewhere)
+
+
 async def test_closing_breaks_connections_off(dock: Dock) -> None:
     dock.server.fault = PullFault.HANG
     reader = asyncio.create_task(pull(dock.offer()))
@@ -256,7 +265,16 @@ def test_tickets_survive_their_journey() -> None:
     assert Ticket.from_params(ticket.to_params()) == ticket
 
 
-@pytest.mark.parametrize("params", [{}, {"remote_engine_id": "x"}, {"host": 1}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"remote_engine_id": "x"},
+        {"host": "127.0.0.1", "port": 70_000, "engine_id": "e", "offer_id": "o", "num_tokens": 1},
+        {"host": "127.0.0.1", "port": 7000, "engine_id": "e", "offer_id": "o", "num_tokens": -1},
+        {"host": 1, "port": 7000, "engine_id": "e", "offer_id": "o", "num_tokens": 1},
+    ],
+)
 def test_foreign_transfer_parameters_are_refused(params: dict[str, object]) -> None:
     with pytest.raises(FerryError, match="not a sim engine's"):
         Ticket.from_params(params)
