@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import httpx
 import psutil
 import pytest
@@ -114,6 +115,16 @@ def can_connect(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def assert_refused_without_token(port: int) -> None:
+    """What Serve would unpickle and run for anyone who can connect is refused to who has no token."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+        call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=10)
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 def assert_nothing_left(machine: Machine, processes: tuple[ProcessIdentity, ...], ports: dict[int, str]) -> None:
     assert not machine.folder.path.exists()
     assert [process for process in processes if process.is_alive()] == []
@@ -168,6 +179,8 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
     assert machine.port in ports
     open_to_all = {port for port, ip in ports.items() if not ip.removeprefix("::ffff:").startswith("127.")}
     assert len(open_to_all) <= len(status["members"])
+    for port in open_to_all:
+        assert_refused_without_token(port)
     for process in processes:
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
