@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application, RunTarget
+from ray.serve._private import replica
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, RoleConfig
@@ -152,6 +153,7 @@ def _membership(config: ClusterConfig) -> Membership:
 
 def _in_replica(values: dict[str, Any]) -> ClusterConfig:
     config = configuration.parse(values)
+    close_handle_server()
     logging.basicConfig(
         level=config.log_level,
         stream=sys.stderr,
@@ -159,6 +161,18 @@ def _in_replica(values: dict[str, Any]) -> ClusterConfig:
         force=True,
     )
     return config
+
+
+def close_handle_server() -> None:
+    """Keep Serve from opening its handle server in this replica.
+
+    Every replica would listen on all interfaces for requests of other deployments, without authentication, and unpickle
+    what comes (ray.serve._private.replica). Nothing of kvferry passes a handle, so nothing needs it. Must run before
+    the replica's constructor returns; Serve opens the server right after.
+    """
+    if not hasattr(replica, "add_port_to_grpc_server"):
+        raise ConfigError("this version of Ray Serve opens its handle server in a way kvferry cannot close")
+    replica.add_port_to_grpc_server = lambda server, address: 0
 
 
 def main() -> int:

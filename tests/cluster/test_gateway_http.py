@@ -29,9 +29,7 @@ async def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another(
     cluster: SimCluster, http: httpx.AsyncClient
 ) -> None:
     prompt = " ".join(f"w{i}" for i in range(40))
-    answer = await http.post(
-        "/v1/completions", json={**COMPLETION, "prompt": prompt}, headers={"x-kvferry-debug": "1"}
-    )
+    answer = await http.post("/v1/completions", json={**COMPLETION, "prompt": prompt}, headers={"x-kvferry-debug": "1"})
     assert answer.status_code == 200
     journey = answer.json()["kvferry"]
     assert journey["reason"] == "disaggregated"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 
+import psutil
 import pytest
 
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
@@ -48,43 +50,51 @@ async def run(engine: Engine, request: EngineRequest) -> tuple[list[int], Engine
 
 async def prefill(pair: VllmPair, request_id: str, prompt: list[int]) -> TransferParams:
     sampling = Sampling(max_tokens=1, temperature=0.0)
-    _, last = await run(
-        pair.prefill, EngineRequest(RequestId(request_id), prompt, sampling, keep_for_transfer=True)
-    )
+    _, last = await run(pair.prefill, EngineRequest(RequestId(request_id), prompt, sampling, keep_for_transfer=True))
     assert last.transfer_params is not None
     return last.transfer_params
 
 
 async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
     greedy = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    for i, prompt in enumerate(prompts(vllm_pair)):
-        before = vllm_pair.decode.load()
-        aggregated, alone = await run(
-            vllm_pair.decode, EngineRequest(RequestId(f"alone-{i}"), prompt, greedy, cache_salt="aggregated")
-        )
-        assert alone.sources is not None
-        # Prompts share no prefix, so the aggregated engine computed all of it.
-        assert (alone.sources.local_compute, alone.sources.external_kv_transfer) == (len(prompt), 0)
+    info, made = vllm_pair.decode.info, prompts(vllm_pair)
+    few_at_once = asyncio.Semaphore(4)  # the decode engine computes while the prefill engine does
 
-        transfer = await prefill(vllm_pair, f"apart-{i}", prompt)
-        apart, ferried = await run(
-            vllm_pair.decode, EngineRequest(RequestId(f"apart-{i}"), prompt, greedy, transfer_params=transfer)
-        )
+    async def compare(i: int, prompt: list[int]) -> None:
+        async def alone() -> tuple[list[int], EngineOutput]:
+            request = EngineRequest(RequestId(f"alone-{i}"), prompt, greedy, cache_salt="aggregated")
+            return await run(vllm_pair.decode, request)
+
+        async def apart() -> tuple[list[int], EngineOutput]:
+            transfer = await prefill(vllm_pair, f"apart-{i}", prompt)
+            return await run(
+                vllm_pair.decode, EngineRequest(RequestId(f"apart-{i}"), prompt, greedy, transfer_params=transfer)
+            )
+
+        async with few_at_once:
+            (aggregated, computed), (disaggregated, ferried) = await asyncio.gather(alone(), apart())
         assert len(aggregated) == NUM_TOKENS
-        assert apart == aggregated, f"prompt {i} of {len(prompt)} tokens"
-
+        assert disaggregated == aggregated, f"prompt {i} of {len(prompt)} tokens"
+        assert computed.sources is not None
+        assert (computed.sources.local_compute, computed.sources.external_kv_transfer) == (len(prompt), 0)
         assert ferried.sources is not None
-        assert ferried.sources.external_kv_transfer == len(prompt)
-        after = vllm_pair.decode.load()
-        assert after.prompt_tokens.external_kv_transfer - before.prompt_tokens.external_kv_transfer == len(prompt)
-        assert after.prompt_tokens.local_compute - before.prompt_tokens.local_compute == len(prompt)  # the aggregated one
-        num_pages = -(-len(prompt) // vllm_pair.decode.info.block_size)
-        assert after.ferried_bytes - before.ferried_bytes == num_pages * vllm_pair.decode.info.page_bytes
+        assert (ferried.sources.local_compute, ferried.sources.external_kv_transfer) == (0, len(prompt))
+
+    before = vllm_pair.decode.load()
+    await asyncio.gather(*(compare(i, prompt) for i, prompt in enumerate(made)))
+    after = vllm_pair.decode.load()
+    num_tokens = sum(map(len, made))
+    assert after.prompt_tokens.external_kv_transfer - before.prompt_tokens.external_kv_transfer == num_tokens
+    assert after.prompt_tokens.local_compute - before.prompt_tokens.local_compute == num_tokens  # the aggregated ones
+    num_pages = sum(-(-len(prompt) // info.block_size) for prompt in made)
+    assert after.ferried_bytes - before.ferried_bytes == num_pages * info.page_bytes
 
 
 async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmPair) -> None:
     """The prefill engine named in the transfer parameters does not exist (any more)."""
-    prompt = vllm_pair.tokenize("The harbour master wrote the same letter every winter morning, and the ferry carried it " * 3)
+    prompt = vllm_pair.tokenize(
+        "The harbour master wrote the same letter every winter morning, and the ferry carried it " * 3
+    )
     greedy = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
     expected, _ = await run(vllm_pair.decode, EngineRequest(RequestId("whole"), prompt, greedy, cache_salt="own"))
     transfer = dict(await prefill(vllm_pair, "lost", prompt))
@@ -92,7 +102,8 @@ async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmP
     transfer["remote_port"] = 1  # nobody listens there
     async with asyncio.timeout(120):
         tokens, last = await run(
-            vllm_pair.decode, EngineRequest(RequestId("lost"), prompt, greedy, transfer_params=transfer, cache_salt="lost")
+            vllm_pair.decode,
+            EngineRequest(RequestId("lost"), prompt, greedy, transfer_params=transfer, cache_salt="lost"),
         )
     assert tokens == expected
     assert last.sources is not None
@@ -101,11 +112,8 @@ async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmP
 
 async def test_the_compute_thread_keeps_all_cores(vllm_pair: VllmPair) -> None:
     """NIXL's connector pins the thread it is made in to one core; ours undoes it."""
-    import os
-
-    import psutil
-
-    workers = [child for child in psutil.Process().children(recursive=True) if "VLLM::Worker" in child.name() or "VLLM::Worker" in " ".join(child.cmdline())]
+    children = psutil.Process().children(recursive=True)
+    workers = [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
     assert len(workers) == 2
     for worker in workers:
         assert os.sched_getaffinity(worker.pid) == os.sched_getaffinity(0)

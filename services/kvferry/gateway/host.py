@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 import socket
 import time
@@ -137,6 +138,7 @@ class GatewayHost:
             model=self._model_folder,
             version=__version__,
             node=socket.gethostname(),
+            pid=os.getpid(),
             started_unix_s=time.time(),
         )
         while self._registration is None:

@@ -33,6 +33,8 @@ CHANNEL_OPTIONS = (
     # A silent peer (machine gone, cable cut) is found within seconds, not by TCP's minutes.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # What grpcio 1.85 really waits for; with keepalive_timeout_ms alone a hung peer is never noticed.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
