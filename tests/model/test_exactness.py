@@ -8,10 +8,9 @@ import random
 
 import psutil
 import pytest
+from vllm_engines import VllmPair
 
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
-
-from .conftest import VllmPair
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -19,7 +18,7 @@ NUM_PROMPTS = 20
 SHORTEST, LONGEST = 30, 3000  # tokens
 NUM_TOKENS = 64
 
-WORDS = (
+WORDS = (  # noqa: SIM905
     "river ferry page token cluster of the a with carries under light stone morning engine harbour slowly "
     "north winter letter remembers every promise between two quiet islands while nobody counts them"
 ).split()

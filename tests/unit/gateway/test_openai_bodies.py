@@ -33,7 +33,11 @@ def completion(**changes: Any) -> bytes:
         (chat(messages="hi"), "messages: expected `array`, got `str`", "messages"),
         (chat(messages=[{"role": "robot", "content": "x"}]), "messages[0].role: expected one of", "messages[0].role"),
         (chat(messages=[{"role": "user"}]), "messages[0].content is required", "messages[0].content"),
-        (chat(messages=[{"role": "user", "content": 5}]), "expected a string or a list of parts", "messages[0].content"),
+        (
+            chat(messages=[{"role": "user", "content": 5}]),
+            "expected a string or a list of parts",
+            "messages[0].content",
+        ),
         (
             chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
             "only parts of type 'text'",

@@ -84,7 +84,9 @@ def test_a_step_carries_many_requests_in_columns_and_their_ends() -> None:
     )
     codec.append_output(step, 10, first)
     codec.append_output(step, 11, second)
-    codec.append_output(step, 10, EngineOutput(token_ids=[5], text="", finish_reason=FinishReason.LENGTH, stop_reason=None))
+    codec.append_output(
+        step, 10, EngineOutput(token_ids=[5], text="", finish_reason=FinishReason.LENGTH, stop_reason=None)
+    )
     codec.append_failure(step, 12, EngineDead("gone"))
     outputs = list(codec.outputs_of(pb.Step.FromString(step.SerializeToString())))
 
