@@ -2,138 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
-import grpc
 import httpx
-import psutil
 import pytest
+from local_machine import (
+    DOWN_TIMEOUT_S,
+    Machine,
+    a_machine,
+    assert_nothing_left,
+    kill_everything,
+    listening_ports,
+    shm_files,
+    wait_until,
+)
 
 from kvferry.addresses import free_port
-from kvferry.local.processes import ProcessIdentity, belonging, end_all, wait_gone
-from kvferry.local.run_folder import RunFolder, run_folder
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-UP_TIMEOUT_S = 240
-DOWN_TIMEOUT_S = 90
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The command `kvferry` with a run folder and a port of its own."""
-
-    folder: RunFolder
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def up_arguments(self) -> tuple[str, ...]:
-        return ("up", "--engine", "sim", "--http-port", str(self.port), "--timeout", str(UP_TIMEOUT_S))
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Its output goes where a test may read it while it runs, outside the run folder."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "kvferry.cli", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "KVFERRY_RUN_DIR": str(self.folder.path)},
-        )
-
-    def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments)
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            # Asked first: an `up` that is killed outright leaves its cluster to the fixture.
-            process.terminate()
-            process.communicate()
-            raise
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-
-    def up(self, *more: str) -> subprocess.CompletedProcess[str]:
-        return self.run(*self.up_arguments, *more, timeout_s=UP_TIMEOUT_S + 120)
-
-    def down(self) -> subprocess.CompletedProcess[str]:
-        return self.run("down", timeout_s=DOWN_TIMEOUT_S)
-
-    def processes(self) -> tuple[ProcessIdentity, ...]:
-        return belonging(self.folder.marks())
-
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    root = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp")).resolve()
-    machine = Machine(RunFolder(root / "r"), free_port())
-    assert machine.folder == run_folder("kvferry", {"KVFERRY_RUN_DIR": str(root / "r")})
-    yield machine
-    with contextlib.suppress(Exception):
-        machine.down()
-    end_all(machine.folder.marks(), grace_s=0)
-    shutil.rmtree(root, ignore_errors=True)
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
-
-
-def listening_ports(processes: tuple[ProcessIdentity, ...]) -> dict[int, str]:
-    """port -> address of every listener of these processes."""
-    ports = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            for connection in psutil.Process(process.pid).net_connections(kind="tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    ports[connection.laddr.port] = connection.laddr.ip
-    return ports
-
-
-def can_connect(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def assert_refused_without_token(port: int) -> None:
-    """What Serve would unpickle and run for anyone who can connect is refused to who has no token."""
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
-        call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(b"", timeout=10)
-    assert isinstance(caught.value, grpc.Call)
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-def assert_nothing_left(machine: Machine, processes: tuple[ProcessIdentity, ...], ports: dict[int, str]) -> None:
-    assert not machine.folder.path.exists()
-    assert [process for process in processes if process.is_alive()] == []
-    assert machine.processes() == ()
-    assert [port for port in ports if can_connect(port)] == []
-
-
-def shm_files() -> set[SharedMemoryFile]:
-    return {SharedMemoryFile(path.lstat().st_ino, path.name) for path in SHM_ROOT.iterdir()}
+    with a_machine("sim") as machine:
+        yield machine
 
 
 def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
@@ -174,13 +74,10 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
         assert member["member_id"] in table
         assert member["address"] in table
 
-    # Everything listens on loopback; Serve's replicas alone listen everywhere, behind Ray's token.
+    # Everything listens on loopback, what Ray and Serve start included.
     ports = listening_ports(processes)
     assert machine.port in ports
-    open_to_all = {port for port, ip in ports.items() if not ip.removeprefix("::ffff:").startswith("127.")}
-    assert len(open_to_all) <= len(status["members"])
-    for port in open_to_all:
-        assert_refused_without_token(port)
+    assert {port: ip for port, ip in ports.items() if not ip.removeprefix("::ffff:").startswith("127.")} == {}
     for process in processes:
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -275,15 +172,6 @@ def test_after_a_kill_of_everything_down_cleans_and_up_starts_anew(machine: Mach
     assert machine.down().returncode == 0
     assert_nothing_left(machine, second, ports)
     assert not left_recorded & shm_files()
-
-
-def kill_everything(machine: Machine) -> None:
-    deadline = time.monotonic() + 60
-    while processes := machine.processes():
-        assert time.monotonic() < deadline
-        for process in processes:
-            process.send(signal.SIGKILL)
-        wait_gone(processes, timeout_s=10)
 
 
 def test_orphans_of_a_killed_ray_are_ended(machine: Machine) -> None:

@@ -1,0 +1,253 @@
+"""The whole real stack on this machine: vLLM, NIXL, etcd and Ray Serve, started by the command and used over HTTP.
+
+One cluster serves all tests of this file, in order; the last one kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from local_machine import (
+    Machine,
+    a_machine,
+    assert_nothing_left,
+    kill_everything,
+    listening_ports,
+    shm_files,
+    wait_until,
+)
+from openai import AsyncOpenAI
+
+from kvferry.shared_memory import recorded
+
+pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+MODEL = "SmolLM2-135M-Instruct"
+DEBUG = {"x-kvferry-debug": "1"}
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    with a_machine("vllm") as machine:
+        up = machine.up()
+        assert up.returncode == 0, up.stdout + up.stderr
+        assert "KV page" in up.stdout, up.stdout
+        yield machine
+
+
+def members(machine: Machine) -> dict[str, dict[str, Any]]:
+    """kind -> member, of a cluster with one of each."""
+    status = json.loads(machine.run("status", "--json", timeout_s=60).stdout)
+    return {member["kind"]: member for member in status["members"]}
+
+
+def complete(machine: Machine, prompt: str, **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
+    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers=DEBUG, timeout=300)
+    assert answer.status_code == 200, answer.text
+    parsed: dict[str, Any] = answer.json()
+    return parsed
+
+
+def test_a_prompt_is_prefilled_here_and_decoded_there(machine: Machine) -> None:
+    answer = complete(machine, "The ferry crosses the river every morning at six and carries " * 8)
+    journey = answer["kvferry"]
+    assert journey["prefill_worker"].startswith("prefill-")
+    assert journey["decode_worker"].startswith("decode-")
+    num_prompt_tokens = answer["usage"]["prompt_tokens"]
+    assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == num_prompt_tokens
+    assert journey["ferried_pages"] == -(-num_prompt_tokens // 32)
+    assert listening_off_loopback(machine) == {}
+
+
+def listening_off_loopback(machine: Machine) -> dict[int, str]:
+    ports = listening_ports(machine.processes())
+    return {port: ip for port, ip in ports.items() if not ip.removeprefix("::ffff:").startswith("127.")}
+
+
+async def test_the_openai_client_unmodified(machine: Machine) -> None:
+    async with AsyncOpenAI(base_url=f"{machine.url}/v1", api_key="none", timeout=300) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        messages: Any = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+        chat = await client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=16, temperature=0, logprobs=True, top_logprobs=3
+        )
+        choice = chat.choices[0]
+        assert "Paris" in (choice.message.content or "")
+        assert choice.finish_reason == "stop"
+        assert chat.usage is not None
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == chat.usage.completion_tokens
+        for entry in choice.logprobs.content:
+            assert entry.logprob <= 0
+            assert len(entry.top_logprobs) == 3
+            # Greedy: what was sampled is the most likely.
+            assert entry.top_logprobs[0].token == entry.token
+
+        text, finish, usage = "", None, None
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_tokens=16,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            for part in chunk.choices:
+                text += part.delta.content or ""
+                finish = part.finish_reason or finish
+            usage = chunk.usage or usage
+        assert (text, finish) == (choice.message.content, "stop")
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (
+            chat.usage.prompt_tokens,
+            chat.usage.completion_tokens,
+        )
+
+        whole = await client.completions.create(model=MODEL, prompt="One, two, three,", max_tokens=12, temperature=0)
+        assert whole.choices[0].finish_reason == "length"
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 12
+        pieces = [
+            chunk.choices[0].text
+            async for chunk in await client.completions.create(
+                model=MODEL, prompt="One, two, three,", max_tokens=12, temperature=0, stream=True
+            )
+        ]
+        assert "".join(pieces) == whole.choices[0].text
+        assert len(pieces) > 2
+
+        stop = whole.choices[0].text.split()[1]
+        stopped = await client.completions.create(
+            model=MODEL, prompt="One, two, three,", max_tokens=12, temperature=0, stop=[stop]
+        )
+        assert stopped.choices[0].finish_reason == "stop"
+        assert stopped.choices[0].text == whole.choices[0].text.partition(stop)[0]
+
+        drawn = [
+            (
+                await client.completions.create(
+                    model=MODEL, prompt="Once upon a time", max_tokens=12, temperature=1.2, seed=seed
+                )
+            )
+            .choices[0]
+            .text
+            for seed in (1, 1, 2)
+        ]
+        assert drawn[0] == drawn[1]
+        assert drawn[0] != drawn[2]
+
+        likely = await client.completions.create(
+            model=MODEL, prompt="The capital of Spain is", max_tokens=3, temperature=0, logprobs=2
+        )
+        logprobs = likely.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        assert "".join(logprobs.tokens) == likely.choices[0].text
+        assert len(logprobs.top_logprobs or ()) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("completions", {"model": "gpt-9", "prompt": "x"}, 404, ["gpt-9", MODEL]),
+        ("completions", {"model": MODEL, "prompt": "hello", "max_tokens": 8192}, 400, ["8192", "1 in the prompt"]),
+        ("completions", {"model": MODEL, "prompt": "word " * 9000, "max_tokens": 1}, 400, ["8192"]),
+        ("completions", {"model": MODEL, "prompt": [999_999], "max_tokens": 1}, 400, ["vocab"]),
+        ("completions", {"model": MODEL, "prompt": "x", "min_tokens": 9, "max_tokens": 2}, 400, ["min_tokens"]),
+        ("chat/completions", {"model": MODEL, "messages": []}, 400, ["messages"]),
+        ("chat/completions", {"model": MODEL, "messages": [{"role": "user"}]}, 400, ["content"]),
+        ("chat/completions", {"model": MODEL, "messages": "hi"}, 400, ["messages", "array"]),
+    ],
+)
+def test_bad_input(machine: Machine, path: str, body: dict[str, Any], status: int, says: list[str]) -> None:
+    answer = httpx.post(f"{machine.url}/v1/{path}", json=body, timeout=120)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in answer.text
+    for word in says:
+        assert word in error["message"]
+
+
+def test_malformed_json_and_a_body_over_the_limit(machine: Machine) -> None:
+    url = f"{machine.url}/v1/completions"
+    assert httpx.post(url, content=b'{"model":', timeout=60).status_code == 400
+    assert httpx.post(url, content=b"x" * (9 << 20), timeout=60).status_code == 413
+
+
+async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: Machine) -> None:
+    before = members(machine)["prefill"]
+    prompts = [f"Chapter {i}. " + "The river was wide and the ferry was slow. " * (4 + 3 * i) for i in range(8)]
+    answered: list[tuple[str, str | None]] = []
+    first_tokens = asyncio.Semaphore(0)
+
+    async with AsyncOpenAI(base_url=f"{machine.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+
+        async def stream(prompt: str) -> None:
+            text, finish = "", None
+            async for chunk in await client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=48, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            ):
+                if not text and chunk.choices[0].text:
+                    first_tokens.release()
+                text += chunk.choices[0].text
+                finish = chunk.choices[0].finish_reason or finish
+            answered.append((text, finish))
+
+        streams = [asyncio.create_task(stream(prompt)) for prompt in prompts]
+        # Some decode, the others still wait for the prefill engine: now it dies.
+        for _ in range(2):
+            await first_tokens.acquire()
+        engine = [
+            child
+            for child in psutil.Process(before["pid"]).children(recursive=True)
+            if "VLLM::" in " ".join(child.cmdline())
+        ]
+        assert engine
+        for process in engine:
+            process.send_signal(signal.SIGKILL)
+        await asyncio.gather(*streams)
+    assert len(answered) == 8
+    assert [finish for _, finish in answered] == ["length"] * 8
+    assert all(text for text, _ in answered)
+
+    # Without a prefill worker, a request is answered all the same.
+    alone = complete(machine, "Meanwhile, on the other bank of the river,")
+    assert alone["choices"][0]["text"]
+
+    def replaced() -> bool:
+        prefill = members(machine).get("prefill")
+        return prefill is not None and prefill["member_id"] != before["member_id"]
+
+    await asyncio.to_thread(wait_until, replaced, timeout_s=300, what="a new prefill worker")
+
+    def ferried_again() -> bool:
+        journey = complete(machine, "At last the new ferry came, and everybody went on board. " * 3)["kvferry"]
+        if journey["ferried_pages"] == 0:
+            return False
+        assert journey["prefill_worker"] != before["member_id"]
+        return True
+
+    await asyncio.to_thread(wait_until, ferried_again, timeout_s=60, what="a request ferried by the new worker")
+
+
+def test_down_after_a_kill_of_everything_leaves_nothing(machine: Machine) -> None:
+    processes = machine.processes()
+    ports = listening_ports(processes)
+    held = recorded(machine.folder.path)
+    assert held, "engines hold shared memory, and their workers record it"
+    kill_everything(machine)
+    down = machine.down()
+    assert down.returncode == 0, down.stdout + down.stderr
+    assert_nothing_left(machine, processes, ports)
+    assert not held & shm_files()

@@ -1,0 +1,132 @@
+"""The command `kvferry` on this machine, with a run folder and a port of its own, and what may be left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from kvferry.addresses import free_port
+from kvferry.local.processes import ProcessIdentity, belonging, end_all, wait_gone
+from kvferry.local.run_folder import RunFolder, run_folder
+from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile
+
+UP_TIMEOUT_S = 480
+DOWN_TIMEOUT_S = 90
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The command `kvferry` with a run folder and a port of its own."""
+
+    folder: RunFolder
+    port: int
+    engine: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def up_arguments(self) -> tuple[str, ...]:
+        return ("up", "--engine", self.engine, "--http-port", str(self.port), "--timeout", str(UP_TIMEOUT_S))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Its output goes where a test may read it while it runs, outside the run folder."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvferry.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "KVFERRY_RUN_DIR": str(self.folder.path)},
+        )
+
+    def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            # Asked first: an `up` that is killed outright leaves its cluster to the fixture.
+            process.terminate()
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def up(self, *more: str) -> subprocess.CompletedProcess[str]:
+        return self.run(*self.up_arguments, *more, timeout_s=UP_TIMEOUT_S + 120)
+
+    def down(self) -> subprocess.CompletedProcess[str]:
+        return self.run("down", timeout_s=DOWN_TIMEOUT_S)
+
+    def processes(self) -> tuple[ProcessIdentity, ...]:
+        return belonging(self.folder.marks())
+
+
+@contextlib.contextmanager
+def a_machine(engine: str) -> Iterator[Machine]:
+    """A machine that nothing runs on yet, and on which nothing runs any more afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp")).resolve()
+    machine = Machine(RunFolder(root / "r"), free_port(), engine)
+    assert machine.folder == run_folder("kvferry", {"KVFERRY_RUN_DIR": str(root / "r")})
+    try:
+        yield machine
+    finally:
+        with contextlib.suppress(Exception):
+            machine.down()
+        end_all(machine.folder.marks(), grace_s=0)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def listening_ports(processes: tuple[ProcessIdentity, ...]) -> dict[int, str]:
+    """port -> address of every listener of these processes."""
+    ports = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            for connection in psutil.Process(process.pid).net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    ports[connection.laddr.port] = connection.laddr.ip
+    return ports
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def assert_nothing_left(machine: Machine, processes: tuple[ProcessIdentity, ...], ports: dict[int, str]) -> None:
+    assert not machine.folder.path.exists()
+    assert [process for process in processes if process.is_alive()] == []
+    assert machine.processes() == ()
+    assert [port for port in ports if can_connect(port)] == []
+
+
+def shm_files() -> set[SharedMemoryFile]:
+    return {SharedMemoryFile(path.lstat().st_ino, path.name) for path in SHM_ROOT.iterdir()}
+
+
+def kill_everything(machine: Machine) -> None:
+    deadline = time.monotonic() + 60
+    while processes := machine.processes():
+        assert time.monotonic() < deadline
+        for process in processes:
+            process.send(signal.SIGKILL)
+        wait_gone(processes, timeout_s=10)
