@@ -14,6 +14,7 @@
     │   ├── NotReady                 this gateway cannot serve yet
     │   ├── NoDecodeWorker           nobody can generate
     │   ├── WorkerLost               the stream to a worker broke
+    │   ├── WorkerDraining           a worker that leaves takes nothing new
     │   └── EngineDead               a worker's engine is gone and will not come back
     ├── Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
     ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
@@ -137,6 +138,12 @@ class WorkerLost(UnavailableError):
     """The stream to a worker broke while a request was on it."""
 
     code = "worker_lost"
+
+
+class WorkerDraining(UnavailableError):
+    """A worker that leaves refused the request; its engine never saw it."""
+
+    code = "worker_draining"
 
 
 class EngineDead(UnavailableError):

@@ -19,6 +19,7 @@ PLACEMENT_REASONS = ("disaggregated", "no_prefill_worker", "unequal_pages")
 FALLBACK_CAUSES = (
     "timeout",
     "worker_lost",
+    "worker_draining",
     "engine_dead",
     "overloaded",
     "engine_error",

@@ -98,14 +98,17 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
         step.numbers.append(number)
         step.num_tokens.append(len(output.token_ids))
         step.token_ids.extend(output.token_ids)
-        step.texts.append(output.text)
+        step.texts.append(_as_utf8(output.text))
         if output.logprobs is not None:
             step.logprobs.append(
                 pb.StepLogprobs(
                     index=len(step.numbers) - 1,
                     positions=[
                         pb.PositionLogprobs(
-                            top=[pb.TokenLogprob(token_id=t.token_id, text=t.text, logprob=t.logprob) for t in position]
+                            top=[
+                                pb.TokenLogprob(token_id=t.token_id, text=_as_utf8(t.text), logprob=t.logprob)
+                                for t in position
+                            ]
                         )
                         for position in output.logprobs
                     ],
@@ -114,7 +117,7 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
     if output.finish_reason is not None:
         finished = pb.Finished(number=number, reason=_FINISH_TO_WIRE[output.finish_reason])
         if isinstance(output.stop_reason, str):
-            finished.stop_text = output.stop_reason
+            finished.stop_text = _as_utf8(output.stop_reason)
         elif output.stop_reason is not None:
             finished.stop_token_id = output.stop_reason
         if output.sources is not None:
@@ -124,14 +127,29 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
         step.finished.append(finished)
 
 
+def approximate_bytes(output: EngineOutput) -> int:
+    """About how many bytes an output takes on the wire, never far less; serialising it to know would cost too much."""
+    size = 32 + 5 * len(output.token_ids) + 4 * len(output.text)
+    for position in output.logprobs or ():
+        size += sum(24 + 4 * len(entry.text) for entry in position)
+    return size
+
+
 def append_failure(step: pb.Step, number: int, error: KvferryError) -> None:
     step.finished.append(
         pb.Finished(
             number=number,
             reason=pb.FINISH_REASON_ERROR,
-            failure=pb.Failure(code=error.code or "engine_error", message=error.message),
+            failure=pb.Failure(code=error.code or "engine_error", message=_as_utf8(error.message)),
         )
     )
+
+
+def _as_utf8(text: str) -> str:
+    """Lone surrogates become U+FFFD: protobuf refuses them, and a step refused half-way loses whatever is in it."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:

@@ -131,3 +131,33 @@ def test_load_survives_the_wire() -> None:
     message = codec.load_to_wire(load, draining=True)
     assert message.draining
     assert codec.load_from_wire(pb.Load.FromString(message.SerializeToString())) == load
+
+
+def test_half_a_character_does_not_spoil_the_step_it_is_in() -> None:
+    """A lone surrogate has no UTF-8. Refused half-way, it would leave the columns of everybody's step unequal."""
+    step = pb.Step()
+    codec.append_output(step, 1, EngineOutput((5,), "a"))
+    half = [[TokenLogprob(6, "\ud83d", -1.0)]]
+    codec.append_output(
+        step, 2, EngineOutput((6,), "\ud83d", half, finish_reason=FinishReason.STOP, stop_reason="\udc00")
+    )
+    codec.append_output(step, 3, EngineOutput((7,), "\ud83d\ude00"))
+    codec.append_failure(step, 4, EngineError("\ud83d"))
+    items = list(codec.outputs_of(pb.Step.FromString(step.SerializeToString())))
+    assert [number for number, _ in items] == [1, 2, 3, 2, 4]
+    outputs = [item for _, item in items if isinstance(item, EngineOutput)]
+    assert [output.text for output in outputs] == ["a", "\ufffd", "\U0001f600", ""]
+    assert outputs[-1].stop_reason == "\ufffd"
+
+
+def test_an_estimate_of_an_outputs_size_is_never_far_below_it() -> None:
+    outputs = [
+        EngineOutput((1,), "x"),
+        EngineOutput(range(2**31 - 200, 2**31 - 100), "漢字😀" * 100),
+        EngineOutput((1,) * 10, "x" * 10, [[TokenLogprob(2**31 - 1, "😀😀", -0.1)] * 21] * 10),
+        EngineOutput((), "", finish_reason=FinishReason.STOP),
+    ]
+    for output in outputs:
+        step = pb.Step()
+        codec.append_output(step, 2**40, output)
+        assert codec.approximate_bytes(output) > step.ByteSize() * 0.7

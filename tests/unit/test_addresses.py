@@ -1,0 +1,42 @@
+"""Host and port arithmetic."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvferry.addresses import free_port, is_loopback, join_host_port, require_loopback
+from kvferry.errors import ConfigError
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "localhost", "::1", "[::1]"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+    require_loopback("worker.host", host, insecure=False)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "10.1.2.3", "::", "[::]", "192.168.0.1", "localhost.example.com", "example.com", "", "127.1"]
+)
+def test_everything_else_is_refused_by_name_of_its_key(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError, match=r"^worker\.host: ") as refused:
+        require_loopback("worker.host", host, insecure=False)
+    assert refused.value.param == "worker.host"
+    assert "insecure" in refused.value.message
+    require_loopback("worker.host", host, insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "joined"),
+    [("127.0.0.1", 80, "127.0.0.1:80"), ("::1", 8000, "[::1]:8000"), ("node-3.rack", 0, "node-3.rack:0")],
+)
+def test_join_host_port(host: str, port: int, joined: str) -> None:
+    assert join_host_port(host, port) == joined
+
+
+def test_a_free_port_can_be_bound() -> None:
+    port = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
