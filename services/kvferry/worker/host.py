@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -92,9 +93,13 @@ class WorkerHost:
     async def check_health(self) -> None:
         """Raises EngineDead once the engine is gone."""
         await self._engine.check_health()
+        if self.server.died.is_set():
+            raise EngineDead("the engine failed a request as dead")
 
     async def drain(self) -> bool:
         """Leave orderly: no new requests, those in flight finish. True when all did in time."""
+        # First: the registry may take its time, and the streams tell gateways at once.
+        self.server.refuse_new()
         if self._registration is not None:
             await self._registration.revoke()
         return await self.server.drain(self._config.worker.drain_timeout_s)
@@ -103,6 +108,7 @@ class WorkerHost:
         """End everything; may be repeated, and after a start that failed."""
         if self._watch is not None:
             self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         if self._registration is not None:
             await self._registration.revoke()
         await self.server.stop()
@@ -113,18 +119,18 @@ class WorkerHost:
         """A dead engine does not come back: say so at once, so that nobody waits for a lease to run out."""
         while True:
             try:
-                await self._engine.check_health()
+                await self.check_health()
             except EngineDead as error:
                 log.error("%s leaves: %s", self.worker_id, error.message)
                 self.server.died.set()
                 break
-            try:
-                await asyncio.wait_for(self.server.died.wait(), HEALTH_PERIOD_S)
-            except TimeoutError:
-                continue
-        self.server.draining = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_PERIOD_S):
+                    await self.server.died.wait()
+        self.server.refuse_new()
         if self._registration is not None:
             try:
-                await asyncio.wait_for(self._registration.revoke(), 2.0)
+                async with asyncio.timeout(2.0):
+                    await self._registration.revoke()
             except (TimeoutError, KvferryError):
                 log.warning("%s could not deregister; its lease ends it", self.worker_id)

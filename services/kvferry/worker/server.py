@@ -7,6 +7,7 @@ aborted and their pages released. Nothing a gateway sends can make another gatew
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 
@@ -15,7 +16,15 @@ import grpc
 from kvferry import __version__
 from kvferry.addresses import join_host_port
 from kvferry.engine.base import Engine, EngineLoad, EngineOutput, EngineRequest
-from kvferry.errors import EngineDead, EngineError, KvferryError, Overloaded, UnavailableError
+from kvferry.errors import (
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    KvferryError,
+    Overloaded,
+    WorkerDraining,
+    WorkerLost,
+)
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.wire.v1 import worker_pb2_grpc
 from kvferry.worker import codec
@@ -24,8 +33,9 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
 
-# A gateway that stopped reading: when more outputs than this wait for it, its attachment ends. Memory stays bounded.
-MAX_PENDING_OUTPUTS = 500_000
+# A gateway that stopped reading: when more than this waits for it, its requests end. Well below MAX_MESSAGE_BYTES,
+# because all that waits becomes one message.
+MAX_PENDING_BYTES = 16 << 20
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -65,6 +75,7 @@ class WorkerServer:
         self._heartbeat_s = heartbeat_s
         self._server: grpc.aio.Server | None = None
         self._attachments: set[_Attachment] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.port = 0
@@ -87,13 +98,18 @@ class WorkerServer:
         self.port = self._server.add_insecure_port(join_host_port(self._host, 0))
         await self._server.start()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests; True when those in flight finished in time."""
+    def refuse_new(self) -> None:
+        """Take no new requests from now on, and tell every gateway at once."""
         self.draining = True
         for attachment in self._attachments:
             attachment.send_load()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests; True when those in flight finished in time."""
+        self.refuse_new()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
@@ -104,6 +120,7 @@ class WorkerServer:
             for attachment in list(self._attachments):
                 attachment.close()
             await server.stop(grace_s)
+            await asyncio.gather(*self._ending, return_exceptions=True)
 
     def welcome(self) -> pb.Welcome:
         info = self._engine.info
@@ -131,7 +148,7 @@ class WorkerServer:
     def accept(self) -> KvferryError | None:
         """Why a new request cannot be taken now, if so."""
         if self.draining:
-            return UnavailableError(f"worker {self._worker_id} is draining")
+            return WorkerDraining(f"worker {self._worker_id} is draining")
         if self.num_requests >= self._max_requests:
             return Overloaded(f"worker {self._worker_id} has {self._max_requests} requests, its limit")
         return None
@@ -143,12 +160,25 @@ class WorkerServer:
         else:
             self._idle.set()
 
-    def attach(self, attachment: _Attachment) -> None:
+    def attach(self, messages: AsyncIterator[pb.Downward]) -> _Attachment:
+        attachment = _Attachment(self, messages)
         self._attachments.add(attachment)
+        return attachment
 
-    def detach(self, attachment: _Attachment) -> None:
-        self._attachments.discard(attachment)
-        self.settle()
+    def detach(self, attachment: _Attachment) -> asyncio.Task[None]:
+        """End the requests of an attachment; it counts until they are gone."""
+
+        async def end() -> None:
+            try:
+                await attachment.abort_all()
+            finally:
+                self._attachments.discard(attachment)
+                self.settle()
+
+        ending = asyncio.create_task(end())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        return ending
 
     @property
     def engine(self) -> Engine:
@@ -163,9 +193,11 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
     def __init__(self, worker: WorkerServer) -> None:
         self._worker = worker
 
+    # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector, and the requests
+    # with it.
     async def Attach(  # noqa: N802 - the name gRPC generates
         self, request_iterator: AsyncIterator[pb.Downward], context: grpc.aio.ServicerContext[pb.Downward, pb.Upward]
-    ) -> AsyncIterator[pb.Upward]:
+    ) -> None:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("kind") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
@@ -173,18 +205,14 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
         if first.hello.version != __version__:
             # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
             log.warning("gateway %s runs %s, this worker %s", first.hello.gateway_id, first.hello.version, __version__)
-        attachment = _Attachment(self._worker)
-        self._worker.attach(attachment)
-        reader = asyncio.create_task(attachment.read(request_iterator))
+        attachment = self._worker.attach(request_iterator)
         try:
-            yield pb.Upward(welcome=self._worker.welcome())
-            async for step in attachment.steps():
-                yield pb.Upward(step=step)
+            await context.write(pb.Upward(welcome=self._worker.welcome()))
+            while (step := await attachment.next_step()) is not None:
+                await context.write(pb.Upward(step=step))
         finally:
-            reader.cancel()
-            await attachment.abort_all()
-            self._worker.detach(attachment)
-            await asyncio.gather(reader, return_exceptions=True)
+            # Shielded: a second cancel must not leave requests in the engine.
+            await asyncio.shield(self._worker.detach(attachment))
 
     async def Describe(  # noqa: N802
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.Downward, pb.Upward]
@@ -195,16 +223,19 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
 class _Attachment:
     """One gateway's stream: its requests, and the step that is being filled for it."""
 
-    def __init__(self, worker: WorkerServer) -> None:
+    def __init__(self, worker: WorkerServer, messages: AsyncIterator[pb.Downward]) -> None:
         self._worker = worker
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._given_up: set[int] = set()  # numbers of tasks that are told to end and whose failure was said
         self._step = pb.Step()
-        self._num_pending = 0
+        self._pending_bytes = 0  # of `_step`, about
         self._ready = asyncio.Event()
         self._flush_scheduled = False
-        self._closed = False
+        self._closed = False  # one more step, then no more
+        self._gone = False  # nobody reads
+        self._reader = asyncio.create_task(self._read(messages))
 
-    async def read(self, messages: AsyncIterator[pb.Downward]) -> None:
+    async def _read(self, messages: AsyncIterator[pb.Downward]) -> None:
         """Follow what the gateway asks until its half of the stream ends."""
         try:
             async for message in messages:
@@ -214,52 +245,76 @@ class _Attachment:
                     case "cancel":
                         self._cancel(message.cancel.number)
         finally:
-            self.close()
+            self._gone = True
+            self._ready.set()
 
     def _submit(self, message: pb.Submit) -> None:
         number = message.number
-        if (refusal := self._worker.accept()) is not None:
-            codec.append_failure(self._step, number, refusal)
-            self._schedule_flush()
+        refusal = self._worker.accept()
+        if refusal is None:
+            try:
+                request = codec.submit_from_wire(message)
+            except ValueError as error:
+                # One bad message must not end the stream, and with it every other request of that gateway.
+                log.warning("request %s cannot be read: %s", message.request_id, error)
+                refusal = InvalidRequest(f"the worker cannot read this request: {error}")
+        if refusal is not None:
+            self._end(number, refusal)
             return
-        self.tasks[number] = asyncio.create_task(self._run(number, codec.submit_from_wire(message)))
+        self.tasks[number] = asyncio.create_task(self._run(number, request))
         self._worker.settle()
 
     def _cancel(self, number: int) -> None:
         if (task := self.tasks.get(number)) is not None:
             # Not at once: a task that never ran would skip its own cleaning up. The loop runs what it was given in
             # order.
-            asyncio.get_running_loop().call_soon(task.cancel)
+            asyncio.get_running_loop().call_soon(_cancel_once, task)
 
     async def _run(self, number: int, request: EngineRequest) -> None:
         try:
-            async for output in self._worker.engine.generate(request):
-                self._add(number, output)
+            async with contextlib.aclosing(self._worker.engine.generate(request)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    self._add(number, output)
         except asyncio.CancelledError:
-            codec.append_failure(self._step, number, EngineError("cancelled"))
-            self._schedule_flush()
+            self._end(number, EngineError("cancelled"))
         except KvferryError as error:
-            self._fail(number, error)
+            self._end(number, error)
+            if isinstance(error, EngineDead):
+                self._worker.died.set()
         except Exception:
             log.exception("request %s failed", request.request_id)
-            self._fail(number, EngineError("the engine failed on this request; its log says why"))
+            self._end(number, EngineError("the engine failed on this request; its log says why"))
         finally:
             self.tasks.pop(number, None)
+            self._given_up.discard(number)
             self._worker.settle()
 
     def _add(self, number: int, output: EngineOutput) -> None:
+        if number in self._given_up:
+            return
         codec.append_output(self._step, number, output)
-        self._num_pending += 1
-        if self._num_pending > MAX_PENDING_OUTPUTS:
-            log.error("a gateway reads too slowly: %d outputs wait for it; its stream ends", self._num_pending)
-            self.close()
+        self._pending_bytes += codec.approximate_bytes(output)
+        if self._pending_bytes > MAX_PENDING_BYTES:
+            self._give_up()
         self._schedule_flush()
 
-    def _fail(self, number: int, error: KvferryError) -> None:
-        codec.append_failure(self._step, number, error)
-        self._schedule_flush()
-        if isinstance(error, EngineDead):
-            self._worker.died.set()
+    def _end(self, number: int, error: KvferryError) -> None:
+        if number not in self._given_up:
+            codec.append_failure(self._step, number, error)
+            self._schedule_flush()
+
+    def _give_up(self) -> None:
+        """Forget what waits for a gateway that does not read, and end its requests; the stream itself goes on."""
+        numbers = {*self.tasks, *(ended.number for ended in self._step.finished), *self._step.numbers}
+        log.error("a gateway does not read: %d requests end, their outputs are dropped", len(numbers))
+        self._step = pb.Step()
+        self._pending_bytes = 0
+        error = WorkerLost("the gateway read too slowly; the worker dropped its outputs")
+        for number in sorted(numbers):
+            codec.append_failure(self._step, number, error)
+        for number in self.tasks:
+            self._given_up.add(number)
+            self._cancel(number)
 
     def _schedule_flush(self) -> None:
         # The tasks of one engine step all run in one pass of the event loop; the flush runs after them, so a step
@@ -275,29 +330,44 @@ class _Attachment:
     def send_load(self) -> None:
         self._ready.set()
 
-    async def steps(self) -> AsyncIterator[pb.Step]:
-        """Steps to send, each with the load; at least one a heartbeat.
+    async def next_step(self) -> pb.Step | None:
+        """The next step to send, with the load; at least one a heartbeat, None at the end.
 
-        While the stream is blocked, steps merge into one.
+        While the stream is blocked nobody asks, and steps merge into one.
         """
-        while not self._closed:
-            try:
-                await asyncio.wait_for(self._ready.wait(), self._worker.heartbeat_s)
-            except TimeoutError:
-                pass
-            self._ready.clear()
-            step, self._step = self._step, pb.Step()
-            self._num_pending = 0
-            step.load.CopyFrom(self._worker.load())
-            yield step
+        if not self._closed:
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for: before Python 3.12 it swallows a cancel that comes together with an output.
+                async with asyncio.timeout(self._worker.heartbeat_s):
+                    await self._ready.wait()
+        elif not self._ready.is_set():
+            return None
+        if self._gone:
+            return None
+        self._ready.clear()
+        step, self._step = self._step, pb.Step()
+        self._pending_bytes = 0
+        step.load.CopyFrom(self._worker.load())
+        return step
 
     def close(self) -> None:
+        """End the stream after what is ready was sent."""
         self._closed = True
         self._ready.set()
 
     async def abort_all(self) -> None:
+        """Read nothing more and end every request."""
+        self._reader.cancel()
         await asyncio.sleep(0)  # as in _cancel: every task has begun before it is cancelled
         tasks = list(self.tasks.values())
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            _cancel_once(task)
+        results = await asyncio.gather(self._reader, *tasks, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            log.error("reading from a gateway failed", exc_info=results[0])
+
+
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    # A second cancel would hit the engine while it takes the request out.
+    if not task.cancelling():
+        task.cancel()

@@ -1,0 +1,84 @@
+"""The life of a worker: it leaves at once when its engine is dead, and orderly when told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from kvferry import config as configuration
+from kvferry.engine.sim import SimEngine
+from kvferry.errors import EngineDead
+from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.worker.host import WorkerHost, build_engine
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {condition}"
+        await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def registry() -> MemoryRegistry:
+    return MemoryRegistry()
+
+
+@pytest_asyncio.fixture
+async def host(registry: MemoryRegistry) -> AsyncIterator[WorkerHost]:
+    config = configuration.parse({"model": {"path": "m"}, "engine": {"kind": "sim"}, "worker": {"drain_timeout_s": 1}})
+    engine = build_engine(config, MemberKind.DECODE, "m")
+    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(registry))
+    await host.start()
+    try:
+        yield host
+    finally:
+        await host.stop()
+
+
+async def test_a_worker_whose_engine_died_leaves_at_once(host: WorkerHost, registry: MemoryRegistry) -> None:
+    assert len(registry.members()) == 1
+    assert isinstance(host._engine, SimEngine)
+    host._engine.kill()
+    await until(lambda: not registry.members())
+    assert host.server.draining
+    with pytest.raises(EngineDead):
+        await host.check_health()
+
+
+async def test_a_request_that_finds_the_engine_dead_is_believed(host: WorkerHost, registry: MemoryRegistry) -> None:
+    """Even while the engine says it is well: the worker leaves, is replaced, and does not spin."""
+    await host.check_health()
+    host.server.died.set()
+    await until(lambda: not registry.members())
+    assert host.server.draining
+    with pytest.raises(EngineDead):
+        await host.check_health()
+
+
+async def test_a_worker_that_drains_refuses_before_the_registry_answers(
+    host: WorkerHost, registry: MemoryRegistry
+) -> None:
+    answered = asyncio.Event()
+
+    async def sleep(delay_s: float) -> None:
+        await answered.wait()
+
+    registry._sleep = sleep
+    registry.delay_s = 1.0
+    draining = asyncio.create_task(host.drain())
+    await until(lambda: host.server.draining)
+    assert not draining.done()
+    answered.set()
+    assert await draining
+    assert not registry.members()
+
+
+async def test_stop_may_be_repeated(host: WorkerHost, registry: MemoryRegistry) -> None:
+    await host.stop()
+    await host.stop()
+    assert not registry.members()
