@@ -32,6 +32,9 @@ REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
 
 
+Orphaned = Callable[[EngineOutput], None]
+
+
 class RemoteRequest:
     """A request on a worker: iterate for its outputs; `cancel` when nobody wants them any more.
 
@@ -69,11 +72,20 @@ class RemoteRequest:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def cancel(self) -> None:
-        """Stop the request on the worker and release its pages; may be repeated, and after the end."""
-        if not self._ended:
-            self._ended = True
-            self._link.cancel(self._number)
+    def cancel(self, orphaned: Orphaned | None = None) -> None:
+        """Stop the request on the worker and release its pages; may be repeated, and after the end.
+
+        A request may finish before its cancel reaches the worker. Its last output then goes to `orphaned`: it may name
+        pages that an engine keeps for whoever takes them.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        last = self._items[-1] if self._items else None
+        self._items.clear()
+        if orphaned is not None and isinstance(last, EngineOutput) and last.finish_reason is not None:
+            orphaned(last)
+        self._link.cancel(self._number, orphaned)
 
 
 class WorkerLink:
@@ -91,6 +103,7 @@ class WorkerLink:
         self._gateway_id = gateway_id
         self._on_change = on_change
         self._requests: dict[int, RemoteRequest] = {}
+        self._number_to_orphaned: dict[int, Orphaned] = {}  # cancelled here; the worker has not yet said how they ended
         self._next_number = 1
         self._outgoing: asyncio.Queue[pb.Downward] = asyncio.Queue()
         self._task = asyncio.create_task(self._keep_attached())
@@ -116,14 +129,18 @@ class WorkerLink:
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
         number = self._next_number
+        message = codec.submit_to_wire(number, request)
         self._next_number += 1
         remote = self._requests[number] = RemoteRequest(self, number)
-        self._outgoing.put_nowait(codec.submit_to_wire(number, request))
+        self._outgoing.put_nowait(message)
         return remote
 
-    def cancel(self, number: int) -> None:
-        if self._requests.pop(number, None) is not None and self.connected:
-            self._outgoing.put_nowait(pb.Downward(cancel=pb.Cancel(number=number)))
+    def cancel(self, number: int, orphaned: Orphaned | None) -> None:
+        if self._requests.pop(number, None) is None or not self.connected:
+            return
+        if orphaned is not None:
+            self._number_to_orphaned[number] = orphaned
+        self._outgoing.put_nowait(pb.Downward(cancel=pb.Cancel(number=number)))
 
     async def close(self) -> None:
         self._task.cancel()
@@ -149,7 +166,10 @@ class WorkerLink:
             call = worker_pb2_grpc.WorkerStub(channel).Attach(self._messages(outgoing))
             try:
                 while True:
-                    message = await asyncio.wait_for(call.read(), SILENCE_LIMIT_S)
+                    # Not wait_for: before Python 3.12 it swallows a cancel that comes together with a message, and
+                    # `close` would wait for ever.
+                    async with asyncio.timeout(SILENCE_LIMIT_S):
+                        message = await call.read()
                     if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                         reason = "it ended the stream"
                         break
@@ -166,9 +186,18 @@ class WorkerLink:
                 reason = f"it was silent for {SILENCE_LIMIT_S:g} s"
             except grpc.aio.AioRpcError as error:
                 reason = f"the stream broke ({error.code().name})"
+            except asyncio.CancelledError:
+                # grpc.aio cancels its own call when it cannot write a message. That must not end the link.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                reason = "this gateway could not write to it"
+            except Exception:
+                log.exception("a message of worker %s cannot be read", self.member.member_id)
+                reason = "a message of it cannot be read"
             finally:
                 call.cancel()
-        self._disconnected(reason)
+            self._disconnected(reason)
         return worked
 
     async def _messages(self, outgoing: asyncio.Queue[pb.Downward]) -> AsyncIterator[pb.Downward]:
@@ -186,6 +215,7 @@ class WorkerLink:
     def _disconnected(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
         requests, self._requests = self._requests, {}
+        self._number_to_orphaned.clear()
         for remote in requests.values():
             remote.put(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
         if was_connected:
@@ -196,10 +226,15 @@ class WorkerLink:
         requests = self._requests
         for number, item in codec.outputs_of(step):
             remote = requests.get(number)
+            ended = isinstance(item, KvferryError) or item.finish_reason is not None
             if remote is None:
-                continue  # cancelled here; what the worker sent meanwhile has no reader
+                # Cancelled here; what the worker sent meanwhile has no reader.
+                orphaned = self._number_to_orphaned.pop(number, None) if ended else None
+                if orphaned is not None and isinstance(item, EngineOutput):
+                    orphaned(item)
+                continue
             remote.put(item)
-            if isinstance(item, KvferryError) or item.finish_reason is not None:
+            if ended:
                 del requests[number]
         if step.HasField("load"):
             self._take_load(step.load)
