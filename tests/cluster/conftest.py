@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -67,6 +68,29 @@ class SimCluster:
         wanted = len(self.workers) if num_workers is None else num_workers
         await until(lambda: len(gateway.readiness().members) == wanted, what=f"{wanted} workers attached")
 
+    async def until_quiet(self) -> None:
+        """Every engine has given everything back: nothing runs, waits, is in use or is kept for somebody."""
+
+        def busy() -> list[SimEngine]:
+            return [
+                engine
+                for host, engine in self.workers
+                if not host.server.died.is_set() and any((engine.num_offers, *_in_use(engine)))
+            ]
+
+        await until(lambda: not busy(), what="every engine is quiet")
+        for _, engine in self.workers:
+            engine.check()
+
+    def metric(self, line: str) -> float:
+        """The value of one series, written as in the exposition."""
+        assert self.gateway is not None
+        for row in self.gateway.metrics.render().decode().splitlines():
+            name, _, value = row.rpartition(" ")
+            if name == line:
+                return float(value)
+        raise AssertionError(f"no series {line}")
+
     async def stop(self) -> None:
         if self.gateway is not None:
             await self.gateway.stop()
@@ -74,11 +98,19 @@ class SimCluster:
             await host.stop()
 
 
+def _in_use(engine: SimEngine) -> tuple[int, int, int]:
+    load = engine.load()
+    return load.num_running, load.num_waiting, load.num_pages_used
+
+
 StartCluster = Callable[..., Awaitable[SimCluster]]
 
 
 @asynccontextmanager
-async def running(prefill: int = 1, decode: int = 1, **values: object) -> AsyncIterator[SimCluster]:
+async def running(
+    prefill: int = 1, decode: int = 1, *, clock: Callable[[], float] = time.monotonic, **values: object
+) -> AsyncIterator[SimCluster]:
+    """`clock` ages the registry's leases; `values` are sections of the configuration."""
     config = configuration.parse(
         {
             "model": {"path": MODEL},
@@ -91,7 +123,7 @@ async def running(prefill: int = 1, decode: int = 1, **values: object) -> AsyncI
             **values,
         }
     )
-    cluster = SimCluster(config, MemoryRegistry())
+    cluster = SimCluster(config, MemoryRegistry(clock=clock))
     try:
         for kind, count in ((MemberKind.PREFILL, prefill), (MemberKind.DECODE, decode)):
             for _ in range(count):

@@ -1,0 +1,412 @@
+"""What happens to requests when a worker, an engine or a transfer breaks, or the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from tcp_relay import TcpRelay
+
+from kvferry import config as configuration
+from kvferry.engine.base import Sampling
+from kvferry.engine.sim import SimEngine
+from kvferry.engine.sim import engine as sim_engine
+from kvferry.engine.sim.engine import Faults
+from kvferry.engine.sim.ferry import PullFault
+from kvferry.membership.base import MemberKind
+from kvferry.router.dispatch import prompt_only
+from kvferry.worker import host as worker_host
+from kvferry.worker.host import WorkerHost
+
+from .conftest import MODEL, SimCluster, running, until
+
+PROMPT = " ".join(f"w{i}" for i in range(40))
+BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+NUM_PROMPT_TOKENS = 41  # with bos
+
+
+async def post(cluster: SimCluster, **values: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        return await http.post("/v1/completions", json={**BODY, **values}, headers={"x-kvferry-debug": "1"})
+
+
+async def succeeds(cluster: SimCluster, **values: Any) -> tuple[str, dict[str, Any]]:
+    """Text and journey of a request that must not fail."""
+    answer = await post(cluster, **values)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"], answer.json()["kvferry"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The greedy text of BODY where nothing goes wrong."""
+
+    async def ask() -> str:
+        async with running() as cluster:
+            text, journey = await succeeds(cluster)
+            assert journey["prefill_failure"] is None
+            return text
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def slow_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers learn of a dead engine from a request only, so that a test decides which one is first."""
+    monkeypatch.setattr(worker_host, "HEALTH_PERIOD_S", 60.0)
+
+
+def fallbacks(cluster: SimCluster, cause: str) -> float:
+    return cluster.metric(f'kvferry_prefill_fallbacks_total{{cause="{cause}"}}')
+
+
+def the(cluster: SimCluster, kind: MemberKind) -> SimEngine:
+    (engine,) = cluster.engines(kind)
+    return engine
+
+
+@pytest.mark.usefixtures("slow_to_notice")
+async def test_a_prefill_engine_killed_before_the_request(cluster: SimCluster, undisturbed: str) -> None:
+    the(cluster, MemberKind.PREFILL).kill()
+    text, journey = await succeeds(cluster)
+    assert text == undisturbed
+    assert journey["prefill_failure"]
+    assert journey["prefill_worker"] is None
+    assert journey["prompt_tokens_by_source"]["local_compute"] == NUM_PROMPT_TOKENS
+    assert fallbacks(cluster, "engine_dead") == 1
+
+    # The request showed the worker that its engine is dead: it leaves, and nobody is sent there again.
+    await cluster.ready(num_workers=1)
+    assert (await succeeds(cluster))[1]["reason"] == "no_prefill_worker"
+
+
+@pytest.mark.usefixtures("slow_to_notice")
+async def test_a_prefill_engine_killed_during_prefill(cluster: SimCluster, undisturbed: str) -> None:
+    prefill = the(cluster, MemberKind.PREFILL)
+    prefill.faults = Faults(stalled=True)
+    asked = asyncio.create_task(succeeds(cluster))
+    await until(lambda: prefill.load().num_waiting == 1, what="the prompt waits on the prefill engine")
+    prefill.kill()
+    text, journey = await asked
+    assert text == undisturbed
+    assert "killed" in journey["prefill_failure"]
+    assert fallbacks(cluster, "engine_dead") == 1
+    await cluster.until_quiet()
+
+
+async def test_a_prefill_worker_lost_during_prefill(cluster: SimCluster, undisturbed: str) -> None:
+    prefill = the(cluster, MemberKind.PREFILL)
+    prefill.faults = Faults(stalled=True)
+    asked = asyncio.create_task(succeeds(cluster))
+    await until(lambda: prefill.load().num_waiting == 1, what="the prompt waits on the prefill engine")
+    await cluster.hosts(MemberKind.PREFILL)[0].stop()
+    text, journey = await asked
+    assert text == undisturbed
+    assert journey["prefill_failure"]
+    assert fallbacks(cluster, "worker_lost") + fallbacks(cluster, "engine_dead") == 1
+
+
+async def test_a_slow_prefill_is_cancelled_and_computed_by_decode(undisturbed: str) -> None:
+    async with running(gateway={"http_port": 0, "prefill_timeout_s": 0.2}) as cluster:
+        prefill = the(cluster, MemberKind.PREFILL)
+        prefill.faults = Faults(prefill_slowdown=1e6)
+        text, journey = await succeeds(cluster)
+        assert text == undisturbed
+        assert "0.2 s" in journey["prefill_failure"]
+        assert fallbacks(cluster, "timeout") == 1
+        await cluster.until_quiet()
+
+
+async def test_without_a_prefill_worker(undisturbed: str) -> None:
+    async with running(prefill=0) as cluster:
+        text, journey = await succeeds(cluster)
+        assert (text, journey["reason"]) == (undisturbed, "no_prefill_worker")
+        assert journey["prefill_failure"] is None
+
+
+async def test_unequal_pages_are_not_ferried(undisturbed: str) -> None:
+    async with running(prefill=0) as cluster:
+        await cluster.add_worker(MemberKind.PREFILL, with_block_size(cluster, 32))
+        await cluster.ready()
+        text, journey = await succeeds(cluster)
+        assert (text, journey["reason"]) == (undisturbed, "unequal_pages")
+        assert journey["ferried_pages"] == 0
+
+
+@pytest.mark.parametrize("fault", [fault for fault in PullFault if fault is not PullFault.NONE])
+async def test_a_transfer_that_fails_is_recomputed(
+    cluster: SimCluster, undisturbed: str, fault: PullFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim_engine, "PULL_TIMEOUT_S", 0.3)
+    the(cluster, MemberKind.PREFILL).faults = Faults(pulls=fault)
+    text, journey = await succeeds(cluster)
+    assert text == undisturbed
+    assert journey["prompt_tokens_by_source"]["local_compute"] > 0
+    the(cluster, MemberKind.PREFILL).faults = Faults()
+    await cluster.until_quiet()
+
+
+# Longer than a test: what a worker says of itself then comes with its answers only.
+SELDOM = {"heartbeat_s": 14.0, "drain_timeout_s": 5}
+
+
+async def test_a_prefill_worker_that_refuses_because_it_leaves(undisturbed: str) -> None:
+    """The refusal crosses the request: the gateway has not heard of the draining yet."""
+    async with running(worker=SELDOM) as cluster:
+        cluster.hosts(MemberKind.PREFILL)[0].server.draining = True
+        text, journey = await succeeds(cluster)
+        assert text == undisturbed
+        assert "draining" in journey["prefill_failure"]
+        assert fallbacks(cluster, "worker_draining") == 1
+        assert (await succeeds(cluster))[1]["reason"] == "no_prefill_worker"
+
+
+@asynccontextmanager
+async def waiting_on_decode(cluster: SimCluster, **values: Any) -> AsyncIterator[tuple[asyncio.Task[Any], int]]:
+    """A request that waits on one of the stalled decode engines; which one."""
+    engines = cluster.engines(MemberKind.DECODE)
+    for engine in engines:
+        engine.faults = Faults(stalled=True)
+    asked = asyncio.create_task(succeeds(cluster, **values))
+    await until(lambda: any(e.load().num_waiting for e in engines), what="a decode engine has the request")
+    yield asked, next(i for i, engine in enumerate(engines) if engine.load().num_waiting)
+
+
+@pytest.mark.parametrize("how", ["engine", "worker", "stream"])
+async def test_a_decode_worker_lost_before_the_first_token(how: str, undisturbed: str) -> None:
+    async with running(decode=2, sim={"step_ms": 1.0, "transfer_lease_s": 1.0}) as cluster:
+        assert cluster.gateway is not None
+        relays = [await relayed(cluster, host) for host in cluster.hosts(MemberKind.DECODE)]
+        try:
+            async with waiting_on_decode(cluster) as (asked, lost):
+                survivor = 1 - lost
+                if how == "engine":
+                    cluster.engines(MemberKind.DECODE)[lost].kill()
+                elif how == "worker":
+                    await cluster.hosts(MemberKind.DECODE)[lost].stop()
+                else:
+                    relays[lost].cut()
+                for i, engine in enumerate(cluster.engines(MemberKind.DECODE)):
+                    if i == survivor:
+                        engine.faults = Faults()
+                text, journey = await asked
+            assert text == undisturbed
+            assert journey["decode_worker"] == cluster.hosts(MemberKind.DECODE)[survivor].worker_id
+            assert cluster.metric("kvferry_decode_retries_total") == 1
+            # Parameters of a transfer are good for one engine, once: the prompt was kept anew, out of the cache.
+            assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == NUM_PROMPT_TOKENS
+            assert the(cluster, MemberKind.PREFILL).load().prompt_tokens.local_cache_hit > 0
+            if how == "stream":
+                cluster.engines(MemberKind.DECODE)[lost].faults = Faults()
+                await cluster.until_quiet()
+            await until(lambda: the(cluster, MemberKind.PREFILL).num_offers == 0, what="nothing stays pinned")
+        finally:
+            await asyncio.gather(*(relay.stop() for relay in relays))
+
+
+async def test_the_next_decode_worker_may_have_other_pages(undisturbed: str) -> None:
+    async with running(prefill=1, decode=1) as cluster:
+        (lost,) = cluster.hosts(MemberKind.DECODE)
+        async with waiting_on_decode(cluster) as (asked, _):
+            await cluster.add_worker(MemberKind.DECODE, with_block_size(cluster, 32))
+            await cluster.ready()
+            await lost.stop()
+            text, journey = await asked
+        assert text == undisturbed
+        assert journey["reason"] == "unequal_pages"
+        assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == 0
+
+
+@pytest.mark.parametrize("limit", ["max_requests", "draining"])
+async def test_a_decode_worker_that_refuses_is_passed_over(limit: str, undisturbed: str) -> None:
+    async with running(decode=2, worker=SELDOM) as cluster:
+        hosts = cluster.hosts(MemberKind.DECODE)
+        refusing = hosts[0].server
+        if limit == "draining":
+            refusing.draining = True
+        else:
+            refusing._max_requests = 0
+        answers = [await succeeds(cluster) for _ in range(4)]
+        assert [text for text, _ in answers] == [undisturbed] * 4
+        assert {journey["decode_worker"] for _, journey in answers} == {hosts[1].worker_id}
+        await cluster.until_quiet()
+
+
+async def test_when_every_decode_worker_is_full_it_is_429(cluster: SimCluster) -> None:
+    cluster.hosts(MemberKind.DECODE)[0].server._max_requests = 0
+    answer = await post(cluster)
+    assert answer.status_code == 429
+    assert answer.json()["error"]["code"] == "overloaded"
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def parse_events(raw: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
+    assert lines[-1] == "[DONE]", raw[-400:]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("how", ["engine", "worker"])
+async def test_a_decode_worker_lost_mid_stream_ends_in_an_error_event(cluster: SimCluster, how: str, n: int) -> None:
+    body = {**BODY, "max_tokens": 5000, "stream": True, "n": n}
+    async with (
+        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        pieces = answer.aiter_text()
+        raw = await anext(pieces)
+        if how == "engine":
+            the(cluster, MemberKind.DECODE).kill()
+        else:
+            await cluster.hosts(MemberKind.DECODE)[0].stop()
+        async for piece in pieces:
+            raw += piece
+    events = parse_events(raw)
+    assert events[-1]["error"]["code"] in ("engine_dead", "worker_lost")
+    assert all("error" not in event for event in events[:-1])
+    assert cluster.gateway is not None
+    await until(lambda: cluster.gateway is not None and cluster.gateway.app.num_in_flight == 0)
+    await until(lambda: the(cluster, MemberKind.PREFILL).num_offers == 0)
+
+
+async def test_a_decode_worker_lost_mid_answer_is_503_where_nothing_was_sent(cluster: SimCluster) -> None:
+    asked = asyncio.create_task(post(cluster, max_tokens=5000))
+    await until(lambda: the(cluster, MemberKind.DECODE).load().num_running == 1)
+    the(cluster, MemberKind.DECODE).kill()
+    answer = await asked
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_without_a_decode_worker_it_is_503(cluster: SimCluster) -> None:
+    await cluster.hosts(MemberKind.DECODE)[0].stop()
+    await cluster.ready(num_workers=1)
+    answer = await post(cluster)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "no_decode_worker"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert the(cluster, MemberKind.PREFILL).load().num_generated_tokens == 0  # nobody prefilled in vain
+
+
+async def test_eight_streams_while_the_prefill_engine_is_killed(cluster: SimCluster) -> None:
+    prefill = the(cluster, MemberKind.PREFILL)
+    prefill.faults = Faults(prefill_slowdown=200.0)  # some prompts are done, some under way, some wait
+
+    async def stream(i: int) -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+            answer = await http.post("/v1/completions", json={**BODY, "prompt": f"{i} {PROMPT}", "stream": True})
+        assert answer.status_code == 200
+        return parse_events(answer.text)
+
+    asked = [asyncio.create_task(stream(i)) for i in range(8)]
+    await until(lambda: the(cluster, MemberKind.DECODE).load().num_generated_tokens > 0, what="one was ferried")
+    prefill.kill()
+    for events in await asyncio.gather(*asked):
+        assert not [event for event in events if "error" in event]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+    await cluster.add_worker(MemberKind.PREFILL)
+    await cluster.ready(num_workers=2)
+    _, journey = await succeeds(cluster, prompt=f"fresh {PROMPT}")
+    assert journey["reason"] == "disaggregated"
+    assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == NUM_PROMPT_TOKENS + 1
+
+
+async def relayed(cluster: SimCluster, host: WorkerHost) -> TcpRelay:
+    """Put a relay between gateway and worker."""
+    gateway = cluster.gateway
+    assert gateway is not None
+    relay = await TcpRelay(host.member.address).start()
+    assert host._registration is not None
+    await host._registration.update(msgspec.structs.replace(host.member, address=relay.address))
+    await until(
+        lambda: any(
+            link.usable and link.member.address == relay.address
+            for kind in (MemberKind.PREFILL, MemberKind.DECODE)
+            for link in gateway.roster.links(kind)
+        ),
+        what="the gateway dials the relay",
+    )
+    return relay
+
+
+LEAVING = ["prefilling", "prefilled", "submitted", "ferrying", "decoding"]
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("when", LEAVING)
+async def test_a_client_that_leaves_leaves_nothing_behind(
+    cluster: SimCluster, when: str, n: int, streamed: bool
+) -> None:
+    gateway = cluster.gateway
+    assert gateway is not None
+    prefill, decode = the(cluster, MemberKind.PREFILL), the(cluster, MemberKind.DECODE)
+    relay = await relayed(cluster, cluster.hosts(MemberKind.PREFILL)[0])
+    try:
+        match when:
+            case "prefilling":
+                prefill.faults = Faults(stalled=True)
+            case "prefilled":
+                relay.backward.clear()  # the prompts are computed and kept, and the gateway does not hear of it
+            case "submitted":
+                decode.faults = Faults(stalled=True)
+            case "ferrying":
+                prefill.faults = Faults(pulls=PullFault.HANG)
+        reached = {
+            "prefilling": lambda: prefill.load().num_waiting == n,
+            "prefilled": lambda: prefill.num_offers == n,
+            "submitted": lambda: decode.load().num_waiting == n,
+            "ferrying": lambda: decode.load().num_waiting == n and decode.load().num_pages_used > 0,
+            "decoding": lambda: decode.load().num_running == n and decode.load().num_generated_tokens > n,
+        }[when]
+        asked = asyncio.create_task(post(cluster, n=n, max_tokens=5000, stream=streamed))
+        await until(reached, what=when)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+        await until(lambda: gateway.app.num_in_flight == 0, what="the gateway let go")
+        relay.backward.set()
+        if when in ("prefilled", "prefilling"):
+            prefill.faults = Faults()
+        await cluster.until_quiet()
+        for kind in (MemberKind.PREFILL, MemberKind.DECODE):
+            for link in gateway.roster.links(kind):
+                assert link.num_requests == 0
+        assert cluster.metric("kvferry_requests_cancelled_total") == 1
+    finally:
+        await relay.stop()
+
+
+async def test_a_prompt_that_is_computed_just_after_its_time_ran_out_is_given_back(undisturbed: str) -> None:
+    async with running(gateway={"http_port": 0, "prefill_timeout_s": 0.3}) as cluster:
+        relay = await relayed(cluster, cluster.hosts(MemberKind.PREFILL)[0])
+        try:
+            relay.backward.clear()
+            text, journey = await succeeds(cluster)
+            assert text == undisturbed
+            assert journey["prefill_failure"]
+            assert the(cluster, MemberKind.PREFILL).num_offers == 1
+            relay.backward.set()
+            await cluster.until_quiet()
+        finally:
+            await relay.stop()
+
+
+def test_nothing_but_its_length_ends_a_prefill() -> None:
+    asked = Sampling(max_tokens=9, min_tokens=3, logprobs=2, stop=("a",), stop_token_ids=(1,), bad_words=("b",), seed=4)
+    assert prompt_only(asked) == Sampling(max_tokens=1, ignore_eos=True, seed=4)
+
+
+def with_block_size(cluster: SimCluster, block_size: int) -> configuration.ClusterConfig:
+    engine = cluster.config.engine.model_copy(update={"block_size": block_size})
+    return cluster.config.model_copy(update={"engine": engine})
