@@ -6,6 +6,7 @@ instead of 4).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,7 +18,8 @@ from kvferry.errors import KvferryError
 
 DONE = b"data: [DONE]\n\n"
 
-_encode = msgspec.json.encode
+# JSON has no infinity; vLLM's own server writes this for it.
+LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
@@ -213,9 +215,9 @@ class CompletionFormat(_Chunks):
             offset += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [position[0].logprob for position in positions],
+            "token_logprobs": [_logprob(position[0]) for position in positions],
             "top_logprobs": [
-                {entry.text: entry.logprob for entry in _top(position, self._num_top)} for position in positions
+                {entry.text: _logprob(entry) for entry in _top(position, self._num_top)} for position in positions
             ]
             if self._num_top
             else None,
@@ -242,6 +244,18 @@ def error_chunk(error: KvferryError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
+def _encode(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        # A lone surrogate has no UTF-8; JSON can spell it.
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _logprob(entry: TokenLogprob) -> float:
+    return max(entry.logprob, LOWEST_LOGPROB)
+
+
 def _top(position: Sequence[TokenLogprob], num_top: int | None) -> list[TokenLogprob]:
     return sorted(position, key=lambda entry: -entry.logprob)[: num_top or 0]
 
@@ -249,6 +263,6 @@ def _top(position: Sequence[TokenLogprob], num_top: int | None) -> list[TokenLog
 def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {
         "token": entry.text,
-        "logprob": entry.logprob,
+        "logprob": _logprob(entry),
         "bytes": list(entry.text.encode("utf-8", "replace")),
     }

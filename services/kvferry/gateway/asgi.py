@@ -6,6 +6,7 @@ Routes, body limits, the error shape, and cancelling what a client no longer wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -176,10 +177,8 @@ class HttpApp:
                     body = await answer.whole()
                     await _respond(send, 200, body, [_JSON, *headers])
                     return "200"
-                chunks = answer.chunks()
-                try:
+                async with contextlib.aclosing(answer.chunks()) as chunks:
                     first = await anext(chunks)
-                    begun = True
                     await send(
                         {
                             "type": "http.response.start",
@@ -192,17 +191,19 @@ class HttpApp:
                             ],
                         }
                     )
+                    begun = True
                     await send({"type": "http.response.body", "body": first, "more_body": True})
                     async for chunk in chunks:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
-                finally:
-                    await chunks.aclose()  # type: ignore[attr-defined]
         except TimeoutError:
             error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
             if not begun:
                 raise error from None
-            await send({"type": "http.response.body", "body": error_chunk(error) + DONE, "more_body": False})
+            # Perhaps the time ran out because the client does not read: it must not keep its place for that.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await send({"type": "http.response.body", "body": error_chunk(error) + DONE, "more_body": False})
         return "200"
 
     async def _read_body(self, scope: Message, receive: Receive) -> bytes:

@@ -60,6 +60,7 @@ class GatewayHost:
             uvicorn.Config(
                 self.app,
                 http="httptools",
+                ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
@@ -88,7 +89,10 @@ class GatewayHost:
     async def check_health(self) -> None:
         """Raises KvferryError when the listener is gone."""
         if self._serving is None or self._serving.done():
-            raise KvferryError("the HTTP listener ended")
+            cause = None
+            if self._serving is not None and not self._serving.cancelled():
+                cause = self._serving.exception()
+            raise KvferryError("the HTTP listener ended") from cause
 
     def readiness(self) -> Readiness:
         waiting = []
@@ -110,24 +114,33 @@ class GatewayHost:
     async def drain(self) -> None:
         """Refuse new requests, let those in flight finish, at most `gateway.drain_timeout_s`."""
         self.app.draining = True
-        if self._registration is not None:
-            await self._registration.revoke()
+        await self._deregister()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.app.idle.wait(), self._config.gateway.drain_timeout_s)
+            async with asyncio.timeout(self._config.gateway.drain_timeout_s):
+                await self.app.idle.wait()
 
     async def stop(self) -> None:
         """End everything; may be repeated."""
         self.app.draining = True
-        if self._registering is not None:
-            self._registering.cancel()
         self._server.should_exit = True
         self._server.force_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self.roster.close()
+        # Requests end with their workers' links; whoever waits for a client that does not read would stay.
+        left = list(self._server.server_state.tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._deregister()
+        await self._membership.close()
+
+    async def _deregister(self) -> None:
+        if self._registering is not None:
+            self._registering.cancel()
+            await asyncio.gather(self._registering, return_exceptions=True)
         if self._registration is not None:
             await self._registration.revoke()
-        await self._membership.close()
 
     async def _register(self) -> None:
         """A gateway serves whether or not it is registered; registering only lets tools find it."""

@@ -7,10 +7,12 @@ request on every worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, Renderer, RequestId
@@ -19,6 +21,8 @@ from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, 
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer, read_chat, read_completion
 from kvferry.router.dispatch import Dispatcher, Journey
 from kvferry.telemetry import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class OpenAI:
@@ -87,13 +91,21 @@ def _choices(answer_id: str, rendered: list[RenderedPrompt], n: int) -> list[Eng
         for i in range(n):
             sampling = prompt.sampling
             if sampling.seed is not None and i:
-                sampling = dataclasses.replace(sampling, seed=sampling.seed + i)
+                sampling = dataclasses.replace(sampling, seed=_wrap_int64(sampling.seed + i))
             requests.append(EngineRequest(RequestId(f"{answer_id}-{len(requests)}"), prompt.token_ids, sampling))
     return requests
 
 
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
 class Answer:
-    """One answer on its way. Use either `whole` or `chunks`, once."""
+    """One answer on its way. Use either `whole` or `chunks`, once.
+
+    Every iterator here closes the one it reads from, so that closing the outermost reaches the workers at once, not
+    when the garbage collector finds the innermost.
+    """
 
     def __init__(
         self,
@@ -124,77 +136,83 @@ class Answer:
 
     async def whole(self) -> bytes:
         """The whole body. Raises what the request failed with."""
-        async for _ in self._outputs():
-            pass
+        async with contextlib.aclosing(self._outputs()) as outputs:
+            async for _ in outputs:
+                pass
         return self._format.whole(self._choices, self._usage(), self._debug_values())
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, ending with [DONE].
 
         Before the first chunk a failure is raised; after it, it is an event.
         """
-        fmt, begun = self._format, set[int]()
+        fmt, begun, sent = self._format, set[int](), False
         try:
-            async for index, output in self._outputs():
-                choice = self._choices[index]
-                pieces = b""
-                if index not in begun:
-                    begun.add(index)
-                    pieces = fmt.first_chunk(index)
-                if output.text or output.logprobs is not None:
-                    pieces += fmt.chunk(index, output)
-                if output.finish_reason is not None:
-                    pieces += fmt.last_chunk(index, choice)
-                if pieces:
-                    yield pieces
+            async with contextlib.aclosing(self._outputs()) as outputs:
+                async for index, output in outputs:
+                    choice = self._choices[index]
+                    pieces = b""
+                    if index not in begun:
+                        begun.add(index)
+                        pieces = fmt.first_chunk(index)
+                    if output.text or output.logprobs is not None:
+                        pieces += fmt.chunk(index, output)
+                    if output.finish_reason is not None:
+                        pieces += fmt.last_chunk(index, choice)
+                    if pieces:
+                        sent = True
+                        yield pieces
         except KvferryError as error:
-            if not begun:
+            if not sent:
                 raise
             yield error_chunk(error) + DONE
+            return
+        except Exception:
+            if not sent:
+                raise
+            log.exception("answer %s failed", self.answer_id)
+            yield error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE
             return
         closing = b""
         if self._with_usage or self._debug:
             closing = fmt.closing_chunk(self._usage() if self._with_usage else None, self._debug_values())
         yield closing + DONE
 
-    async def _outputs(self) -> AsyncIterator[tuple[int, EngineOutput]]:
+    async def _outputs(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
         """Outputs of all choices as they come, each already added to its choice."""
         source = self._one() if len(self._requests) == 1 else self._several()
-        async for index, output in source:
-            if self._first_token_s is None and output.token_ids:
-                self._first_token_s = time.perf_counter()
-                self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
-            self._choices[index].add(output)
-            if output.finish_reason is FinishReason.ABORT:
-                raise EngineError("the engine aborted the request")
-            yield index, output
+        async with contextlib.aclosing(source):
+            async for index, output in source:
+                if self._first_token_s is None and output.token_ids:
+                    self._first_token_s = time.perf_counter()
+                    self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
+                self._choices[index].add(output)
+                if output.finish_reason is FinishReason.ABORT:
+                    raise EngineError("the engine aborted the request")
+                yield index, output
         self._settle()
 
-    async def _one(self) -> AsyncIterator[tuple[int, EngineOutput]]:
-        generating = self._dispatcher.generate(self._requests[0], self._journeys[0])
-        try:
+    async def _one(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
+        async with contextlib.aclosing(self._dispatcher.generate(self._requests[0], self._journeys[0])) as generating:
             async for output in generating:
                 yield 0, output
-        finally:
-            await generating.aclose()  # type: ignore[attr-defined]
 
-    async def _several(self) -> AsyncIterator[tuple[int, EngineOutput]]:
+    async def _several(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
         """All choices at once; the first failure ends the answer."""
         arrived: asyncio.Queue[tuple[int, EngineOutput | KvferryError | None]] = asyncio.Queue()
 
         async def follow(index: int) -> None:
-            generating = self._dispatcher.generate(self._requests[index], self._journeys[index])
+            request = self._requests[index]
             try:
-                async for output in generating:
-                    arrived.put_nowait((index, output))
+                async with contextlib.aclosing(self._dispatcher.generate(request, self._journeys[index])) as generating:
+                    async for output in generating:
+                        arrived.put_nowait((index, output))
                 arrived.put_nowait((index, None))
             except KvferryError as error:
                 arrived.put_nowait((index, error))
-            except Exception as error:
-                arrived.put_nowait((index, EngineError("the request failed inside the gateway; its log says why")))
-                raise error
-            finally:
-                await generating.aclose()  # type: ignore[attr-defined]
+            except Exception:
+                log.exception("request %s failed", request.request_id)
+                arrived.put_nowait((index, EngineError("the gateway failed on this request; its log says why")))
 
         tasks = [asyncio.create_task(follow(index)) for index in range(len(self._requests))]
         try:

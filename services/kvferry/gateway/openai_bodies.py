@@ -43,7 +43,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 
-Count = Annotated[int, Meta(ge=1)]
+# What the wire to the workers carries for a token id or a count.
+MAX_INT32 = 2**31 - 1
+
+# Choices of one answer: each is a request of its own on the workers, which refuse more than `worker.max_requests`.
+MAX_CHOICES = 512
+
+Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -61,14 +68,14 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
@@ -77,7 +84,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -132,10 +139,20 @@ def read_completion(raw: bytes) -> CompletionBody:
         if len(kinds) > 1 or not kinds <= {str, int, list}:
             raise InvalidRequest("prompt: expected a string, token ids, or a list of one kind of these", param="prompt")
         for i, part in enumerate(prompt if kinds == {list} else [prompt] if kinds == {int} else []):
-            if not part or not all(type(token) is int and token >= 0 for token in part):
-                raise InvalidRequest(f"prompt[{i}]: expected token ids, at least one, none negative", param="prompt")
+            if not part or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in part):
+                raise InvalidRequest(
+                    f"prompt[{i}]: expected token ids, at least one, none negative, none over {MAX_INT32}",
+                    param="prompt",
+                )
         if kinds == {str} and not all(prompt):
             raise InvalidRequest("prompt: no part may be empty", param="prompt")
+        num_prompts = 1 if kinds == {int} else len(prompt)
+        if num_prompts * (body.n or 1) > MAX_CHOICES:
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n={body.n or 1} make {num_prompts * (body.n or 1)} choices; "
+                f"at most {MAX_CHOICES} are allowed",
+                param="prompt",
+            )
     elif not prompt:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
     return body
@@ -152,6 +169,8 @@ def _read(raw: bytes, kind: type[Body]) -> Body:
         values = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(values, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_json_type(values)}")
     kept = {key: value for key, value in values.items() if key not in IGNORED and key not in DROPPED}
@@ -172,7 +191,7 @@ def _read(raw: bytes, kind: type[Body]) -> Body:
         where = path.strip("`.")
         raise InvalidRequest(f"{where or 'body'}: {text[0].lower()}{text[1:]}", param=where or None) from None
     for token in body.logit_bias or ():
-        if not token.isdigit():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) <= MAX_INT32):
             raise InvalidRequest(f"logit_bias: {token!r} is not a token id", param="logit_bias")
     return body
 

@@ -1,0 +1,183 @@
+"""Clients that do not read, that leave while nobody reads, and that send what nothing can carry."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.engine.base import RequestId
+from kvferry.gateway import asgi
+from kvferry.gateway.answers import CompletionFormat
+from kvferry.gateway.openai_bodies import MAX_CHOICES
+from kvferry.membership.base import MemberKind
+
+from .conftest import MODEL, SimCluster, running, until
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "one two", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+
+
+class Client:
+    """An ASGI server's side of one request, whose client stops reading after some messages."""
+
+    def __init__(self, body: dict[str, Any], reads: int) -> None:
+        self._body: bytes | None = json.dumps(body).encode()
+        self._reads = reads
+        self.blocked = asyncio.Event()
+        self.left = asyncio.Event()
+        self.received: list[dict[str, Any]] = []
+
+    def scope(self) -> dict[str, Any]:
+        return {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if len(self.received) >= self._reads:
+            self.blocked.set()
+            await asyncio.Event().wait()
+        self.received.append(message)
+
+
+async def test_a_client_that_never_reads_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "LINGER_S", 0.2)
+    async with running(gateway={"http_port": 0, "request_timeout_s": 0.5}) as cluster:
+        assert cluster.gateway is not None
+        app, client = cluster.gateway.app, Client(BODY, reads=3)
+        async with asyncio.timeout(5):
+            await app(client.scope(), client.receive, client.send)
+        assert app.num_in_flight == 0
+        await cluster.until_quiet()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_leaves_while_it_does_not_read(cluster: SimCluster, n: int) -> None:
+    assert cluster.gateway is not None
+    client = Client({**BODY, "n": n}, reads=3)
+    serving = asyncio.create_task(cluster.gateway.app(client.scope(), client.receive, client.send))
+    await client.blocked.wait()
+    gc.disable()  # what the client left is released by whoever held it, not found later
+    try:
+        client.left.set()
+        async with asyncio.timeout(5):
+            await serving
+        await cluster.until_quiet()
+    finally:
+        gc.enable()
+
+
+async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster) -> None:
+    gateway = cluster.gateway
+    assert gateway is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    body = json.dumps({**BODY, "logprobs": 5, "n": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(head + body)
+    await until(lambda: gateway.app.num_in_flight == 1)
+    async with asyncio.timeout(5):
+        await gateway.stop()
+    assert not gateway._server.server_state.tasks
+    assert gateway.app.num_in_flight == 0
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_the_engine_aborts_ends_in_an_error_event(cluster: SimCluster, n: int) -> None:
+    (decode,) = cluster.engines(MemberKind.DECODE)
+    async with (
+        httpx.AsyncClient(base_url=cluster.url, timeout=10) as http,
+        http.stream("POST", "/v1/completions", json={**BODY, "n": n}) as answer,
+    ):
+        pieces = answer.aiter_text()
+        raw = await anext(pieces)
+        name = answer.headers["x-request-id"]
+        await decode.abort(RequestId(f"{name}-0"))
+        async for piece in pieces:
+            raw += piece
+    *_, error, done = [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
+    assert done == "[DONE]"
+    assert json.loads(error)["error"]["code"] == "engine_error"
+    await cluster.until_quiet()
+
+
+async def test_a_failure_inside_the_gateway_mid_stream_ends_in_an_error_event(
+    cluster: SimCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk, num_chunks = CompletionFormat.chunk, 0
+
+    def failing(self: CompletionFormat, *arguments: Any) -> bytes:
+        nonlocal num_chunks
+        num_chunks += 1
+        if num_chunks == 3:
+            raise RuntimeError("the cause")
+        return chunk(self, *arguments)
+
+    monkeypatch.setattr(CompletionFormat, "chunk", failing)
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=10) as http:
+        answer = await http.post("/v1/completions", json=BODY)
+    *_, error, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    assert json.loads(error)["error"]["code"] == "engine_error"
+    assert "the cause" in caplog.text
+    await cluster.until_quiet()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_k": 2**40},
+        {"top_k": 2**70},
+        {"min_tokens": 2**40},
+        {"max_tokens": 2**40},
+        {"stop_token_ids": [2**40]},
+        {"allowed_token_ids": [2**40]},
+        {"logit_bias": {str(2**40): 1}},
+        {"logit_bias": {"²": 1}},
+        {"prompt": [2**40]},
+        {"prompt": [[1], [2**40]]},
+        {"prompt": ["x"] * (MAX_CHOICES + 1)},
+        {"prompt": ["x"] * (MAX_CHOICES // 2 + 1), "n": 2},
+    ],
+    ids=lambda values: str(values)[:40],
+)
+async def test_numbers_that_nothing_can_carry_are_the_clients_to_mend(http: httpx.AsyncClient, values: Any) -> None:
+    answer = await http.post("/v1/completions", json={**BODY, "max_tokens": 2, **values})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_nested_too_deeply_is_400(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", content=b'{"prompt":' + b"[" * 200_000)
+    assert answer.status_code == 400
+    assert "nested" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, -(2**63), 0])
+async def test_every_seed_does_for_several_choices(http: httpx.AsyncClient, seed: int) -> None:
+    body = {**BODY, "stream": False, "max_tokens": 4, "seed": seed, "n": 3}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert len({choice["text"] for choice in answer.json()["choices"]}) > 1
+
+
+async def test_an_upgrade_to_a_web_socket_is_not_taken(cluster: SimCluster, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=10) as http:
+        answer = await http.get("/v1/models", headers=headers)
+    assert answer.status_code == 200
+    assert "Traceback" not in caplog.text
