@@ -57,7 +57,7 @@ async def prefill(pair: VllmPair, request_id: str, prompt: list[int]) -> Transfe
 async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
     greedy = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     info, made = vllm_pair.decode.info, prompts(vllm_pair)
-    few_at_once = asyncio.Semaphore(4)  # the decode engine computes while the prefill engine does
+    few_at_once = asyncio.Semaphore(6)  # the decode engine computes while the prefill engine does
 
     async def compare(i: int, prompt: list[int]) -> None:
         async def alone() -> tuple[list[int], EngineOutput]:
@@ -107,6 +107,24 @@ async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmP
     assert tokens == expected
     assert last.sources is not None
     assert last.sources.total >= len(prompt)
+
+
+async def test_idle_engines_leave_the_cores_alone(vllm_pair: VllmPair) -> None:
+    """Left as they come, NIXL's progress threads keep one core busy per engine for ever."""
+
+    def cpu_s() -> float:
+        children = psutil.Process().children(recursive=True)
+        return sum(child.cpu_times().user + child.cpu_times().system for child in children)
+
+    window_s = 2.0
+    deadline = asyncio.get_running_loop().time() + 60
+    while True:
+        before = cpu_s()
+        await asyncio.sleep(window_s)  # the window of the measurement
+        busy_cores = (cpu_s() - before) / window_s
+        if busy_cores < 0.5:  # of the two that would be busy
+            break
+        assert asyncio.get_running_loop().time() < deadline, f"idle engines keep {busy_cores:.2f} cores busy"
 
 
 async def test_the_compute_thread_keeps_all_cores(vllm_pair: VllmPair) -> None:

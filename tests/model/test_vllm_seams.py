@@ -114,6 +114,49 @@ class TestNixl:
         assert parameters(NixlBaseConnectorWorker.add_remote_agent)[1] == "nixl_agent_meta"
 
 
+class TestNixlProgress:
+    """engine/vllm_plugins/nixl_progress.py"""
+
+    def test_nixl_still_spins_unless_told_otherwise(self) -> None:
+        import sys
+
+        from nixl._api import nixl_agent
+
+        module = sys.modules[nixl_agent.__module__]
+        assert "nixlBind.nixlAgentConfig()" in inspect.getsource(nixl_agent.__init__)
+        assert "pthrDelay = 0" in inspect.getsource(nixl_agent.__init__)
+        assert hasattr(module, "nixlBind")
+
+    def test_the_period_reaches_the_configuration(self) -> None:
+        import sys
+
+        from nixl._api import nixl_agent
+
+        from kvferry.engine.vllm_plugins.nixl_progress import PROGRESS_PERIOD_US, waiting_progress_thread
+
+        bindings = sys.modules[nixl_agent.__module__].nixlBind
+        plain = bindings.nixlAgentConfig
+        with waiting_progress_thread():
+            configured = bindings.nixlAgentConfig()
+            configured.pthrDelay = 0
+            configured.captureTelemetry = True
+        assert configured.pthrDelay == PROGRESS_PERIOD_US
+        assert configured.captureTelemetry is True
+        assert bindings.nixlAgentConfig is plain
+
+
+class TestMessageQueue:
+    """engine/vllm_plugins/message_queue.py"""
+
+    def test_readers_yield_through_the_name_we_replace(self) -> None:
+        from vllm.distributed.device_communicators import shm_broadcast
+
+        assert "sched_yield()" in inspect.getsource(shm_broadcast.SpinCondition.wait)
+        assert "from vllm.distributed.utils import StatelessProcessGroup, sched_yield" in inspect.getsource(
+            shm_broadcast
+        )
+
+
 class TestOutputTap:
     """engine/vllm_output_tap.py"""
 

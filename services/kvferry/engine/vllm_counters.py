@@ -13,6 +13,10 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
     """Totals since the engine started, and the last step's moment."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin counting anew."""
         self.num_running = 0
         self.num_waiting = 0
         self.kv_cache_usage = 0.0  # share of pages in use, 0 to 1

@@ -28,9 +28,11 @@ from kvferry.engine.base import (
     KvEventBatch,
     PromptSources,
     RequestId,
+    Sampling,
     TokenLogprob,
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
+from kvferry.model_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,16 @@ class VllmEngine:
             raise EngineError(
                 f"the engine did not start within engine.start_timeout_s ({self._config.start_timeout_s:g} s)"
             ) from None
+        if not self._producer:
+            await self._warm_up()
+
+    async def _warm_up(self) -> None:
+        """Log-probabilities are compiled at their first use, for tens of seconds: not while streams wait."""
+        sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=1)
+        request = EngineRequest(RequestId("warm-up"), [0], sampling, cache_salt="warm-up")
+        async for _ in self.generate(request):
+            pass
+        self._counters.reset()
 
     def _build(self, engine_id: EngineId) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -244,6 +256,8 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
             # Engines share this machine: vLLM's own binding would put them all on the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "UCX_TLS": config.ucx_tls,
+            # What was compiled once is not compiled again, whatever folder is temporary this time.
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
         }
         # Ray sets OMP_NUM_THREADS to what a replica reserved, which says nothing about compute threads here.
         os.environ["OMP_NUM_THREADS"] = str(threads)

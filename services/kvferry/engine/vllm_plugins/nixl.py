@@ -1,4 +1,4 @@
-"""NixlConnector as kvferry needs it: restored CPU affinity, equal block sizes.
+"""NixlConnector as kvferry needs it: restored CPU affinity, a progress thread that waits, equal block sizes.
 
 Two things of vLLM 0.32 are mended here, both silent when left alone:
 - On the CPU device the connector pins the thread it is made in, which is the compute thread, to the last core of each
@@ -9,6 +9,7 @@ Two things of vLLM 0.32 are mended here, both silent when left alone:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -16,14 +17,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvferry.engine.vllm_plugins.message_queue import nap_instead_of_spinning
+from kvferry.engine.vllm_plugins.nixl_progress import waiting_progress_thread
+
 
 class FerryConnector(NixlPullConnector):  # type: ignore[misc]
     """vLLM's pull connector, for both roles."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         affinity = os.sched_getaffinity(0)
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        if on_cpu:
+            nap_instead_of_spinning()
         try:
-            super().__init__(vllm_config, role, kv_cache_config)
+            with waiting_progress_thread() if on_cpu else contextlib.nullcontext():
+                super().__init__(vllm_config, role, kv_cache_config)
         finally:
             os.sched_setaffinity(0, affinity)
         if role == KVConnectorRole.WORKER:
