@@ -22,7 +22,7 @@ from kvferry.worker.host import WorkerHost, build_engine
 MODEL = "sim-model"
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 10.0, what: str = "") -> None:
+async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
     """Wait for a condition; fails naming it."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():

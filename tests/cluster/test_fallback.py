@@ -301,18 +301,18 @@ async def test_eight_streams_while_the_prefill_engine_is_killed(cluster: SimClus
     prefill = the(cluster, MemberKind.PREFILL)
     prefill.faults = Faults(prefill_slowdown=200.0)  # some prompts are done, some under way, some wait
 
-    async def stream(i: int) -> list[dict[str, Any]]:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
-            answer = await http.post("/v1/completions", json={**BODY, "prompt": f"{i} {PROMPT}", "stream": True})
+    async def stream(http: httpx.AsyncClient, i: int) -> list[dict[str, Any]]:
+        answer = await http.post("/v1/completions", json={**BODY, "prompt": f"{i} {PROMPT}", "stream": True})
         assert answer.status_code == 200
         return parse_events(answer.text)
 
-    asked = [asyncio.create_task(stream(i)) for i in range(8)]
-    await until(lambda: the(cluster, MemberKind.DECODE).load().num_generated_tokens > 0, what="one was ferried")
-    prefill.kill()
-    for events in await asyncio.gather(*asked):
-        assert not [event for event in events if "error" in event]
-        assert events[-1]["choices"][0]["finish_reason"] == "length"
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        asked = [asyncio.create_task(stream(http, i)) for i in range(8)]
+        await until(lambda: the(cluster, MemberKind.DECODE).load().num_generated_tokens > 0, what="one was ferried")
+        prefill.kill()
+        for events in await asyncio.gather(*asked):
+            assert not [event for event in events if "error" in event]
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
 
     await cluster.add_worker(MemberKind.PREFILL)
     await cluster.ready(num_workers=2)

@@ -23,7 +23,7 @@ from kvferry.wire.v1 import worker_pb2_grpc
 from kvferry.worker.server import WorkerServer
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 10.0, what: str = "") -> None:
+async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"

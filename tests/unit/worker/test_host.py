@@ -16,7 +16,7 @@ from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.host import WorkerHost, build_engine
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {condition}"
