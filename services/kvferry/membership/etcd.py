@@ -62,7 +62,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 64 << 20),
 )
-_EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs do not know it
+_EOF: Final[Any] = grpc.aio.EOF
 # etcd has no status of its own for these; the wording is that of 3.4 to 3.6.
 _TOKEN_FAULTS: Final = ("revision in header is old", "revision of auth store is old", "user name is empty")
 _MAX_BACKLOG: Final = 4096  # changes; a reader further behind gets a Snapshot instead

@@ -170,7 +170,7 @@ class WorkerLink:
                     # `close` would wait for ever.
                     async with asyncio.timeout(SILENCE_LIMIT_S):
                         message = await call.read()
-                    if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+                    if message is grpc.aio.EOF:
                         reason = "it ended the stream"
                         break
                     if message.WhichOneof("kind") == "welcome":
