@@ -80,7 +80,7 @@ class WorkerConfig(_Section):
 
     host: str = "127.0.0.1"  # address its gRPC server binds to and registers
     max_requests: int = Field(512, ge=1)  # accepted at once; more are refused
-    heartbeat_s: float = Field(1.0, gt=0, le=5)  # gateways give up a worker after 15 s of silence
+    heartbeat_s: float = Field(1.0, gt=0, le=14)  # gateways give up a worker after 15 s of silence
     drain_timeout_s: float = Field(120, ge=0)
 
 
