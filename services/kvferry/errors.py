@@ -2,6 +2,7 @@
 
     KvferryError
     ├── ConfigError                  start-up; the command exits with 2
+    ├── LocalError                   a command on this machine, which exits with 1; its kinds stand in local/
     ├── RequestError                 the client's to mend
     │   ├── InvalidRequest           400  INVALID_ARGUMENT
     │   │   └── ContextLengthExceeded
@@ -49,6 +50,13 @@ class ConfigError(KvferryError):
 
     grpc_status = "FAILED_PRECONDITION"
     openai_type = "config_error"
+
+
+class LocalError(KvferryError):
+    """What keeps a command on this machine from its end. Never reaches a client, so its kinds need no code."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    openai_type = "local_error"
 
 
 class RequestError(KvferryError):

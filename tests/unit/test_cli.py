@@ -33,7 +33,6 @@ def test_flags_become_the_configuration() -> None:
             "--etcd",
             "b:2",
         ),
-        *("--etcd", "a:1", "--etcd", "b:2"),
         *("--http-port", "8123", "--insecure", "--set", "gateway.host=0.0.0.0"),
     )
     assert result.exit_code == 0, result.output

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvferry.errors import KvferryError
+from kvferry.errors import LocalError
 from kvferry.local.processes import TOKEN_VARIABLE, ProcessIdentity
 from kvferry.local.run_folder import RUN_DIR_VARIABLE, RunFolder
 
 
-class StartFailed(KvferryError):
+class StartFailed(LocalError):
     """A part of the cluster did not come up; the message says which and what its log said last."""
 
 
-class Interrupted(KvferryError):
+class Interrupted(LocalError):
     """The user or the system asked to stop while the cluster was starting."""
 
 

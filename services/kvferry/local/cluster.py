@@ -25,7 +25,7 @@ import yaml
 from kvferry import model_folder, shared_memory
 from kvferry.addresses import free_port, join_host_port
 from kvferry.config import ClusterConfig, parse
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError, LocalError
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
 from kvferry.local.etcd_process import Etcd, start_etcd
 from kvferry.local.first_answer import FirstAnswer, ask
@@ -41,7 +41,7 @@ _RECORD_INTERVAL_S = 5.0
 _HAND_OVER_TIMEOUT_S = 90.0
 
 
-class AlreadyRunning(KvferryError):
+class AlreadyRunning(LocalError):
     """A cluster of this name is up."""
 
     def __init__(self, record: ClusterRecord) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 
-from kvferry.errors import KvferryError
+from kvferry.errors import LocalError
 
 QUESTION = "What does a ferry do? Answer in one short sentence."
 _MAX_TOKENS = 48
 
 
-class FirstAnswerFailed(KvferryError):
+class FirstAnswerFailed(LocalError):
     """The cluster said it was ready and then did not answer."""
 
 

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.errors import KvferryError
+from kvferry.errors import LocalError
 
 TOKEN_VARIABLE = "KVFERRY_CLUSTER_TOKEN"
 
 
-class ProcessesRemain(KvferryError):
+class ProcessesRemain(LocalError):
     """Processes of the cluster did not end although they were killed."""
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError, LocalError
 from kvferry.local.processes import Marks, ProcessIdentity
 from kvferry.shared_memory import RECORDS_FOLDER
 
@@ -32,7 +32,7 @@ _LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasm
 PATH_LIMIT_BYTES = _SOCKET_PATH_LIMIT_BYTES - len(_LONGEST_SOCKET)
 
 
-class ClusterBusy(KvferryError):
+class ClusterBusy(LocalError):
     """Another `kvferry up` or `kvferry down` works on this cluster right now."""
 
 

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from kvferry.config import ClusterConfig, parse
-from kvferry.errors import KvferryError, UnavailableError
+from kvferry.errors import LocalError, UnavailableError
 from kvferry.local.cluster import is_alive
 from kvferry.local.run_folder import ClusterRecord, RunFolder
 from kvferry.membership.base import Member, MemberKind
@@ -22,7 +22,7 @@ _DESCRIBE_TIMEOUT_S = 3.0
 _MEMBERS_TIMEOUT_S = 10.0
 
 
-class NotRunning(KvferryError):
+class NotRunning(LocalError):
     """There is no cluster to ask."""
 
 
