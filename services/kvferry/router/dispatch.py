@@ -214,8 +214,8 @@ class Dispatcher:
 def prompt_only(sampling: Sampling) -> Sampling:
     """Parameters that compute a prompt and nothing else.
 
-    Whatever could end the request otherwise than by its length is off: vLLM's connector keeps pages only for a request
-    that ended so, and a first token that is the end of the text is not rare.
+    Whatever could end the request otherwise than by its length is off: its one token is thrown away, and whether it is
+    the end of the text is for the decode engine to find. (vLLM's pull connector keeps pages of stopped requests too.)
     """
     return dataclasses.replace(
         sampling,

@@ -2,8 +2,8 @@
 
 For a second after each message vLLM's readers spin on `sched_yield` before they wait for a notification. On a GPU that
 saves microseconds on cores that have nothing else to do. On the CPU device the core's spinning takes its share of the
-very cores that the worker computes on. (Waiting for the notification at once is no way out: those sent while nobody
-polls are lost, and a step then takes seconds.)
+very cores that the worker computes on. (Waiting for the notification at once is no way out: single steps then took
+5 s, as if notifications sent while nobody polled were lost.)
 """
 
 from __future__ import annotations
