@@ -88,6 +88,11 @@ class Metrics:
             ["cause"],
             registry=self.registry,
         )
+        self.continued_requests = Counter(
+            "kvferry_continued_requests",
+            "Requests whose decode worker was lost mid-stream and that another one continued",
+            registry=self.registry,
+        )
         self.decode_retries = Counter(
             "kvferry_decode_retries",
             "Requests given to another decode worker before their first token.",

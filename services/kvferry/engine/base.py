@@ -61,6 +61,18 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """What a request had given before its engine was lost: the answer goes on from there.
+
+    The last `num_tokens` ids of the prompt are tokens of the answer; their first `num_chars` characters were delivered.
+    Whatever counts from the answer's start (limits, penalties, stop strings, text held back) counts them.
+    """
+
+    num_tokens: int
+    num_chars: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt to compute. `keep_for_transfer` and `transfer_params` exclude each other."""
 
@@ -70,6 +82,7 @@ class EngineRequest:
     keep_for_transfer: bool = False
     transfer_params: TransferParams | None = None
     cache_salt: str = ""
+    continued: Continued | None = None
 
 
 @dataclass(frozen=True, slots=True)

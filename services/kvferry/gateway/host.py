@@ -80,7 +80,7 @@ class GatewayHost:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self.roster.start()
         renderer = await asyncio.to_thread(build_renderer, self._config, self._model_folder)
-        dispatcher = Dispatcher(self.roster, self.metrics, prefill_timeout_s=self._config.gateway.prefill_timeout_s)
+        dispatcher = Dispatcher(self.roster, self.metrics, self._config.gateway)
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
         self._registering = asyncio.create_task(self._register())

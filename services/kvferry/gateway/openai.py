@@ -180,8 +180,7 @@ class Answer:
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
         """Outputs of all choices as they come, each already added to its choice."""
-        source = self._one() if len(self._requests) == 1 else self._several()
-        async with contextlib.aclosing(source):
+        async with contextlib.aclosing(self._arriving()) as source:
             async for index, output in source:
                 if self._first_token_s is None and output.token_ids:
                     self._first_token_s = time.perf_counter()
@@ -192,21 +191,16 @@ class Answer:
                 yield index, output
         self._settle()
 
-    async def _one(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
-        async with contextlib.aclosing(self._dispatcher.generate(self._requests[0], self._journeys[0])) as generating:
-            async for output in generating:
-                yield 0, output
-
-    async def _several(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
+    async def _arriving(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
         """All choices at once; the first failure ends the answer."""
         arrived: asyncio.Queue[tuple[int, EngineOutput | KvferryError | None]] = asyncio.Queue()
 
         async def follow(index: int) -> None:
             request = self._requests[index]
             try:
-                async with contextlib.aclosing(self._dispatcher.generate(request, self._journeys[index])) as generating:
-                    async for output in generating:
-                        arrived.put_nowait((index, output))
+                await self._dispatcher.run(
+                    request, self._journeys[index], lambda output: arrived.put_nowait((index, output))
+                )
                 arrived.put_nowait((index, None))
             except KvferryError as error:
                 arrived.put_nowait((index, error))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 
 from kvferry import __version__
 from kvferry.engine.base import EngineLoad, EngineOutput, EngineRequest, PromptSources
-from kvferry.errors import KvferryError, WorkerLost
+from kvferry.errors import EngineError, KvferryError, WorkerLost
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.wire.v1 import worker_pb2_grpc
@@ -32,45 +31,58 @@ REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
 
 
+Sink = Callable[[EngineOutput], None]
 Orphaned = Callable[[EngineOutput], None]
 
 
 class RemoteRequest:
-    """A request on a worker: iterate for its outputs; `cancel` when nobody wants them any more.
+    """A request on a worker. Its outputs go to the sink as they arrive; `wait` for the end, `cancel` to stop it.
 
-    Iteration ends after the output whose `finish_reason` is set, or raises the KvferryError the request failed with.
+    The sink runs within the link's reading of a step, for all requests of that step in turn: it must be quick. One that
+    raises ends its own request.
     """
 
-    __slots__ = ("_ended", "_items", "_link", "_number", "_waiter")
+    __slots__ = ("_ended", "_link", "_number", "_result", "_sink", "_waiter")
 
-    def __init__(self, link: WorkerLink, number: int) -> None:
+    def __init__(self, link: WorkerLink, number: int, sink: Sink) -> None:
         self._link = link
         self._number = number
-        self._items: deque[EngineOutput | KvferryError] = deque()
+        self._sink = sink
+        self._result: EngineOutput | KvferryError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
+        self._ended = False  # nobody is told anything any more
 
-    def __aiter__(self) -> AsyncIterator[EngineOutput]:
-        return self
-
-    async def __anext__(self) -> EngineOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        while not self._items:
+    async def wait(self) -> EngineOutput:
+        """The last output, which the sink got too. Raises the KvferryError the request failed with."""
+        if self._result is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        item = self._items.popleft()
-        if isinstance(item, KvferryError):
-            self._ended = True
-            raise item
-        if item.finish_reason is not None:
-            self._ended = True
-        return item
+        self._ended = True
+        if isinstance(self._result, KvferryError):
+            raise self._result
+        assert self._result is not None
+        return self._result
 
-    def put(self, item: EngineOutput | KvferryError) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def take(self, item: EngineOutput | KvferryError) -> bool:
+        """Pass on what arrived; True when nothing follows it."""
+        if isinstance(item, KvferryError):
+            self._end(item)
+            return True
+        try:
+            self._sink(item)
+        except KvferryError as error:
+            self._end(error)
+            self._link.cancel(self._number, None)
+            return True
+        except Exception:
+            log.exception("the reader of request %d of worker %s failed", self._number, self._link.member.member_id)
+            self._end(EngineError("the gateway failed on this request; its log says why"))
+            self._link.cancel(self._number, None)
+            return True
+        if item.finish_reason is None:
+            return False
+        self._end(item)
+        return True
 
     def cancel(self, orphaned: Orphaned | None = None) -> None:
         """Stop the request on the worker and release its pages; may be repeated, and after the end.
@@ -81,11 +93,19 @@ class RemoteRequest:
         if self._ended:
             return
         self._ended = True
-        last = self._items[-1] if self._items else None
-        self._items.clear()
-        if orphaned is not None and isinstance(last, EngineOutput) and last.finish_reason is not None:
-            orphaned(last)
+        self._sink = _nobody
+        if orphaned is not None and isinstance(self._result, EngineOutput):
+            orphaned(self._result)
         self._link.cancel(self._number, orphaned)
+
+    def _end(self, result: EngineOutput | KvferryError) -> None:
+        self._result = result
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _nobody(output: EngineOutput) -> None:
+    pass
 
 
 class WorkerLink:
@@ -99,6 +119,7 @@ class WorkerLink:
         self.load = EngineLoad()
         self.draining = False
         self.connected = False
+        self.generation = 0  # how often it connected: a worker that was lost and came back is another try
         self.welcome: pb.Welcome | None = None
         self._gateway_id = gateway_id
         self._on_change = on_change
@@ -124,14 +145,14 @@ class WorkerLink:
         """Requests of this gateway that have not ended."""
         return len(self._requests)
 
-    def submit(self, request: EngineRequest) -> RemoteRequest:
-        """Send a request. Never waits; raises WorkerLost when the link is down."""
+    def submit(self, request: EngineRequest, sink: Sink) -> RemoteRequest:
+        """Send a request whose outputs go to `sink`. Never waits; raises WorkerLost when the link is down."""
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
         number = self._next_number
         message = codec.submit_to_wire(number, request)
         self._next_number += 1
-        remote = self._requests[number] = RemoteRequest(self, number)
+        remote = self._requests[number] = RemoteRequest(self, number, sink)
         self._outgoing.put_nowait(message)
         return remote
 
@@ -208,6 +229,7 @@ class WorkerLink:
     def _connected(self, welcome: pb.Welcome) -> None:
         self.welcome = welcome
         self.connected = True
+        self.generation += 1
         self._take_load(welcome.load)
         log.info("worker %s attached at %s", self.member.member_id, self.member.address)
         self._on_change()
@@ -217,7 +239,7 @@ class WorkerLink:
         requests, self._requests = self._requests, {}
         self._number_to_orphaned.clear()
         for remote in requests.values():
-            remote.put(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
+            remote.take(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
         if was_connected:
             log.warning("worker %s lost with %d requests: %s", self.member.member_id, len(requests), reason)
             self._on_change()
@@ -226,16 +248,15 @@ class WorkerLink:
         requests = self._requests
         for number, item in codec.outputs_of(step):
             remote = requests.get(number)
-            ended = isinstance(item, KvferryError) or item.finish_reason is not None
             if remote is None:
                 # Cancelled here; what the worker sent meanwhile has no reader.
+                ended = isinstance(item, KvferryError) or item.finish_reason is not None
                 orphaned = self._number_to_orphaned.pop(number, None) if ended else None
                 if orphaned is not None and isinstance(item, EngineOutput):
                     orphaned(item)
                 continue
-            remote.put(item)
-            if ended:
-                del requests[number]
+            if remote.take(item):
+                requests.pop(number, None)
         if step.HasField("load"):
             self._take_load(step.load)
 

@@ -26,6 +26,7 @@ class Roster:
         self._links: dict[MemberId, WorkerLink] = {}
         self._gone: set[MemberId] = set()  # left the registry, stream still alive
         self._changed = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -41,6 +42,20 @@ class Roster:
 
     def usable(self, kind: MemberKind) -> list[WorkerLink]:
         return [link for link in self.links(kind) if link.usable]
+
+    def link(self, member_id: MemberId) -> WorkerLink | None:
+        """The link to a worker, if it is known and may be given requests now."""
+        link = self._links.get(member_id)
+        return link if link is not None and link.usable else None
+
+    async def change(self) -> None:
+        """Return when a link came up, went down or started draining after this call."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -73,12 +88,18 @@ class Roster:
             return
         if known is not None:
             self._drop(member.member_id)
-        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._changed.set)
+        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._on_change)
 
     def _left(self, member_id: MemberId) -> None:
         if member_id in self._links:
             self._gone.add(member_id)
-            self._changed.set()
+            self._on_change()
+
+    def _on_change(self) -> None:
+        self._changed.set()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def _sweep(self) -> None:
         """Drop links of members that left once their streams ended too."""

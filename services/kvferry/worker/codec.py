@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from kvferry.engine.base import (
+    Continued,
     EngineLoad,
     EngineOutput,
     EngineRequest,
@@ -77,6 +78,9 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
             if request.transfer_params is not None
             else b"",
             cache_salt=request.cache_salt,
+            continued=pb.Continued(num_tokens=request.continued.num_tokens, num_chars=request.continued.num_chars)
+            if request.continued is not None
+            else None,
         )
     )
 
@@ -89,6 +93,9 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         keep_for_transfer=message.keep_for_transfer,
         transfer_params=json.loads(message.transfer_params) if message.transfer_params else None,
         cache_salt=message.cache_salt,
+        continued=Continued(message.continued.num_tokens, message.continued.num_chars)
+        if message.HasField("continued")
+        else None,
     )
 
 

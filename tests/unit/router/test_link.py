@@ -14,7 +14,7 @@ from kvferry.config import SimConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.engine import Faults
-from kvferry.errors import WorkerLost
+from kvferry.errors import EngineError, WorkerLost
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.router import link as router_link
 from kvferry.router.link import RemoteRequest, WorkerLink
@@ -74,16 +74,30 @@ async def linked(member: Member) -> AsyncIterator[WorkerLink]:
             await link.close()
 
 
-async def finish(remote: RemoteRequest) -> EngineOutput:
-    return [output async for output in remote][-1]
+class Sent:
+    """A request on a link, and what came for it."""
+
+    def __init__(self, link: WorkerLink, request: EngineRequest) -> None:
+        self.outputs: list[EngineOutput] = []
+        self.remote: RemoteRequest = link.submit(request, self.outputs.append)
+        self.cancel = self.remote.cancel
+
+    async def begin(self) -> None:
+        await until(lambda: bool(self.outputs), what="a first output")
+
+
+async def finish(sent: Sent) -> EngineOutput:
+    last = await sent.remote.wait()
+    assert sent.outputs[-1] is last
+    return last
 
 
 async def test_a_request_over_a_link() -> None:
     async with serving() as worker, linked(worker.member()) as link:
         with pytest.raises(WorkerLost, match="not connected"):
-            link.submit(request())
+            Sent(link, request())
         await until(lambda: link.usable)
-        last = await finish(link.submit(request()))
+        last = await finish(Sent(link, request()))
         assert last.finish_reason is FinishReason.LENGTH
         assert link.num_requests == 0
 
@@ -93,31 +107,29 @@ async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.Mon
     async with serving() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         worker.engine.faults = Faults(stalled=True)
-        remote = link.submit(request())
+        remote = Sent(link, request())
         await until(lambda: worker.engine.load().num_waiting == 1)
         worker.relay.backward.clear()
         with pytest.raises(WorkerLost, match="silent"):
-            await anext(remote)
+            await finish(remote)
         assert not link.usable
         await until(lambda: worker.engine.load().num_waiting == 0, what="the worker aborted what was lost")
         worker.relay.backward.set()
         worker.engine.faults = Faults()
         await until(lambda: link.usable, what="the link is back")
-        assert (await finish(link.submit(request("again")))).finish_reason is FinishReason.LENGTH
+        assert (await finish(Sent(link, request("again")))).finish_reason is FinishReason.LENGTH
 
 
 async def test_a_stream_that_breaks_ends_every_request_on_it() -> None:
     async with serving() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
-        remotes = [link.submit(request(f"r{i}", max_tokens=5000)) for i in range(3)]
+        remotes = [Sent(link, request(f"r{i}", max_tokens=5000)) for i in range(3)]
         for remote in remotes:
-            await anext(remote)
+            await remote.begin()
         worker.relay.cut()
         for remote in remotes:
             with pytest.raises(WorkerLost):
                 await finish(remote)
-            with pytest.raises(StopAsyncIteration):
-                await anext(remote)
         assert link.num_requests == 0
         await until(lambda: link.usable)
 
@@ -190,21 +202,38 @@ async def test_a_request_that_cannot_be_written_leaves_nothing_behind() -> None:
     async with serving() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         with pytest.raises(ValueError):
-            link.submit(EngineRequest(RequestId("r"), [2**40], Sampling(max_tokens=1)))
+            Sent(link, EngineRequest(RequestId("r"), [2**40], Sampling(max_tokens=1)))
         assert link.num_requests == 0
-        assert (await finish(link.submit(request()))).finish_reason is FinishReason.LENGTH
+        assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
 
 
-async def test_cancel_may_be_repeated_and_ends_the_iteration() -> None:
+async def test_cancel_may_be_repeated_and_ends_the_outputs() -> None:
     async with serving() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
-        remote = link.submit(request(max_tokens=5000))
-        await anext(remote)
+        remote = Sent(link, request(max_tokens=5000))
+        await remote.begin()
         remote.cancel()
         remote.cancel()
-        with pytest.raises(StopAsyncIteration):
-            await anext(remote)
+        num_outputs = len(remote.outputs)
         await until(lambda: worker.engine.load().num_running == 0)
+        assert (await finish(Sent(link, request("after")))).finish_reason is FinishReason.LENGTH
+        assert len(remote.outputs) == num_outputs  # what the worker sent meanwhile had no reader
+
+
+async def test_a_reader_that_fails_ends_its_own_request_only() -> None:
+    async with serving() as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+
+        def fail(output: EngineOutput) -> None:
+            raise RuntimeError("of this test")
+
+        other = Sent(link, request("other", max_tokens=50))
+        failing = link.submit(request("failing", max_tokens=5000), fail)
+        with pytest.raises(EngineError, match="its log says why"):
+            await failing.wait()
+        assert (await finish(other)).finish_reason is FinishReason.LENGTH
+        assert sum(len(output.token_ids) for output in other.outputs) == 50
+        await until(lambda: worker.engine.load().num_running == 0, what="the worker was told")
 
 
 async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it() -> None:
@@ -214,7 +243,7 @@ async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it() -> 
 
         # On its way while the cancel is sent.
         worker.relay.backward.clear()
-        remote = link.submit(request("a", max_tokens=1, keep=True))
+        remote = Sent(link, request("a", max_tokens=1, keep=True))
         await until(lambda: worker.engine.num_offers == 1)
         remote.cancel(orphans.append)
         assert not orphans
@@ -223,19 +252,19 @@ async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it() -> 
         assert orphans[0].transfer_params is not None
 
         # Here, and not read yet.
-        remote = link.submit(request("b", max_tokens=1, keep=True))
+        remote = Sent(link, request("b", max_tokens=1, keep=True))
         await until(lambda: link.num_requests == 0, what="its end arrived")
         remote.cancel(orphans.append)
         assert len(orphans) == 2
 
         # Read: it has a reader who looks after it.
-        remote = link.submit(request("c", max_tokens=1, keep=True))
+        remote = Sent(link, request("c", max_tokens=1, keep=True))
         await finish(remote)
         remote.cancel(orphans.append)
 
         # Not finished.
         worker.engine.faults = Faults(stalled=True)
-        remote = link.submit(request("d", max_tokens=1, keep=True))
+        remote = Sent(link, request("d", max_tokens=1, keep=True))
         await until(lambda: worker.engine.load().num_waiting == 1)
         remote.cancel(orphans.append)
         await until(lambda: not link._number_to_orphaned, what="the worker said how it ended")
@@ -246,8 +275,8 @@ async def test_close_ends_requests_and_returns_while_messages_come() -> None:
     async with serving() as worker:
         link = WorkerLink(worker.member(), "g", lambda: None)
         await until(lambda: link.usable)
-        remote = link.submit(request(max_tokens=5000))
-        await anext(remote)
+        remote = Sent(link, request(max_tokens=5000))
+        await remote.begin()
         async with asyncio.timeout(5):
             await link.close()
         with pytest.raises(WorkerLost, match="closed"):

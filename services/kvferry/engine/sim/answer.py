@@ -24,8 +24,8 @@ class Answer:
     """The growing answer to one prompt. After each `next_token`, the attributes tell what that token changed."""
 
     __slots__ = (
-        "_bad_words", "_chain", "_constrained", "_eos_below", "_held", "_lowest_visible", "_num_tokens",
-        "_recent", "_sampling", "_stop_ids", "_texts", "finish_reason", "stop_reason", "text",
+        "_bad_words", "_chain", "_constrained", "_eos_below", "_held", "_late", "_lowest_visible",
+        "_num_ahead", "_num_tokens", "_recent", "_sampling", "_stop_ids", "_texts", "finish_reason", "stop_reason", "text",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +53,8 @@ class Answer:
         self._lowest_visible = NUM_SPECIAL if sampling.skip_special_tokens else 0
         self._num_tokens = 0
         self._held = ""
+        self._late = ""
+        self._num_ahead = 0
         self._bad_words = [tuple(tokenizer.encode(words)) for words in sampling.bad_words]
         self._recent: list[int] = []
         self._constrained = bool(
@@ -73,6 +75,28 @@ class Answer:
             token_id = EOS
         else:
             token_id = NUM_SPECIAL + (digest >> 20) % NUM_WORDS
+        self._append(token_id, may_stop=may_stop)
+        return token_id
+
+    def resume(self, token_ids: Sequence[int], num_chars: int) -> None:
+        """Go on after tokens that another engine gave.
+
+        `num_chars` characters of the answer were delivered: text of these tokens beyond that comes with the next token,
+        text of the next tokens below that does not come again.
+        """
+        text = ""
+        for token_id in token_ids:
+            self._append(token_id, may_stop=self._num_tokens >= self._sampling.min_tokens)
+            if self._bad_words:
+                self._recent.append(token_id)
+            text += self.text
+            # Had it ended there, nobody would go on.
+            self.finish_reason = self.stop_reason = None
+        self._late = text[num_chars:]
+        self._num_ahead = max(0, num_chars - len(text))
+
+    def _append(self, token_id: int, *, may_stop: bool) -> None:
+        sampling = self._sampling
         self._chain.update(token_id.to_bytes(4, "little"))
         self._num_tokens += 1
         self.text = self._texts[token_id] if token_id >= self._lowest_visible else ""
@@ -89,7 +113,10 @@ class Answer:
             self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None and self._held:
             self.text += self.flush()
-        return token_id
+        if self._late:
+            self.text, self._late = self._late + self.text, ""
+        if self._num_ahead:
+            self.text, self._num_ahead = self.text[self._num_ahead :], max(0, self._num_ahead - len(self.text))
 
     def flush(self) -> str:
         """Text held back for a stop string that will not come any more."""

@@ -32,7 +32,7 @@ from kvferry.engine.base import (
     TransferParams,
 )
 from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import BlockPool, PageId, pack_tokens
+from kvferry.engine.sim.block_pool import TOKEN_BYTES, BlockPool, PageId, pack_tokens
 from kvferry.engine.sim.ferry import (
     PULL_TIMEOUT_S,
     FerryError,
@@ -270,9 +270,16 @@ class SimEngine:
             raise EngineDead("the engine was not started")
         max_tokens_total = self._validate(request)
         packed = bytearray(pack_tokens(request.prompt_token_ids))
+        given = list(request.prompt_token_ids[-request.continued.num_tokens :]) if request.continued else []
         answer = Answer(
-            packed, request.sampling, self._tokenizer, answer_tokens=self._sim.answer_tokens, default_seed=self._seed
+            packed[: len(packed) - TOKEN_BYTES * len(given)],
+            request.sampling,
+            self._tokenizer,
+            answer_tokens=self._sim.answer_tokens,
+            default_seed=self._seed,
         )
+        if request.continued is not None:
+            answer.resume(given, request.continued.num_chars)
         ticket = _ticket(request.transfer_params) if request.transfer_params is not None else None
         sequence = TokenSequence(request, answer, packed, self._block_size, max_tokens_total, ticket)
         self._id_to_sequence[request.request_id] = sequence
@@ -283,6 +290,12 @@ class SimEngine:
     def _validate(self, request: EngineRequest) -> int:
         """How many tokens prompt and answer may have together. Raises InvalidRequest."""
         sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
+        num_given = request.continued.num_tokens if request.continued is not None else 0
+        if request.continued is not None and not 0 < num_given < min(num_prompt, sampling.max_tokens):
+            raise InvalidRequest(
+                f"a request cannot go on after {num_given} tokens of its answer: the prompt has {num_prompt} with them, "
+                f"the answer {sampling.max_tokens} at most"
+            )
         if request.keep_for_transfer and request.transfer_params is not None:
             raise InvalidRequest("a request is either kept for transfer or pulled, not both")
         if request.request_id in self._id_to_sequence:
@@ -305,7 +318,7 @@ class SimEngine:
                 f"this model's context is {limit} tokens; the prompt has {num_prompt} and leaves no room for an answer",
                 param="prompt",
             )
-        total = min(num_prompt + sampling.max_tokens, limit)
+        total = min(num_prompt - num_given + sampling.max_tokens, limit)
         # The last token is never computed, so it needs no room.
         num_pages = math.ceil((total - 1) / self._block_size)
         if num_pages > self._pool.num_pages:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/wire/v1/worker.proto\x12\x0fkvferry.wire.v1\"\x91\x01\n\x08\x44ownward\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvferry.wire.v1.HelloH\x00\x12)\n\x06submit\x18\x02 \x01(\x0b\x32\x17.kvferry.wire.v1.SubmitH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.kvferry.wire.v1.CancelH\x00\x42\x06\n\x04kind\"d\n\x06Upward\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.kvferry.wire.v1.WelcomeH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.kvferry.wire.v1.StepH\x00\x42\x06\n\x04kind\",\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xc1\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\npage_bytes\x18\x08 \x01(\x04\x12#\n\x04load\x18\t \x01(\x0b\x32\x15.kvferry.wire.v1.Load\"\x11\n\x0f\x44\x65scribeRequest\"\xbb\x01\n\x06Submit\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvferry.wire.v1.Sampling\x12\x19\n\x11keep_for_transfer\x18\x05 \x01(\x08\x12\x17\n\x0ftransfer_params\x18\x06 \x01(\x0c\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xe1\x04\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12<\n\nlogit_bias\x18\x0f \x03(\x0b\x32(.kvferry.wire.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x13 \x01(\x08\x12%\n\x1dspaces_between_special_tokens\x18\x14 \x01(\x08\x12\x1a\n\x12structured_outputs\x18\x15 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\xd0\x01\n\x04Step\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05texts\x18\x04 \x03(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.kvferry.wire.v1.StepLogprobs\x12+\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x19.kvferry.wire.v1.Finished\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.kvferry.wire.v1.Load\"S\n\x0cStepLogprobs\x12\r\n\x05index\x18\x01 \x01(\r\x12\x34\n\tpositions\x18\x02 \x03(\x0b\x32!.kvferry.wire.v1.PositionLogprobs\">\n\x10PositionLogprobs\x12*\n\x03top\x18\x01 \x03(\x0b\x32\x1d.kvferry.wire.v1.TokenLogprob\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"\xff\x01\n\x08\x46inished\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x06reason\x18\x02 \x01(\x0e\x32\x1d.kvferry.wire.v1.FinishReason\x12\x11\n\tstop_text\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12/\n\x07sources\x18\x05 \x01(\x0b\x32\x1e.kvferry.wire.v1.PromptSources\x12\x17\n\x0ftransfer_params\x18\x06 \x01(\x0c\x12)\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x18.kvferry.wire.v1.FailureB\x10\n\x0e_stop_token_id\"]\n\rPromptSources\x12\x15\n\rlocal_compute\x18\x01 \x01(\x04\x12\x17\n\x0flocal_cache_hit\x18\x02 \x01(\x04\x12\x1c\n\x14\x65xternal_kv_transfer\x18\x03 \x01(\x04\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xd9\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_pages_used\x18\x03 \x01(\x04\x12\x11\n\tnum_pages\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x35\n\rprompt_tokens\x18\x06 \x01(\x0b\x32\x1e.kvferry.wire.v1.PromptSources\x12\x15\n\rferried_bytes\x18\x07 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x08 \x01(\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x92\x01\n\x06Worker\x12@\n\x06\x41ttach\x12\x19.kvferry.wire.v1.Downward\x1a\x17.kvferry.wire.v1.Upward(\x01\x30\x01\x12\x46\n\x08\x44\x65scribe\x12 .kvferry.wire.v1.DescribeRequest\x1a\x18.kvferry.wire.v1.Welcomeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/wire/v1/worker.proto\x12\x0fkvferry.wire.v1\"\x91\x01\n\x08\x44ownward\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvferry.wire.v1.HelloH\x00\x12)\n\x06submit\x18\x02 \x01(\x0b\x32\x17.kvferry.wire.v1.SubmitH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.kvferry.wire.v1.CancelH\x00\x42\x06\n\x04kind\"d\n\x06Upward\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.kvferry.wire.v1.WelcomeH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.kvferry.wire.v1.StepH\x00\x42\x06\n\x04kind\",\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xc1\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\npage_bytes\x18\x08 \x01(\x04\x12#\n\x04load\x18\t \x01(\x0b\x32\x15.kvferry.wire.v1.Load\"\x11\n\x0f\x44\x65scribeRequest\"\xea\x01\n\x06Submit\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvferry.wire.v1.Sampling\x12\x19\n\x11keep_for_transfer\x18\x05 \x01(\x08\x12\x17\n\x0ftransfer_params\x18\x06 \x01(\x0c\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12-\n\tcontinued\x18\x08 \x01(\x0b\x32\x1a.kvferry.wire.v1.Continued\"2\n\tContinued\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tnum_chars\x18\x02 \x01(\x04\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xe1\x04\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12<\n\nlogit_bias\x18\x0f \x03(\x0b\x32(.kvferry.wire.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x13 \x01(\x08\x12%\n\x1dspaces_between_special_tokens\x18\x14 \x01(\x08\x12\x1a\n\x12structured_outputs\x18\x15 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\xd0\x01\n\x04Step\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05texts\x18\x04 \x03(\t\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.kvferry.wire.v1.StepLogprobs\x12+\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x19.kvferry.wire.v1.Finished\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.kvferry.wire.v1.Load\"S\n\x0cStepLogprobs\x12\r\n\x05index\x18\x01 \x01(\r\x12\x34\n\tpositions\x18\x02 \x03(\x0b\x32!.kvferry.wire.v1.PositionLogprobs\">\n\x10PositionLogprobs\x12*\n\x03top\x18\x01 \x03(\x0b\x32\x1d.kvferry.wire.v1.TokenLogprob\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"\xff\x01\n\x08\x46inished\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x06reason\x18\x02 \x01(\x0e\x32\x1d.kvferry.wire.v1.FinishReason\x12\x11\n\tstop_text\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12/\n\x07sources\x18\x05 \x01(\x0b\x32\x1e.kvferry.wire.v1.PromptSources\x12\x17\n\x0ftransfer_params\x18\x06 \x01(\x0c\x12)\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x18.kvferry.wire.v1.FailureB\x10\n\x0e_stop_token_id\"]\n\rPromptSources\x12\x15\n\rlocal_compute\x18\x01 \x01(\x04\x12\x17\n\x0flocal_cache_hit\x18\x02 \x01(\x04\x12\x1c\n\x14\x65xternal_kv_transfer\x18\x03 \x01(\x04\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xd9\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_pages_used\x18\x03 \x01(\x04\x12\x11\n\tnum_pages\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x35\n\rprompt_tokens\x18\x06 \x01(\x0b\x32\x1e.kvferry.wire.v1.PromptSources\x12\x15\n\rferried_bytes\x18\x07 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x08 \x01(\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x92\x01\n\x06Worker\x12@\n\x06\x41ttach\x12\x19.kvferry.wire.v1.Downward\x1a\x17.kvferry.wire.v1.Upward(\x01\x30\x01\x12\x46\n\x08\x44\x65scribe\x12 .kvferry.wire.v1.DescribeRequest\x1a\x18.kvferry.wire.v1.Welcomeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2429
-  _globals['_FINISHREASON']._serialized_end=2574
+  _globals['_FINISHREASON']._serialized_start=2528
+  _globals['_FINISHREASON']._serialized_end=2673
   _globals['_DOWNWARD']._serialized_start=50
   _globals['_DOWNWARD']._serialized_end=195
   _globals['_UPWARD']._serialized_start=197
@@ -46,29 +46,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=541
   _globals['_DESCRIBEREQUEST']._serialized_end=558
   _globals['_SUBMIT']._serialized_start=561
-  _globals['_SUBMIT']._serialized_end=748
-  _globals['_CANCEL']._serialized_start=750
-  _globals['_CANCEL']._serialized_end=774
-  _globals['_SAMPLING']._serialized_start=777
-  _globals['_SAMPLING']._serialized_end=1386
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1316
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1364
-  _globals['_STEP']._serialized_start=1389
-  _globals['_STEP']._serialized_end=1597
-  _globals['_STEPLOGPROBS']._serialized_start=1599
-  _globals['_STEPLOGPROBS']._serialized_end=1682
-  _globals['_POSITIONLOGPROBS']._serialized_start=1684
-  _globals['_POSITIONLOGPROBS']._serialized_end=1746
-  _globals['_TOKENLOGPROB']._serialized_start=1748
-  _globals['_TOKENLOGPROB']._serialized_end=1811
-  _globals['_FINISHED']._serialized_start=1814
-  _globals['_FINISHED']._serialized_end=2069
-  _globals['_PROMPTSOURCES']._serialized_start=2071
-  _globals['_PROMPTSOURCES']._serialized_end=2164
-  _globals['_FAILURE']._serialized_start=2166
-  _globals['_FAILURE']._serialized_end=2206
-  _globals['_LOAD']._serialized_start=2209
-  _globals['_LOAD']._serialized_end=2426
-  _globals['_WORKER']._serialized_start=2577
-  _globals['_WORKER']._serialized_end=2723
+  _globals['_SUBMIT']._serialized_end=795
+  _globals['_CONTINUED']._serialized_start=797
+  _globals['_CONTINUED']._serialized_end=847
+  _globals['_CANCEL']._serialized_start=849
+  _globals['_CANCEL']._serialized_end=873
+  _globals['_SAMPLING']._serialized_start=876
+  _globals['_SAMPLING']._serialized_end=1485
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1415
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1463
+  _globals['_STEP']._serialized_start=1488
+  _globals['_STEP']._serialized_end=1696
+  _globals['_STEPLOGPROBS']._serialized_start=1698
+  _globals['_STEPLOGPROBS']._serialized_end=1781
+  _globals['_POSITIONLOGPROBS']._serialized_start=1783
+  _globals['_POSITIONLOGPROBS']._serialized_end=1845
+  _globals['_TOKENLOGPROB']._serialized_start=1847
+  _globals['_TOKENLOGPROB']._serialized_end=1910
+  _globals['_FINISHED']._serialized_start=1913
+  _globals['_FINISHED']._serialized_end=2168
+  _globals['_PROMPTSOURCES']._serialized_start=2170
+  _globals['_PROMPTSOURCES']._serialized_end=2263
+  _globals['_FAILURE']._serialized_start=2265
+  _globals['_FAILURE']._serialized_end=2305
+  _globals['_LOAD']._serialized_start=2308
+  _globals['_LOAD']._serialized_end=2525
+  _globals['_WORKER']._serialized_start=2676
+  _globals['_WORKER']._serialized_end=2822
 # @@protoc_insertion_point(module_scope)

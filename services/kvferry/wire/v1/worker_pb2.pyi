@@ -73,7 +73,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class Submit(_message.Message):
     KEEP_FOR_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PARAMS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUED_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -88,7 +89,16 @@ class Submit(_message.Message):
     keep_for_transfer: bool
     transfer_params: bytes
     cache_salt: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    continued: Continued
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ...) -> None: ...
+
+class Continued(_message.Message):
+    __slots__ = ("num_tokens", "num_chars")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHARS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    num_chars: int
+    def __init__(self, num_tokens: _Optional[int] = ..., num_chars: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("number",)
