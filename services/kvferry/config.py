@@ -56,6 +56,7 @@ class EngineConfig(_Section):
     enforce_eager: bool | None = None  # empty: yes on a CPU, no on a GPU
     threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
     ucx_tls: str = "tcp,cma,sm,self"  # UCX transports between engines on the CPU device
+    transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that nobody pulls
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes
     start_timeout_s: float = Field(900, gt=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -253,38 +253,148 @@ def parse_events(raw: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("how", ["engine", "worker"])
-async def test_a_decode_worker_lost_mid_stream_ends_in_an_error_event(cluster: SimCluster, how: str, n: int) -> None:
-    body = {**BODY, "max_tokens": 5000, "stream": True, "n": n}
+async def stream(cluster: SimCluster, **values: Any) -> AsyncIterator[str]:
+    """Raw pieces of a streamed completion."""
     async with (
         httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
-        http.stream("POST", "/v1/completions", json=body) as answer,
+        http.stream("POST", "/v1/completions", json={**BODY, "stream": True, **values}) as answer,
     ):
         assert answer.status_code == 200
-        pieces = answer.aiter_text()
-        raw = await anext(pieces)
-        if how == "engine":
-            the(cluster, MemberKind.DECODE).kill()
-        else:
-            await cluster.hosts(MemberKind.DECODE)[0].stop()
+        async for piece in answer.aiter_text():
+            yield piece
+
+
+async def streamed_events(cluster: SimCluster, after: Callable[[], Awaitable[None]], **values: Any) -> list[Any]:
+    """Events of a streamed completion; `after` runs once the first ones arrived."""
+    raw = ""
+    async with contextlib.aclosing(stream(cluster, **values)) as pieces:
         async for piece in pieces:
+            if not raw:
+                await after()
             raw += piece
-    events = parse_events(raw)
-    assert events[-1]["error"]["code"] in ("engine_dead", "worker_lost")
-    assert all("error" not in event for event in events[:-1])
-    assert cluster.gateway is not None
-    await until(lambda: cluster.gateway is not None and cluster.gateway.app.num_in_flight == 0)
-    await until(lambda: the(cluster, MemberKind.PREFILL).num_offers == 0)
+    return parse_events(raw)
 
 
-async def test_a_decode_worker_lost_mid_answer_is_503_where_nothing_was_sent(cluster: SimCluster) -> None:
-    asked = asyncio.create_task(post(cluster, max_tokens=5000))
-    await until(lambda: the(cluster, MemberKind.DECODE).load().num_running == 1)
+def comparable(events: list[Any]) -> list[Any]:
+    """What a client sees of every choice, whatever its chunks: text, log-probabilities, end."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            seen = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
+            assert seen["end"] is None, "something follows the end"
+            seen["text"] += choice["text"]
+            if choice.get("logprobs"):
+                seen["logprobs"] += list(
+                    zip(choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"], strict=True)
+                )
+            seen["end"] = choice["finish_reason"]
+    usage = [event["usage"] for event in events if event.get("usage")]
+    return [[choices[index] for index in sorted(choices)], [{**u, "prompt_tokens_details": None} for u in usage]]
+
+
+LONG = 600  # tokens
+WITH_USAGE = {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"logprobs": 2},
+        {"n": 3, "temperature": 1.0, "seed": 5},
+        {"presence_penalty": 1.0, "min_tokens": 550, "ignore_eos": False},
+    ],
+    ids=["greedy", "logprobs", "three-seeded", "min-tokens"],
+)
+@pytest.mark.parametrize("how", ["engine", "worker"])
+async def test_a_decode_worker_lost_mid_stream_is_continued_by_another(how: str, values: dict[str, Any]) -> None:
+    async def nothing() -> None:
+        pass
+
+    asked = {"max_tokens": LONG, "stream_options": WITH_USAGE, **values}
+    async with running(decode=2, sim={"step_ms": 1.0, "prefill_tokens_per_s": 2e5, "answer_tokens": LONG}) as cluster:
+        expected = await streamed_events(cluster, nothing, **asked)
+
+        async def lose_the_busy_one() -> None:
+            for host, engine in cluster.workers:
+                if host.member.kind is MemberKind.DECODE and engine.load().num_running:
+                    if how == "engine":
+                        engine.kill()
+                    else:
+                        await host.stop()
+                    return
+            raise AssertionError("no decode worker is busy")
+
+        events = await streamed_events(cluster, lose_the_busy_one, **asked)
+        assert comparable(events) == comparable(expected)
+        assert len({event["id"] for event in events}) == 1
+        assert cluster.metric("kvferry_continued_requests_total") >= 1
+        await cluster.until_quiet()
+
+
+async def test_stop_strings_match_across_the_loss_of_a_worker() -> None:
+    """A stop string whose beginning came from one worker and whose end comes from another."""
+    async with running(decode=2) as cluster:
+        text, _ = await succeeds(cluster, max_tokens=400)
+        words = text.split(" ")
+        stop = " ".join(words[120:320])
+        expected = text[: text.index(stop)]
+
+        engines = cluster.engines(MemberKind.DECODE)
+        before = [engine.load().num_generated_tokens for engine in engines]
+
+        async def lose_the_busy_one() -> None:
+            def num_given() -> int:
+                return max(e.load().num_generated_tokens - b for e, b in zip(engines, before, strict=True))
+
+            # Past the beginning of the stop string: the text is held back from there on.
+            await until(lambda: num_given() > 150)
+            next(engine for engine in engines if engine.load().num_running).kill()
+
+        events = await streamed_events(cluster, lose_the_busy_one, max_tokens=2000, stop=stop)
+        ((choice,), _) = comparable(events)
+        assert choice["text"] == expected
+        assert choice["end"] == "stop"
+
+
+async def test_a_sole_decode_worker_is_waited_for_when_it_is_lost(cluster: SimCluster) -> None:
+    text, _ = await succeeds(cluster, max_tokens=LONG)
+    asked = asyncio.create_task(post(cluster, max_tokens=LONG))
+    before = the(cluster, MemberKind.DECODE).load().num_generated_tokens
+    await until(lambda: the(cluster, MemberKind.DECODE).load().num_generated_tokens > before + 20)
     the(cluster, MemberKind.DECODE).kill()
+    await cluster.ready(num_workers=1)
+    await cluster.add_worker(MemberKind.DECODE)
     answer = await asked
-    assert answer.status_code == 503
-    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == text
+    (after,) = answer.json()["kvferry"]["continued_after"]
+    assert 0 < after < LONG
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_without_another_decode_worker_a_stream_ends_in_an_error_event(n: int) -> None:
+    async with running(gateway={"http_port": 0, "worker_wait_s": 0.3}) as cluster:
+
+        async def lose_it() -> None:
+            the(cluster, MemberKind.DECODE).kill()
+
+        events = await streamed_events(cluster, lose_it, max_tokens=5000, n=n)
+        assert events[-1]["error"]["code"] == "no_decode_worker"
+        assert all("error" not in event for event in events[:-1])
+        await until(lambda: cluster.gateway is not None and cluster.gateway.app.num_in_flight == 0)
+        await until(lambda: the(cluster, MemberKind.PREFILL).num_offers == 0)
+
+
+async def test_without_another_decode_worker_it_is_503_where_nothing_was_sent() -> None:
+    async with running(gateway={"http_port": 0, "worker_wait_s": 0.3}) as cluster:
+        asked = asyncio.create_task(post(cluster, max_tokens=5000))
+        await until(lambda: the(cluster, MemberKind.DECODE).load().num_running == 1)
+        the(cluster, MemberKind.DECODE).kill()
+        answer = await asked
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
 
 
 async def test_without_a_decode_worker_it_is_503(cluster: SimCluster) -> None:

@@ -140,6 +140,7 @@ class VllmEngine:
                 # its old id would be recomputed for, silently and for ever.
                 "engine_id": engine_id,
                 "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"kv_lease_duration": self._config.transfer_lease_s},
             },
             "kv_events_config": {
                 "enable_kv_cache_events": True,

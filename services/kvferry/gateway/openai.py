@@ -249,6 +249,7 @@ class Answer:
             "prefill_worker": journey.prefill_worker,
             "decode_worker": journey.decode_worker,
             "prefill_failure": journey.prefill_failure or None,
+            "continued_after": journey.continued_after,
             "ferried_pages": journey.ferried_pages,
             "ferried_bytes": journey.ferried_bytes,
             "prompt_tokens_by_source": dataclasses.asdict(journey.sources),

@@ -1,6 +1,7 @@
-"""NixlConnector as kvferry needs it: restored CPU affinity, a progress thread that waits, equal block sizes.
+"""NixlConnector as kvferry needs it: restored CPU affinity, equal block sizes, a progress thread that waits, leases.
 
-Two things of vLLM 0.32 are mended here, both silent when left alone:
+Two things of vLLM 0.32 are mended here, both silent when left alone (leases in nixl_lease.py, progress in
+nixl_progress.py):
 - On the CPU device the connector pins the thread it is made in, which is the compute thread, to the last core of each
   NUMA node and never undoes it: all engines of a machine then compute on one core.
 - Block sizes are not part of the compatibility hash. On the CPU device unequal ones pass the handshake, transfer, and
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 from kvferry.engine.vllm_plugins.message_queue import nap_instead_of_spinning
+from kvferry.engine.vllm_plugins.nixl_lease import read_within_leases, say_when_leases_end
 from kvferry.engine.vllm_plugins.nixl_progress import waiting_progress_thread
 
 
@@ -36,6 +38,9 @@ class FerryConnector(NixlPullConnector):  # type: ignore[misc]
             os.sched_setaffinity(0, affinity)
         if role == KVConnectorRole.WORKER:
             refuse_unequal_block_sizes(self.connector_worker)
+            read_within_leases(self.connector_worker)
+        else:
+            say_when_leases_end(self.connector_scheduler)
 
 
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
