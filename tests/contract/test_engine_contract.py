@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import pytest_asyncio
 
 from kvferry.config import SimConfig
 from kvferry.engine.base import (
+    Continued,
     Engine,
     EngineOutput,
     EngineRequest,
@@ -204,6 +206,50 @@ async def test_outputs_are_deltas_that_end_with_a_reason(engine_pair: EnginePair
         assert output.finish_reason is None
         assert output.sources is None
         assert output.transfer_params is None
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["to-the-end", "across-a-stop-string"])
+@pytest.mark.parametrize("num_given", [1, 7, 18])
+async def test_an_answer_goes_on_in_another_engine(engine_pair: EnginePair, num_given: int, stop: bool) -> None:
+    """Tokens and text as if it had not been interrupted; the other engine here is the prefill engine."""
+    prompt = fresh_prompt(engine_pair, 40)
+    whole = await run(engine_pair.decode, prompt, greedy(20))
+    sampling = greedy(20)
+    if stop:
+        # Begins before the interruption and is complete after it, so that text is held back in between.
+        texts = [output.text for output in whole.outputs]
+        begins = len("".join(texts[: max(0, num_given - 1)]))
+        sampling = dataclasses.replace(sampling, stop=(whole.text[begins : len("".join(texts[: num_given + 1]))],))
+        whole = await run(engine_pair.decode, prompt, sampling)
+    delivered = Outcome()
+    for output in whole.outputs[:num_given]:
+        delivered.add(output)
+    given = delivered.token_ids
+    assert len(given) == num_given
+    rest = Outcome()
+    request = EngineRequest(
+        fresh_id(),
+        [*prompt, *given],
+        sampling,
+        continued=Continued(len(given), len(delivered.text)),
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        async for output in engine_pair.prefill.generate(request):
+            rest.add(output)
+    assert given + rest.token_ids == whole.token_ids
+    assert delivered.text + rest.text == whole.text
+    assert rest.last.finish_reason is whole.last.finish_reason
+    assert rest.last.stop_reason == whole.last.stop_reason
+    assert rest.sources.total == len(prompt) + num_given
+
+
+async def test_a_continuation_without_prompt_or_answer_is_refused(engine_pair: EnginePair) -> None:
+    prompt = fresh_prompt(engine_pair, 10)
+    for num_given, max_tokens in ((10, 20), (5, 5), (0, 5)):
+        request = EngineRequest(fresh_id(), prompt, greedy(max_tokens), continued=Continued(num_given, 0))
+        with pytest.raises(InvalidRequest, match=f"cannot go on after {num_given} tokens"):
+            async for _ in engine_pair.decode.generate(request):
+                pass
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
+from kvferry.errors import InvalidRequest
+
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
 
@@ -83,6 +85,18 @@ class EngineRequest:
     transfer_params: TransferParams | None = None
     cache_salt: str = ""
     continued: Continued | None = None
+
+
+def check_continued(request: EngineRequest) -> None:
+    """Raises InvalidRequest for a continuation that leaves no prompt, or no answer."""
+    if request.continued is None:
+        return
+    num_given, num_all = request.continued.num_tokens, len(request.prompt_token_ids)
+    if not 0 < num_given < min(num_all, request.sampling.max_tokens):
+        raise InvalidRequest(
+            f"a request cannot go on after {num_given} tokens of its answer: the prompt has {num_all} with them, "
+            f"the answer {request.sampling.max_tokens} at most"
+        )
 
 
 @dataclass(frozen=True, slots=True)

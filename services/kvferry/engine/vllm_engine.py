@@ -30,6 +30,7 @@ from kvferry.engine.base import (
     RequestId,
     Sampling,
     TokenLogprob,
+    check_continued,
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.model_folder import cache_folder
@@ -56,6 +57,7 @@ class VllmEngine:
         self._llm: Any = None
         self._info: EngineInfo | None = None
         self._tap: Any = None
+        self._continuations: Any = None
         self._counters: Any = None
         self._folder: Path | None = None
 
@@ -90,6 +92,7 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from kvferry.engine.vllm_continuation import Continuations
         from kvferry.engine.vllm_counters import Counters
         from kvferry.engine.vllm_output_tap import OutputTap
 
@@ -106,6 +109,7 @@ class VllmEngine:
             raise UnsupportedEngine(f"vLLM refuses this configuration: {error}") from error
         self._counters = counters[0]
         self._tap = OutputTap(self._llm.output_processor)
+        self._continuations = Continuations(self._llm.output_processor)
         self._info = describe(self._llm.vllm_config, engine_id, self._model_folder)
 
     def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
@@ -159,6 +163,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        from kvferry.engine.vllm_continuation import rest_of
         from kvferry.engine.vllm_sampling import to_vllm
 
         llm, request_id = self._llm, request.request_id
@@ -169,8 +174,13 @@ class VllmEngine:
             transfer = {"do_remote_decode": True, "do_remote_prefill": False}
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         finished = False
+        sampling, continued = request.sampling, request.continued
+        if continued is not None:
+            check_continued(request)
+            sampling = rest_of(sampling, continued)
+            self._continuations.expect(request_id, continued, request.sampling.min_tokens)
         try:
-            params = to_vllm(request.sampling, transfer_params=transfer)
+            params = to_vllm(sampling, transfer_params=transfer)
             async for output in llm.generate(prompt, params, request_id):
                 completion = output.outputs[0]
                 token_ids = completion.token_ids
@@ -195,6 +205,7 @@ class VllmEngine:
             raise InvalidRequest(str(error), param=getattr(error, "parameter", None)) from None
         finally:
             self._tap.take(request_id)
+            self._continuations.forget(request_id)
             if not finished and not llm.errored:
                 await self._withdraw(request_id, transfer)
 

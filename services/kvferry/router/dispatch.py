@@ -14,6 +14,8 @@ import asyncio
 import dataclasses
 import logging
 import secrets
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.config import GatewayConfig
@@ -239,8 +241,9 @@ class Dispatcher:
 class _Answer:
     """What a request gave so far, and how it goes on where its worker is lost.
 
-    Most requests go on from prompt and tokens so far. Where a grammar constrains the answer, the engine would begin the
-    grammar anew: such a request is computed again from its prompt, and what comes again is compared and left out.
+    Most requests go on from prompt and tokens so far. An engine would begin grammars and penalties anew there: requests
+    with a grammar, and greedy ones with penalties or bad words, are computed again from their prompt, and what comes
+    again is compared and left out. Sampled ones with penalties go on with what the tokens so far cost as a bias.
     """
 
     def __init__(self, request: EngineRequest, sink: Sink, journey: Journey) -> None:
@@ -265,7 +268,7 @@ class _Answer:
         if self._journey.continued_after[-1:] != [len(given)]:
             self._journey.continued_after.append(len(given))
         request_id = RequestId(f"{request.request_id}-c{self._attempt}")
-        if request.sampling.structured_outputs:
+        if _begins_anew(request.sampling):
             self._num_again, self._num_chars_again, self._position = len(given), self._num_chars, 0
             return dataclasses.replace(request, request_id=request_id)
         # At least one token is left for the engine to give: it says how the answer ended.
@@ -278,6 +281,7 @@ class _Answer:
             request,
             request_id=request_id,
             prompt_token_ids=[*request.prompt_token_ids, *given[:num_tokens]],
+            sampling=_with_penalties_of(given[:num_tokens], request.sampling),
             continued=Continued(num_tokens, self._num_chars),
         )
 
@@ -321,6 +325,28 @@ class _Tried:
     def may_try(self, link: WorkerLink) -> bool:
         member_id = link.member.member_id
         return member_id not in self._refused and (member_id, link.generation) not in self._generations
+
+
+def _begins_anew(sampling: Sampling) -> bool:
+    """Whether an answer in the middle cannot go on exactly from its tokens."""
+    if sampling.structured_outputs:
+        return True
+    counts_tokens = sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words
+    return sampling.temperature == 0 and bool(counts_tokens)
+
+
+def _with_penalties_of(given: Sequence[int], sampling: Sampling) -> Sampling:
+    """What the tokens given so far cost, which to the next engine are prompt, as a bias.
+
+    Exact for the frequency penalty; a presence penalty counts twice for a token that comes once more.
+    """
+    if not (sampling.presence_penalty or sampling.frequency_penalty):
+        return sampling
+    bias = dict(sampling.logit_bias)
+    for token_id, count in Counter(given).items():
+        cost = sampling.presence_penalty + sampling.frequency_penalty * count
+        bias[token_id] = bias.get(token_id, 0.0) - cost
+    return dataclasses.replace(sampling, logit_bias=bias)
 
 
 def _replayable(request: EngineRequest) -> EngineRequest:

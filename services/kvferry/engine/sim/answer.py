@@ -24,8 +24,8 @@ class Answer:
     """The growing answer to one prompt. After each `next_token`, the attributes tell what that token changed."""
 
     __slots__ = (
-        "_bad_words", "_chain", "_constrained", "_eos_below", "_held", "_late", "_lowest_visible",
-        "_num_ahead", "_num_tokens", "_recent", "_sampling", "_stop_ids", "_texts", "finish_reason", "stop_reason", "text",
+        "_bad_words", "_chain", "_constrained", "_eos_below", "_held", "_late", "_lowest_visible", "_num_ahead",
+        "_num_tokens", "_recent", "_sampling", "_stop_ids", "_texts", "finish_reason", "stop_reason", "text",
     )  # fmt: skip
 
     def __init__(

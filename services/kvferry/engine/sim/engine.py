@@ -30,6 +30,7 @@ from kvferry.engine.base import (
     PromptSources,
     RequestId,
     TransferParams,
+    check_continued,
 )
 from kvferry.engine.sim.answer import Answer
 from kvferry.engine.sim.block_pool import TOKEN_BYTES, BlockPool, PageId, pack_tokens
@@ -291,11 +292,7 @@ class SimEngine:
         """How many tokens prompt and answer may have together. Raises InvalidRequest."""
         sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
         num_given = request.continued.num_tokens if request.continued is not None else 0
-        if request.continued is not None and not 0 < num_given < min(num_prompt, sampling.max_tokens):
-            raise InvalidRequest(
-                f"a request cannot go on after {num_given} tokens of its answer: the prompt has {num_prompt} with them, "
-                f"the answer {sampling.max_tokens} at most"
-            )
+        check_continued(request)
         if request.keep_for_transfer and request.transfer_params is not None:
             raise InvalidRequest("a request is either kept for transfer or pulled, not both")
         if request.request_id in self._id_to_sequence:
