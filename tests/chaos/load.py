@@ -1,0 +1,164 @@
+"""Streams of completions, each compared with the answer it must give, through a client that retries connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+MAX_ATTEMPTS = 8
+
+
+@dataclass
+class Outcome:
+    """One request, from a client's side."""
+
+    prompt: int
+    text: str = ""
+    error: str = ""
+    elapsed_s: float = 0.0
+    num_attempts: int = 0
+    journey: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def continued(self) -> bool:
+        return bool(self.journey.get("continued_after"))
+
+    @property
+    def recomputed(self) -> bool:
+        """Its prompt was computed by the decode worker because the prefill worker failed."""
+        return bool(self.journey.get("prefill_failure"))
+
+    @property
+    def affected(self) -> bool:
+        return self.continued or self.recomputed or self.num_attempts > 1
+
+
+def make_prompts(count: int, seed: int) -> list[str]:
+    """Distinct prompts of 20 to 200 words, some with a beginning in common."""
+    seeded = random.Random(seed)
+    beginnings = [" ".join(f"w{seeded.randrange(4000)}" for _ in range(48)) for _ in range(4)]
+    return [
+        f"{seeded.choice(beginnings)} " + " ".join(f"w{seeded.randrange(4000)}" for _ in range(seeded.randint(20, 150)))
+        for _ in range(count)
+    ]
+
+
+class Client:
+    """Asks one of the gateways that `urls` names; on a broken connection asks another one, from the start."""
+
+    def __init__(self, urls: Callable[[], Sequence[str]], prompts: Sequence[str], max_tokens: int) -> None:
+        self._urls = urls
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._http = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+        self._turn = 0
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def ask(self, prompt: int) -> Outcome:
+        outcome = Outcome(prompt)
+        started_s = time.perf_counter()
+        while outcome.num_attempts < MAX_ATTEMPTS:
+            outcome.num_attempts += 1
+            urls = self._urls()
+            if not urls:
+                outcome.error = "no gateway takes requests"
+                break
+            self._turn += 1
+            outcome.text = ""
+            try:
+                outcome.error = await self._stream(urls[self._turn % len(urls)], outcome)
+                break
+            except httpx.TransportError as error:
+                outcome.error = f"{type(error).__name__} after {outcome.num_attempts} attempts"
+        outcome.elapsed_s = time.perf_counter() - started_s
+        return outcome
+
+    async def _stream(self, url: str, outcome: Outcome) -> str:
+        """Fill in the outcome; what the server said went wrong, if anything. Raises for a broken connection."""
+        body = {
+            "model": "sim-model",
+            "prompt": self._prompts[outcome.prompt],
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        request = self._http.stream("POST", f"{url}/v1/completions", json=body, headers={"x-kvferry-debug": "1"})
+        async with request as answer:
+            if answer.status_code != 200:
+                return f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
+            async for line in answer.aiter_lines():
+                if not line:
+                    continue
+                if line == "data: [DONE]":
+                    return ""
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return f"event: {event['error']['message']}"
+                outcome.text += "".join(choice["text"] for choice in event["choices"])
+                outcome.journey = event.get("kvferry") or outcome.journey
+        return "the stream ended without [DONE]"
+
+
+@dataclass
+class Load:
+    """Closed loop: as many requests at a time as there are streams, until told to stop."""
+
+    client: Client
+    num_prompts: int
+    num_streams: int
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Load while the block runs; its requests in flight finish before this returns."""
+        stopping = asyncio.Event()
+
+        async def stream(first: int) -> None:
+            prompt = first
+            while not stopping.is_set():
+                self.outcomes.append(await self.client.ask(prompt % self.num_prompts))
+                prompt += self.num_streams
+
+        streams = [asyncio.create_task(stream(i)) for i in range(self.num_streams)]
+        try:
+            yield
+            stopping.set()
+            await asyncio.gather(*streams)
+        finally:
+            for task in streams:
+                task.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+
+def summarize(outcomes: Sequence[Outcome], expected: Sequence[str], kills: int) -> dict[str, Any]:
+    """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not."""
+    failed = [outcome for outcome in outcomes if outcome.error]
+    whole = [outcome for outcome in outcomes if not outcome.error]
+    calm_s = [outcome.elapsed_s for outcome in whole if not outcome.affected]
+    touched_s = [outcome.elapsed_s for outcome in whole if outcome.affected]
+    extra_ms = None
+    if calm_s and touched_s:
+        extra_ms = round((statistics.median(touched_s) - statistics.median(calm_s)) * 1e3, 1)
+    return {
+        "kills": kills,
+        "requests": len(outcomes),
+        "failed": len(failed),
+        "continued": sum(outcome.continued for outcome in whole),
+        "recomputed": sum(outcome.recomputed for outcome in whole),
+        "retried": sum(outcome.num_attempts > 1 for outcome in outcomes),
+        "inexact": sum(outcome.text != expected[outcome.prompt] for outcome in whole),
+        "extra_ms_p50": extra_ms,
+        "errors": sorted({outcome.error for outcome in failed})[:3],
+    }

@@ -1,0 +1,55 @@
+"""A few of every fault that `make chaos` inflicts twenty times, on real processes with sim engines and a real etcd."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from chaos.__main__ import ask_undisturbed, run_fault
+from chaos.faults import Fault, etcd_away, hanging, killing, leaving
+from chaos.fleet import fleet
+from chaos.load import Client, Load, make_prompts
+from etcd_server import find_binary
+
+from kvferry.membership.base import MemberKind
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_binary() is None, reason="no etcd on this machine"),
+]
+
+SEED = 7
+NUM_STREAMS = 16
+MAX_TOKENS = 80
+
+FAULTS: dict[str, tuple[Fault, int]] = {
+    "prefill": (killing(MemberKind.PREFILL), 2),
+    "decode": (killing(MemberKind.DECODE), 2),
+    "gateway": (killing(MemberKind.GATEWAY), 1),
+    "etcd": (etcd_away(8.0), 1),  # longer than the leases of 5 s
+    "drain": (leaving, 2),
+    "hang": (hanging, 1),
+}
+
+
+async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
+    prompts = make_prompts(24, SEED)
+    async with fleet(tmp_path) as running:
+        expected = await ask_undisturbed(running, prompts, MAX_TOKENS)
+        rows = {}
+        for name, (fault, times) in FAULTS.items():
+            client = Client(running.urls, prompts, MAX_TOKENS)
+            load = Load(client, len(prompts), NUM_STREAMS)
+            rows[name] = await run_fault(running, fault, times, load, expected, random.Random(SEED), lambda what: None)
+            await client.close()
+    for name, row in rows.items():
+        assert (row["failed"], row["inexact"]) == (0, 0), (name, row)
+        assert row["requests"] >= NUM_STREAMS
+        if name != "gateway":
+            assert row["retried"] == 0, (name, row)
+    # The faults did hit requests.
+    assert rows["decode"]["continued"] > 0
+    assert rows["hang"]["continued"] > 0
+    assert rows["gateway"]["retried"] > 0
