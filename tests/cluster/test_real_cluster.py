@@ -36,16 +36,25 @@ DEBUG = {"x-kvferry-debug": "1"}
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
     with a_machine("vllm") as machine:
-        up = machine.up()
+        up = machine.up("--set", "decode.replicas=2")
         assert up.returncode == 0, up.stdout + up.stderr
         assert "KV page" in up.stdout, up.stdout
         yield machine
 
 
-def members(machine: Machine) -> dict[str, dict[str, Any]]:
-    """kind -> member, of a cluster with one of each."""
+def members(machine: Machine, kind: str) -> dict[str, dict[str, Any]]:
+    """id -> member."""
     status = json.loads(machine.run("status", "--json", timeout_s=60).stdout)
-    return {member["kind"]: member for member in status["members"]}
+    return {member["member_id"]: member for member in status["members"] if member["kind"] == kind}
+
+
+def kill_engine(member: dict[str, Any]) -> None:
+    """The engine's processes, as the kernel would when memory runs out; its worker lives."""
+    children = psutil.Process(member["pid"]).children(recursive=True)
+    engine = [child for child in children if "VLLM::" in " ".join(child.cmdline())]
+    assert engine
+    for process in engine:
+        process.send_signal(signal.SIGKILL)
 
 
 def complete(machine: Machine, prompt: str, **more: Any) -> dict[str, Any]:
@@ -185,8 +194,51 @@ def test_malformed_json_and_a_body_over_the_limit(machine: Machine) -> None:
     assert httpx.post(url, content=b"x" * (9 << 20), timeout=60).status_code == 413
 
 
+async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(machine: Machine) -> None:
+    prompt = "The harbour master of a small town keeps a diary. On the first page he wrote: " * 3
+    values = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    undisturbed = await asyncio.to_thread(complete, machine, prompt, **values)
+    expected, usage = undisturbed["choices"][0]["text"], undisturbed["usage"]
+    decode = await asyncio.to_thread(members, machine, "decode")
+    assert len(decode) == 2
+
+    body = {"model": MODEL, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **values}
+    events: list[dict[str, Any]] = []
+    killed = ""
+    async with (
+        httpx.AsyncClient(base_url=machine.url, timeout=300) as http,
+        http.stream("POST", "/v1/completions", json=body, headers=DEBUG) as answer,
+    ):
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if not line or line == "data: [DONE]":
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if len(events) == 20:
+                now = await asyncio.to_thread(members, machine, "decode")
+                (killed,) = (worker_id for worker_id, member in now.items() if member["load"]["num_running"])
+                kill_engine(now[killed])
+    assert not [event for event in events if "error" in event]
+    assert "".join(choice["text"] for event in events for choice in event["choices"]) == expected
+    ends = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert ends == ["length"]
+    assert len({event["id"] for event in events}) == 1
+    (closing,) = (event for event in events if "kvferry" in event)
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert closing["usage"][name] == usage[name]
+    journey = closing["kvferry"]
+    assert journey["decode_worker"] != killed
+    (num_before,) = journey["continued_after"]
+    assert 20 <= num_before < 120
+
+    def replaced() -> bool:
+        return len(members(machine, "decode").keys() - {killed}) == 2
+
+    await asyncio.to_thread(wait_until, replaced, timeout_s=300, what="a new decode worker")
+
+
 async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: Machine) -> None:
-    before = members(machine)["prefill"]
+    ((before_id, before),) = members(machine, "prefill").items()
     prompts = [f"Chapter {i}. " + "The river was wide and the ferry was slow. " * (4 + 3 * i) for i in range(8)]
     answered: list[tuple[str, str | None]] = []
     first_tokens = asyncio.Semaphore(0)
@@ -208,14 +260,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
         # Some decode, the others still wait for the prefill engine: now it dies.
         for _ in range(2):
             await first_tokens.acquire()
-        engine = [
-            child
-            for child in psutil.Process(before["pid"]).children(recursive=True)
-            if "VLLM::" in " ".join(child.cmdline())
-        ]
-        assert engine
-        for process in engine:
-            process.send_signal(signal.SIGKILL)
+        kill_engine(before)
         await asyncio.gather(*streams)
     assert len(answered) == 8
     assert [finish for _, finish in answered] == ["length"] * 8
@@ -226,8 +271,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
     assert alone["choices"][0]["text"]
 
     def replaced() -> bool:
-        prefill = members(machine).get("prefill")
-        return prefill is not None and prefill["member_id"] != before["member_id"]
+        return bool(members(machine, "prefill").keys() - {before_id})
 
     await asyncio.to_thread(wait_until, replaced, timeout_s=300, what="a new prefill worker")
 
@@ -235,7 +279,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
         journey = complete(machine, "At last the new ferry came, and everybody went on board. " * 3)["kvferry"]
         if journey["ferried_pages"] == 0:
             return False
-        assert journey["prefill_worker"] != before["member_id"]
+        assert journey["prefill_worker"] != before_id
         return True
 
     await asyncio.to_thread(wait_until, ferried_again, timeout_s=60, what="a request ferried by the new worker")
