@@ -33,7 +33,7 @@ from kvferry.engine.base import (
     check_continued,
 )
 from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import TOKEN_BYTES, BlockPool, PageId, pack_tokens
+from kvferry.engine.sim.block_pool import TOKEN_BYTES, BlockPool, PageHash, PageId, pack_tokens
 from kvferry.engine.sim.ferry import (
     PULL_TIMEOUT_S,
     FerryError,
@@ -415,16 +415,41 @@ class SimEngine:
                 num_now = min(num_left, budget)
                 budget -= num_now
                 plan.append((sequence, num_now))
-        while budget > 0 and self._waiting and len(running) + len(self._pulling) < self._max_num_seqs:
-            sequence = self._waiting[0]
+        being_computed = self._being_computed() if self._waiting else frozenset()
+        i = 0
+        while budget > 0 and i < len(self._waiting) and len(running) + len(self._pulling) < self._max_num_seqs:
+            sequence = self._waiting[i]
+            if being_computed and self._next_page(sequence) in being_computed:
+                # vLLM finds pages from the moment they are scheduled, and computes none of them twice. Here they are
+                # found once they are computed: the sequence lets others pass until then.
+                i += 1
+                continue
             if not self._place(sequence):
                 break
-            self._waiting.popleft()
+            del self._waiting[i]
             if sequence.phase is Phase.RUNNING:
                 num_now = min(sequence.num_tokens - sequence.num_computed, budget)
                 budget -= num_now
                 plan.append((sequence, num_now))
+                being_computed = being_computed.union(sequence.page_hashes[sequence.num_stored :])
         return plan
+
+    def _being_computed(self) -> frozenset[PageHash]:
+        """Pages that sequences now compute for their prompts."""
+        return frozenset(
+            page_hash
+            for sequence in self._running
+            if sequence.num_computed < sequence.num_prompt
+            for page_hash in sequence.page_hashes[sequence.num_stored :]
+        )
+
+    def _next_page(self, sequence: TokenSequence) -> PageHash | None:
+        """The first page that a waiting sequence would have to compute, of those that others may find."""
+        if sequence.ticket is not None:
+            return None
+        findable = sequence.page_hashes[: (sequence.num_tokens - 1) // self._block_size]
+        num_found = len(self._pool.find_prefix(findable))
+        return findable[num_found] if num_found < len(findable) else None
 
     def _place(self, sequence: TokenSequence) -> bool:
         """Give a waiting sequence pages for all tokens it knows, cached ones first. False when there are too few."""

@@ -154,6 +154,17 @@ async def test_a_cached_prompt_takes_only_what_is_not_cached(time: VirtualTime) 
     assert time.now_s - before_s == pytest.approx(0.003)
 
 
+async def test_siblings_that_come_together_compute_their_beginning_once(time: VirtualTime) -> None:
+    async with started(clock=time.clock, sleep=time.sleep, step_ms=10, prefill_tokens_per_s=1000) as engine:
+        beginning = prompt_of(40 * 16)
+        requests = [request_for([*beginning, *prompt_of(5)], 1) for _ in range(8)]
+        stranger = request_for(prompt_of(50), 1)
+        answers = await asyncio.gather(*(finish(engine.generate(request)) for request in (*requests, stranger)))
+        computed = [last.sources.local_compute for _, last in answers if last.sources is not None]
+        assert sorted(computed) == sorted([40 * 16 + 5, *[5] * 7, 50])
+        engine.check()
+
+
 async def test_a_long_prompt_does_not_stop_others(time: VirtualTime) -> None:
     async with started(clock=time.clock, sleep=time.sleep, step_ms=10, prefill_tokens_per_s=1000) as engine:
         answering = engine.generate(request_for(prompt_of(5), 50))
