@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast check fmt proto build ci chaos
+.PHONY: help setup up down status test test-fast check fmt proto build ci chaos bench-routing
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: $(STAMP) ## Run all tests, with real models, etcd and clusters
 
 test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
 	@$(BIN)/pytest -m "not model and not cluster" $(ARGS)
+
+bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE" replays a Mooncake trace
+	@$(BIN)/python tools/bench_routing.py $(ARGS)
 
 chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clients saw; ARGS="--kills 5"
 	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)

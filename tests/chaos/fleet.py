@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,9 +127,18 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    folder: Path, *, prefill: int = 2, decode: int = 3, gateways: int = 2, **values: Any
+    folder: Path,
+    *,
+    prefill: int = 2,
+    decode: int = 3,
+    gateways: int = 2,
+    overrides: Callable[[MemberKind, int], dict[str, Any]] = lambda kind, i: {},
+    **values: Any,
 ) -> AsyncIterator[Fleet]:
-    """A running cluster of sim engines; `values` are sections of its configuration."""
+    """A running cluster of sim engines.
+
+    `values` are sections of its configuration; `overrides` gives sections of one member's own, by kind and number.
+    """
     (folder / "etcd").mkdir()
     with EtcdServer(folder / "etcd") as etcd:
         config = {
@@ -147,7 +156,9 @@ async def fleet(
         for kind, count in counts:
             for i in range(count):
                 port = free_port("127.0.0.1") if kind is MemberKind.GATEWAY else 0
-                running.processes.append(Process(kind, port, config, folder / f"{kind.value}-{i}.log"))
+                running.processes.append(
+                    Process(kind, port, {**config, **overrides(kind, i)}, folder / f"{kind.value}-{i}.log")
+                )
         try:
             await running.start()
             yield running
