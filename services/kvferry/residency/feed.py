@@ -1,0 +1,169 @@
+"""How residency travels: a snapshot in parts, then numbered deltas; and the listener's side of it.
+
+Whoever holds pages (a worker's mirror, a keeper) numbers its deltas from 1. A snapshot stands for a number: the deltas
+after it continue it. Deltas may overlap a snapshot, which may already hold what they tell; applying them changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.residency.index import Holder, ResidencyIndex, Tier
+
+Keys = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What changed since the delta before. `cleared` comes first: everything is gone, then `stored` is there.
+
+    No key is both stored and removed on a tier.
+    """
+
+    sequence: int
+    stored: Mapping[Tier, Keys] = field(default_factory=dict)
+    removed: Mapping[Tier, Keys] = field(default_factory=dict)
+    cleared: bool = False
+
+    @property
+    def num_keys(self) -> int:
+        return sum(map(len, self.stored.values())) + sum(map(len, self.removed.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPart:
+    """Part `part` of `num_parts`, from 0, of what is held after delta `sequence`.
+
+    An empty snapshot has one empty part.
+    """
+
+    sequence: int
+    part: int
+    num_parts: int
+    tier: Tier
+    keys: Keys
+
+
+def snapshot_parts(sequence: int, held: Mapping[Tier, Keys], max_keys: int) -> Iterator[SnapshotPart]:
+    """Cut into parts of at most `max_keys` keys. Raises ValueError when that is below 1."""
+    if max_keys < 1:
+        raise ValueError(f"a snapshot in parts of {max_keys} keys")
+    cuts = [
+        (tier, keys[start : start + max_keys]) for tier, keys in held.items() for start in range(0, len(keys), max_keys)
+    ]
+    cuts = cuts or [(Tier.GPU, ())]
+    for part, (tier, keys) in enumerate(cuts):
+        yield SnapshotPart(sequence, part, len(cuts), tier, keys)
+
+
+class FollowerState(enum.StrEnum):
+    WAITING = "waiting"  # for the first part of a snapshot
+    COLLECTING = "collecting"  # parts of one
+    FOLLOWING = "following"
+
+
+class Follower:
+    """Keeps the index true for one owner. Pure: the caller moves messages, in the order they were sent.
+
+    While `needs_snapshot`, ask the sender for one and keep feeding what arrives. What the index held before a gap stays
+    until the snapshot replaces it: most of it is still right, and a wrong hint costs a detour.
+    """
+
+    def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:
+        """`max_waiting_deltas` bounds what is kept while a snapshot arrives; beyond it a newer snapshot is needed."""
+        self._index = index
+        self._owner = owner
+        self._max_waiting_deltas = max_waiting_deltas
+        self._state = FollowerState.WAITING
+        self._sequence = 0
+        self._parts: list[SnapshotPart] = []
+        self._waiting: list[Delta] = []
+        self.num_gaps = 0
+
+    def __repr__(self) -> str:
+        return f"<Follower of {self._owner}: {self._state.value} at {self._sequence}, {self.num_gaps} gaps>"
+
+    @property
+    def state(self) -> FollowerState:
+        return self._state
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether to ask for a snapshot now. False while one is arriving."""
+        return self._state is FollowerState.WAITING
+
+    @property
+    def sequence(self) -> int:
+        """The delta up to which the index is true; 0 before any."""
+        return self._sequence
+
+    def take_part(self, part: SnapshotPart) -> bool:
+        """Take a part of a snapshot. Returns whether the index is true now.
+
+        Part 0 always begins a new snapshot. A part that does not continue the one before means that messages were lost:
+        `needs_snapshot` again.
+        """
+        if part.part == 0:
+            self._parts = []
+            self._waiting = [delta for delta in self._waiting if delta.sequence > part.sequence]
+            self._state = FollowerState.COLLECTING
+        elif self._state is not FollowerState.COLLECTING or not self._continues(part):
+            self._lost()
+            return False
+        self._parts.append(part)
+        if len(self._parts) < part.num_parts:
+            return False
+        self._complete()
+        return self._state is FollowerState.FOLLOWING
+
+    def take_delta(self, delta: Delta) -> bool:
+        """Take a delta. Returns whether the index is true now. Old ones are ignored; a gap makes `needs_snapshot`."""
+        if self._state is FollowerState.FOLLOWING:
+            if delta.sequence == self._sequence + 1:
+                self._apply(delta)
+            elif delta.sequence > self._sequence:
+                self._lost()
+        elif self._state is FollowerState.COLLECTING:
+            self._waiting.append(delta)
+            if len(self._waiting) > self._max_waiting_deltas:
+                self._lost()
+        return self._state is FollowerState.FOLLOWING
+
+    def drop(self) -> None:
+        """The owner is gone: forget what it held and wait for a snapshot."""
+        self._index.drop_holder(self._owner)
+        self._parts, self._waiting = [], []
+        self._sequence = 0
+        self._state = FollowerState.WAITING
+
+    def _continues(self, part: SnapshotPart) -> bool:
+        last = self._parts[-1]
+        return (part.sequence, part.part, part.num_parts) == (last.sequence, last.part + 1, last.num_parts)
+
+    def _lost(self) -> None:
+        self.num_gaps += 1
+        self._parts, self._waiting = [], []
+        self._state = FollowerState.WAITING
+
+    def _complete(self) -> None:
+        parts, self._parts = self._parts, []
+        waiting, self._waiting = self._waiting, []
+        self._index.drop_holder(self._owner)
+        for part in parts:
+            self._index.store(Holder(self._owner, part.tier), part.keys)
+        self._sequence = parts[-1].sequence
+        self._state = FollowerState.FOLLOWING
+        for delta in waiting:
+            self.take_delta(delta)
+
+    def _apply(self, delta: Delta) -> None:
+        if delta.cleared:
+            self._index.drop_holder(self._owner)
+        for tier, keys in delta.removed.items():
+            self._index.remove(Holder(self._owner, tier), keys)
+        for tier, keys in delta.stored.items():
+            self._index.store(Holder(self._owner, tier), keys)
+        self._sequence = delta.sequence

@@ -1,0 +1,150 @@
+"""What workers can do, as measured: milliseconds per token, per page and per step, of each worker.
+
+An unmeasured worker is taken to be like the median of those that were measured, and the first of all like the priors.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Priors:
+    """What is believed before anything was measured, and the weights of a price. Times in ms."""
+
+    prefill_ms_per_token: float = 0.1  # 10,000 tokens a second
+    prefill_fixed_ms: float = 5.0  # a step's cost apart from its tokens
+    cpu_page_ms: float = 0.02  # 1 MiB at 50 GB/s
+    volume_page_ms: float = 0.25  # 1 MiB at 4 GB/s, verified
+    ferry_page_ms: float = 0.05  # 1 MiB at 20 GB/s
+    handoff_ms: float = 5.0  # of every ferry, whatever its size
+    step_ms: float = 10.0  # a decode step of no stream
+    step_ms_per_stream: float = 0.1
+    output_tokens: float = 256.0  # how long an answer is, until answers were seen
+    # Part of the compute that is charged once more for what it keeps others waiting: without it, waiting for a
+    # sibling's pages costs as much as computing them again on an idle worker.
+    work_weight: float = 0.3
+    # Part of the delay that a prefill brings to each stream decoding beside it. Streams smooth a single pause over.
+    interference_weight: float = 0.1
+    pages_full_share: float = 0.9  # of KV pages in use: beyond it requests get preempted
+    pages_full_ms: float = 2000.0  # at a share of 1
+    # Candidates this much above the cheapest are chosen too, the less often the dearer.
+    near_ms: float = 1.0
+    near_share: float = 0.03
+    expected_grace_s: float = 2.0  # how long computed pages are believed in until the worker tells of them
+
+
+# Weight of a new observation. 0.2 forgets half in 3 requests: a worker that slows down is seen within a second.
+_GAIN = 0.2
+# An observation counts as at most this many times, and at least this part of, what was believed.
+_MAX_RATIO = 3.0
+# Fewer tokens are all overhead: they say nothing about the rate.
+_MIN_TOKENS = 32
+_REFRESH_EVERY = 16
+
+
+class Rate:
+    """A robust moving average. `value` is valid from the start: what it was last `believe`d, until observed."""
+
+    __slots__ = ("num_observed", "value")
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.num_observed = 0
+
+    def __repr__(self) -> str:
+        return f"<Rate {self.value:.4g} of {self.num_observed}>"
+
+    def believe(self, value: float) -> None:
+        """What unobserved rates are taken to be; ignored once observed."""
+        if not self.num_observed:
+            self.value = value
+
+    def observe(self, value: float) -> None:
+        """Raises ValueError unless `value` is above 0 and finite."""
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{value} was observed as a rate")
+        bounded = min(max(value, self.value / _MAX_RATIO), self.value * _MAX_RATIO)
+        # The first few count for more, as in a plain mean.
+        gain = max(_GAIN, 1 / (self.num_observed + 2))
+        self.value += gain * (bounded - self.value)
+        self.num_observed += 1
+
+
+class WorkerRates:
+    """The rates of one worker. `step_scale` is its decode step relative to the priors' line over streams."""
+
+    __slots__ = ("ferry_page_ms", "prefill_ms_per_token", "step_scale")
+
+    def __init__(self, priors: Priors) -> None:
+        self.prefill_ms_per_token = Rate(priors.prefill_ms_per_token)
+        self.ferry_page_ms = Rate(priors.ferry_page_ms)
+        self.step_scale = Rate(1.0)
+
+    def observed_prefill(
+        self, priors: Priors, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int
+    ) -> bool:
+        """Returns whether it said something: prefills of a few tokens do not."""
+        tokens = computed_tokens + queued_ahead_tokens
+        if computed_tokens < _MIN_TOKENS or elapsed_ms <= 0:
+            return False
+        # At least half of the time is the tokens', however small the job.
+        self.prefill_ms_per_token.observe(max(elapsed_ms - priors.prefill_fixed_ms, elapsed_ms / 2) / tokens)
+        return True
+
+    def observed_ferry(self, priors: Priors, num_pages: int, elapsed_ms: float) -> bool:
+        if num_pages < 1 or elapsed_ms <= 0:
+            return False
+        self.ferry_page_ms.observe(max(elapsed_ms - priors.handoff_ms, elapsed_ms / 10) / num_pages)
+        return True
+
+    def observed_step(self, priors: Priors, step_ms: float, num_streams: int) -> bool:
+        if num_streams < 1 or step_ms <= 0:
+            return False
+        self.step_scale.observe(step_ms / (priors.step_ms + priors.step_ms_per_stream * num_streams))
+        return True
+
+
+class RatePool:
+    """The rates of all workers of a role."""
+
+    def __init__(self, priors: Priors) -> None:
+        self._priors = priors
+        self._typical = WorkerRates(priors)
+        self._workers: dict[str, WorkerRates] = {}
+        self._num_changes = 0
+
+    def of(self, worker: str) -> WorkerRates:
+        """The rates of a worker, the typical ones if it is new."""
+        rates = self._workers.get(worker)
+        if rates is None:
+            rates = self._workers[worker] = WorkerRates(self._priors)
+            self._believe([rates])
+        return rates
+
+    def changed(self) -> bool:
+        """Something was observed. Every so often the unobserved workers learn of it: O(workers) then, else O(1).
+
+        Returns whether they did.
+        """
+        self._num_changes += 1
+        if self._num_changes % _REFRESH_EVERY and self._num_changes > _REFRESH_EVERY:
+            return False
+        for name in WorkerRates.__slots__:
+            seen = [
+                rate.value for rate in (getattr(rates, name) for rates in self._workers.values()) if rate.num_observed
+            ]
+            if seen:
+                getattr(self._typical, name).value = statistics.median(seen)
+        self._believe(self._workers.values())
+        return True
+
+    def forget(self, worker: str) -> None:
+        self._workers.pop(worker, None)
+
+    def _believe(self, workers: Iterable[WorkerRates]) -> None:
+        for rates in workers:
+            for name in WorkerRates.__slots__:
+                getattr(rates, name).believe(getattr(self._typical, name).value)

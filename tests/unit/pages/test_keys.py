@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import random
+import struct
+from array import array
+
+import pytest
+import xxhash
+
+from kvferry.pages.keys import pack_keys, pack_tokens, route_keys, seed_of, unpack_keys
+
+
+def test_keys_are_the_chain_the_module_describes() -> None:
+    token_ids = list(range(1, 13))
+    expected, parent = [], seed_of("tenant")
+    for page in (token_ids[0:4], token_ids[4:8], token_ids[8:12]):
+        parent = xxhash.xxh3_64_intdigest(struct.pack("<4I", *page), parent)
+        expected.append(parent)
+    assert route_keys(token_ids, 4, seed_of("tenant")) == expected
+
+
+def test_keys_stay_what_they_are() -> None:
+    """Gateways and workers of different releases must not name one page twice, nor two pages alike."""
+    assert route_keys([1, 2, 3, 4], 2, seed_of("salt")) == [0x891C5EA068B669BC, 0x652BAD70586566E4]
+
+
+def test_a_key_depends_on_everything_before_it_and_on_the_salt() -> None:
+    keys = route_keys([1, 2, 3, 4], 2, seed_of(""))
+    assert route_keys([9, 2, 3, 4], 2, seed_of(""))[1] != keys[1]
+    assert route_keys([1, 2, 3, 9], 2, seed_of(""))[0] == keys[0]
+    assert not set(route_keys([1, 2, 3, 4], 2, seed_of("salt"))) & set(keys)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 31, 32, 160])
+def test_only_full_pages_have_keys(num_tokens: int) -> None:
+    assert len(route_keys(list(range(num_tokens)), 16, 0)) == num_tokens // 16
+
+
+def test_a_chain_can_be_continued_from_any_page() -> None:
+    seeded = random.Random(1)
+    token_ids = [seeded.randrange(1 << 32) for _ in range(160)]
+    keys = route_keys(token_ids, 16, seed_of("s"))
+    for cut in range(1, 10):
+        assert keys[cut:] == route_keys(token_ids[16 * cut :], 16, keys[cut - 1])
+
+
+def test_lists_arrays_and_tuples_of_the_same_tokens_have_the_same_keys() -> None:
+    token_ids = list(range(64))
+    keys = route_keys(token_ids, 16, 7)
+    assert route_keys(array("I", token_ids), 16, 7) == keys
+    assert route_keys(tuple(token_ids), 16, 7) == keys
+    assert route_keys(array("Q", token_ids), 16, 7) == keys
+    assert pack_tokens(token_ids) == struct.pack("<64I", *token_ids)
+
+
+def test_what_is_no_token_id_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        route_keys([1 << 32] * 16, 16, 0)
+    with pytest.raises(OverflowError):
+        route_keys([-1] * 16, 16, 0)
+    with pytest.raises(ValueError, match="0 tokens"):
+        route_keys([1], 0, 0)
+
+
+def test_keys_travel_as_little_endian_bytes() -> None:
+    keys = [0, 1, (1 << 64) - 1]
+    assert pack_keys(keys) == struct.pack("<3Q", *keys)
+    assert list(unpack_keys(pack_keys(keys))) == keys
+    with pytest.raises(ValueError):
+        unpack_keys(b"1234567")
