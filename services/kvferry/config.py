@@ -94,6 +94,7 @@ class GatewayConfig(_Section):
     max_requests: int = Field(1024, ge=1)  # in flight at once; more get 429
     request_timeout_s: float = Field(600, gt=0)
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
+    placement: Literal["priced", "round_robin"] = "priced"
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
     drain_timeout_s: float = Field(30, ge=0)
 

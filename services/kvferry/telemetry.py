@@ -15,7 +15,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 ENDPOINTS = ("chat_completions", "completions")
-PLACEMENT_REASONS = ("disaggregated", "no_prefill_worker", "unequal_pages")
+PLACEMENT_REASONS = (
+    "disaggregated",
+    "sibling",
+    "prefix_on_decode",
+    "short_tail",
+    "prefill_busy",
+    "no_prefill_worker",
+    "unequal_pages",
+)
 FALLBACK_CAUSES = (
     "timeout",
     "worker_lost",
@@ -90,7 +98,7 @@ class Metrics:
         )
         self.continued_requests = Counter(
             "kvferry_continued_requests",
-            "Requests whose decode worker was lost mid-stream and that another one continued",
+            "Requests whose decode worker was lost mid-stream and that another one continued.",
             registry=self.registry,
         )
         self.decode_retries = Counter(

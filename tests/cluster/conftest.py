@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import httpx
 import pytest_asyncio
@@ -108,7 +109,12 @@ StartCluster = Callable[..., Awaitable[SimCluster]]
 
 @asynccontextmanager
 async def running(
-    prefill: int = 1, decode: int = 1, *, clock: Callable[[], float] = time.monotonic, **values: object
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    gateway: Mapping[str, object] = MappingProxyType({}),
+    **values: object,
 ) -> AsyncIterator[SimCluster]:
     """`clock` ages the registry's leases; `values` are sections of the configuration."""
     config = configuration.parse(
@@ -117,10 +123,11 @@ async def running(
             "engine": {"kind": "sim", "block_size": 16},
             "prefill": {"replicas": prefill},
             "decode": {"replicas": decode},
-            "gateway": {"http_port": 0},
             "worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5},
             "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 200_000.0},
             **values,
+            # In turns: every prompt is prefilled on one worker and decoded on another, however short.
+            "gateway": {"http_port": 0, "placement": "round_robin", **gateway},
         }
     )
     cluster = SimCluster(config, MemoryRegistry(clock=clock))

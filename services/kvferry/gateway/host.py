@@ -27,7 +27,9 @@ from kvferry.errors import KvferryError
 from kvferry.gateway.asgi import HttpApp, Readiness
 from kvferry.gateway.openai import OpenAI
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
+from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
+from kvferry.router.policy import InTurns, Policy, Priced
 from kvferry.router.roster import WORKER_KINDS, Roster
 from kvferry.telemetry import Metrics, WorkerSample
 
@@ -54,7 +56,9 @@ class GatewayHost:
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
         self.metrics = Metrics(self._sample_workers)
-        self.roster = Roster(membership, self.gateway_id)
+        self.index = ResidencyIndex()
+        self.policy: Policy = Priced(self.index) if config.gateway.placement == "priced" else InTurns()
+        self.roster = Roster(membership, self.gateway_id, on_gone=self.policy.forget)
         self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
         self._server = _Server(
             uvicorn.Config(
@@ -80,7 +84,7 @@ class GatewayHost:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self.roster.start()
         renderer = await asyncio.to_thread(build_renderer, self._config, self._model_folder)
-        dispatcher = Dispatcher(self.roster, self.metrics, self._config.gateway)
+        dispatcher = Dispatcher(self.roster, self.policy, self.metrics, self._config.gateway)
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
         self._registering = asyncio.create_task(self._register())

@@ -2,20 +2,22 @@
 
 And what is done instead when one of these fails.
 
-There are three ways a prompt gets computed:
+There are two ways a prompt gets computed:
 - a prefill worker computes it and the decode worker's engine pulls its pages;
-- the prefill worker fails, is lost or takes too long: the decode worker computes it;
-- there is no prefill worker: the decode worker computes it.
+- the decode worker computes it, because that costs less, because there is no prefill worker, or because prefill workers
+  failed or took too long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import secrets
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.config import GatewayConfig
@@ -39,18 +41,27 @@ from kvferry.errors import (
     WorkerLost,
 )
 from kvferry.membership.base import MemberId, MemberKind
-from kvferry.router.link import Sink, WorkerLink, pages_of
-from kvferry.router.placement import Candidate, Placement, RoundRobin, can_exchange
-from kvferry.router.roster import Roster
+from kvferry.pages.keys import route_keys, seed_of
+from kvferry.router.link import RemoteRequest, Sink, WorkerLink, pages_of
+from kvferry.router.placement import Candidate, can_exchange
+from kvferry.router.policy import Choice, Measured, Policy
+from kvferry.router.pricing import PlacementRequest, WorkerView
+from kvferry.router.roster import Roster, candidate_of
 from kvferry.telemetry import FALLBACK_CAUSES, Metrics
 
 log = logging.getLogger(__name__)
+
+NUM_RECENT = 2048  # requests that `kvferry explain` can ask for
+MAX_CHOICES = 8  # kept per request
+MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
+MIN_STEPS = 8  # fewer say little about the time of a step
 
 
 @dataclass(slots=True)
 class Journey:
     """Where one request went; filled in as it goes, complete when its outputs ended."""
 
+    request_id: str = ""
     reason: str = ""
     prefill_worker: MemberId | None = None
     decode_worker: MemberId | None = None
@@ -60,6 +71,7 @@ class Journey:
     ferried_pages: int = 0
     ferried_bytes: int = 0
     continued_after: list[int] = field(default_factory=list)  # tokens given when a decode worker was lost
+    choices: list[Choice] = field(default_factory=list)  # every decision about it, the last few
 
     @property
     def num_cached_tokens(self) -> int:
@@ -81,49 +93,79 @@ class _Kept:
 class Dispatcher:
     """Runs requests over the links of a roster."""
 
-    def __init__(self, roster: Roster, metrics: Metrics, config: GatewayConfig) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        policy: Policy,
+        metrics: Metrics,
+        config: GatewayConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` in seconds; the same that the roster's views are stamped with."""
         self._roster = roster
+        self._policy = policy
         self._metrics = metrics
-        self._placement = RoundRobin()
         self._prefill_timeout_s = config.prefill_timeout_s
         self._worker_wait_s = config.worker_wait_s
+        self._clock = clock
+        self._recent: deque[Journey] = deque(maxlen=NUM_RECENT)
+        self._num_placed = 0
 
-    async def run(self, request: EngineRequest, journey: Journey, sink: Sink) -> None:
+    def recent(self, request_id: str) -> list[Journey]:
+        """The last requests of this gateway whose id is, or begins with, this one; one per choice of an answer."""
+        return [
+            journey
+            for journey in self._recent
+            if journey.request_id == request_id or journey.request_id.startswith(f"{request_id}-")
+        ]
+
+    async def run(self, request: EngineRequest, journey: Journey, sink: Sink, *, may_be_alone: bool = True) -> None:
         """Give the request's outputs to `sink`, from whichever workers it takes, until one has a finish reason.
 
         A decode worker that is lost is replaced by another one, which goes on where it stopped; the sink sees one
         answer. Cancelling cancels the request on every worker. Raises NoDecodeWorker, or what the request was refused
-        or failed with.
+        or failed with. Not `may_be_alone`: a prefill worker computes the prompt wherever there is one.
         """
+        journey.request_id = request.request_id
+        self._recent.append(journey)
         answer = _Answer(_replayable(request), sink, journey)
         tried = _Tried()
         kept: _Kept | None = None
         lost: KvferryError | None = None
         while True:
-            placement, kept = await self._place(tried, lost, kept)
             attempt = answer.request()
-            if kept is None:
-                journey.reason = placement.reason.value
-                self._metrics.placements.labels(reason=placement.reason.value).inc()
-                if placement.prefill is not None and not journey.prefill_failure:
-                    kept = await self._prefill(placement.prefill, attempt, journey)
-            decode = self._roster.link(placement.decode)
-            if decode is None:
-                lost = WorkerLost(f"worker {placement.decode} is gone")
-                continue
-            tried.add(decode)
-            journey.decode_worker = placement.decode
-            # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also reaches
-            # the prefill engine, which holds pages for this request.
-            remote = decode.submit(
-                dataclasses.replace(attempt, transfer_params=kept.params if kept else None), answer.take
-            )
+            placed, kept = await self._place(attempt, tried, lost, kept, journey, may_be_alone=may_be_alone)
+            num_generated: int | None = None
+            remote: RemoteRequest | None = None
+            decode: WorkerLink | None = None
             try:
+                if placed.choice.prefill is not None:
+                    kept = await self._prefill(placed, attempt, journey, tried)
+                    if kept is None and tried.may_prefill:
+                        continue
+                decode = self._roster.link(placed.choice.decode)
+                if decode is None:
+                    lost = WorkerLost(f"worker {placed.choice.decode} is gone")
+                    continue
+                tried.add(decode)
+                journey.decode_worker = decode.member.member_id
+                submitted_s = self._clock()
+                answer.begin(placed.id, self._policy, self._clock)
+                # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
+                # reaches the prefill engine, which holds pages for this request.
+                remote = decode.submit(
+                    dataclasses.replace(attempt, transfer_params=kept.params if kept else None), answer.take
+                )
                 last = await remote.wait()
+                num_generated = len(answer.token_ids)
                 if last.sources is not None:
                     self._arrived(last.sources, decode, journey)
+                self._policy.learn(decode.member.member_id, answer.measure(submitted_s, placed, decode, last))
                 return
             except (UnavailableError, Overloaded) as error:
+                if remote is None or decode is None:
+                    raise
                 if not isinstance(error, (WorkerDraining, Overloaded)):
                     # That engine may have pulled the pages, or release them any moment, and a reader of released pages
                     # reads another prompt's. The prefill worker has them cached and keeps them once more.
@@ -133,28 +175,48 @@ class Dispatcher:
                 lost = error
                 self._note_retry(answer, error)
             finally:
-                remote.cancel()
+                self._policy.ended(placed.id, self._clock(), num_generated)
+                if remote is not None:
+                    remote.cancel()
 
     async def _place(
-        self, tried: _Tried, lost: KvferryError | None, kept: _Kept | None
-    ) -> tuple[Placement, _Kept | None]:
+        self,
+        attempt: EngineRequest,
+        tried: _Tried,
+        lost: KvferryError | None,
+        kept: _Kept | None,
+        journey: Journey,
+        *,
+        may_be_alone: bool,
+    ) -> tuple[_Placed, _Kept | None]:
         """Where to go next, and what is kept for it: with decode workers that can use the pages first.
 
         A request that lost its worker waits for another one; a new request where there is none is refused at once.
+        Whoever gets the answer calls `ended` of the policy.
         """
         try:
             async with asyncio.timeout(self._worker_wait_s):
                 while True:
-                    links = self._roster.usable(MemberKind.DECODE)
-                    decode = [_candidate(link) for link in links if tried.may_try(link)]
+                    decode = [view for link, view in self._roster.views(MemberKind.DECODE) if tried.may_try(link)]
+                    prefill: list[WorkerView] = []
                     still_kept = kept
                     if kept is not None:
-                        exchanging = [candidate for candidate in decode if can_exchange(candidate, kept.holder)]
+                        exchanging = [view for view in decode if can_exchange(view.candidate, kept.holder)]
                         decode, still_kept = (exchanging, kept) if exchanging else (decode, None)
-                    prefill = [_candidate(link) for link in self._roster.usable(MemberKind.PREFILL)]
-                    placement = self._placement.place(prefill, decode)
-                    if placement is not None:
-                        return placement, still_kept
+                    if still_kept is None and tried.may_prefill:
+                        prefill = [view for link, view in self._roster.views(MemberKind.PREFILL) if tried.may_try(link)]
+                    if decode:
+                        now_s = self._clock()
+                        self._num_placed += 1
+                        request = _placement_request(attempt, decode[0].candidate.block_size, self._num_placed)
+                        choice = self._policy.place(request, prefill, decode, now_s, may_be_alone=may_be_alone)
+                        assert choice is not None
+                        self._policy.began(request, choice, now_s)
+                        journey.choices = [*journey.choices[-(MAX_CHOICES - 1) :], choice]
+                        if still_kept is None:
+                            journey.reason = choice.reason.value
+                            self._metrics.placements.labels(reason=choice.reason.value).inc()
+                        return _Placed(request.request_id, choice), still_kept
                     if lost is None or isinstance(lost, Overloaded):
                         break
                     await self._roster.change()
@@ -165,37 +227,47 @@ class Dispatcher:
         why = f"; the last one failed: {lost.message}" if lost is not None else ""
         raise NoDecodeWorker(f"no decode worker is connected{why}")
 
-    async def _prefill(self, worker: MemberId, request: EngineRequest, journey: Journey) -> _Kept | None:
-        """Have a prefill worker compute the prompt. None when it could not; then the decode worker will."""
+    async def _prefill(self, placed: _Placed, request: EngineRequest, journey: Journey, tried: _Tried) -> _Kept | None:
+        """Have a prefill worker compute the prompt. None when it could not; then another one, or the decode worker."""
+        worker = placed.choice.prefill
+        assert worker is not None
         prompt = dataclasses.replace(
             request, sampling=prompt_only(request.sampling), keep_for_transfer=True, continued=None
         )
+        began_s = self._clock()
+        link = self._roster.link(worker)
         try:
-            link = self._roster.link(worker)
             if link is None:
                 raise WorkerLost(f"worker {worker} is gone")
-            holder = _candidate(link)
+            holder = candidate_of(link.member)
             async with asyncio.timeout(self._prefill_timeout_s):
                 last = await self._last_output(link, prompt)
         except TimeoutError:
+            tried.give_up_prefill()
             self._note_fallback("timeout", f"prefill took over {self._prefill_timeout_s:g} s", request, journey)
             return None
         except RequestError:
             raise
         except KvferryError as error:
+            tried.prefill_failed(link)
             cause = error.code if error.code in FALLBACK_CAUSES else "error"
             self._note_fallback(cause, error.message, request, journey)
             return None
         if last.transfer_params is None:
+            tried.give_up_prefill()
             self._note_fallback("no_transfer", "the prefill engine kept nothing", request, journey)
             return None
         journey.prefill_worker = worker
         journey.prefill_sources = last.sources or PromptSources()
+        now_s = self._clock()
+        self._policy.prefilled(placed.id, now_s)
+        if last.sources is not None:
+            self._policy.learn_prefill(worker, last.sources.local_compute, (now_s - began_s) * 1e3, placed.choice)
         return _Kept(holder, last.transfer_params)
 
     async def _last_output(self, link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
         remote = link.submit(prompt, _unread)
-        holder = _candidate(link)
+        holder = candidate_of(link.member)
         try:
             return await remote.wait()
         finally:
@@ -209,7 +281,7 @@ class Dispatcher:
         if last.transfer_params is None:
             return
         for link in self._roster.usable(MemberKind.DECODE):
-            if can_exchange(_candidate(link), holder):
+            if can_exchange(candidate_of(link.member), holder):
                 # An id of its own: the request itself may be running there by now.
                 request_id = RequestId(f"{prompt.request_id}-release")
                 unwanted = dataclasses.replace(
@@ -238,6 +310,25 @@ class Dispatcher:
         self._metrics.ferried_pages.inc(journey.ferried_pages)
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A decision, and the id under which the policy keeps its account."""
+
+    id: RequestId
+    choice: Choice
+
+
+def _placement_request(attempt: EngineRequest, block_size: int, number: int) -> PlacementRequest:
+    tokens = attempt.prompt_token_ids
+    return PlacementRequest(
+        RequestId(f"{attempt.request_id}/{number}"),
+        route_keys(tokens, block_size, seed_of(attempt.cache_salt)),
+        len(tokens),
+        block_size,
+        attempt.sampling.max_tokens,
+    )
+
+
 class _Answer:
     """What a request gave so far, and how it goes on where its worker is lost.
 
@@ -258,6 +349,33 @@ class _Answer:
         self._num_again = 0
         self._num_chars_again = 0
         self._position = 0
+        # Of the attempt that runs.
+        self._on_first: Callable[[float], None] | None = None
+        self._clock: Callable[[], float] = time.monotonic
+        self._first_s: float | None = None
+        self._num_before = 0
+
+    def begin(self, account: RequestId, policy: Policy, clock: Callable[[], float]) -> None:
+        """An attempt is about to be sent; the policy is told of its first output."""
+        self._on_first = functools.partial(policy.first_token, account)
+        self._clock, self._first_s = clock, None
+        self._num_before = len(self.token_ids)
+
+    def measure(self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput) -> Measured:
+        """What the attempt that just ended took."""
+        now_s = self._clock()
+        first_s = self._first_s if self._first_s is not None else now_s
+        num_steps = len(self.token_ids) - self._num_before - 1
+        sources = last.sources or PromptSources()
+        queue_tokens = getattr(placed.choice, "queue_tokens", 0) if placed.choice.prefill is None else 0
+        return Measured(
+            first_token_ms=(first_s - submitted_s) * 1e3,
+            computed_tokens=sources.local_compute,
+            ferried_pages=pages_of(sources, decode.member.block_size),
+            queue_tokens=queue_tokens,
+            step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
+            num_streams=max(1, decode.load.num_running),
+        )
 
     def request(self) -> EngineRequest:
         """For the next attempt, under an id of its own: the lost worker may still know the first one's."""
@@ -286,6 +404,10 @@ class _Answer:
         )
 
     def take(self, output: EngineOutput) -> None:
+        if self._on_first is not None:
+            self._first_s = self._clock()
+            self._on_first(self._first_s)
+            self._on_first = None
         if self._num_again or self._num_chars_again:
             output = self._without_what_came_before(output)
         self.token_ids.extend(output.token_ids)
@@ -315,6 +437,21 @@ class _Tried:
     def __init__(self) -> None:
         self._generations: set[tuple[MemberId, int]] = set()
         self._refused: set[MemberId] = set()
+        self._num_prefill_failures = 0
+
+    @property
+    def may_prefill(self) -> bool:
+        """Whether a prefill worker may be asked (once more)."""
+        return self._num_prefill_failures < MAX_PREFILL_ATTEMPTS
+
+    def prefill_failed(self, link: WorkerLink | None) -> None:
+        if link is not None:
+            self.add(link)
+        self._num_prefill_failures += 1
+
+    def give_up_prefill(self) -> None:
+        """Another one would not do better."""
+        self._num_prefill_failures = MAX_PREFILL_ATTEMPTS
 
     def add(self, link: WorkerLink) -> None:
         self._generations.add((link.member.member_id, link.generation))
@@ -378,8 +515,3 @@ def prompt_only(sampling: Sampling) -> Sampling:
         structured_outputs="",
         bad_words=(),
     )
-
-
-def _candidate(link: WorkerLink) -> Candidate:
-    member = link.member
-    return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype)

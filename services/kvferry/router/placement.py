@@ -13,6 +13,10 @@ class Reason(enum.StrEnum):
     """Why a request was placed as it was; a label of the metric."""
 
     DISAGGREGATED = "disaggregated"
+    SIBLING = "sibling"  # disaggregated, where the pages of a request in flight will be
+    PREFIX_ON_DECODE = "prefix_on_decode"  # alone: most of the prompt is there
+    SHORT_TAIL = "short_tail"  # alone: to compute it costs less than the handoff
+    PREFILL_BUSY = "prefill_busy"  # alone: the prefill workers' queues cost more
     NO_PREFILL_WORKER = "no_prefill_worker"
     UNEQUAL_PAGES = "unequal_pages"
 

@@ -21,7 +21,6 @@ again.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import random
 from collections import deque
@@ -33,7 +32,7 @@ from typing import Any, Final, TypeVar
 from kvferry.engine.base import EngineLoad, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import Found, ResidencyIndex
-from kvferry.router.placement import Candidate
+from kvferry.router.placement import Candidate, Reason
 from kvferry.router.rates import Priors, RatePool, WorkerRates
 
 # In-flight pages are noted at every 8th page and at the last one: a tenth of the work, and a sibling is credited with
@@ -41,18 +40,6 @@ from kvferry.router.rates import Priors, RatePool, WorkerRates
 _STRIDE = 8
 
 _NUM_RUNNERS_UP = 4
-
-
-class Reason(enum.StrEnum):
-    """Why a request was placed as it was; a label of the metric."""
-
-    DISAGGREGATED = "disaggregated"
-    SIBLING = "sibling"  # disaggregated, where the pages of a request in flight will be
-    PREFIX_ON_DECODE = "prefix_on_decode"  # alone: most of the prompt is there
-    SHORT_TAIL = "short_tail"  # alone: to compute it costs less than the handoff
-    PREFILL_BUSY = "prefill_busy"  # alone: the prefill workers' queues cost more
-    NO_PREFILL_WORKER = "no_prefill_worker"
-    UNEQUAL_PAGES = "unequal_pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,9 +327,17 @@ class Placer:
         return len(self._flights)
 
     def place(
-        self, request: PlacementRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+        self,
+        request: PlacementRequest,
+        prefill: Sequence[WorkerView],
+        decode: Sequence[WorkerView],
+        now_s: float,
+        *,
+        may_be_alone: bool = True,
     ) -> Decision | None:
         """The cheapest placement, or one near it by chance. None when there is nobody to decode.
+
+        Not `may_be_alone`: a decode worker computes the prompt only where no prefill worker can.
 
         `prefill` and `decode` are those that may be given requests now. Changes no account. O(P + D), with a probe of
         the index for each.
@@ -359,7 +354,7 @@ class Placer:
         prefill_row: _PrefillRow | None = None
         computing: _PrefillRow | _DecodeRow
         # How near is near depends on what is at stake: not on the answer's own steps, which cost the same anywhere.
-        if p_rows and p_rows[0][_COST] + d_rows[0][_COST] <= alone[_ALONE]:
+        if p_rows and (not may_be_alone or p_rows[0][_COST] + d_rows[0][_COST] <= alone[_ALONE]):
             margin = self.priors.near_ms + self.priors.near_share * (p_rows[0][_COST] + d_rows[0][13])
             prefill_row = computing = self._among_near(p_rows, _COST, margin)
             decode_row = self._among_near(d_rows, _COST, margin)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Membership, Snapshot
 from kvferry.router.link import WorkerLink
+from kvferry.router.placement import Candidate
+from kvferry.router.pricing import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +24,21 @@ WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
 class Roster:
     """Owns one WorkerLink per known worker, from `start` to `close`."""
 
-    def __init__(self, membership: Membership, gateway_id: str) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        gateway_id: str,
+        *,
+        on_gone: Callable[[MemberId], None] = lambda member_id: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_gone` is told of every worker that is forgotten; `clock` stamps views, in seconds."""
+        self._on_gone = on_gone
+        self._clock = clock
         self._membership = membership
         self._gateway_id = gateway_id
         self._links: dict[MemberId, WorkerLink] = {}
+        self._views: dict[MemberId, WorkerView] = {}
         self._gone: set[MemberId] = set()  # left the registry, stream still alive
         self._changed = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -47,6 +62,18 @@ class Roster:
         """The link to a worker, if it is known and may be given requests now."""
         link = self._links.get(member_id)
         return link if link is not None and link.usable else None
+
+    def views(self, kind: MemberKind) -> list[tuple[WorkerLink, WorkerView]]:
+        """Every usable link of a kind with what its worker last said; a view is the same object until it says more."""
+        views = []
+        for member_id, link in self._links.items():
+            if link.member.kind is not kind or not link.usable:
+                continue
+            view = self._views.get(member_id)
+            if view is None or view.load is not link.load:
+                view = self._views[member_id] = WorkerView(candidate_of(link.member), link.load, self._clock())
+            views.append((link, view))
+        return views
 
     async def change(self) -> None:
         """Return when a link came up, went down or started draining after this call."""
@@ -113,8 +140,14 @@ class Roster:
 
     def _drop(self, member_id: MemberId) -> None:
         self._gone.discard(member_id)
+        self._views.pop(member_id, None)
         link = self._links.pop(member_id, None)
         if link is not None:
+            self._on_gone(member_id)
             closing = asyncio.create_task(link.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+
+def candidate_of(member: Member) -> Candidate:
+    return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype)

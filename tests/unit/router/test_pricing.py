@@ -13,8 +13,8 @@ from kvferry.engine.base import EngineLoad, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
-from kvferry.router.placement import Candidate
-from kvferry.router.pricing import Decision, PlacementRequest, Placer, Reason, WorkerView
+from kvferry.router.placement import Candidate, Reason
+from kvferry.router.pricing import Decision, PlacementRequest, Placer, WorkerView
 from kvferry.router.rates import Priors
 
 BLOCK_SIZE = 16

@@ -1,0 +1,154 @@
+"""How placements are chosen: priced, or in turns. One interface over both, for the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from kvferry.engine.base import RequestId
+from kvferry.membership.base import MemberId
+from kvferry.residency.index import ResidencyIndex
+from kvferry.router.placement import Reason, RoundRobin
+from kvferry.router.pricing import Decision, PlacementRequest, Placer, WorkerView
+from kvferry.router.rates import Priors
+
+
+class Choice(Protocol):
+    """Where a request goes and why. `prefill` is None when the decode worker computes the prompt itself."""
+
+    @property
+    def prefill(self) -> MemberId | None: ...
+
+    @property
+    def decode(self) -> MemberId: ...
+
+    @property
+    def reason(self) -> Reason: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one attempt took on its decode worker, for what the policy may learn. Times in ms."""
+
+    first_token_ms: float
+    computed_tokens: int  # by the decode worker
+    ferried_pages: int
+    queue_tokens: int  # that were before it, when it computed alone
+    step_ms: float | None  # mean time between its tokens
+    num_streams: int  # on the worker meanwhile
+
+
+class Policy(Protocol):
+    """Accounts are opened by `began` and closed by `ended`, always."""
+
+    def place(
+        self,
+        request: PlacementRequest,
+        prefill: Sequence[WorkerView],
+        decode: Sequence[WorkerView],
+        now_s: float,
+        *,
+        may_be_alone: bool,
+    ) -> Choice | None: ...
+
+    def began(self, request: PlacementRequest, choice: Choice, now_s: float) -> None: ...
+
+    def prefilled(self, request_id: RequestId, now_s: float) -> None: ...
+
+    def first_token(self, request_id: RequestId, now_s: float) -> None: ...
+
+    def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None: ...
+
+    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, choice: Choice) -> None: ...
+
+    def learn(self, worker: MemberId, measured: Measured) -> None: ...
+
+    def forget(self, worker: MemberId) -> None: ...
+
+
+class Priced:
+    """Where it costs the fewest milliseconds (pricing.py)."""
+
+    def __init__(self, index: ResidencyIndex, priors: Priors | None = None, seed: int | None = None) -> None:
+        self.placer = Placer(index, priors, seed)
+        self.place = self.placer.place
+        self.prefilled = self.placer.prefilled
+        self.first_token = self.placer.first_token
+        self.ended = self.placer.ended
+        self.forget = self.placer.forget
+
+    def began(self, request: PlacementRequest, choice: Choice, now_s: float) -> None:
+        assert isinstance(choice, Decision)
+        self.placer.began(request, choice, now_s)
+
+    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, choice: Choice) -> None:
+        queue_tokens = choice.queue_tokens if isinstance(choice, Decision) else 0
+        self.placer.observed_prefill(worker, computed_tokens, elapsed_ms, queue_tokens)
+
+    def learn(self, worker: MemberId, measured: Measured) -> None:
+        if measured.ferried_pages:
+            self.placer.observed_ferry(worker, measured.ferried_pages, measured.first_token_ms)
+        elif measured.computed_tokens:
+            self.placer.observed_prefill(
+                worker, measured.computed_tokens, measured.first_token_ms, measured.queue_tokens
+            )
+        if measured.step_ms is not None:
+            self.placer.observed_step(worker, measured.step_ms, measured.num_streams)
+
+
+class InTurns:
+    """Round robin, always disaggregated where it can be: what there is to compare with, and to fall back on."""
+
+    def __init__(self) -> None:
+        self._round_robin = RoundRobin()
+
+    def place(
+        self,
+        request: PlacementRequest,
+        prefill: Sequence[WorkerView],
+        decode: Sequence[WorkerView],
+        now_s: float,
+        *,
+        may_be_alone: bool,
+    ) -> Choice | None:
+        return self._round_robin.place([view.candidate for view in prefill], [view.candidate for view in decode])
+
+    def began(self, request: PlacementRequest, choice: Choice, now_s: float) -> None:
+        pass
+
+    def prefilled(self, request_id: RequestId, now_s: float) -> None:
+        pass
+
+    def first_token(self, request_id: RequestId, now_s: float) -> None:
+        pass
+
+    def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None:
+        pass
+
+    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, choice: Choice) -> None:
+        pass
+
+    def learn(self, worker: MemberId, measured: Measured) -> None:
+        pass
+
+    def forget(self, worker: MemberId) -> None:
+        pass
+
+
+def explain(choice: Choice) -> dict[str, Any]:
+    """A decision in plain values, prices in ms."""
+    values: dict[str, Any] = {"reason": choice.reason.value, "prefill": choice.prefill, "decode": choice.decode}
+    if isinstance(choice, Decision):
+        values |= {
+            "expected_ttft_ms": round(choice.expected_ttft_ms, 3),
+            "missing_tokens": choice.missing_tokens,
+            "price": _price(choice.price),
+            "runners_up": [_price(price) for price in choice.runners_up()],
+        }
+    return values
+
+
+def _price(price: Any) -> dict[str, Any]:
+    values = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(price).items()}
+    return {**values, "total_ms": round(price.total_ms, 3)}
