@@ -14,10 +14,10 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast check fmt proto build ci
+.PHONY: help setup up down status test test-fast bench-residency check fmt proto build ci
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS is passed on, as in: make up ARGS="--engine sim"   make test ARGS="-k config"'
 	@echo '  ENGINE=gpu sets up for NVIDIA GPUs instead of the CPU; PYTHON names an interpreter'
@@ -42,6 +42,9 @@ test: $(STAMP) ## Run all tests, with real models, etcd and clusters
 
 test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
 	@$(BIN)/pytest -m "not model and not cluster" $(ARGS)
+
+bench-residency: $(STAMP) ## Time route keys, the residency index and placement
+	@$(BIN)/python tools/bench_residency.py $(ARGS)
 
 check: $(STAMP) ## Lint, format, types, import contract, generated code
 	@$(BIN)/ruff check
