@@ -14,10 +14,10 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast check fmt proto build ci chaos bench-routing
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing check fmt proto build ci
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS is passed on, as in: make up ARGS="--engine sim"   make test ARGS="-k config"'
 	@echo '  ENGINE=gpu sets up for NVIDIA GPUs instead of the CPU; PYTHON names an interpreter'
@@ -48,6 +48,9 @@ bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE
 
 chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clients saw; ARGS="--kills 5"
 	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
+
+bench-residency: $(STAMP) ## Time route keys, the residency index and placement
+	@$(BIN)/python tools/bench_residency.py $(ARGS)
 
 check: $(STAMP) ## Lint, format, types, import contract, generated code
 	@$(BIN)/ruff check

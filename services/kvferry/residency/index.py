@@ -18,6 +18,9 @@ from typing import NamedTuple
 # CPython gives a 64-bit int 36 bytes and rounds them up to the allocator's next class.
 _KEY_OBJECT_BYTES = 48
 
+# Depths that are tried before halving: a system prompt's, a document's and the whole.
+_NUM_KNOWN = 3
+
 
 class Tier(enum.StrEnum):
     """What holds pages. The owner of a GPU or CPU tier is a worker; a volume is its own owner."""
@@ -50,11 +53,11 @@ class Found:
 class ResidencyIndex:
     """Route keys by holder. Everything may be repeated: storing what is there and removing what is not change nothing.
 
-    What `find` promises: a depth of d > 0 means that pages 0 and d - 1 of the prompt are held and page d is not. When
-    the holder keeps prefixes (it has page i only if it has all before it), that is the exact depth. A holder that lost
-    a page from the middle may be credited with what follows the hole, up to the end of the prompt and never with a page
-    at the end that it does not hold. `verify` counts exactly; a wrong depth costs a detour, since the engine looks for
-    itself before it uses a page.
+    What `find` promises: a depth of d > 0 means that page d - 1 of the prompt is held and page d is not. When the
+    holder keeps prefixes (it has page i only if it has all before it), that is the exact depth; engines do, since they
+    forget the end of a prompt before its beginning. A holder with a hole may be credited with what follows the hole,
+    and never with less than it has before it. `verify` counts exactly; a wrong depth costs a detour, since the engine
+    looks for itself before it uses a page.
     """
 
     def __init__(self) -> None:
@@ -127,7 +130,7 @@ class ResidencyIndex:
     def find(self, keys: Sequence[int]) -> Found:
         """How much of the prompt with these route keys is held where; see the class for what a depth means.
 
-        One probe for a holder of nothing, three where holders agree, O(log(keys)) where they do not.
+        One or two probes for a holder of nothing, two where holders agree, O(log(keys)) where they do not.
         """
         if not keys:
             return Found()
@@ -162,26 +165,55 @@ def _depths(owners: dict[str, set[int]], keys: Sequence[int]) -> dict[str, int]:
     num_pages, first = len(keys), keys[0]
     backwards = keys[::-1]
     depths: dict[str, int] = {}
-    # Holders of a prefix that many share mostly end at the same page: the last answer is the first guess.
+    # Holders of a prefix that many share mostly end at the same page: the last answer is the first guess, and the few
+    # before it are the next ones.
     guess, last, after = num_pages, keys[-1], None
+    known = [num_pages]
+    # A probe is a cache miss or two and costs more than all else here: until somebody holds anything the first page is
+    # asked for alone, then the page where the guess ends stands for it.
+    seen = False
     for owner, held in owners.items():
-        if first in held:
-            if last not in held or after in held:
-                guess = num_pages - bisect_left(backwards, True, 0, num_pages - 1, key=held.__contains__)
-                last, after = keys[guess - 1], keys[guess] if guess < num_pages else None
-            depths[owner] = guess
+        if seen and last in held:
+            if after is None or after not in held:
+                depths[owner] = guess
+                continue
+            low, high = guess + 1, num_pages
+        elif first in held:
+            low, high = 1, guess - 1 if seen else num_pages
+            seen = True
+        else:
+            continue
+        depths[owner] = guess = _depth(held, keys, backwards, low, high, known)
+        last, after = keys[guess - 1], keys[guess] if guess < num_pages else None
     return depths
+
+
+def _depth(held: set[int], keys: Sequence[int], backwards: Sequence[int], low: int, high: int, known: list[int]) -> int:
+    """The depth between `low`, whose page is held, and `high`, whose next page is not or does not exist."""
+    for depth in known:
+        if low <= depth <= high:
+            if depth > low and keys[depth - 1] not in held:
+                high = depth - 1
+            elif depth < high and keys[depth] in held:
+                low = depth + 1
+            else:
+                return depth
+    # Halving from behind: what is held stands at the end there, which is the order bisect wants.
+    num_pages = len(keys)
+    depth = num_pages - bisect_left(backwards, True, num_pages - high, num_pages - low, key=held.__contains__)
+    known.insert(0, depth)
+    del known[_NUM_KNOWN:]
+    return depth
 
 
 def _continued(owners: dict[str, set[int]], keys: Sequence[int], before: dict[str, int]) -> dict[str, int]:
     """Depth per owner who holds the page at which `before` ends."""
     num_pages = len(keys)
     backwards = keys[::-1]
+    known = [num_pages]
     reaches: dict[str, int] = {}
     for owner, held in owners.items():
         start = before.get(owner, 0)
         if start < num_pages and keys[start] in held:
-            # Halving from behind: what is held stands at the end there, which is the order bisect wants.
-            end = num_pages - start - 1
-            reaches[owner] = num_pages - bisect_left(backwards, True, 0, end, key=held.__contains__)
+            reaches[owner] = _depth(held, keys, backwards, start + 1, num_pages, known)
     return reaches

@@ -55,7 +55,6 @@ def test_a_depth_ends_at_a_page_that_is_held_before_one_that_is_not_whatever_the
         depth = found.get(f"w{i}", 0)
         exact = depth_by_counting(held, PROMPT)
         assert depth >= exact
-        assert (depth == 0) == (PROMPT[0] not in held)
         if depth:
             assert PROMPT[depth - 1] in held
             assert depth == len(PROMPT) or PROMPT[depth] not in held
@@ -123,6 +122,14 @@ def test_any_order_of_changes_leaves_what_a_plain_dictionary_of_sets_holds(seed:
         }
         assert index.num_pages == sum(map(len, model.values()))
         assert all(index.pages_of(holder) == len(held) for holder, held in model.items())
+
+
+def test_a_holder_without_the_beginning_is_not_credited_with_a_page_it_lacks() -> None:
+    index = ResidencyIndex()
+    index.store(gpu("a"), PROMPT[:6])
+    index.store(gpu("b"), PROMPT[5:7])
+    assert index.find(PROMPT).gpu == {"a": 6, "b": 7}
+    assert index.verify(gpu("b"), PROMPT, 7) == 0
 
 
 def test_storing_and_removing_may_be_repeated() -> None:
