@@ -161,6 +161,29 @@ def status(name: str | None, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("request_id")
+@click.option("--name", help="Which cluster; by default the configured one.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@_reported
+def explain(request_id: str, name: str | None, as_json: bool) -> None:
+    """Show why a request went where it went, with prices in milliseconds.
+
+    REQUEST_ID is the id of an answer, or its x-request-id header.
+    """
+    from kvferry.local.explain import explain as ask
+    from kvferry.local.run_folder import run_folder
+
+    requests = ask(run_folder(_name(name)), request_id)
+    if as_json:
+        click.echo(json.dumps(requests, indent=2))
+        return
+    console = Console()
+    console = console if console.is_terminal else Console(width=200)
+    for request in requests:
+        _print_explanation(console, request)
+
+
+@main.command()
 @click.option("--name", help="Which cluster; by default the configured one.")
 @_reported
 def down(name: str | None) -> None:
@@ -206,6 +229,37 @@ def _print_first_answer(console: Console, answer: Any) -> None:
         line("ferried", f"{pages}, {_bytes(answer.ferried_bytes)}")
     else:
         line("ferried", "NOTHING: the decode worker computed the prompt itself; the logs of the prefill worker say why")
+
+
+_PRICE_COLUMNS = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", "streams_ms", "total_ms")
+
+
+def _print_explanation(console: Console, request: dict[str, Any]) -> None:
+    console.print(
+        f"{request['request_id']}: {request['prompt_tokens_by_source']} prompt tokens by source, "
+        f"{request['ferried_pages']} pages ferried"
+        + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
+        + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else ""),
+        highlight=False,
+    )
+    for i, choice in enumerate(request["choices"]):
+        title = f"decision {i + 1}: {choice['reason']}"
+        if "price" not in choice:
+            console.print(f"{title}: prefill {choice['prefill'] or '(nobody)'}, decode {choice['decode']}")
+            continue
+        table = Table(
+            title=f"{title}, first token expected in {choice['expected_ttft_ms']:.0f} ms", title_justify="left"
+        )
+        for heading in ("", "prefill", "decode"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("held", *(name.removesuffix("_ms") for name in _PRICE_COLUMNS)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for mark, price in (("chosen", choice["price"]), *(("", price) for price in choice["runners_up"])):
+            held = "+".join(f"{tokens} {tier}" for tier, tokens in price["matched"].items() if tokens) or "0"
+            numbers = (f"{price[name]:.1f}" for name in _PRICE_COLUMNS)
+            table.add_row(mark, escape(price["prefill"] or "(alone)"), escape(price["decode"]), held, *numbers)
+        console.print(table)
+        console.print("[dim]milliseconds; held in tokens[/]")
 
 
 def _bytes(count: int) -> str:

@@ -1,0 +1,59 @@
+"""Why a request went where it went, asked of the gateways of a cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from kvferry.config import parse
+from kvferry.errors import LocalError
+from kvferry.local.run_folder import RunFolder
+from kvferry.local.status import NotRunning
+from kvferry.membership.base import MemberKind
+from kvferry.membership.etcd import EtcdMembership
+
+_TIMEOUT_S = 10.0
+
+PATH = "/kvferry/v1/requests/"
+
+
+class UnknownRequest(LocalError):
+    """No gateway remembers this request."""
+
+
+def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:
+    """What a gateway remembers of a request, one entry per choice of its answer.
+
+    `request_id` is the id in an answer's body or its `x-request-id` header. Raises NotRunning, UnknownRequest.
+    """
+    record = folder.record()
+    if record is None:
+        raise NotRunning("no cluster runs here; start one with `kvferry up` (or `make up`)")
+    addresses = asyncio.run(_gateways(record.config))
+    for address in addresses:
+        try:
+            answer = httpx.get(f"http://{address}{PATH}{quote(request_id, safe='')}", timeout=_TIMEOUT_S)
+        except httpx.TransportError:
+            continue
+        if answer.status_code == 200:
+            requests: list[dict[str, Any]] = answer.json()["requests"]
+            return requests
+    raise UnknownRequest(
+        f"no gateway remembers the request {request_id!r}; each remembers its last few thousand (asked: "
+        f"{', '.join(addresses) or 'none'})"
+    )
+
+
+async def _gateways(config: Any) -> list[str]:
+    membership = EtcdMembership(parse(config).membership)
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            members = await membership.members()
+    except TimeoutError:
+        raise UnknownRequest("etcd does not answer, and only it knows the gateways") from None
+    finally:
+        await membership.close()
+    return [member.address for member in members if member.kind is MemberKind.GATEWAY]

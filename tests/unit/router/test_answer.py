@@ -1,0 +1,141 @@
+"""How an answer goes on in another worker: what is asked for, and what of it reaches the client."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvferry.engine.base import Continued, EngineOutput, EngineRequest, FinishReason, RequestId, Sampling, TokenLogprob
+from kvferry.errors import EngineError
+from kvferry.router.dispatch import Journey, _Answer, _replayable
+
+PROMPT = [10, 11, 12]
+
+
+class Client:
+    """An answer, and what came through."""
+
+    def __init__(self, **sampling: object) -> None:
+        values = {"max_tokens": 10, "temperature": 0.0, **sampling}
+        self.asked = EngineRequest(RequestId("r"), PROMPT, Sampling(**values))  # type: ignore[arg-type]
+        self.outputs: list[EngineOutput] = []
+        self.journey = Journey()
+        self.answer = _Answer(_replayable(self.asked), self.outputs.append, self.journey)
+        self.first = self.answer.request()
+
+    def give(self, *token_ids: int, text: str | None = None, end: FinishReason | None = None) -> None:
+        text = "".join(chr(ord("a") + token_id) for token_id in token_ids) if text is None else text
+        logprobs = [[TokenLogprob(token_id, "", -1.0)] for token_id in token_ids]
+        self.answer.take(EngineOutput(token_ids, text, logprobs, end))
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for output in self.outputs for token_id in output.token_ids]
+
+    @property
+    def logprob_ids(self) -> list[int]:
+        return [p[0].token_id for output in self.outputs for p in output.logprobs or ()]
+
+
+def test_a_request_that_gave_nothing_is_asked_again_as_it_was() -> None:
+    client = Client()
+    assert client.answer.request() == client.asked == client.first
+    assert client.journey.continued_after == []
+
+
+def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
+    client = Client(seed=3, temperature=0.7, stop=("x",))
+    client.give(1, 2)
+    client.give(3, text="")  # held back
+    again = client.answer.request()
+    assert again == dataclasses.replace(
+        client.asked, request_id="r-c1", prompt_token_ids=[*PROMPT, 1, 2, 3], continued=Continued(3, 2)
+    )
+    client.give(4, text="de", end=FinishReason.STOP)
+    assert (client.token_ids, client.text) == ([1, 2, 3, 4], "bcde")
+    assert client.journey.continued_after == [3]
+
+
+def test_a_second_loss_counts_everything_given() -> None:
+    client = Client()
+    client.give(1, 2)
+    client.answer.request()
+    client.give(3)
+    again = client.answer.request()
+    assert (again.request_id, again.prompt_token_ids, again.continued) == ("r-c2", [*PROMPT, 1, 2, 3], Continued(3, 3))
+    assert client.journey.continued_after == [2, 3]
+
+
+def test_the_last_token_is_asked_for_again_and_shown_once() -> None:
+    """Everything came but the end: an engine must give at least one token, to say how it ended."""
+    client = Client(max_tokens=3)
+    client.give(1, 2, 3)
+    again = client.answer.request()
+    assert (again.prompt_token_ids, again.continued) == ([*PROMPT, 1, 2], Continued(2, 3))
+    client.give(3, text="", end=FinishReason.LENGTH)  # its character was delivered, and the engine knows
+    assert (client.token_ids, client.text, client.logprob_ids) == ([1, 2, 3], "bcd", [1, 2, 3])
+    assert client.outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_only_token_is_computed_again_from_the_prompt() -> None:
+    client = Client(max_tokens=1)
+    client.give(1)
+    again = client.answer.request()
+    assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
+    client.give(1, end=FinishReason.LENGTH)
+    assert (client.token_ids, client.text) == ([1], "b")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"structured_outputs": "{}"},
+        {"structured_outputs": "{}", "temperature": 1.0},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"bad_words": ("x",)},
+    ],
+)
+def test_where_an_engine_would_begin_anew_the_answer_is_computed_again_and_compared(
+    sampling: dict[str, object],
+) -> None:
+    client = Client(**sampling)
+    client.give(1, 2, 3)
+    again = client.answer.request()
+    assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
+    assert again.sampling == client.first.sampling
+    client.give(1)
+    client.give(2, 3, 4)
+    client.give(5, end=FinishReason.STOP)
+    assert (client.token_ids, client.text, client.logprob_ids) == ([1, 2, 3, 4, 5], "bcdef", [1, 2, 3, 4, 5])
+
+
+def test_another_answer_than_before_is_an_error_and_never_shown() -> None:
+    client = Client(structured_outputs="{}")
+    client.give(1, 2, 3)
+    client.answer.request()
+    client.give(1)
+    with pytest.raises(EngineError, match="does not give the same answer again"):
+        client.give(7, 3)
+    assert client.token_ids == [1, 2, 3]
+
+
+def test_a_grammar_with_chance_gets_a_seed_so_that_it_can_be_computed_again() -> None:
+    first, second = Client(structured_outputs="{}", temperature=1.0), Client(structured_outputs="{}", temperature=1.0)
+    assert first.first.sampling.seed is not None
+    assert first.first.sampling.seed != second.first.sampling.seed
+    assert Client(structured_outputs="{}", temperature=1.0, seed=4).first.sampling.seed == 4
+    assert Client(temperature=1.0).first.sampling.seed is None
+
+
+def test_penalties_of_sampled_answers_go_on_as_a_bias() -> None:
+    client = Client(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 2.0})
+    client.give(1, 2, 2)
+    again = client.answer.request()
+    assert again.continued == Continued(3, 3)
+    assert again.sampling.logit_bias == {1: 2.0 - 0.75, 2: -1.0}
