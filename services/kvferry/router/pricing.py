@@ -46,7 +46,8 @@ _NUM_RUNNERS_UP = 4
 class WorkerView:
     """A worker that may be given requests now, and what it last said of itself.
 
-    `reported_s` is when `load` was made, on the clock of `now_s`; requests begun later are added to it.
+    `reported_s` is when `load` was made, on the clock of `now_s`; requests begun later are added to it. Keep passing
+    the same object until there is a new report: what follows from a report is worked out once for each object.
     """
 
     candidate: Candidate
