@@ -54,7 +54,7 @@ class GatewayHost:
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
         self.metrics = Metrics(self._sample_workers)
-        self.roster = Roster(membership, self.gateway_id)
+        self.roster = Roster(membership, self.gateway_id, config.worker)
         self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
         self._server = _Server(
             uvicorn.Config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvferry.config import WorkerConfig
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Membership, Snapshot
 from kvferry.router.link import WorkerLink
 
@@ -20,9 +21,16 @@ WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
 class Roster:
     """Owns one WorkerLink per known worker, from `start` to `close`."""
 
-    def __init__(self, membership: Membership, gateway_id: str) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        gateway_id: str,
+        worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
+    ) -> None:
+        """`worker` says how workers are dialled."""
         self._membership = membership
         self._gateway_id = gateway_id
+        self._worker = worker
         self._links: dict[MemberId, WorkerLink] = {}
         self._gone: set[MemberId] = set()  # left the registry, stream still alive
         self._changed = asyncio.Event()
@@ -83,12 +91,12 @@ class Roster:
             return
         self._gone.discard(member.member_id)
         known = self._links.get(member.member_id)
-        if known is not None and known.member.address == member.address:
+        if known is not None and _addresses(known.member) == _addresses(member):
             known.member = member
             return
         if known is not None:
             self._drop(member.member_id)
-        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._on_change)
+        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._on_change, self._worker)
 
     def _left(self, member_id: MemberId) -> None:
         if member_id in self._links:
@@ -118,3 +126,7 @@ class Roster:
             closing = asyncio.create_task(link.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+
+def _addresses(member: Member) -> tuple[str, str]:
+    return member.address, member.link_address
