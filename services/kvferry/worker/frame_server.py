@@ -102,6 +102,7 @@ class _Connection(asyncio.Protocol):
         self._peer = ""
         self._attachment: Attachment | None = None
         self._greeting: asyncio.TimerHandle | None = None
+        self._finishing = False  # no more is written
 
     # What the event loop calls.
 
@@ -141,7 +142,7 @@ class _Connection(asyncio.Protocol):
 
     def ready(self) -> None:
         transport, attachment = self._transport, self._attachment
-        if transport is None or attachment is None or transport.is_closing():
+        if transport is None or attachment is None or transport.is_closing() or self._finishing:
             return
         if payloads := attachment.take():
             transport.write(encode_frames(payloads))
@@ -152,10 +153,20 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """End after what waits was sent."""
-        if self._attachment is not None:
-            self._attachment.close()
-        if self._transport is not None:
-            self._transport.close()
+        transport = self._transport
+        if transport is None:
+            return
+        if self._attachment is None:
+            transport.close()
+            return
+        self._attachment.close()
+        if transport.can_write_eof():
+            # Closing with something unread resets the connection, and the gateway may lose what it has not read yet. It
+            # closes when it has come to the end; until then what it sends is read.
+            transport.write_eof()
+            self._finishing = True
+        else:
+            transport.close()
 
     def _greet(self, payload: bytes) -> None:
         assert self._transport is not None
