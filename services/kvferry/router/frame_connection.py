@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import cast
 
 from kvferry.config import TlsConfig
 from kvferry.worker import tls as worker_tls
@@ -57,10 +58,9 @@ class FrameConnection(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         send_at_once(transport)
-        transport.write(PREAMBLE)
+        self._transport.write(PREAMBLE)
 
     def data_received(self, data: bytes) -> None:
         receive, ended = self._receive, self.ended

@@ -222,7 +222,7 @@ class WorkerLink:
             self._not_attached(f"it was silent for {SILENCE_LIMIT_S:g} s")
             return False
         except (OSError, KvferryError) as error:
-            self._not_attached(str(error))
+            self._not_attached(str(error) or type(error).__name__)
             return False
         self._connection = connection
         try:

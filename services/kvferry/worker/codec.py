@@ -166,11 +166,12 @@ def _as_utf8(text: str) -> str:
 def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
     """What a step says: the columns in order, then the ends."""
     logprobs = {entry.index: entry for entry in step.logprobs}
-    token_ids, texts = step.token_ids, step.texts
+    # Lists: reading a message's columns entry by entry costs twice as much.
+    token_ids = list(step.token_ids)
     start = 0
-    for i, (number, count) in enumerate(zip(step.numbers, step.num_tokens, strict=True)):
+    for i, (number, count, text) in enumerate(zip(step.numbers, step.num_tokens, step.texts, strict=True)):
         end = start + count
-        output = EngineOutput(token_ids=token_ids[start:end], text=texts[i])
+        output = EngineOutput(token_ids[start:end], text)
         start = end
         if logprobs and (entry := logprobs.get(i)) is not None:
             output.logprobs = _logprobs_from_wire(entry)

@@ -107,11 +107,14 @@ class GrpcServer:
         try:
             while not outlet.gone:
                 outlet.event.clear()
-                for payload in attachment.take():
+                payloads = attachment.take()
+                for payload in payloads:
                     await context.write(payload)
-                if outlet.closing:
-                    break
-                await outlet.event.wait()
+                # Something may have come while these were written.
+                if not payloads:
+                    if outlet.closing:
+                        break
+                    await outlet.event.wait()
         finally:
             self._outlets.discard(outlet)
             reader.cancel()
