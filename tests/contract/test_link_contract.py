@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 import msgspec
 import pytest
+import uvloop
 from link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated, until
 from tcp_relay import TcpRelay
 
@@ -403,3 +404,14 @@ async def test_close_ends_requests_and_returns_while_messages_come(transport: Tr
         with pytest.raises(WorkerLost, match="closed"):
             await finish(remote)
         await until(lambda: worker.engine.load().num_running == 0)
+
+
+def test_a_link_on_uvloop(transport: Transport) -> None:
+    """Which gateways run on; its transports are asyncio's by behaviour only."""
+
+    async def one_request() -> None:
+        async with working(transport) as worker, linked(worker.member()) as link:
+            await until(lambda: link.usable)
+            assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
+
+    uvloop.run(one_request())
