@@ -18,15 +18,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def require_loopback(key: str, host: str, *, insecure: bool) -> None:
+def require_loopback(key: str, host: str, *, insecure: bool, remedy: str = "") -> None:
     """Refuse an unauthenticated listener that others can reach.
 
-    Raises ConfigError naming `key` unless `host` is loopback or the operator said `insecure`.
+    Raises ConfigError naming `key` unless `host` is loopback or the operator said `insecure`. `remedy` is what else
+    would help.
     """
     if not insecure and not is_loopback(host):
         raise ConfigError(
             f"{key}: {host!r} can be reached from other machines and this listener has no authentication; "
-            "use a loopback address such as 127.0.0.1, or say insecure: true (--insecure)",
+            f"use a loopback address such as 127.0.0.1, {f'{remedy}, ' if remedy else ''}"
+            "or say insecure: true (--insecure)",
             param=key,
         )
 

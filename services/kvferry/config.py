@@ -76,12 +76,40 @@ class RoleConfig(_Section):
     resources: dict[str, float] = Field(default_factory=dict)
 
 
-class WorkerConfig(_Section):
-    """What every prefill and decode worker shares."""
+class TlsConfig(_Section):
+    """Mutual TLS: each side shows `cert_file` and accepts what `ca_file` signed. All three files, or none."""
 
-    host: str = "127.0.0.1"  # address its gRPC server binds to and registers
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    ca_file: Path | None = None
+    server_name: str = ""  # the name every worker's certificate carries; empty: the address that is dialled
+
+    @property
+    def enabled(self) -> bool:
+        return self.cert_file is not None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> TlsConfig:
+        files = {"cert_file": self.cert_file, "key_file": self.key_file, "ca_file": self.ca_file}
+        missing = [name for name, file in files.items() if file is None]
+        if missing and len(missing) < len(files):
+            raise ValueError(f"cert_file, key_file and ca_file go together; missing: {', '.join(missing)}")
+        if missing and self.server_name:
+            raise ValueError("server_name needs cert_file, key_file and ca_file")
+        return self
+
+
+class WorkerConfig(_Section):
+    """What every prefill and decode worker shares, and gateways that dial them."""
+
+    host: str = "127.0.0.1"  # address its listeners bind to and register
+    link: Literal["frames", "grpc"] = "frames"  # what carries requests and steps; Describe is always gRPC
+    tls: TlsConfig = TlsConfig()
     max_requests: int = Field(512, ge=1)  # accepted at once; more are refused
     heartbeat_s: float = Field(1.0, gt=0, le=14)  # gateways give up a worker after 15 s of silence
+    # Requests wait and no engine step finishes for this long: the engine is hung, and the worker is replaced. More than
+    # the longest step, which on a CPU is one chunk of a prefill: 30 s were seen.
+    hang_timeout_s: float = Field(60, gt=0)
     drain_timeout_s: float = Field(120, ge=0)
 
 
@@ -153,12 +181,10 @@ class ClusterConfig(_Section):
 
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener that others could reach without authentication."""
-        for key, host in (
-            ("gateway.host", self.gateway.host),
-            ("worker.host", self.worker.host),
-            ("engine.side_channel_host", self.engine.side_channel_host),
-        ):
-            require_loopback(key, host, insecure=self.insecure)
+        require_loopback("gateway.host", self.gateway.host, insecure=self.insecure)
+        if not self.worker.tls.enabled:
+            require_loopback("worker.host", self.worker.host, insecure=self.insecure, remedy="configure worker.tls")
+        require_loopback("engine.side_channel_host", self.engine.side_channel_host, insecure=self.insecure)
 
 
 def load(

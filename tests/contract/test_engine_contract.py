@@ -570,3 +570,28 @@ async def test_events_are_numbered_without_gaps(engine_pair: EnginePair) -> None
         await eventually(lambda: len(batches) >= num_before + 3)
     sequences = [batch.sequence for batch in batches]
     assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+
+
+async def test_kept_pages_that_nobody_pulls_are_released(engine_pair: EnginePair) -> None:
+    """And pulling them afterwards is a miss, not somebody else's pages."""
+    prompt = fresh_prompt(engine_pair)
+    kept = await run(engine_pair.prefill, prompt, greedy(1), keep_for_transfer=True)
+    params = kept.last.transfer_params
+    assert params is not None
+    await engine_pair.prefill.release(params)
+    await engine_pair.prefill.release(params)
+    # Its next step, at the latest, frees them.
+    await run(engine_pair.prefill, fresh_prompt(engine_pair), greedy(1))
+    async with asyncio.timeout(DEADLINE_S):
+        while engine_pair.prefill.load().num_pages_used:
+            await run(engine_pair.prefill, fresh_prompt(engine_pair), greedy(1))
+
+
+async def test_releasing_what_an_engine_does_not_know_is_ignored(engine_pair: EnginePair) -> None:
+    other = await run(engine_pair.prefill, fresh_prompt(engine_pair), greedy(1), keep_for_transfer=True)
+    assert other.last.transfer_params is not None
+    for params in ({}, {"nobody": "knows"}, other.last.transfer_params):
+        await engine_pair.decode.release(params)
+    prompt = fresh_prompt(engine_pair)
+    assert len((await run(engine_pair.decode, prompt, greedy())).token_ids) == NUM_TOKENS
+    await engine_pair.prefill.release(other.last.transfer_params)

@@ -176,3 +176,30 @@ def test_loopback_listeners_are_fine(host: str) -> None:
 )
 def test_the_served_name_is_the_last_part_of_the_path_unless_given(model: dict[str, str], name: str) -> None:
     assert parse({"model": model}).served_name == name
+
+
+TLS = {"cert_file": "a.pem", "key_file": "a.key", "ca_file": "ca.pem"}
+
+
+def test_workers_may_be_reached_behind_mutual_tls() -> None:
+    config = parse({"worker": {"host": "10.0.0.1", "tls": TLS}})
+    assert config.worker.tls.enabled
+    assert "worker.tls" in fault(worker={"host": "10.0.0.1"})
+    # It says nothing about the other listeners.
+    assert "gateway.host" in fault(gateway={"host": "10.0.0.1"}, worker={"tls": TLS})
+
+
+def test_tls_files_go_together() -> None:
+    message = fault(worker={"tls": {"cert_file": "a.pem", "ca_file": "ca.pem"}})
+    assert "missing: key_file" in message
+    assert "worker.tls" in message
+    assert "server_name" in fault(worker={"tls": {"server_name": "x"}})
+
+
+def test_the_link_is_one_of_two() -> None:
+    assert parse({}).worker.link == "frames"
+    assert "worker.link" in fault(worker={"link": "quic"})
+
+
+def test_an_unknown_tls_key_is_named() -> None:
+    assert "server_name" in fault(worker={"tls": {"servername": "x"}})

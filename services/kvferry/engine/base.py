@@ -2,8 +2,8 @@
 
 Who owns what:
 - An `Engine` owns its KV pages. A prefill request with `keep_for_transfer` leaves its pages pinned after it finished;
-  they are released when a decode engine has pulled them, when that decode request is aborted, or when the lease runs
-  out.
+  they are released when a decode engine has pulled them, when that decode request is aborted, by `release`, or when the
+  lease runs out.
 - `transfer_params` are opaque outside the engine that made them: they are carried from the prefill engine's last output
   to the decode engine's request and never looked into, and never taken from a client.
 """
@@ -168,6 +168,7 @@ class EngineLoad:
     prompt_tokens: PromptSources = PromptSources()
     ferried_bytes: int = 0
     num_generated_tokens: int = 0
+    num_steps: int = 0  # finished; one that stands still while requests wait is an engine that hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,15 @@ class Engine(Protocol):
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request: its iterator yields a last output with ABORT. Unknown and finished ids are ignored."""
+        ...
+
+    async def release(self, transfer_params: TransferParams) -> None:
+        """Give back pages that this engine keeps for a request no decode engine was ever told of.
+
+        Only then: a decode engine that reads pages while they are released reads another prompt's. May be repeated;
+        parameters that this engine does not know, any more or at all, are ignored. Never raises. The pages may be free
+        only after the next step.
+        """
         ...
 
     def load(self) -> EngineLoad: ...

@@ -24,11 +24,14 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         self.num_generated_tokens = 0
         self.ferried_bytes = 0
         self.num_failed_transfers = 0
+        self.num_steps = 0
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
+            # Once a step, also where it only computed a chunk of a prompt and gave nobody anything.
+            self.num_steps += 1
             self.num_running = scheduler_stats.num_running_reqs
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage

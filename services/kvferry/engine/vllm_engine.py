@@ -30,6 +30,7 @@ from kvferry.engine.base import (
     RequestId,
     Sampling,
     TokenLogprob,
+    TransferParams,
     check_continued,
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
@@ -39,6 +40,11 @@ log = logging.getLogger(__name__)
 
 CONNECTOR_MODULE = "kvferry.engine.vllm_plugins.nixl"
 CONNECTOR_CLASS = "FerryConnector"
+RELEASE_EXTENSION = "kvferry.engine.vllm_plugins.release.ReleaseExtension"
+
+# A request that has just finished is kept from the next step on; a release may come before that.
+_RELEASE_TRIES = 20
+_RELEASE_PAUSE_S = 0.05
 
 _FINISH_REASONS: dict[str | None, FinishReason] = {reason.value: reason for reason in FinishReason}
 
@@ -135,6 +141,7 @@ class VllmEngine:
             "enable_prefix_caching": True,
             "prefix_caching_hash_algo": "sha256_cbor",
             "enable_log_requests": False,
+            "worker_extension_cls": RELEASE_EXTENSION,
             "kv_transfer_config": {
                 "kv_connector": CONNECTOR_CLASS,
                 "kv_connector_module_path": CONNECTOR_MODULE,
@@ -223,6 +230,21 @@ class VllmEngine:
         if not self._llm.errored:
             await self._llm.abort(request_id)
 
+    async def release(self, transfer_params: TransferParams) -> None:
+        request_id = transfer_params.get("remote_request_id")
+        if transfer_params.get("remote_engine_id") != self.info.engine_id or not isinstance(request_id, str):
+            return
+        try:
+            for _ in range(_RELEASE_TRIES):
+                if self._llm is None or self._llm.errored:
+                    return
+                if any(await self._llm.collective_rpc("kvferry_release", args=(request_id,))):
+                    return
+                await asyncio.sleep(_RELEASE_PAUSE_S)
+        except Exception as error:
+            # Of whatever kind vLLM has for an engine that is going down. The lease ends the pages.
+            log.warning("the pages of request %s are left to their lease: %s", request_id, error)
+
     def load(self) -> EngineLoad:
         counters, info = self._counters, self.info
         unfinished = self._llm.get_num_unfinished_requests()
@@ -235,6 +257,7 @@ class VllmEngine:
             prompt_tokens=counters.prompt_tokens,
             ferried_bytes=counters.ferried_bytes,
             num_generated_tokens=counters.num_generated_tokens,
+            num_steps=counters.num_steps,
         )
 
     async def check_health(self) -> None:

@@ -58,7 +58,7 @@ class GatewayHost:
         self.metrics = Metrics(self._sample_workers)
         self.index = ResidencyIndex()
         self.policy: Policy = Priced(self.index) if config.gateway.placement == "priced" else InTurns()
-        self.roster = Roster(membership, self.gateway_id, on_gone=self.policy.forget)
+        self.roster = Roster(membership, self.gateway_id, config.worker, on_gone=self.policy.forget)
         self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
         self._server = _Server(
             uvicorn.Config(

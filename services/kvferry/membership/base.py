@@ -29,6 +29,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     kind: MemberKind
     member_id: MemberId  # fresh on every start of the process
     address: str  # host:port of its gRPC server (workers) or HTTP listener (gateways)
+    link_address: str = ""  # host:port where a worker takes links as frames; empty: only over gRPC
     model: str
     version: str
     node: str = ""

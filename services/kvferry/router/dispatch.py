@@ -267,28 +267,10 @@ class Dispatcher:
 
     async def _last_output(self, link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
         remote = link.submit(prompt, _unread)
-        holder = candidate_of(link.member)
         try:
             return await remote.wait()
         finally:
-            remote.cancel(lambda orphan: self._give_back(holder, prompt, orphan))
-
-    def _give_back(self, holder: Candidate, prompt: EngineRequest, last: EngineOutput) -> None:
-        """Release what a prefill engine keeps for a request that was cancelled just as its prompt was computed.
-
-        Only a decode engine can: one is given the request and loses it at once. Without one the lease ends it.
-        """
-        if last.transfer_params is None:
-            return
-        for link in self._roster.usable(MemberKind.DECODE):
-            if can_exchange(candidate_of(link.member), holder):
-                # An id of its own: the request itself may be running there by now.
-                request_id = RequestId(f"{prompt.request_id}-release")
-                unwanted = dataclasses.replace(
-                    prompt, request_id=request_id, keep_for_transfer=False, transfer_params=last.transfer_params
-                )
-                link.submit(unwanted, _unread).cancel()
-                return
+            remote.cancel(lambda orphan: _give_back(link, orphan))
 
     def _note_retry(self, answer: _Answer, error: KvferryError) -> None:
         where = f"after {len(answer.token_ids)} tokens" if answer.token_ids else "before its first token"
@@ -496,6 +478,15 @@ def _replayable(request: EngineRequest) -> EngineRequest:
 
 def _unread(output: EngineOutput) -> None:
     pass
+
+
+def _give_back(link: WorkerLink, last: EngineOutput) -> None:
+    """Release what a prefill engine keeps for a request that was cancelled just as its prompt was computed.
+
+    No decode engine was told of these pages, so none can be reading them.
+    """
+    if last.transfer_params is not None:
+        link.release(last.transfer_params)
 
 
 def prompt_only(sampling: Sampling) -> Sampling:

@@ -1,31 +1,31 @@
-"""A gateway's side of the stream to one worker.
+"""A gateway's side of the link to one worker, whatever carries it.
 
-A link dials for as long as it is open, and dials again when the stream breaks. Requests on a broken stream end with
+A link dials for as long as it is open, and dials again when the connection breaks. Requests on a broken link end with
 WorkerLost; the worker aborts them on its side.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
-
-import grpc
+from collections.abc import Callable
 
 from kvferry import __version__
-from kvferry.engine.base import EngineLoad, EngineOutput, EngineRequest, PromptSources
+from kvferry.config import WorkerConfig
+from kvferry.engine.base import EngineLoad, EngineOutput, EngineRequest, PromptSources, TransferParams
 from kvferry.errors import EngineError, KvferryError, WorkerLost
 from kvferry.membership.base import Member
+from kvferry.router.connection import Connection, dial
 from kvferry.wire.v1 import worker_pb2 as pb
-from kvferry.wire.v1 import worker_pb2_grpc
 from kvferry.worker import codec
-from kvferry.worker.server import CHANNEL_OPTIONS
+from kvferry.worker.credit import ACK_EVERY_S, Receipts
 
 log = logging.getLogger(__name__)
 
-# A worker sends a load at every heartbeat (1 s). One that says nothing for this long is not serving, whatever its TCP
-# says.
+# A worker sends something at every heartbeat (1 s). One that says nothing for this long, from the first byte of a dial
+# on, is not serving, whatever its TCP says.
 SILENCE_LIMIT_S = 15.0
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
@@ -109,24 +109,41 @@ def _nobody(output: EngineOutput) -> None:
 
 
 class WorkerLink:
-    """Owns channel, stream and the requests on it.
+    """Owns the connection and the requests on it.
 
-    `on_change` is called when the link comes up, goes down or starts draining.
+    `on_change` is called when the link comes up, goes down or starts draining; `on_residency`, where set, with each
+    message about what the worker holds, in order with the steps. Both within the reading of the link: quick, and no
+    exceptions.
     """
 
-    def __init__(self, member: Member, gateway_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        member: Member,
+        gateway_id: str,
+        on_change: Callable[[], None],
+        worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
+    ) -> None:
+        """`worker` says which transport this gateway wants, and how it shows who it is."""
         self.member = member
         self.load = EngineLoad()
         self.draining = False
         self.connected = False
         self.generation = 0  # how often it connected: a worker that was lost and came back is another try
         self.welcome: pb.Welcome | None = None
+        self.on_residency: Callable[[pb.Residency], None] | None = None
         self._gateway_id = gateway_id
         self._on_change = on_change
+        self._worker = worker
         self._requests: dict[int, RemoteRequest] = {}
         self._number_to_orphaned: dict[int, Orphaned] = {}  # cancelled here; the worker has not yet said how they ended
         self._next_number = 1
-        self._outgoing: asyncio.Queue[pb.Downward] = asyncio.Queue()
+        self._connection: Connection | None = None
+        self._receipts = Receipts()
+        self._heard_s = 0.0
+        self._fault = ""  # why this link gives up its connection
+        self._why_not = ""  # why the last dial came to nothing
+        self._given_up = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._keep_attached())
 
     def __repr__(self) -> str:
@@ -153,7 +170,7 @@ class WorkerLink:
         message = codec.submit_to_wire(number, request)
         self._next_number += 1
         remote = self._requests[number] = RemoteRequest(self, number, sink)
-        self._outgoing.put_nowait(message)
+        self._send(message)
         return remote
 
     def cancel(self, number: int, orphaned: Orphaned | None) -> None:
@@ -161,7 +178,20 @@ class WorkerLink:
             return
         if orphaned is not None:
             self._number_to_orphaned[number] = orphaned
-        self._outgoing.put_nowait(pb.Downward(cancel=pb.Cancel(number=number)))
+        self._send(pb.Downward(cancel=pb.Cancel(number=number)))
+
+    def release(self, transfer_params: TransferParams) -> None:
+        """Give back the pages that this worker keeps under `transfer_params`, which no decode engine was given.
+
+        Never waits. Nothing happens while the link is down: the lease of the pages ends them.
+        """
+        if self.connected:
+            self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
+
+    def want_snapshot(self) -> None:
+        """Ask for all this worker holds; it comes through `on_residency`. Nothing happens while the link is down."""
+        if self.connected:
+            self._send(pb.Downward(want_snapshot=pb.WantSnapshot()))
 
     async def close(self) -> None:
         self._task.cancel()
@@ -179,59 +209,116 @@ class WorkerLink:
             self._disconnected("this gateway closed the link")
 
     async def _attach(self) -> bool:
-        """One stream from dialling to its end; True when it ever worked."""
-        worked = False
-        self._outgoing = asyncio.Queue()
-        outgoing = self._outgoing
-        async with grpc.aio.insecure_channel(self.member.address, options=CHANNEL_OPTIONS) as channel:
-            call = worker_pb2_grpc.WorkerStub(channel).Attach(self._messages(outgoing))
-            try:
-                while True:
-                    # Not wait_for: before Python 3.12 it swallows a cancel that comes together with a message, and
-                    # `close` would wait for ever.
-                    async with asyncio.timeout(SILENCE_LIMIT_S):
-                        message = await call.read()
-                    if message is grpc.aio.EOF:
-                        reason = "it ended the stream"
-                        break
-                    if message.WhichOneof("kind") == "welcome":
-                        if message.welcome.worker_id != self.member.member_id:
-                            # Another process took the port of one that is gone.
-                            reason = f"{self.member.address} is now {message.welcome.worker_id}"
-                            break
-                        worked = True
-                        self._connected(message.welcome)
-                    else:
-                        self._take(message.step)
-            except TimeoutError:
-                reason = f"it was silent for {SILENCE_LIMIT_S:g} s"
-            except grpc.aio.AioRpcError as error:
-                reason = f"the stream broke ({error.code().name})"
-            except asyncio.CancelledError:
-                # grpc.aio cancels its own call when it cannot write a message. That must not end the link.
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                reason = "this gateway could not write to it"
-            except Exception:
-                log.exception("a message of worker %s cannot be read", self.member.member_id)
-                reason = "a message of it cannot be read"
-            finally:
-                call.cancel()
+        """One connection from dialling to its end; True when it ever worked."""
+        generation = self.generation
+        self._receipts = Receipts()
+        self._fault = ""
+        self._given_up.clear()
+        self._heard_s = self._loop.time()
+        try:
+            async with asyncio.timeout(SILENCE_LIMIT_S):
+                connection = await dial(self.member, self._worker, self._receive)
+        except TimeoutError:
+            self._not_attached(f"it was silent for {SILENCE_LIMIT_S:g} s")
+            return False
+        except (OSError, KvferryError) as error:
+            self._not_attached(str(error) or type(error).__name__)
+            return False
+        self._connection = connection
+        try:
+            self._send(pb.Downward(hello=pb.Hello(gateway_id=self._gateway_id, version=__version__)))
+            reason = await self._until_ended(connection)
+            if self.generation == generation:
+                self._not_attached(reason)
             self._disconnected(reason)
-        return worked
+        finally:
+            self._connection = None
+            # Before closing, which may wait: requests go on elsewhere.
+            self._disconnected("this gateway closed the link")
+            await connection.close()
+        return self.generation > generation
 
-    async def _messages(self, outgoing: asyncio.Queue[pb.Downward]) -> AsyncIterator[pb.Downward]:
-        yield pb.Downward(hello=pb.Hello(gateway_id=self._gateway_id, version=__version__))
-        while True:
-            yield await outgoing.get()
+    def _not_attached(self, reason: str) -> None:
+        """Say why there is no link; once, while it stays the same."""
+        level = logging.DEBUG if reason == self._why_not else logging.WARNING
+        log.log(level, "no link to worker %s yet: %s", self.member.member_id, reason)
+        self._why_not = reason
+
+    async def _until_ended(self, connection: Connection) -> str:
+        """Why it ended: the connection, a message of it, or silence."""
+        given_up = asyncio.create_task(self._given_up.wait())
+        acked_s = self._loop.time()
+        try:
+            while True:
+                begun_s = self._loop.time()
+                wait_s = min(self._heard_s + SILENCE_LIMIT_S, acked_s + ACK_EVERY_S) - begun_s
+                await asyncio.wait(
+                    (connection.ended, given_up), timeout=max(0.0, wait_s), return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._fault:
+                    return self._fault
+                if connection.ended.done():
+                    return connection.ended.result()
+                now_s = self._loop.time()
+                if now_s - begun_s > max(0.0, wait_s) + 1.0:
+                    # This gateway was itself stopped: what came meanwhile is not read yet.
+                    self._heard_s = now_s
+                if now_s - self._heard_s >= SILENCE_LIMIT_S:
+                    return f"it was silent for {SILENCE_LIMIT_S:g} s"
+                if now_s - acked_s >= ACK_EVERY_S:
+                    acked_s = now_s
+                    if self.connected:
+                        self._acknowledge()
+        finally:
+            given_up.cancel()
+
+    def _send(self, message: pb.Downward) -> None:
+        if self._connection is not None:
+            self._connection.send(message.SerializeToString())
+
+    def _receive(self, payload: bytes) -> None:
+        if self._fault:
+            return
+        self._heard_s = self._loop.time()
+        try:
+            message = pb.Upward.FromString(payload)
+            match message.WhichOneof("kind"):
+                case "step" if self.connected:
+                    self._take(message.step)
+                case "residency" if self.connected:
+                    if self.on_residency is not None:
+                        self.on_residency(message.residency)
+                case "welcome" if not self.connected:
+                    if message.welcome.worker_id != self.member.member_id:
+                        # Another process took the port of one that is gone.
+                        self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
+                        return
+                    self._connected(message.welcome)
+                case kind:
+                    raise ValueError(f"{kind or 'an empty message'} is not expected now")
+        except Exception:
+            log.exception("a message of worker %s cannot be read", self.member.member_id)
+            self._give_up("a message of it cannot be read")
+            return
+        if self._receipts.add(len(payload)):
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        receipts = self._receipts
+        receipts.told()
+        self._send(pb.Downward(ack=pb.Ack(num_messages=receipts.num_messages, num_bytes=receipts.num_bytes)))
+
+    def _give_up(self, reason: str) -> None:
+        self._fault = reason
+        self._given_up.set()
 
     def _connected(self, welcome: pb.Welcome) -> None:
         self.welcome = welcome
         self.connected = True
         self.generation += 1
+        self._why_not = ""
         self._take_load(welcome.load)
-        log.info("worker %s attached at %s", self.member.member_id, self.member.address)
+        log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
 
     def _disconnected(self, reason: str) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from kvferry.config import WorkerConfig
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Membership, Snapshot
 from kvferry.router.link import WorkerLink
 from kvferry.router.placement import Candidate
@@ -28,15 +29,20 @@ class Roster:
         self,
         membership: Membership,
         gateway_id: str,
+        worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
         on_gone: Callable[[MemberId], None] = lambda member_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_gone` is told of every worker that is forgotten; `clock` stamps views, in seconds."""
+        """`worker` says how workers are dialled.
+
+        `on_gone` is told of every worker that is forgotten; `clock` stamps views, in seconds.
+        """
         self._on_gone = on_gone
         self._clock = clock
         self._membership = membership
         self._gateway_id = gateway_id
+        self._worker = worker
         self._links: dict[MemberId, WorkerLink] = {}
         self._views: dict[MemberId, WorkerView] = {}
         self._gone: set[MemberId] = set()  # left the registry, stream still alive
@@ -110,12 +116,12 @@ class Roster:
             return
         self._gone.discard(member.member_id)
         known = self._links.get(member.member_id)
-        if known is not None and known.member.address == member.address:
+        if known is not None and _addresses(known.member) == _addresses(member):
             known.member = member
             return
         if known is not None:
             self._drop(member.member_id)
-        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._on_change)
+        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._on_change, self._worker)
 
     def _left(self, member_id: MemberId) -> None:
         if member_id in self._links:
@@ -151,3 +157,7 @@ class Roster:
 
 def candidate_of(member: Member) -> Candidate:
     return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype)
+
+
+def _addresses(member: Member) -> tuple[str, str]:
+    return member.address, member.link_address

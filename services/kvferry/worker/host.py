@@ -21,6 +21,7 @@ from kvferry.errors import EngineDead, KvferryError
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.shared_memory import record_shared_memory
 from kvferry.worker.server import WorkerServer
+from kvferry.worker.watchdog import HangWatch
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +62,19 @@ class WorkerHost:
             host=config.worker.host,
             max_requests=config.worker.max_requests,
             heartbeat_s=config.worker.heartbeat_s,
+            frames=config.worker.link == "frames",
+            mutual_tls=config.worker.tls,
         )
 
     @property
     def member(self) -> Member:
         info = self._engine.info
+        host, frame_port = self._config.worker.host, self.server.frame_port
         return Member(
             kind=self._kind,
             member_id=self.worker_id,
-            address=join_host_port(self._config.worker.host, self.server.port),
+            address=join_host_port(host, self.server.port),
+            link_address=join_host_port(host, frame_port) if frame_port else "",
             model=info.model,
             version=__version__,
             node=socket.gethostname(),
@@ -94,7 +99,7 @@ class WorkerHost:
         """Raises EngineDead once the engine is gone."""
         await self._engine.check_health()
         if self.server.died.is_set():
-            raise EngineDead("the engine failed a request as dead")
+            raise EngineDead(self.server.why_died or "the engine failed a request as dead")
 
     async def drain(self) -> bool:
         """Leave orderly: no new requests, those in flight finish. True when all did in time."""
@@ -116,13 +121,22 @@ class WorkerHost:
         await self._membership.close()
 
     async def _leave_when_dead(self) -> None:
-        """A dead engine does not come back: say so at once, so that nobody waits for a lease to run out."""
+        """A dead engine does not come back: say so at once, so that nobody waits for a lease to run out.
+
+        Nor does one that hangs; that of the whole process, this watch with it, is left to the gateways, which hear
+        nothing, and to Serve's health check.
+        """
+        timeout_s = self._config.worker.hang_timeout_s
+        hang_watch = HangWatch(timeout_s)
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 await self.check_health()
+                if hang_watch.hung(loop.time(), self.server.progress(), busy=self.server.num_requests > 0):
+                    raise EngineDead(f"the engine is hung: requests wait and no step finished for {timeout_s:g} s")
             except EngineDead as error:
                 log.error("%s leaves: %s", self.worker_id, error.message)
-                self.server.died.set()
+                self.server.engine_died(error.message)
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_PERIOD_S):

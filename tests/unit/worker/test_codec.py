@@ -127,7 +127,7 @@ def test_an_error_stays_itself_across_the_wire(error: KvferryError) -> None:
 
 
 def test_load_survives_the_wire() -> None:
-    load = EngineLoad(1, 2, 3, 4, PromptSources(5, 6, 7), 8, 9)
+    load = EngineLoad(1, 2, 3, 4, PromptSources(5, 6, 7), 8, 9, 10)
     message = codec.load_to_wire(load, draining=True)
     assert message.draining
     assert codec.load_from_wire(pb.Load.FromString(message.SerializeToString())) == load
@@ -161,3 +161,11 @@ def test_an_estimate_of_an_outputs_size_is_never_far_below_it() -> None:
         step = pb.Step()
         codec.append_output(step, 2**40, output)
         assert codec.approximate_bytes(output) > step.ByteSize() * 0.7
+
+
+def test_when_to_come_back_crosses_the_wire() -> None:
+    step = pb.Step()
+    codec.append_failure(step, 1, Overloaded("full", retry_after_s=17))
+    ((_, error),) = codec.outputs_of(step)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == 17

@@ -9,10 +9,13 @@ import pytest
 import pytest_asyncio
 
 from kvferry import config as configuration
+from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
+from kvferry.engine.sim.engine import Faults
 from kvferry.errors import EngineDead
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.router.link import WorkerLink
 from kvferry.worker.host import WorkerHost, build_engine
 
 
@@ -82,3 +85,47 @@ async def test_stop_may_be_repeated(host: WorkerHost, registry: MemoryRegistry) 
     await host.stop()
     await host.stop()
     assert not registry.members()
+
+
+async def test_a_hung_engine_fails_its_requests_and_its_worker_leaves(registry: MemoryRegistry) -> None:
+    """It is alive and says it is well, and no step finishes."""
+    config = configuration.parse(
+        {"model": {"path": "m"}, "engine": {"kind": "sim"}, "worker": {"hang_timeout_s": 1.0, "heartbeat_s": 0.2}}
+    )
+    engine = build_engine(config, MemberKind.DECODE, "m")
+    assert isinstance(engine, SimEngine)
+    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(registry))
+    await host.start()
+    link = WorkerLink(host.member, "g", lambda: None, config.worker)
+    try:
+        await until(lambda: link.usable)
+        sampling = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
+        await link.submit(EngineRequest(RequestId("a"), [1, 2, 3], sampling), lambda output: None).wait()
+        engine.faults = Faults(stalled=True)
+        await host.check_health()
+        with pytest.raises(EngineDead, match="the engine is hung"):
+            await link.submit(EngineRequest(RequestId("b"), [1, 2, 3], sampling), lambda output: None).wait()
+        await until(lambda: not registry.members())
+        assert host.server.draining
+        with pytest.raises(EngineDead, match="the engine is hung"):
+            await host.check_health()
+    finally:
+        await link.close()
+        await host.stop()
+
+
+async def test_a_worker_registers_where_it_takes_links(host: WorkerHost) -> None:
+    assert host.member.link_address == f"127.0.0.1:{host.server.frame_port}"
+    assert host.member.link_address != host.member.address
+
+
+async def test_a_worker_for_grpc_only_offers_no_frames(registry: MemoryRegistry) -> None:
+    config = configuration.parse({"model": {"path": "m"}, "engine": {"kind": "sim"}, "worker": {"link": "grpc"}})
+    engine = build_engine(config, MemberKind.DECODE, "m")
+    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(registry))
+    await host.start()
+    try:
+        assert host.member.link_address == ""
+        assert host.member.address == f"127.0.0.1:{host.server.port}"
+    finally:
+        await host.stop()

@@ -119,6 +119,7 @@ class SimEngine:
         self._event_sequence = 0
         self._prompt_tokens = PromptSources()
         self._num_generated_tokens = 0
+        self._num_steps = 0
         self._ferried_bytes = 0
         self.num_preemptions = 0
 
@@ -208,6 +209,7 @@ class SimEngine:
             prompt_tokens=self._prompt_tokens,
             ferried_bytes=self._ferried_bytes,
             num_generated_tokens=self._num_generated_tokens,
+            num_steps=self._num_steps,
         )
 
     def check(self) -> None:
@@ -261,6 +263,14 @@ class SimEngine:
             self._end(sequence)
             last = EngineOutput(token_ids=(), text="", finish_reason=FinishReason.ABORT, sources=sequence.sources)
             sequence.mailbox.put(last)
+
+    async def release(self, transfer_params: TransferParams) -> None:
+        try:
+            ticket = Ticket.from_params(transfer_params)
+        except FerryError:
+            return
+        if self._ferry is not None and ticket.engine_id == self._ferry.engine_id:
+            self._ferry.release(ticket.offer_id)
 
     # Coming and going of requests.
 
@@ -499,6 +509,7 @@ class SimEngine:
 
     def _commit(self, plan: Sequence[tuple[TokenSequence, int]]) -> None:
         block_size = self._block_size
+        self._num_steps += 1
         for sequence, num_now in plan:
             if sequence.phase is not Phase.RUNNING:
                 continue  # ended while the step ran

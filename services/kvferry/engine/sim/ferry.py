@@ -136,7 +136,7 @@ class FerryServer:
         read_page: Callable[[PageId], bytes],
         free_pages: Callable[[Sequence[PageId]], None],
     ) -> None:
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self._layout = layout
         self._host = host
         self._lease_s = lease_s
@@ -165,7 +165,7 @@ class FerryServer:
         offer_id = secrets.token_hex(16)
         expiry = asyncio.get_running_loop().call_later(self._lease_s, self._expire, offer_id)
         self._id_to_offer[offer_id] = _Offer(pages, expiry)
-        return Ticket(self._host, self.port, self._engine_id, offer_id, num_tokens)
+        return Ticket(self._host, self.port, self.engine_id, offer_id, num_tokens)
 
     def release(self, offer_id: str) -> None:
         """End an offer. Unknown and ended ones are ignored."""
@@ -214,7 +214,7 @@ class FerryServer:
                 question = _question_decoder.decode(payload)
                 if isinstance(question, Pull):
                     await self._answer(question, writer)
-                elif question.engine_id == self._engine_id:
+                elif question.engine_id == self.engine_id:
                     self.release(question.offer_id)
         except (FerryError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             log.debug("a ferry connection ended: %s", error)
@@ -249,7 +249,7 @@ class FerryServer:
     def _refusal(self, pull: Pull, offer: _Offer | None) -> str | None:
         if self.fault is PullFault.REFUSE:
             return "refused, as asked"
-        if pull.engine_id != self._engine_id:
+        if pull.engine_id != self.engine_id:
             return "another engine answers here now"
         if pull.layout != self._layout:
             return "pages have another layout here"

@@ -21,22 +21,30 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class Downward(_message.Message):
-    __slots__ = ("hello", "submit", "cancel")
+    __slots__ = ("hello", "submit", "cancel", "ack", "release", "want_snapshot")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    WANT_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    ack: Ack
+    release: Release
+    want_snapshot: WantSnapshot
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., want_snapshot: _Optional[_Union[WantSnapshot, _Mapping]] = ...) -> None: ...
 
 class Upward(_message.Message):
-    __slots__ = ("welcome", "step")
+    __slots__ = ("welcome", "step", "residency")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step: Step
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+    residency: Residency
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("gateway_id", "version")
@@ -105,6 +113,48 @@ class Cancel(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("num_messages", "num_bytes")
+    NUM_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_messages: int
+    num_bytes: int
+    def __init__(self, num_messages: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("transfer_params",)
+    TRANSFER_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    transfer_params: bytes
+    def __init__(self, transfer_params: _Optional[bytes] = ...) -> None: ...
+
+class WantSnapshot(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Residency(_message.Message):
+    __slots__ = ("sequence", "snapshot", "more", "cleared", "stored", "removed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    snapshot: bool
+    more: bool
+    cleared: bool
+    stored: _containers.RepeatedCompositeFieldContainer[TierKeys]
+    removed: _containers.RepeatedCompositeFieldContainer[TierKeys]
+    def __init__(self, sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., more: _Optional[bool] = ..., cleared: _Optional[bool] = ..., stored: _Optional[_Iterable[_Union[TierKeys, _Mapping]]] = ..., removed: _Optional[_Iterable[_Union[TierKeys, _Mapping]]] = ...) -> None: ...
+
+class TierKeys(_message.Message):
+    __slots__ = ("tier", "keys")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    keys: bytes
+    def __init__(self, tier: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "structured_outputs")
@@ -230,15 +280,17 @@ class PromptSources(_message.Message):
     def __init__(self, local_compute: _Optional[int] = ..., local_cache_hit: _Optional[int] = ..., external_kv_transfer: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("code", "message")
+    __slots__ = ("code", "message", "retry_after_s")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    retry_after_s: int
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "ferried_bytes", "num_generated_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "ferried_bytes", "num_generated_tokens", "num_steps")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +299,7 @@ class Load(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FERRIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pages_used: int
@@ -255,4 +308,5 @@ class Load(_message.Message):
     prompt_tokens: PromptSources
     ferried_bytes: int
     num_generated_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., ferried_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ...) -> None: ...
+    num_steps: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., ferried_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """A worker hosts one engine. Each gateway keeps one Attach stream to each worker.
+    """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
+    length-prefixed frames on TCP (worker/frames.py) or over Attach.
     """
 
     def __init__(self, channel):
@@ -48,12 +49,13 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """A worker hosts one engine. Each gateway keeps one Attach stream to each worker.
+    """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
+    length-prefixed frames on TCP (worker/frames.py) or over Attach.
     """
 
     def Attach(self, request_iterator, context):
-        """The only data path: requests and cancels go down, one message per engine step comes up for all requests of the stream.
-        When the stream breaks, for whatever reason, the worker aborts every request that came over it.
+        """The only data path: requests and cancels go down, one message per engine step comes up for all requests of the link.
+        When the link breaks, for whatever reason, the worker aborts every request that came over it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +90,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """A worker hosts one engine. Each gateway keeps one Attach stream to each worker.
+    """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
+    length-prefixed frames on TCP (worker/frames.py) or over Attach.
     """
 
     @staticmethod

@@ -1,0 +1,78 @@
+"""How far a worker may run ahead of a gateway that reads its steps: both ends of that count.
+
+Socket buffers are no measure: they differ between machines and grow by themselves. The gateway says what it has read,
+cumulatively and seldom; the worker stops when too much is not accounted for, and merges steps until it is.
+"""
+
+from __future__ import annotations
+
+# A worker sends on while both are undershot: 0.3 s of steps of 5 ms, and more than a round trip between machines holds.
+MAX_UNREAD_MESSAGES = 64
+MAX_UNREAD_BYTES = 1 << 20
+
+# A gateway says what it read at the first of these; well below the limits above, or a link would come to rest.
+ACK_EVERY_MESSAGES = 16
+ACK_EVERY_BYTES = 256 << 10
+# And in any case this often: a worker takes a gateway from which nothing comes for lost.
+ACK_EVERY_S = 3.0
+
+
+class Credit:
+    """The worker's count of one link."""
+
+    __slots__ = ("_num_bytes_read", "_num_bytes_sent", "_num_messages_read", "_num_messages_sent")
+
+    def __init__(self) -> None:
+        self._num_messages_sent = self._num_messages_read = 0
+        self._num_bytes_sent = self._num_bytes_read = 0
+
+    def __repr__(self) -> str:
+        num_messages = self._num_messages_sent - self._num_messages_read
+        return f"<Credit unread={num_messages} messages, {self._num_bytes_sent - self._num_bytes_read} bytes>"
+
+    @property
+    def left(self) -> bool:
+        """One more message may be sent, of any size."""
+        return (
+            self._num_messages_sent - self._num_messages_read < MAX_UNREAD_MESSAGES
+            and self._num_bytes_sent - self._num_bytes_read < MAX_UNREAD_BYTES
+        )
+
+    def spend(self, num_bytes: int) -> None:
+        """A message of this size is sent."""
+        self._num_messages_sent += 1
+        self._num_bytes_sent += num_bytes
+
+    def restore(self, num_messages: int, num_bytes: int) -> None:
+        """What the gateway has read since the link began. Raises ValueError when that was never sent, or goes back."""
+        if not (
+            self._num_messages_read <= num_messages <= self._num_messages_sent
+            and self._num_bytes_read <= num_bytes <= self._num_bytes_sent
+        ):
+            raise ValueError(f"an acknowledgement of {num_messages} messages and {num_bytes} bytes does not fit {self}")
+        self._num_messages_read = num_messages
+        self._num_bytes_read = num_bytes
+
+
+class Receipts:
+    """The gateway's count of one link."""
+
+    __slots__ = ("_num_bytes_told", "_num_messages_told", "num_bytes", "num_messages")
+
+    def __init__(self) -> None:
+        self.num_messages = self._num_messages_told = 0
+        self.num_bytes = self._num_bytes_told = 0
+
+    def add(self, num_bytes: int) -> bool:
+        """A message of this size was read; True when it is time to say so."""
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+        return (
+            self.num_messages - self._num_messages_told >= ACK_EVERY_MESSAGES
+            or self.num_bytes - self._num_bytes_told >= ACK_EVERY_BYTES
+        )
+
+    def told(self) -> None:
+        """The worker is being told of everything counted so far."""
+        self._num_messages_told = self.num_messages
+        self._num_bytes_told = self.num_bytes

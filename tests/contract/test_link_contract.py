@@ -1,0 +1,417 @@
+"""What a link owes its gateway over either transport, its worker silent, gone, somebody else or talking nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import msgspec
+import pytest
+import uvloop
+from link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated, until
+from tcp_relay import TcpRelay
+
+from kvferry.config import WorkerConfig
+from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RequestId, Sampling
+from kvferry.engine.sim import SimEngine
+from kvferry.engine.sim.engine import Faults
+from kvferry.errors import EngineError, WorkerLost
+from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.router import link as router_link
+from kvferry.router.link import RemoteRequest, WorkerLink
+from kvferry.wire.v1 import worker_pb2 as pb
+from kvferry.worker import credit
+from kvferry.worker.frames import PREAMBLE, FrameDecoder, encode_frames
+from kvferry.worker.grpc_server import SERVICE
+from kvferry.worker.server import WorkerServer
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Transport:
+    kind: Transport = request.param
+    return kind
+
+
+class Worker:
+    """A sim engine behind a server, and a relay before it."""
+
+    def __init__(self, engine: SimEngine, server: WorkerServer, relay: TcpRelay, transport: Transport) -> None:
+        self.engine = engine
+        self.server = server
+        self.relay = relay
+        self._transport = transport
+
+    def member(self, member_id: str = "w") -> Member:
+        return member(self.relay.address, self._transport, member_id)
+
+
+def member(address: str, transport: Transport, member_id: str = "w") -> Member:
+    """Registered at `address`, with nothing behind the other transport's."""
+    return Member(
+        kind=MemberKind.DECODE,
+        member_id=MemberId(member_id),
+        address=address if transport == "grpc" else "127.0.0.1:1",
+        link_address=address if transport == "frames" else "",
+        model="m",
+        version="0",
+    )
+
+
+@asynccontextmanager
+async def working(transport: Transport) -> AsyncIterator[Worker]:
+    async with simulated() as engine, serving(engine, heartbeat_s=0.1) as server:
+        relay = await TcpRelay(f"127.0.0.1:{server.frame_port if transport == 'frames' else server.port}").start()
+        try:
+            yield Worker(engine, server, relay, transport)
+        finally:
+            await relay.stop()
+
+
+@asynccontextmanager
+async def linked(member: Member, config: WorkerConfig = WorkerConfig()) -> AsyncIterator[WorkerLink]:  # noqa: B008
+    link = WorkerLink(member, "g", lambda: None, config)
+    try:
+        yield link
+    finally:
+        async with asyncio.timeout(5):
+            await link.close()
+
+
+class Sent:
+    """A request on a link, and what came for it."""
+
+    def __init__(self, link: WorkerLink, request: EngineRequest) -> None:
+        self.outputs: list[EngineOutput] = []
+        self.remote: RemoteRequest = link.submit(request, self.outputs.append)
+        self.cancel = self.remote.cancel
+
+    async def begin(self) -> None:
+        await until(lambda: bool(self.outputs), what="a first output")
+
+
+async def finish(sent: Sent) -> EngineOutput:
+    last = await sent.remote.wait()
+    assert sent.outputs[-1] is last
+    return last
+
+
+async def test_a_request_over_a_link(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        with pytest.raises(WorkerLost, match="not connected"):
+            Sent(link, request())
+        await until(lambda: link.usable)
+        last = await finish(Sent(link, request()))
+        assert last.finish_reason is FinishReason.LENGTH
+        assert link.num_requests == 0
+
+
+async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+    monkeypatch.setattr(router_link, "SILENCE_LIMIT_S", 0.5)
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        worker.engine.faults = Faults(stalled=True)
+        remote = Sent(link, request())
+        await until(lambda: worker.engine.load().num_waiting == 1)
+        worker.relay.backward.clear()
+        with pytest.raises(WorkerLost, match="silent"):
+            await finish(remote)
+        assert not link.usable
+        await until(lambda: worker.engine.load().num_waiting == 0, what="the worker aborted what was lost")
+        worker.relay.backward.set()
+        worker.engine.faults = Faults()
+        await until(lambda: link.usable, what="the link is back")
+        assert (await finish(Sent(link, request("again")))).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_stream_that_breaks_ends_every_request_on_it(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        remotes = [Sent(link, request(f"r{i}", max_tokens=5000)) for i in range(3)]
+        for remote in remotes:
+            await remote.begin()
+        worker.relay.cut()
+        for remote in remotes:
+            with pytest.raises(WorkerLost):
+                await finish(remote)
+        assert link.num_requests == 0
+        await until(lambda: link.usable)
+
+
+async def test_another_worker_at_the_address_is_refused_and_not_dialled_in_a_spin(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    pauses_s: list[float] = []
+    real_sleep = asyncio.sleep
+
+    async def sleep(delay_s: float) -> None:
+        pauses_s.append(delay_s)
+        await real_sleep(0.001)
+
+    async with working(transport) as worker:
+        monkeypatch.setattr(router_link, "asyncio", _AsyncioWith(sleep))
+        changes: list[None] = []
+        link = WorkerLink(worker.member("somebody-else"), "g", lambda: changes.append(None))
+        try:
+            await until(lambda: len(pauses_s) >= 8)
+            assert not link.usable
+            assert not changes
+        finally:
+            await link.close()
+    # Longer each time, up to the longest; each between half and the whole of it.
+    for i, pause_s in enumerate(pauses_s):
+        whole_s = min(router_link.REDIAL_FIRST_S * 2**i, router_link.REDIAL_MOST_S)
+        assert whole_s / 2 <= pause_s <= whole_s
+
+
+class _AsyncioWith:
+    """asyncio with another `sleep`, for one module."""
+
+    def __init__(self, sleep: object) -> None:
+        self.sleep = sleep
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(asyncio, name)
+
+
+Answer = Callable[[int], list[pb.Upward]]
+
+
+@asynccontextmanager
+async def answering(transport: Transport, answer: Answer) -> AsyncIterator[str]:
+    """A worker that says `answer(n)` on its n-th link, whatever it is asked. Its address."""
+    num_links = 0
+
+    def payloads() -> list[bytes]:
+        nonlocal num_links
+        num_links += 1
+        return [message.SerializeToString() for message in answer(num_links)]
+
+    async def attach(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await anext(aiter(messages))
+        for payload in payloads():
+            await context.write(payload)
+        async for _ in messages:
+            pass
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder = FrameDecoder()
+        while data := await reader.read(1 << 16):
+            for payload in decoder.feed(data):
+                if pb.Downward.FromString(payload).HasField("hello"):
+                    writer.write(PREAMBLE + encode_frames(payloads()))
+        writer.close()
+
+    if transport == "frames":
+        listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+        yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        listener.close()
+    else:
+        server = grpc.aio.server()
+        handlers = {"Attach": grpc.stream_stream_rpc_method_handler(attach)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        yield f"127.0.0.1:{port}"
+        await server.stop(0)
+
+
+WELCOME = pb.Upward(welcome=pb.Welcome(worker_id="w"))
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        pb.Upward(step=pb.Step(numbers=[1, 2], num_tokens=[1])),  # columns of unequal length
+        pb.Upward(),
+        WELCOME,  # once more
+    ],
+)
+async def test_a_message_that_cannot_be_read_does_not_end_the_link(transport: Transport, nonsense: pb.Upward) -> None:
+    """The connection is given up, and the next one works."""
+    links: list[int] = []
+
+    def answer(number: int) -> list[pb.Upward]:
+        links.append(number)
+        return [WELCOME, nonsense] if number == 1 else [WELCOME]
+
+    async with answering(transport, answer) as address, linked(member(address, transport)) as link:
+        await until(lambda: links == [1, 2] and link.usable, what="the link dialled again")
+        assert link.generation == 2
+
+
+async def test_what_comes_before_the_welcome_is_not_taken(transport: Transport) -> None:
+    def answer(number: int) -> list[pb.Upward]:
+        return [WELCOME] if number == 2 else [pb.Upward(step=pb.Step()), WELCOME]
+
+    async with answering(transport, answer) as address, linked(member(address, transport)) as link:
+        await until(lambda: link.usable)
+        assert link.generation == 1
+
+
+async def test_residency_is_passed_on_and_a_snapshot_asked_for(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        heard: list[pb.Residency] = []
+        link.on_residency = heard.append
+        worker.server.on_want_snapshot = lambda attachment: attachment.send_residency(
+            pb.Residency(sequence=3, snapshot=True)
+        )
+        link.want_snapshot()  # too early: nothing happens
+        await until(lambda: link.usable)
+        link.want_snapshot()
+        await until(lambda: len(heard) == 1)
+        assert (heard[0].sequence, heard[0].snapshot) == (3, True)
+
+
+async def test_what_a_prefill_engine_keeps_is_released_over_its_link(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        last = await finish(Sent(link, request("a", max_tokens=1, keep_for_transfer=True)))
+        assert worker.engine.num_offers == 1
+        assert last.transfer_params is not None
+        link.release(last.transfer_params)
+        await until(lambda: worker.engine.num_offers == 0)
+        worker.engine.check()
+
+
+async def test_a_gateway_that_reads_never_runs_out_of_credit(transport: Transport) -> None:
+    """Many times the credit, in steps and in bytes, and an engine that never pauses."""
+    engine = Firehose("x" * 2000)
+    async with serving(engine) as server:
+        port = server.frame_port if transport == "frames" else server.port
+        async with linked(member(f"127.0.0.1:{port}", transport)) as link:
+            await until(lambda: link.usable)
+            sent = Sent(link, request())
+            num_wanted = 4 * credit.MAX_UNREAD_BYTES // 2000
+            await until(lambda: len(sent.outputs) > num_wanted)
+            assert sum(len(output.token_ids) for output in sent.outputs) == len(sent.outputs)
+            sent.cancel()
+            await until(lambda: engine.num_running == 0)
+
+
+async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+    """The gateway speaks of itself, or the worker would take it for lost."""
+    from kvferry.worker import attachment
+
+    monkeypatch.setattr(attachment, "SILENCE_LIMIT_S", 0.4)
+    monkeypatch.setattr(router_link, "ACK_EVERY_S", 0.1)
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        num_messages = link._receipts.num_messages
+        # Heartbeats of more than the limit, and some.
+        await until(lambda: link._receipts.num_messages >= num_messages + 12)
+        assert link.generation == 1
+        assert link.usable
+
+
+async def test_a_member_without_a_link_address_is_dialled_over_grpc() -> None:
+    async with simulated() as engine, serving(engine) as server:
+        plain = member(f"127.0.0.1:{server.port}", "grpc")
+        both = msgspec.structs.replace(plain, link_address=f"127.0.0.1:{server.frame_port}")
+        for at, config, kind in (
+            (plain, WorkerConfig(link="frames"), "Grpc"),
+            (both, WorkerConfig(link="frames"), "Frame"),
+            (both, WorkerConfig(link="grpc"), "Grpc"),
+        ):
+            async with linked(at, config) as link:
+                await until(lambda: link.usable)
+                assert type(link._connection).__name__ == f"{kind}Connection"
+                assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_request_that_cannot_be_written_leaves_nothing_behind(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        with pytest.raises(ValueError):
+            Sent(link, EngineRequest(RequestId("r"), [2**40], Sampling(max_tokens=1)))
+        assert link.num_requests == 0
+        assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
+
+
+async def test_cancel_may_be_repeated_and_ends_the_outputs(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        remote = Sent(link, request(max_tokens=5000))
+        await remote.begin()
+        remote.cancel()
+        remote.cancel()
+        num_outputs = len(remote.outputs)
+        await until(lambda: worker.engine.load().num_running == 0)
+        assert (await finish(Sent(link, request("after")))).finish_reason is FinishReason.LENGTH
+        assert len(remote.outputs) == num_outputs  # what the worker sent meanwhile had no reader
+
+
+async def test_a_reader_that_fails_ends_its_own_request_only(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+
+        def fail(output: EngineOutput) -> None:
+            raise RuntimeError("of this test")
+
+        other = Sent(link, request("other", max_tokens=50))
+        failing = link.submit(request("failing", max_tokens=5000), fail)
+        with pytest.raises(EngineError, match="its log says why"):
+            await failing.wait()
+        assert (await finish(other)).finish_reason is FinishReason.LENGTH
+        assert sum(len(output.token_ids) for output in other.outputs) == 50
+        await until(lambda: worker.engine.load().num_running == 0, what="the worker was told")
+
+
+async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it(transport: Transport) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        orphans: list[EngineOutput] = []
+
+        # On its way while the cancel is sent.
+        worker.relay.backward.clear()
+        remote = Sent(link, request("a", max_tokens=1, keep_for_transfer=True))
+        await until(lambda: worker.engine.num_offers == 1)
+        remote.cancel(orphans.append)
+        assert not orphans
+        worker.relay.backward.set()
+        await until(lambda: len(orphans) == 1)
+        assert orphans[0].transfer_params is not None
+
+        # Here, and not read yet.
+        remote = Sent(link, request("b", max_tokens=1, keep_for_transfer=True))
+        await until(lambda: link.num_requests == 0, what="its end arrived")
+        remote.cancel(orphans.append)
+        assert len(orphans) == 2
+
+        # Read: it has a reader who looks after it.
+        remote = Sent(link, request("c", max_tokens=1, keep_for_transfer=True))
+        await finish(remote)
+        remote.cancel(orphans.append)
+
+        # Not finished.
+        worker.engine.faults = Faults(stalled=True)
+        remote = Sent(link, request("d", max_tokens=1, keep_for_transfer=True))
+        await until(lambda: worker.engine.load().num_waiting == 1)
+        remote.cancel(orphans.append)
+        await until(lambda: not link._number_to_orphaned, what="the worker said how it ended")
+        assert len(orphans) == 2
+
+
+async def test_close_ends_requests_and_returns_while_messages_come(transport: Transport) -> None:
+    async with working(transport) as worker:
+        link = WorkerLink(worker.member(), "g", lambda: None)
+        await until(lambda: link.usable)
+        remote = Sent(link, request(max_tokens=5000))
+        await remote.begin()
+        async with asyncio.timeout(5):
+            await link.close()
+        with pytest.raises(WorkerLost, match="closed"):
+            await finish(remote)
+        await until(lambda: worker.engine.load().num_running == 0)
+
+
+def test_a_link_on_uvloop(transport: Transport) -> None:
+    """Which gateways run on; its transports are asyncio's by behaviour only."""
+
+    async def one_request() -> None:
+        async with working(transport) as worker, linked(worker.member()) as link:
+            await until(lambda: link.usable)
+            assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
+
+    uvloop.run(one_request())

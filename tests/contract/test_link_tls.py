@@ -1,0 +1,111 @@
+"""Mutual TLS on both transports: who may link, and who is believed to be a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from etcd_server import Authority
+from link_peers import TRANSPORTS, Transport, request, serving, simulated, until
+
+from kvferry.config import TlsConfig, WorkerConfig
+from kvferry.engine.base import EngineOutput, FinishReason
+from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.router.link import WorkerLink
+from kvferry.worker.server import WorkerServer
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Transport:
+    kind: Transport = request.param
+    return kind
+
+
+@dataclass
+class Files:
+    ours: TlsConfig
+    theirs: TlsConfig  # of another authority
+    mixed: TlsConfig  # trusts ours, shows a certificate of theirs
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    (cert, key), (other_cert, other_key) = ours.issue("node"), theirs.issue("stranger")
+    return Files(
+        TlsConfig(cert_file=cert, key_file=key, ca_file=ours.ca_file),
+        TlsConfig(cert_file=other_cert, key_file=other_key, ca_file=theirs.ca_file),
+        TlsConfig(cert_file=other_cert, key_file=other_key, ca_file=ours.ca_file),
+    )
+
+
+def link_to(worker: WorkerServer, transport: Transport, tls: TlsConfig) -> WorkerLink:
+    member = Member(
+        kind=MemberKind.DECODE,
+        member_id=MemberId("w"),
+        address=f"127.0.0.1:{worker.port}",
+        link_address=f"127.0.0.1:{worker.frame_port}",
+        model="m",
+        version="0",
+    )
+    return WorkerLink(member, "g", lambda: None, WorkerConfig(link=transport, tls=tls))
+
+
+async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> None:
+    async with simulated() as engine, serving(engine, mutual_tls=files.ours) as worker:
+        link = link_to(worker, transport, files.ours)
+        try:
+            await until(lambda: link.usable)
+            outputs: list[EngineOutput] = []
+            last = await link.submit(request("a", max_tokens=300), outputs.append).wait()
+            assert last.finish_reason is FinishReason.LENGTH
+            assert sum(len(output.token_ids) for output in outputs) == 300
+        finally:
+            async with asyncio.timeout(5):
+                await link.close()
+        await until(lambda: not worker.attachments)
+
+
+@pytest.mark.parametrize("shown", ["nothing", "theirs", "mixed", "wrong name"])
+async def test_who_does_not_belong_is_not_linked(
+    files: Files, transport: Transport, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = {
+        "nothing": TlsConfig(),
+        "theirs": files.theirs,
+        "mixed": files.mixed,
+        "wrong name": files.ours.model_copy(update={"server_name": "elsewhere.example"}),
+    }[shown]
+    async with simulated() as engine, serving(engine, mutual_tls=files.ours) as worker:
+        with caplog.at_level(logging.DEBUG, logger="kvferry.router.link"):
+            link = link_to(worker, transport, tls)
+            try:
+                # Dialled and refused, more than once.
+                await until(lambda: caplog.text.count("no link to worker w yet") >= 2)
+                assert not link.connected
+                assert not worker.attachments
+            finally:
+                await link.close()
+
+
+async def test_a_name_that_the_certificate_carries_will_do(files: Files, transport: Transport) -> None:
+    async with simulated() as engine, serving(engine, mutual_tls=files.ours) as worker:
+        link = link_to(worker, transport, files.ours.model_copy(update={"server_name": "localhost"}))
+        try:
+            await until(lambda: link.usable)
+        finally:
+            await link.close()
+
+
+async def test_a_worker_without_tls_is_not_believed(files: Files, transport: Transport) -> None:
+    async with simulated() as engine, serving(engine) as worker:
+        link = link_to(worker, transport, files.ours)
+        try:
+            await until(lambda: bool(link._why_not), what="the dial came to nothing")
+            assert not link.connected
+            assert not worker.attachments
+        finally:
+            await link.close()
