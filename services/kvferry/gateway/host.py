@@ -30,6 +30,7 @@ from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Re
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import InTurns, Policy, Priced
+from kvferry.router.residents import Residents
 from kvferry.router.roster import WORKER_KINDS, Roster
 from kvferry.telemetry import Metrics, WorkerSample
 
@@ -56,9 +57,17 @@ class GatewayHost:
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
         self.metrics = Metrics(self._sample_workers)
-        self.index = ResidencyIndex()
-        self.policy: Policy = Priced(self.index) if config.gateway.placement == "priced" else InTurns()
-        self.roster = Roster(membership, self.gateway_id, config.worker, on_gone=self.policy.forget)
+        self.residents = Residents(ResidencyIndex())
+        priced = config.gateway.placement == "priced"
+        self.policy: Policy = Priced(self.residents.index) if priced else InTurns()
+        self.roster = Roster(
+            membership,
+            self.gateway_id,
+            config.worker,
+            on_up=self.residents.linked,
+            on_down=self.residents.gone,
+            on_gone=self.policy.forget,
+        )
         self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
         self._server = _Server(
             uvicorn.Config(

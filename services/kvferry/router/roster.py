@@ -31,13 +31,19 @@ class Roster:
         gateway_id: str,
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
+        on_up: Callable[[WorkerLink], None] = lambda link: None,
+        on_down: Callable[[MemberId], None] = lambda member_id: None,
         on_gone: Callable[[MemberId], None] = lambda member_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`worker` says how workers are dialled.
 
-        `on_gone` is told of every worker that is forgotten; `clock` stamps views, in seconds.
+        `on_up` and `on_down` are told of every link that came up or went down, `on_gone` of every worker that is
+        forgotten. `clock` stamps views, in seconds.
         """
+        self._on_up = on_up
+        self._on_down = on_down
+        self._up: dict[MemberId, int] = {}  # generation of the links that are up
         self._on_gone = on_gone
         self._clock = clock
         self._membership = membership
@@ -130,6 +136,12 @@ class Roster:
 
     def _on_change(self) -> None:
         self._changed.set()
+        for member_id, link in self._links.items():
+            if link.connected and self._up.get(member_id) != link.generation:
+                self._up[member_id] = link.generation
+                self._on_up(link)
+            elif not link.connected and self._up.pop(member_id, None) is not None:
+                self._on_down(member_id)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -149,6 +161,8 @@ class Roster:
         self._views.pop(member_id, None)
         link = self._links.pop(member_id, None)
         if link is not None:
+            if self._up.pop(member_id, None) is not None:
+                self._on_down(member_id)
             self._on_gone(member_id)
             closing = asyncio.create_task(link.close())
             self._closing.add(closing)

@@ -20,6 +20,7 @@ from kvferry.engine.vllm_engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.shared_memory import record_shared_memory
+from kvferry.worker.residency_source import ResidencySource
 from kvferry.worker.server import WorkerServer
 from kvferry.worker.watchdog import HangWatch
 
@@ -65,6 +66,7 @@ class WorkerHost:
             frames=config.worker.link == "frames",
             mutual_tls=config.worker.tls,
         )
+        self.residency = ResidencySource(engine, self.server)
 
     @property
     def member(self) -> Member:
@@ -90,6 +92,7 @@ class WorkerHost:
         await self._engine.start()
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
+        self.residency.start()
         await self.server.start()
         self._registration = await self._membership.register(self.member)
         self._watch = asyncio.create_task(self._leave_when_dead())
@@ -117,6 +120,7 @@ class WorkerHost:
         if self._registration is not None:
             await self._registration.revoke()
         await self.server.stop()
+        await self.residency.stop()
         await self._engine.stop()
         await self._membership.close()
 

@@ -133,20 +133,22 @@ class WantSnapshot(_message.Message):
     def __init__(self) -> None: ...
 
 class Residency(_message.Message):
-    __slots__ = ("sequence", "snapshot", "more", "cleared", "stored", "removed")
+    __slots__ = ("sequence", "snapshot", "part", "num_parts", "cleared", "stored", "removed")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    MORE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     CLEARED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     snapshot: bool
-    more: bool
+    part: int
+    num_parts: int
     cleared: bool
     stored: _containers.RepeatedCompositeFieldContainer[TierKeys]
     removed: _containers.RepeatedCompositeFieldContainer[TierKeys]
-    def __init__(self, sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., more: _Optional[bool] = ..., cleared: _Optional[bool] = ..., stored: _Optional[_Iterable[_Union[TierKeys, _Mapping]]] = ..., removed: _Optional[_Iterable[_Union[TierKeys, _Mapping]]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., part: _Optional[int] = ..., num_parts: _Optional[int] = ..., cleared: _Optional[bool] = ..., stored: _Optional[_Iterable[_Union[TierKeys, _Mapping]]] = ..., removed: _Optional[_Iterable[_Union[TierKeys, _Mapping]]] = ...) -> None: ...
 
 class TierKeys(_message.Message):
     __slots__ = ("tier", "keys")

@@ -1,0 +1,143 @@
+"""Requests go where their prefix lies: what workers hold is told, priced and used. Sim engines, real links."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+
+from kvferry.engine.sim import SimEngine
+from kvferry.gateway.host import GatewayHost
+from kvferry.membership.base import MemberKind
+from kvferry.pages.keys import route_keys, seed_of
+from kvferry.residency.index import Holder, Tier
+from kvferry.router.policy import Priced
+from kvferry.worker.host import WorkerHost
+
+from .conftest import MODEL, SimCluster, running, until
+
+PRICED = {"placement": "priced"}
+SLOW = {"step_ms": 1.0, "prefill_tokens_per_s": 20_000.0}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    seeded = random.Random(seed)
+    return [seeded.randrange(16, 50_000) for _ in range(count)]
+
+
+async def ask(url: str, prompt: list[int], *, debug: str = "1", max_tokens: int = 4) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        answer = await http.post("/v1/completions", json=body, headers={"x-kvferry-debug": debug})
+    assert answer.status_code == 200, answer.text
+    parsed: dict[str, Any] = answer.json()
+    return parsed
+
+
+async def journey(url: str, prompt: list[int], *, debug: str = "1", max_tokens: int = 4) -> dict[str, Any]:
+    values: dict[str, Any] = (await ask(url, prompt, debug=debug, max_tokens=max_tokens))["kvferry"]
+    return values
+
+
+def told(gateway: GatewayHost, host: WorkerHost) -> frozenset[int]:
+    return gateway.residents.index.keys_of(Holder(host.worker_id, Tier.GPU))
+
+
+def computed(engines: list[SimEngine]) -> int:
+    return sum(engine.load().prompt_tokens.local_compute for engine in engines)
+
+
+def account(cluster: SimCluster) -> Priced:
+    assert cluster.gateway is not None
+    assert isinstance(cluster.gateway.policy, Priced)
+    return cluster.gateway.policy
+
+
+async def test_gateways_hear_what_engines_hold() -> None:
+    async with running(prefill=2, decode=2, gateway=PRICED, sim=SLOW) as cluster:
+        first = cluster.gateway
+        assert first is not None
+        prompts = [tokens(200, seed) for seed in range(6)]
+        for prompt in prompts:
+            await journey(cluster.url, prompt)
+
+        def all_is_told(gateway: GatewayHost) -> bool:
+            return all(
+                host.residency.mirror is not None
+                and told(gateway, host) == host.residency.mirror.keys_of(Tier.GPU) != frozenset()
+                for host, _ in cluster.workers
+                if host.residency.mirror is not None and host.residency.mirror.num_pages
+            )
+
+        await until(lambda: all_is_told(first), what="the index is what the mirrors hold")
+        held = frozenset().union(*(told(first, host) for host, _ in cluster.workers))
+        for prompt in prompts:
+            assert set(route_keys(prompt, 16, seed_of(""))) <= held
+        first.residents.index.check()
+
+        # A gateway that comes later gets it all as a snapshot.
+        second = await cluster.add_gateway()
+        await cluster.ready()
+        await until(lambda: all_is_told(second), what="the second gateway knows as much")
+        assert second.residents.num_gaps == 0
+        # A worker that leaves is forgotten at once.
+        host, engine = cluster.workers[0]
+        engine.kill()
+        await until(lambda: not told(first, host) and not told(second, host), what="its pages are forgotten")
+        await first.stop()
+
+
+async def test_the_same_beginning_goes_to_the_same_worker() -> None:
+    async with running(prefill=4, decode=2, gateway=PRICED, sim=SLOW) as cluster:
+        beginning = tokens(960, 1)
+        first = await journey(cluster.url, [*beginning, *tokens(40, 2)], debug="disaggregate")
+        assert first["prefill_worker"] is not None
+        before = computed(cluster.engines(MemberKind.PREFILL))
+        for seed in range(3, 11):
+            again = await journey(cluster.url, [*beginning, *tokens(40, seed)], debug="disaggregate")
+            assert again["prefill_worker"] == first["prefill_worker"]
+        # Their own ends, and nothing of the beginning.
+        assert computed(cluster.engines(MemberKind.PREFILL)) - before <= 8 * (40 + 16)
+        assert account(cluster).placer.num_in_flight == 0
+        account(cluster).placer.check()
+
+
+async def test_a_burst_of_siblings_costs_one_prefill() -> None:
+    async with running(prefill=4, decode=4, gateway=PRICED, sim=SLOW) as cluster:
+        beginning = tokens(1600, 1)
+        await asyncio.gather(*(journey(cluster.url, [*beginning, *tokens(8, seed)]) for seed in range(2, 34)))
+        everyone = [*cluster.engines(MemberKind.PREFILL), *cluster.engines(MemberKind.DECODE)]
+        assert computed(everyone) < 1.5 * 1600 + 32 * 24
+        assert cluster.metric('kvferry_placements_total{reason="sibling"}') > 0
+
+
+async def test_disaggregation_is_chosen_by_price() -> None:
+    async with running(prefill=2, decode=2, gateway=PRICED, sim=SLOW) as cluster:
+        long = tokens(4000, 1)
+        assert (await journey(cluster.url, long))["prefill_worker"] is not None
+        short = await journey(cluster.url, tokens(20, 2))
+        assert (short["prefill_worker"], short["reason"]) == (None, "short_tail")
+        # What was decoded there is held there: the next turn of a conversation needs no prefill worker.
+        turn = await journey(cluster.url, [*long, *tokens(20, 3)])
+        assert (turn["prefill_worker"], turn["reason"]) == (None, "prefix_on_decode")
+        assert turn["prompt_tokens_by_source"]["local_cache_hit"] >= 3900
+
+
+async def test_every_decision_can_be_explained() -> None:
+    async with running(prefill=2, decode=2, gateway=PRICED, sim=SLOW) as cluster:
+        answer = await ask(cluster.url, tokens(2000, 1), debug="disaggregate")
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+            seen = await http.get(f"/kvferry/v1/requests/{answer['id']}")
+            assert (await http.get("/kvferry/v1/requests/cmpl-unknown")).status_code == 404
+        ((request,), (decision,)) = (lambda r: (r, r[0]["choices"]))(seen.json()["requests"])
+        assert request["decode_worker"] == decision["decode"]
+        assert decision["reason"] == "disaggregated"
+        price = decision["price"]
+        assert price["compute_ms"] > 0
+        parts = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", "streams_ms")
+        assert abs(sum(price[part] for part in parts) - price["total_ms"]) < 0.01
+        workers = {host.worker_id for host, _ in cluster.workers}
+        assert {other["decode"] for other in decision["runners_up"]} <= workers
+        assert any(other["prefill"] is None for other in decision["runners_up"])
