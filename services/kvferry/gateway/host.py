@@ -25,6 +25,7 @@ from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm_renderer import VllmRenderer
 from kvferry.errors import KvferryError
 from kvferry.gateway.asgi import HttpApp, Readiness
+from kvferry.gateway.connection import HttpProtocol
 from kvferry.gateway.openai import OpenAI
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.router.dispatch import Dispatcher
@@ -59,7 +60,7 @@ class GatewayHost:
         self._server = _Server(
             uvicorn.Config(
                 self.app,
-                http="httptools",
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,
