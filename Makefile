@@ -14,10 +14,10 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast check fmt proto build ci
+.PHONY: help setup up down status test test-fast check fmt proto build ci bench-gateway
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS is passed on, as in: make up ARGS="--engine sim"   make test ARGS="-k config"'
 	@echo '  ENGINE=gpu sets up for NVIDIA GPUs instead of the CPU; PYTHON names an interpreter'
@@ -56,6 +56,9 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend
 
 proto: $(STAMP) ## Generate services/kvferry/wire from proto/
 	@$(BIN)/python tools/generate_wire.py
+
+bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON
+	@$(BIN)/python tools/bench_gateway.py $(ARGS)
 
 build: $(STAMP) ## Build the wheel and the source archive into dist/
 	@$(BIN)/hatchling build

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
@@ -45,7 +45,14 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
 class GatewayHost:
     """Owns listener, roster and registration of one gateway."""
 
-    def __init__(self, config: ClusterConfig, model_folder: str, membership: Membership) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        model_folder: str,
+        membership: Membership,
+        make_renderer: Callable[[ClusterConfig, str], Renderer] = build_renderer,
+    ) -> None:
+        self._make_renderer = make_renderer
         self._config = config
         self._model_folder = model_folder
         self._membership = membership
@@ -80,7 +87,7 @@ class GatewayHost:
         self.port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self.roster.start()
-        renderer = await asyncio.to_thread(build_renderer, self._config, self._model_folder)
+        renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         dispatcher = Dispatcher(self.roster, self.metrics, self._config.gateway)
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
