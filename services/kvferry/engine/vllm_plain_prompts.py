@@ -38,7 +38,7 @@ _NUM_KEPT_SAMPLINGS = 512
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """`sampling.max_tokens` is all the room there is, or the model's own default."""
+    """`sampling.max_tokens` is what vLLM gives a request that asks for none."""
 
     token_ids: Sequence[int]
     sampling: Sampling
@@ -124,6 +124,7 @@ class PlainPrompts:
             return None
 
     def _rendered(self, kind: str, text: str, body: Mapping[str, Any], *, add_special_tokens: bool) -> Rendered | None:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
         if len(text) > self._max_chars:
@@ -136,7 +137,7 @@ class PlainPrompts:
         asked = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
         max_tokens = get_max_tokens(
             self._max_model_len,
-            None,
+            None if kind == "chat" else CompletionRequest.model_fields["max_tokens"].default,
             len(token_ids),
             self._serving.default_sampling_params,
             self._serving.override_max_tokens,
@@ -157,7 +158,7 @@ class PlainPrompts:
                 {"messages": [{"role": "user", "content": ""}], "model": "", **fields}
             )
         else:
-            request = CompletionRequest.model_validate({"prompt": "", "model": "", **fields})
+            request = CompletionRequest.model_validate({"prompt": "x", "model": "", **fields})
         return from_vllm(request.to_sampling_params(1, self._serving.default_sampling_params))
 
 
@@ -210,12 +211,12 @@ async def verify(plain: PlainPrompts, ask_chat: Ask, ask_completion: Ask) -> str
 
 
 async def _difference(probe: Mapping[str, Any], got: Rendered | None, ask: Ask) -> str:
-    if got is None:
-        return ""
     try:
         wanted = await ask(probe)
     except Exception as error:
-        return f"vLLM refuses {probe}: {error}"
+        return "" if got is None else f"vLLM refuses {probe}: {error}"
+    if got is None:
+        return f"vLLM alone renders {probe}"
     if list(got.token_ids) != list(wanted.token_ids):
         return f"other tokens for {probe}"
     if got.sampling != wanted.sampling:
