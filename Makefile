@@ -66,6 +66,9 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend
 proto: $(STAMP) ## Generate services/kvferry/wire from proto/
 	@$(BIN)/python tools/generate_wire.py
 
+bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON
+	@$(BIN)/python tools/bench_gateway.py $(ARGS)
+
 build: $(STAMP) ## Build the wheel and the source archive into dist/
 	@$(BIN)/hatchling build
 

@@ -120,6 +120,7 @@ class GatewayConfig(_Section):
     http_port: int = Field(8000, ge=0, le=65535)
     max_body_bytes: int = Field(8 << 20, ge=1024)
     max_requests: int = Field(1024, ge=1)  # in flight at once; more get 429
+    max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more unread is cut
     request_timeout_s: float = Field(600, gt=0)
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"

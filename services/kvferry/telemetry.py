@@ -114,6 +114,11 @@ class Metrics:
         self.cancelled = Counter(
             "kvferry_requests_cancelled", "Requests whose client left before the end.", registry=self.registry
         )
+        self.slow_clients = Counter(
+            "kvferry_slow_clients",
+            "Streams cut because the client left more than gateway.max_write_buffer_bytes unread.",
+            registry=self.registry,
+        )
         for endpoint in ENDPOINTS:
             self.requests.labels(endpoint=endpoint, status="200")
         for reason in PLACEMENT_REASONS:

@@ -7,20 +7,33 @@ Importing takes about 8 s of CPU; do it once, at start-up.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
 from kvferry.engine.base import RenderedPrompt
+from kvferry.engine.vllm_plain_prompts import PlainPrompts, Rendered, verify
 from kvferry.errors import ContextLengthExceeded, InvalidRequest, KvferryError
+
+log = logging.getLogger(__name__)
+
+# Characters of a prompt that are rendered at once, about 0.6 ms; more would hold up the tokens of everybody else, and a
+# thread renders them (0.1 ms to get there and back).
+MOST_CHARS_AT_ONCE = 2_000
 
 
 class VllmRenderer:
-    """A Renderer. Complete once constructed; needs the model's folder for config and tokenizer, never its weights."""
+    """A Renderer. Complete once constructed; needs the model's folder for config and tokenizer, never its weights.
+
+    Plain chats and prompts take a short way, if it was seen at construction to lead to the same tokens.
+    """
 
     def __init__(self, model_folder: str, served_name: str, model: ModelConfig) -> None:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -59,28 +72,72 @@ class VllmRenderer:
             ),
             online,
         )
-        self._tokenizer = online.renderer.get_tokenizer()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
+        # In the thread: the caller's may run an event loop.
+        self._plain = self._thread.submit(self._verified_plain_prompts).result()
+
+    @property
+    def renders_plain_prompts_itself(self) -> bool:
+        return self._plain is not None
+
+    def _verified_plain_prompts(self) -> PlainPrompts | None:
+        try:
+            plain = PlainPrompts(self._serving)
+            difference = asyncio.run(verify(plain, self._ask_chat, self._ask_completion))
+        except Exception as error:
+            # Whatever it is, vLLM's own renderer works without.
+            difference = f"{type(error).__name__}: {error}"
+        if not difference:
+            return plain
+        log.warning("plain prompts are left to vLLM's renderer, which takes longer: %s", difference)
+        return None
 
     def max_model_len(self) -> int:
         return self._max_model_len
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
         requested = body.get("max_completion_tokens")
         if requested is None:
             requested = body.get("max_tokens")
-        plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
-        rendered = await self._render(self._serving.render_chat_request, ChatCompletionRequest, plain)
+        rendered: Rendered | None = None
+        if self._plain is not None and self._plain.takes_chat(body):
+            num_chars = sum(len(message["content"]) for message in body["messages"])
+            rendered = await self._at_once_if_short(self._plain.chat, body, num_chars)
+        if rendered is None:
+            rendered = await self._ask_chat(body)
         return self._within_context(rendered, requested)
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
+        requested = body.get("max_tokens", 16)
+        if self._plain is not None and self._plain.takes_completion(body):
+            rendered = await self._at_once_if_short(self._plain.completion, body, len(body["prompt"]))
+            if rendered is not None:
+                return [self._within_context(rendered, requested)]
+        return [self._within_context(one, requested) for one in await self._ask_completions(body)]
+
+    async def _at_once_if_short(
+        self, render: Callable[[Mapping[str, Any]], Rendered | None], body: Mapping[str, Any], num_chars: int
+    ) -> Rendered | None:
+        if num_chars <= MOST_CHARS_AT_ONCE:
+            return render(body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, render, body)
+
+    async def _ask_chat(self, body: Mapping[str, Any]) -> Rendered:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
+        return _as_rendered(await self._render(self._serving.render_chat_request, ChatCompletionRequest, plain))
+
+    async def _ask_completions(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        requested = body.get("max_tokens", 16)
         plain = {key: value for key, value in body.items() if key != "max_tokens"}
         rendered = await self._render(self._serving.render_completion_request, CompletionRequest, plain)
-        return [self._within_context(one, requested) for one in rendered]
+        return [_as_rendered(one) for one in rendered]
+
+    async def _ask_completion(self, body: Mapping[str, Any]) -> Rendered:
+        (rendered,) = await self._ask_completions(body)
+        return rendered
 
     async def _render(self, render: Any, kind: Any, body: Mapping[str, Any]) -> Any:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -112,10 +169,8 @@ class VllmRenderer:
             return ContextLengthExceeded(first_line, param=param)
         return InvalidRequest(first_line, param=param)
 
-    def _within_context(self, rendered: Any, requested: int | None) -> RenderedPrompt:
-        from kvferry.engine.vllm_sampling import from_vllm
-
-        sampling = from_vllm(rendered.sampling_params)
+    def _within_context(self, rendered: Rendered, requested: int | None) -> RenderedPrompt:
+        sampling = rendered.sampling
         num_prompt_tokens = len(rendered.token_ids)
         if requested is not None:
             if num_prompt_tokens + requested > self._max_model_len:
@@ -128,6 +183,13 @@ class VllmRenderer:
         if sampling.max_tokens < 1:
             raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
         return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling)
+
+
+def _as_rendered(request: Any) -> Rendered:
+    """Of vLLM's GenerateRequest."""
+    from kvferry.engine.vllm_sampling import from_vllm
+
+    return Rendered(request.token_ids, from_vllm(request.sampling_params))
 
 
 def context_exceeded(max_model_len: int, num_prompt_tokens: int, max_tokens: int) -> ContextLengthExceeded:

@@ -50,10 +50,15 @@ class Choice:
     stop_reason: str | int | None = None
 
     def add(self, output: EngineOutput) -> None:
+        """Keep everything, for an answer that is sent whole."""
         if output.text:
             self.text.append(output.text)
         if output.logprobs is not None:
             self.logprobs.extend(output.logprobs)
+        self.note(output)
+
+    def note(self, output: EngineOutput) -> None:
+        """Keep counts and the end, for an answer whose text was sent already."""
         self.num_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
@@ -93,6 +98,24 @@ class _Chunks:
         # OpenAI: with include_usage every chunk but the last says "usage": null.
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._head = b"data: " + _encode(self._identity)[:-1] + b',"choices":['
+        # Of each choice: what stands before and after the text of a chunk without log-probabilities.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+
+    def chunk(self, index: int, output: EngineOutput) -> bytes:
+        if output.logprobs is not None:
+            return self._choice(self._inner(index, _encode(output.text), self._logprobs_json(index, output.logprobs)))
+        around = self._around_text.get(index)
+        if around is None:
+            before, _, after = self._choice(self._inner(index, b"\0", b"null")).partition(b"\0")
+            around = self._around_text[index] = before, after
+        return b"%b%b%b" % (around[0], _encode(output.text), around[1])
+
+    def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
+        """A choice with new text; both are JSON."""
+        raise NotImplementedError
+
+    def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
+        raise NotImplementedError
 
     def _choice(self, inner: bytes) -> bytes:
         return self._head + inner + b"]" + self._tail
@@ -114,12 +137,11 @@ class ChatFormat(_Chunks):
             b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         )
 
-    def chunk(self, index: int, output: EngineOutput) -> bytes:
-        logprobs = b"null" if output.logprobs is None else _encode(self._logprobs(output.logprobs))
-        return self._choice(
-            b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
-            % (index, _encode(output.text), logprobs)
-        )
+    def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
+        return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, text, logprobs)
+
+    def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
+        return _encode(self._logprobs(positions))
 
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
@@ -172,15 +194,13 @@ class CompletionFormat(_Chunks):
     def first_chunk(self, index: int) -> bytes:
         return b""
 
-    def chunk(self, index: int, output: EngineOutput) -> bytes:
-        logprobs = b"null"
-        if output.logprobs is not None:
-            values = self._logprobs(output.logprobs, self._offsets.get(index, 0))
-            self._offsets[index] = self._offsets.get(index, 0) + sum(len(token) for token in values["tokens"])
-            logprobs = _encode(values)
-        return self._choice(
-            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, _encode(output.text), logprobs)
-        )
+    def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
+        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, text, logprobs)
+
+    def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
+        values = self._logprobs(positions, self._offsets.get(index, 0))
+        self._offsets[index] = self._offsets.get(index, 0) + sum(len(token) for token in values["tokens"])
+        return _encode(values)
 
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
@@ -244,9 +264,12 @@ def error_chunk(error: KvferryError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
+_encoder = msgspec.json.Encoder()
+
+
 def _encode(value: Any) -> bytes:
     try:
-        return msgspec.json.encode(value)
+        return _encoder.encode(value)
     except UnicodeEncodeError:
         # A lone surrogate has no UTF-8; JSON can spell it.
         return json.dumps(value, separators=(",", ":")).encode()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +28,9 @@ from kvferry.errors import (
     RouteNotFound,
 )
 from kvferry.gateway.answers import DONE, error_body, error_chunk
-from kvferry.gateway.openai import OpenAI
+from kvferry.gateway.connection import Exchange, exchange_of
+from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
+from kvferry.gateway.outlet import Outlet, open_outlet
 from kvferry.telemetry import Metrics
 
 log = logging.getLogger(__name__)
@@ -40,12 +42,23 @@ Send = Callable[[Message], Awaitable[None]]
 BODY_TIMEOUT_S = 30.0
 LINGER_S = 2.0
 
+# Followed by the id of an answer: why its requests went where they went.
+EXPLAIN_PATH = "/kvferry/v1/requests/"
+
 _JSON = (b"content-type", b"application/json")
-_EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class _ClientGone(Exception):
     """The client closed its connection: nothing to answer."""
+
+
+class _ClientSlow(Exception):
+    """The client did not read its answer, and was cut."""
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -105,6 +118,9 @@ class HttpApp:
                     _allow(method, "GET")
                     kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
                     await _respond(send, 200, self._metrics.render(), [kind])
+                case _ if path.startswith(EXPLAIN_PATH):
+                    _allow(method, "GET")
+                    await _respond(send, 200, self._explain(path.removeprefix(EXPLAIN_PATH)))
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
                     name = path.removeprefix("/v1/models/")
@@ -125,6 +141,13 @@ class HttpApp:
             "max_model_len": self.max_model_len,
         }
 
+    def _explain(self, answer_id: str) -> bytes:
+        """What is remembered of an answer's requests. Raises RouteNotFound for one that is not."""
+        requests = self.openai.explain(answer_id) if self.openai is not None else []
+        if not requests:
+            raise RouteNotFound(f"this gateway remembers no request {answer_id!r}")
+        return msgspec.json.encode({"requests": requests})
+
     async def _generate(self, endpoint: str, scope: Message, receive: Receive, send: Send) -> None:
         status = "500"
         self.num_in_flight += 1
@@ -139,11 +162,22 @@ class HttpApp:
             if self.num_in_flight > self._config.max_requests:
                 raise Overloaded(f"{self._config.max_requests} requests are in flight, the limit of this gateway")
             raw = await self._read_body(scope, receive)
-            debug = any(name == b"x-kvferry-debug" and value == b"1" for name, value in scope["headers"])
-            status = await _until_disconnect(receive, self._serve(endpoint, raw, send, debug=debug))
+            debug = _read_debug(scope["headers"])
+            exchange = exchange_of(scope)
+            presence = _Presence()
+            async with presence.watched(exchange, receive):
+                status = await self._serve(endpoint, raw, exchange, send, presence, debug=debug)
         except _ClientGone:
             status = "499"
             self._metrics.cancelled.inc()
+        except _ClientSlow:
+            status = "499"
+            self._metrics.slow_clients.inc()
+            log.warning(
+                "a client of %s left more than %d bytes of its answer unread and was cut",
+                scope["path"],
+                self._config.max_write_buffer_bytes,
+            )
         except (BodyTooLarge, BodyTimeout) as error:
             status = str(error.http_status)
             await _refuse_body(receive, send, error)
@@ -163,47 +197,42 @@ class HttpApp:
     def _missing(self) -> str:
         return "waiting for " + (", ".join(self._read_readiness().waiting_for) or "the renderer")
 
-    async def _serve(self, endpoint: str, raw: bytes, send: Send, *, debug: bool) -> str:
+    async def _serve(
+        self, endpoint: str, raw: bytes, exchange: Exchange | None, send: Send, presence: _Presence, *, debug: Debug
+    ) -> str:
         """Answer; returns the status for the metric. Raises a KvferryError while no byte was sent."""
         assert self.openai is not None
         read = self.openai.chat if endpoint == "chat_completions" else self.openai.completion
         timeout_s = self._config.request_timeout_s
-        begun = False
+        outlet: Outlet | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await read(raw, debug=debug)
-                headers = [(b"x-request-id", answer.answer_id.encode())]
+                request_id = (b"x-request-id", answer.answer_id.encode())
                 if not answer.streamed:
-                    body = await answer.whole()
-                    await _respond(send, 200, body, [_JSON, *headers])
+                    await _respond(send, 200, await answer.whole(), [_JSON, request_id])
                     return "200"
-                async with contextlib.aclosing(answer.chunks()) as chunks:
-                    first = await anext(chunks)
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": 200,
-                            "headers": [
-                                _EVENTS,
-                                (b"cache-control", b"no-cache"),
-                                (b"x-accel-buffering", b"no"),
-                                *headers,
-                            ],
-                        }
-                    )
-                    begun = True
-                    await send({"type": "http.response.body", "body": first, "more_body": True})
-                    async for chunk in chunks:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                outlet = open_outlet(
+                    exchange,
+                    send,
+                    [*_STREAM_HEADERS, request_id],
+                    self._config.max_write_buffer_bytes,
+                    lambda: presence.end(_ClientSlow()),
+                )
+                await answer.stream(outlet)
+                await outlet.close()
         except TimeoutError:
             error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
-            if not begun:
+            if outlet is None or not outlet.started:
                 raise error from None
             # Perhaps the time ran out because the client does not read: it must not keep its place for that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
-                    await send({"type": "http.response.body", "body": error_chunk(error) + DONE, "more_body": False})
+                    outlet.write(error_chunk(error) + DONE)
+                    await outlet.close()
+        finally:
+            if outlet is not None:
+                outlet.abandon()
         return "200"
 
     async def _read_body(self, scope: Message, receive: Receive) -> bytes:
@@ -230,24 +259,58 @@ class HttpApp:
             raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
 
-async def _until_disconnect(receive: Receive, serving: Any) -> str:
-    """Run `serving` until it ends or the client leaves; leaving cancels it, and with it the request on every worker."""
+class _Presence:
+    """Ends the serving of a request when there is nobody to serve any more; made and used by the task that serves."""
 
-    async def disconnected() -> None:
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._reason: Exception | None = None
+        self._over = False
+
+    def end(self, reason: Exception) -> None:
+        """Cancel the serving, and with it the request on every worker. The first reason counts."""
+        if self._task is not None and self._reason is None and not self._over:
+            self._reason = reason
+            self._task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def watched(self, exchange: Exchange | None, receive: Receive) -> AsyncIterator[None]:
+        """Raises the reason of an `end` within; calls `end` itself when the client closes its connection."""
+        watch: asyncio.Task[None] | None = None
+        if exchange is not None:
+            exchange.watch(self._gone)
+        else:
+            watch = asyncio.create_task(self._wait_for_disconnect(receive))
+        try:
+            yield
+        except asyncio.CancelledError:
+            assert self._task is not None
+            if self._reason is None or self._task.uncancel():
+                raise
+            raise self._reason from None
+        finally:
+            self._over = True
+            if exchange is not None:
+                exchange.unwatch(self._gone)
+            if watch is not None:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+
+    def _gone(self) -> None:
+        self.end(_ClientGone())
+
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        self._gone()
 
-    work = asyncio.ensure_future(serving)
-    watch = asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return str(work.result())
-        raise _ClientGone
-    finally:
-        for task in (work, watch):
-            task.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
+
+def _read_debug(headers: Sequence[tuple[bytes, bytes]]) -> Debug:
+    """`x-kvferry-debug: 1` asks for the journey in the answer, `disaggregate` for a prefill worker as well."""
+    for name, value in headers:
+        if name == b"x-kvferry-debug" and value in (b"1", b"disaggregate"):
+            return Debug(show=True, disaggregate=value == b"disaggregate")
+    return NO_DEBUG
 
 
 def _allow(method: str, allowed: str) -> None:

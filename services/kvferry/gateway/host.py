@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
@@ -25,6 +25,7 @@ from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm_renderer import VllmRenderer
 from kvferry.errors import KvferryError
 from kvferry.gateway.asgi import HttpApp, Readiness
+from kvferry.gateway.connection import HttpProtocol
 from kvferry.gateway.openai import OpenAI
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.residency.index import ResidencyIndex
@@ -47,7 +48,14 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
 class GatewayHost:
     """Owns listener, roster and registration of one gateway."""
 
-    def __init__(self, config: ClusterConfig, model_folder: str, membership: Membership) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        model_folder: str,
+        membership: Membership,
+        make_renderer: Callable[[ClusterConfig, str], Renderer] = build_renderer,
+    ) -> None:
+        self._make_renderer = make_renderer
         self._config = config
         self._model_folder = model_folder
         self._membership = membership
@@ -72,7 +80,7 @@ class GatewayHost:
         self._server = _Server(
             uvicorn.Config(
                 self.app,
-                http="httptools",
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -92,7 +100,7 @@ class GatewayHost:
         self.port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self.roster.start()
-        renderer = await asyncio.to_thread(build_renderer, self._config, self._model_folder)
+        renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         dispatcher = Dispatcher(self.roster, self.policy, self.metrics, self._config.gateway)
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)

@@ -1,28 +1,44 @@
 """The two generating endpoints: body in, bytes out.
 
-Nothing here knows HTTP: an `Answer` is asked for its whole body or for its chunks, and closing either cancels the
-request on every worker.
+Nothing here knows HTTP: an `Answer` is asked for its whole body, or to write itself to an outlet as it comes, and
+cancelling either cancels the request on every worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, Renderer, RequestId
 from kvferry.errors import EngineError, KvferryError, ModelNotFound
 from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, error_chunk
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer, read_chat, read_completion
+from kvferry.gateway.outlet import Outlet
 from kvferry.router.dispatch import Dispatcher, Journey
+from kvferry.router.link import Sink
+from kvferry.router.policy import explain
 from kvferry.telemetry import Metrics
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Debug:
+    """What a client asks for beside its answer.
+
+    `show`: the journey, in the answer. `disaggregate`: have a prefill worker compute the prompt, whatever it costs.
+    """
+
+    show: bool = False
+    disaggregate: bool = False
+
+
+NO_DEBUG = Debug()
 
 
 class OpenAI:
@@ -34,7 +50,7 @@ class OpenAI:
         self._metrics = metrics
         self._served_name = served_name
 
-    async def chat(self, raw: bytes, *, debug: bool) -> Answer:
+    async def chat(self, raw: bytes, *, debug: Debug) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
         body = read_chat(raw)
         self._check_model(body)
@@ -42,12 +58,23 @@ class OpenAI:
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         return self._answer(body, rendered, num_top, ChatFormat, "chatcmpl", debug=debug)
 
-    async def completion(self, raw: bytes, *, debug: bool) -> Answer:
+    async def completion(self, raw: bytes, *, debug: Debug) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
         body = read_completion(raw)
         self._check_model(body)
         rendered = await self._renderer.render_completion(for_renderer(body))
         return self._answer(body, list(rendered), body.logprobs, CompletionFormat, "cmpl", debug=debug)
+
+    def explain(self, answer_id: str) -> list[dict[str, Any]]:
+        """What is remembered of an answer, one entry per choice; empty when nothing is."""
+        return [
+            {
+                "request_id": journey.request_id,
+                **_journey_values(journey),
+                "choices": [explain(choice) for choice in journey.choices],
+            }
+            for journey in self._dispatcher.recent(answer_id)
+        ]
 
     def _check_model(self, body: ChatBody | CompletionBody) -> None:
         if body.model != self._served_name:
@@ -63,7 +90,7 @@ class OpenAI:
         kind: type[ChatFormat] | type[CompletionFormat],
         prefix: str,
         *,
-        debug: bool,
+        debug: Debug,
     ) -> Answer:
         answer_id = f"{prefix}-{secrets.token_hex(12)}"
         options = body.stream_options
@@ -101,10 +128,10 @@ def _wrap_int64(value: int) -> int:
 
 
 class Answer:
-    """One answer on its way. Use either `whole` or `chunks`, once.
+    """One answer on its way. Use either `whole` or `stream`, once.
 
-    Every iterator here closes the one it reads from, so that closing the outermost reaches the workers at once, not
-    when the garbage collector finds the innermost.
+    What a worker sends is taken by the sinks of its choices, within the reading of the worker's step; the task that
+    asks for the answer sleeps until its end.
     """
 
     def __init__(
@@ -118,7 +145,7 @@ class Answer:
         *,
         streamed: bool,
         with_usage: bool,
-        debug: bool,
+        debug: Debug,
     ) -> None:
         self.answer_id = answer_id
         self.streamed = streamed
@@ -135,90 +162,68 @@ class Answer:
         self._first_token_s: float | None = None
 
     async def whole(self) -> bytes:
-        """The whole body. Raises what the request failed with."""
-        async with contextlib.aclosing(self._outputs()) as outputs:
-            async for _ in outputs:
-                pass
+        """The body. Raises KvferryError."""
+        await self._run([self._gatherer(choice) for choice in self._choices])
         return self._format.whole(self._choices, self._usage(), self._debug_values())
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, ending with [DONE].
-
-        Before the first chunk a failure is raised; after it, it is an event.
-        """
-        fmt, begun, sent = self._format, set[int](), False
+    async def stream(self, outlet: Outlet) -> None:
+        """Write everything up to `[DONE]`. Raises KvferryError while nothing was written; later errors are events."""
         try:
-            async with contextlib.aclosing(self._outputs()) as outputs:
-                async for index, output in outputs:
-                    choice = self._choices[index]
-                    pieces = b""
-                    if index not in begun:
-                        begun.add(index)
-                        pieces = fmt.first_chunk(index)
-                    if output.text or output.logprobs is not None:
-                        pieces += fmt.chunk(index, output)
-                    if output.finish_reason is not None:
-                        pieces += fmt.last_chunk(index, choice)
-                    if pieces:
-                        sent = True
-                        yield pieces
+            await self._run([_Streamed(self, index, self._format, outlet).take for index in range(len(self._choices))])
         except KvferryError as error:
-            if not sent:
+            if not outlet.started:
                 raise
-            yield error_chunk(error) + DONE
+            outlet.write(error_chunk(error) + DONE)
             return
         except Exception:
-            if not sent:
+            if not outlet.started:
                 raise
             log.exception("answer %s failed", self.answer_id)
-            yield error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE
+            outlet.write(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
             return
         closing = b""
-        if self._with_usage or self._debug:
-            closing = fmt.closing_chunk(self._usage() if self._with_usage else None, self._debug_values())
-        yield closing + DONE
+        if self._with_usage or self._debug.show:
+            closing = self._format.closing_chunk(self._usage() if self._with_usage else None, self._debug_values())
+        outlet.write(closing + DONE)
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
-        """Outputs of all choices as they come, each already added to its choice."""
-        async with contextlib.aclosing(self._arriving()) as source:
-            async for index, output in source:
-                if self._first_token_s is None and output.token_ids:
-                    self._first_token_s = time.perf_counter()
-                    self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
-                self._choices[index].add(output)
-                if output.finish_reason is FinishReason.ABORT:
-                    raise EngineError("the engine aborted the request")
-                yield index, output
+    def choice(self, index: int) -> Choice:
+        return self._choices[index]
+
+    def note_first_token(self) -> None:
+        """Called at the first token of each choice; the first of them counts."""
+        if self._first_token_s is None:
+            self._first_token_s = time.perf_counter()
+            self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
+
+    def _gatherer(self, choice: Choice) -> Sink:
+        def take(output: EngineOutput) -> None:
+            if not choice.num_tokens and output.token_ids:
+                self.note_first_token()
+            choice.add(output)
+            _refuse_abort(output)
+
+        return take
+
+    async def _run(self, sinks: Sequence[Sink]) -> None:
+        """All choices at once; the first failure ends the answer."""
+        if len(sinks) == 1:
+            await self._dispatch(self._requests[0], self._journeys[0], sinks[0])
+        else:
+            await self._run_several(sinks)
         self._settle()
 
-    async def _arriving(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
-        """All choices at once; the first failure ends the answer."""
-        arrived: asyncio.Queue[tuple[int, EngineOutput | KvferryError | None]] = asyncio.Queue()
+    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: Sink) -> None:
+        await self._dispatcher.run(request, journey, sink, may_be_alone=not self._debug.disaggregate)
 
-        async def follow(index: int) -> None:
-            request = self._requests[index]
-            try:
-                await self._dispatcher.run(
-                    request, self._journeys[index], lambda output: arrived.put_nowait((index, output))
-                )
-                arrived.put_nowait((index, None))
-            except KvferryError as error:
-                arrived.put_nowait((index, error))
-            except Exception:
-                log.exception("request %s failed", request.request_id)
-                arrived.put_nowait((index, EngineError("the gateway failed on this request; its log says why")))
-
-        tasks = [asyncio.create_task(follow(index)) for index in range(len(self._requests))]
+    async def _run_several(self, sinks: Sequence[Sink]) -> None:
+        tasks = [
+            asyncio.create_task(self._dispatch(request, journey, sink))
+            for request, journey, sink in zip(self._requests, self._journeys, sinks, strict=True)
+        ]
         try:
-            remaining = len(tasks)
-            while remaining:
-                index, item = await arrived.get()
-                if item is None:
-                    remaining -= 1
-                elif isinstance(item, KvferryError):
-                    raise item
-                else:
-                    yield index, item
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -241,17 +246,66 @@ class Answer:
 
     def _debug_values(self) -> dict[str, Any] | None:
         """The journey of the first choice, for `x-kvferry-debug`."""
-        if not self._debug:
+        if not self._debug.show:
             return None
-        journey = self._journeys[0]
-        return {
-            "reason": journey.reason,
-            "prefill_worker": journey.prefill_worker,
-            "decode_worker": journey.decode_worker,
-            "prefill_failure": journey.prefill_failure or None,
-            "continued_after": journey.continued_after,
-            "ferried_pages": journey.ferried_pages,
-            "ferried_bytes": journey.ferried_bytes,
-            "prompt_tokens_by_source": dataclasses.asdict(journey.sources),
-            "ttft_ms": None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3),
-        }
+        ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
+        return {**_journey_values(self._journeys[0]), "ttft_ms": ttft_ms}
+
+
+def _journey_values(journey: Journey) -> dict[str, Any]:
+    return {
+        "reason": journey.reason,
+        "prefill_worker": journey.prefill_worker,
+        "decode_worker": journey.decode_worker,
+        "prefill_failure": journey.prefill_failure or None,
+        "continued_after": journey.continued_after,
+        "ferried_pages": journey.ferried_pages,
+        "ferried_bytes": journey.ferried_bytes,
+        "prompt_tokens_by_source": dataclasses.asdict(journey.sources),
+    }
+
+
+class _Streamed:
+    """One choice of a streamed answer: every output is formatted and written as it comes."""
+
+    __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_outlet")
+
+    def __init__(self, answer: Answer, index: int, fmt: Format, outlet: Outlet) -> None:
+        self._answer = answer
+        self._index = index
+        self._format = fmt
+        self._outlet = outlet
+        self._choice = answer.choice(index)
+        self._begun = False
+
+    def take(self, output: EngineOutput) -> None:
+        """The sink. Called for every token: what happens once per choice is elsewhere."""
+        choice = self._choice
+        if not choice.num_tokens or output.finish_reason is not None:
+            self._take_first_or_last(output)
+            return
+        choice.num_tokens += len(output.token_ids)
+        if output.text or output.logprobs is not None:
+            self._outlet.write(self._format.chunk(self._index, output))
+
+    def _take_first_or_last(self, output: EngineOutput) -> None:
+        choice = self._choice
+        if not choice.num_tokens and output.token_ids:
+            self._answer.note_first_token()
+        choice.note(output)
+        _refuse_abort(output)
+        events = b""
+        if not self._begun:
+            self._begun = True
+            events = self._format.first_chunk(self._index)
+        if output.text or output.logprobs is not None:
+            events += self._format.chunk(self._index, output)
+        if output.finish_reason is not None:
+            events += self._format.last_chunk(self._index, choice)
+        if events:
+            self._outlet.write(events)
+
+
+def _refuse_abort(output: EngineOutput) -> None:
+    if output.finish_reason is FinishReason.ABORT:
+        raise EngineError("the engine aborted the request")

@@ -1,0 +1,100 @@
+"""uvicorn's HTTP protocol with a way past ASGI for the body of a stream: the only file that knows uvicorn's inside.
+
+uvicorn keeps parsing, keep-alive, pipelining, limits and TLS. Status, headers and the end of a body go through its own
+`send`; what lies between, the tokens, goes straight to the transport: no coroutine, no message, no task per token.
+
+tests/unit/gateway/test_connection.py fails when a version of uvicorn works otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+EXTENSION = "kvferry.exchange"  # the key of `scope["extensions"]` under which a request finds its Exchange
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One client connection."""
+
+    tell_lost: Callable[[], None] | None = None  # of the request that is served now; others wait in uvicorn's pipeline
+    lost = False
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        # uvicorn has made a task of the application, which has not run yet.
+        scope = cast("dict[str, Any]", self.scope)
+        scope["extensions"] = {EXTENSION: Exchange(self, self.cycle)}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        super().connection_lost(exc)
+        if self.tell_lost is not None:
+            self.tell_lost()
+
+
+class Exchange:
+    """One request and its answer."""
+
+    __slots__ = ("_cycle", "_flow", "_protocol", "_transport")
+
+    def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+        self._transport = protocol.transport
+        self._flow = protocol.flow
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `start` may be called now.
+
+        Not while the client has yet to read what was answered to an earlier request. Once true it stays true until
+        something is written.
+        """
+        return not self._flow.write_paused
+
+    def watch(self, tell_lost: Callable[[], None]) -> None:
+        """Have `tell_lost` called when the connection is lost; at once when it was."""
+        self._protocol.tell_lost = tell_lost
+        if self._protocol.lost:
+            tell_lost()
+
+    def unwatch(self, tell_lost: Callable[[], None]) -> None:
+        """The end of `watch`; the connection may be serving its next request already."""
+        if self._protocol.tell_lost == tell_lost:
+            self._protocol.tell_lost = None
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Send status and headers of a chunked answer, without waiting. Needs `is_ready`."""
+        sending = self._cycle.send({"type": "http.response.start", "status": status, "headers": headers})
+        try:
+            # It waits for nothing but a client that does not read.
+            sending.send(None)
+        except StopIteration:
+            return
+        sending.close()
+        raise RuntimeError("uvicorn waits before it sends headers; kvferry counts on it not to")
+
+    def write(self, body: bytes) -> None:
+        """Send a piece of the body, which must not be empty; after `start`. Never waits; does nothing once lost."""
+        if not self._protocol.lost:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def num_unread_bytes(self) -> int:
+        """What waits here for the client to read; 0 while that is little (64 KiB)."""
+        return self._transport.get_write_buffer_size() if self._flow.write_paused else 0
+
+    def abort(self) -> None:
+        """Close the connection and drop what waits."""
+        self._cycle.disconnected = True  # nothing more to complain of when the application returns
+        self._transport.abort()
+
+
+def exchange_of(scope: dict[str, Any]) -> Exchange | None:
+    """None under another server, which has only ASGI."""
+    found: Exchange | None = (scope.get("extensions") or {}).get(EXTENSION)
+    return found

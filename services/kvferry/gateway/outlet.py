@@ -1,0 +1,143 @@
+"""Where a streamed answer goes: bytes in, without waiting, from whoever has them.
+
+A token is written by the code that received it, for all requests of an engine's step in turn. So a client that does not
+read must hold up nobody: what it leaves unread waits up to a limit, then the client is cut.
+
+There are two kinds: past ASGI, under the gateway's own server, and through ASGI, under any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from kvferry.gateway.connection import Exchange
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Outlet(Protocol):
+    """One streamed answer. The first write sends status and headers: until then an error can have a status of its own.
+
+    Writing after the end, or once the client is gone, does nothing.
+    """
+
+    @property
+    def started(self) -> bool: ...
+
+    def write(self, events: bytes) -> None:
+        """Never waits, never raises for what the client does."""
+        ...
+
+    async def close(self) -> None:
+        """End the answer; returns when it was handed over to the operating system or nearly so. Once, after a write."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up an answer that was not closed; nothing happens to one that was, or that never started."""
+        ...
+
+
+def open_outlet(
+    exchange: Exchange | None, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]
+) -> Outlet:
+    """`tell_slow` is called once when more than `max_unread_bytes` wait for the client. The answer is lost by then."""
+    if exchange is not None and exchange.is_ready:
+        return DirectOutlet(exchange, send, headers, max_unread_bytes, tell_slow)
+    return PumpedOutlet(send, headers, max_unread_bytes, tell_slow)
+
+
+class DirectOutlet:
+    """An Outlet to a connection's transport."""
+
+    __slots__ = ("_ended", "_exchange", "_headers", "_max_unread_bytes", "_send", "_tell_slow", "started")
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        send: Send,
+        headers: Headers,
+        max_unread_bytes: int,
+        tell_slow: Callable[[], None],
+    ) -> None:
+        self.started = False
+        self._ended = False
+        self._exchange = exchange
+        self._send = send
+        self._headers = headers
+        self._max_unread_bytes = max_unread_bytes
+        self._tell_slow = tell_slow
+
+    def write(self, events: bytes) -> None:
+        if self._ended:
+            return
+        exchange = self._exchange
+        if not self.started:
+            self.started = True
+            exchange.start(200, self._headers)
+        exchange.write(events)
+        if exchange.num_unread_bytes() > self._max_unread_bytes:
+            self.abandon()
+            self._tell_slow()
+
+    async def close(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._ended = True
+
+    def abandon(self) -> None:
+        if self.started and not self._ended:
+            self._ended = True
+            self._exchange.abort()
+
+
+class PumpedOutlet:
+    """An Outlet to an ASGI server: a task sends what was written since it last sent."""
+
+    def __init__(self, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]) -> None:
+        self._send = send
+        self._headers = headers
+        self._max_unread_bytes = max_unread_bytes
+        self._tell_slow = tell_slow
+        self._pending = bytearray()
+        self._written = asyncio.Event()
+        self._ended = False  # nothing more is written
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._pump is not None
+
+    def write(self, events: bytes) -> None:
+        if self._ended:
+            return
+        self._pending += events
+        self._written.set()
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._send_all())
+        if len(self._pending) > self._max_unread_bytes:
+            self.abandon()
+            self._tell_slow()
+
+    async def close(self) -> None:
+        assert self._pump is not None
+        self._ended = True
+        self._written.set()
+        await self._pump
+
+    def abandon(self) -> None:
+        self._ended = True
+        if self._pump is not None:
+            self._pump.cancel()
+
+    async def _send_all(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        while True:
+            await self._written.wait()
+            self._written.clear()
+            ended = self._ended
+            events, self._pending = bytes(self._pending), bytearray()
+            await self._send({"type": "http.response.body", "body": events, "more_body": not ended})
+            if ended:
+                return

@@ -1,0 +1,153 @@
+"""engine/vllm_plain_prompts.py gives what vLLM's own renderer gives, token for token and parameter for parameter."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from kvferry import model_folder
+from kvferry.config import ModelConfig
+from kvferry.engine import vllm_plain_prompts, vllm_renderer
+from kvferry.engine.base import RenderedPrompt
+from kvferry.engine.vllm_plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered
+from kvferry.engine.vllm_renderer import VllmRenderer
+from kvferry.errors import ContextLengthExceeded, InvalidRequest
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="module")
+def renderer() -> VllmRenderer:
+    made = VllmRenderer(str(model_folder.resolve("default")), "m", ModelConfig())
+    assert made.renders_plain_prompts_itself
+    return made
+
+
+PIECES = [
+    "hello", " ", "\n\n", "  ", "ünï", "漢字", "😀", "\u200d", "\u0301", "\x00", "\t", "<|im_start|>", "<|im_end|>",
+    "<|endoftext|>", "<s>", "</s>", "user\n", "{{ x }}", "{% if %}", "'", '"', "\\", "1234567890", "ＦＵＬＬ", "مرحبا",
+    "a" * 200, ".", "x-anthropic",
+]  # fmt: skip
+
+
+def conversations(count: int) -> Iterator[dict[str, Any]]:
+    """Of every shape, always the same ones."""
+    chance = random.Random(20)
+    for _ in range(count):
+        turns = [
+            {
+                "role": chance.choice(["user", "assistant", "system"]),
+                "content": "".join(chance.choices(PIECES, k=chance.choice([0, 1, 3, 20, 200]))),
+            }
+            for _ in range(chance.randint(1, 6))
+        ]
+        fields: dict[str, Any] = {
+            "temperature": chance.choice([0, 0.5, 1.0]), "top_p": chance.choice([0.1, 1]),
+            "top_k": chance.choice([-1, 0, 5]), "seed": chance.choice([0, -5, 2**62]),
+            "stop": chance.choice(["a", ["b", "c"]]), "logprobs": chance.random() < 0.5, "presence_penalty": 1.5,
+            "ignore_eos": True, "skip_special_tokens": False, "max_tokens": chance.choice([1, 64]),
+            "max_completion_tokens": 3,
+        }  # fmt: skip
+        yield {"messages": turns, **{name: fields[name] for name in fields if chance.random() < 0.3}}
+    yield {"messages": [{"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe terse."}, *turns]}
+
+
+async def by_vllm(renderer: VllmRenderer, body: Mapping[str, Any]) -> RenderedPrompt:
+    plain, renderer._plain = renderer._plain, None
+    try:
+        return await renderer.render_chat(body)
+    finally:
+        renderer._plain = plain
+
+
+async def test_the_same_as_vllm_for_many_conversations(renderer: VllmRenderer) -> None:
+    num_taken = 0
+    for body in [*conversations(300), *CHAT_PROBES]:
+        assert renderer._plain is not None
+        num_taken += renderer._plain.takes_chat(body) and renderer._plain.chat(body) is not None
+        got, wanted = await renderer.render_chat(body), await by_vllm(renderer, body)
+        assert list(got.token_ids) == list(wanted.token_ids), body
+        assert got.sampling == wanted.sampling, body
+    assert num_taken > 280
+
+
+async def test_the_same_as_vllm_for_prompts(renderer: VllmRenderer) -> None:
+    for body in (*COMPLETION_PROBES, {"prompt": "x", "max_tokens": 4}, {"prompt": "".join(PIECES) * 30}):
+        assert renderer._plain is not None
+        assert renderer._plain.completion(body) is not None
+        (got,) = await renderer.render_completion(body)
+        wanted = renderer._within_context(await renderer._ask_completion(body), body.get("max_tokens", 16))
+        assert got == wanted, body
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"min_tokens": 2},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"seed": -1},
+        {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]},
+        {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+async def test_what_is_not_plain_is_left_to_vllm(renderer: VllmRenderer, changes: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, **changes}
+    assert renderer._plain is not None
+    assert not renderer._plain.takes_chat(body)
+    assert (await renderer.render_chat(body)).token_ids
+
+
+async def test_errors_are_vllms(renderer: VllmRenderer) -> None:
+    over = {"messages": [{"role": "user", "content": "word " * 9000}]}
+    far_over = {"messages": [{"role": "user", "content": "x" * 5_000_000}]}
+    for body in (over, far_over):
+        with pytest.raises(ContextLengthExceeded) as ours:
+            await renderer.render_chat(body)
+        with pytest.raises(ContextLengthExceeded) as vllms:
+            await by_vllm(renderer, body)
+        assert ours.value.message == vllms.value.message
+    with pytest.raises(InvalidRequest):
+        await renderer.render_chat({"messages": [{"role": "user", "content": "half a pair \ud83d"}]})
+
+
+async def test_a_long_prompt_does_not_hold_up_the_loop(renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    chat = PlainPrompts.chat
+
+    def noting(self: PlainPrompts, body: Mapping[str, Any]) -> Rendered | None:
+        try:
+            asyncio.get_running_loop()
+            seen.append(True)
+        except RuntimeError:
+            seen.append(False)
+        return chat(self, body)
+
+    monkeypatch.setattr(PlainPrompts, "chat", noting)
+    for text in ("short", "x " * vllm_renderer.MOST_CHARS_AT_ONCE):
+        await renderer.render_chat({"messages": [{"role": "user", "content": text}]})
+    assert seen == [True, False]
+
+
+def test_it_is_switched_off_where_it_differs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rendered = PlainPrompts._rendered
+
+    def wrong(self: PlainPrompts, *arguments: Any, **named: Any) -> Rendered | None:
+        right = rendered(self, *arguments, **named)
+        return right and Rendered([*right.token_ids, 1], right.sampling)
+
+    monkeypatch.setattr(vllm_plain_prompts.PlainPrompts, "_rendered", wrong)
+    with caplog.at_level(logging.WARNING):
+        made = VllmRenderer(str(model_folder.resolve("default")), "m", ModelConfig())
+    assert not made.renders_plain_prompts_itself
+    assert "other tokens" in caplog.text
