@@ -35,9 +35,12 @@ from kvferry.residency.index import Found, ResidencyIndex
 from kvferry.router.placement import Candidate, Reason
 from kvferry.router.rates import Priors, RatePool, WorkerRates
 
-# In-flight pages are noted at every 8th page and at the last one: a tenth of the work, and a sibling is credited with
-# up to 7 pages less than it will find.
-_STRIDE = 8
+# In-flight pages are noted at every 4th page and at the last one: a quarter of the work, and a sibling is credited with
+# up to 3 pages less than it will find.
+_STRIDE = 4
+
+# What an engine computes in one step at most, about: vLLM's default for long prompts is 2,048 to 8,192.
+_STEP_TOKENS = 2048
 
 _NUM_RUNNERS_UP = 4
 
@@ -718,7 +721,9 @@ def _queue_ms(worker: _Worker, ms_per_token: float, fixed_ms: float, now_s: floa
     """
     head_tokens = next(iter(worker.prefills.values()))
     head_ms = fixed_ms + head_tokens * ms_per_token
-    rest_ms = (worker.queued_tokens - head_tokens) * ms_per_token + (len(worker.prefills) - 1) * fixed_ms
+    rest_tokens = worker.queued_tokens - head_tokens
+    # An engine computes as many prompts in one step as fit: a burst of short ones is one step, not one each.
+    rest_ms = rest_tokens * ms_per_token + min(len(worker.prefills) - 1, rest_tokens / _STEP_TOKENS) * fixed_ms
     return abs(head_ms - (now_s - worker.head_since_s) * 1000.0) + rest_ms
 
 
