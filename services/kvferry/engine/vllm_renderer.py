@@ -8,6 +8,7 @@ Importing takes about 8 s of CPU; do it once, at start-up.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
 import gc
 import logging
@@ -80,6 +81,7 @@ class VllmRenderer:
         # full collection a pause of 0.3 s for all streams.
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or extension modules report what is left at the end as leaked
 
     @property
     def renders_plain_prompts_itself(self) -> bool:
