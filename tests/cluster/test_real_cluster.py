@@ -30,7 +30,7 @@ from kvferry.shared_memory import recorded
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 MODEL = "SmolLM2-135M-Instruct"
-DEBUG = {"x-kvferry-debug": "1"}
+DEBUG = {"x-kvferry-debug": "disaggregate"}  # however short the prompt
 
 
 @pytest.fixture(scope="module")

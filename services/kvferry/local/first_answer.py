@@ -15,6 +15,9 @@ from kvferry.errors import LocalError
 QUESTION = "What does a ferry do? Answer in one short sentence."
 _MAX_TOKENS = 48
 
+# So short a question is cheaper to compute where it is decoded; this one is to show the whole way.
+_HEADERS = {"x-kvferry-debug": "disaggregate"}
+
 
 class FirstAnswerFailed(LocalError):
     """The cluster said it was ready and then did not answer."""
@@ -61,7 +64,7 @@ def ask(
     try:
         with (
             httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client,
-            client.stream("POST", "/v1/chat/completions", json=body, headers={"x-kvferry-debug": "1"}) as response,
+            client.stream("POST", "/v1/chat/completions", json=body, headers=_HEADERS) as response,
         ):
             if response.status_code != 200:
                 text = response.read().decode("utf-8", errors="replace")
