@@ -435,12 +435,12 @@ async def relayed(cluster: SimCluster, host: WorkerHost) -> TcpRelay:
     """Put a relay between gateway and worker."""
     gateway = cluster.gateway
     assert gateway is not None
-    relay = await TcpRelay(host.member.address).start()
+    relay = await TcpRelay(host.member.link_address).start()
     assert host._registration is not None
-    await host._registration.update(msgspec.structs.replace(host.member, address=relay.address))
+    await host._registration.update(msgspec.structs.replace(host.member, link_address=relay.address))
     await until(
         lambda: any(
-            link.usable and link.member.address == relay.address
+            link.usable and link.member.link_address == relay.address
             for kind in (MemberKind.PREFILL, MemberKind.DECODE)
             for link in gateway.roster.links(kind)
         ),

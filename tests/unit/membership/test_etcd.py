@@ -63,6 +63,14 @@ def test_no_bytes_break_the_reader(torn: bytes) -> None:
     assert decode_record(PREFIX, key(), torn) is None
 
 
+def test_a_member_of_an_older_version_offers_no_frames() -> None:
+    old = value().replace(b'"link_address":"",', b"")
+    assert b"link_address" not in old
+    read = decode_record(PREFIX, key(), old)
+    assert read is not None
+    assert read.link_address == ""
+
+
 def test_fields_of_a_newer_version_are_ignored() -> None:
     assert decode_record(PREFIX, key(), value().replace(b"}", b',"colour":"red"}')) == member()
 
