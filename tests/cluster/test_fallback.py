@@ -20,6 +20,7 @@ from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim import engine as sim_engine
 from kvferry.engine.sim.engine import Faults
 from kvferry.engine.sim.ferry import PullFault
+from kvferry.errors import KvferryError
 from kvferry.membership.base import MemberKind
 from kvferry.router.dispatch import prompt_only
 from kvferry.worker import host as worker_host
@@ -160,7 +161,14 @@ SELDOM = {"heartbeat_s": 14.0, "drain_timeout_s": 5}
 async def test_a_prefill_worker_that_refuses_because_it_leaves(undisturbed: str) -> None:
     """The refusal crosses the request: the gateway has not heard of the draining yet."""
     async with running(worker=SELDOM) as cluster:
-        cluster.hosts(MemberKind.PREFILL)[0].server.draining = True
+        server = cluster.hosts(MemberKind.PREFILL)[0].server
+        accept = server.accept
+
+        def begin_draining_and_accept() -> KvferryError | None:
+            server.draining = True
+            return accept()
+
+        server.accept = begin_draining_and_accept  # type: ignore[method-assign]
         text, journey = await succeeds(cluster)
         assert text == undisturbed
         assert "draining" in journey["prefill_failure"]
