@@ -157,6 +157,58 @@ async def told_to_end() -> None:
     await ended.wait()
 
 
+# --- What no gateway can go below here.
+
+FLOOR_STEPS = 600
+FLOOR_BYTES = 240  # about what an event with its framing takes
+
+
+async def run_floor(spec: dict[str, Any]) -> None:
+    """Writes as the gateway does for as many streams, and nothing else: one write per stream and step, in groups."""
+    num_streams, num_groups, step_s = spec["streams"], spec["groups"], spec["step_ms"] / 1e3
+    transports: list[asyncio.Transport] = []
+
+    class Accepting(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transports.append(cast(asyncio.Transport, transport))
+            if len(transports) == num_streams:
+                complete.set()
+
+    complete = asyncio.Event()
+    server = await asyncio.get_running_loop().create_server(Accepting, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    reader = await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, "--role", "floor_reader"),
+        "--spec",
+        json.dumps({"port": port, "streams": num_streams}),
+    )
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await complete.wait()
+        await asyncio.sleep(0.2)  # the reader settles
+        payload, per_group = b"x" * FLOOR_BYTES, num_streams // num_groups
+        before, due_s = time.process_time(), time.perf_counter()
+        for i in range(FLOOR_STEPS * num_groups):
+            due_s += step_s / num_groups
+            if (wait_s := due_s - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            first = i % num_groups * per_group
+            for transport in transports[first : first + per_group]:
+                transport.write(payload)
+        used_s = time.process_time() - before
+    finally:
+        reader.kill()
+        await reader.wait()
+    say({"us_per_write": round(used_s * 1e6 / (FLOOR_STEPS * num_streams), 2)})
+
+
+async def run_floor_reader(spec: dict[str, Any]) -> None:
+    loop = asyncio.get_running_loop()
+    for _ in range(spec["streams"]):
+        await loop.create_connection(asyncio.Protocol, "127.0.0.1", spec["port"])
+    await told_to_end()
+
+
 class Children:
     """Programs of this file, each with a log; ended in reverse order."""
 
@@ -542,7 +594,16 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
                 "rendering": "chat template and tokens of a real model" if model else "the sim twin's",
                 "event_loop": said["loop"],
             }
+            for streams in (256, 64):
+                with console.status(f"the floor: {streams} streams written and nothing else"):
+                    spec = {"streams": streams, "groups": arguments.decode, "step_ms": arguments.step_ms}
+                    _, floor = children.start("floor", spec)
+                output[f"write_floor_us_per_token{'' if streams == 256 else '_64'}"] = floor["us_per_write"]
             console.print(table("kvferry", results))
+            console.print(
+                f"written and nothing else: {output['write_floor_us_per_token']} us/token at 256 streams, "
+                f"{output['write_floor_us_per_token_64']} at 64"
+            )
             if arguments.peer_url:
                 pids = [int(pid) for pid in arguments.peer_pids.split(",") if pid]
                 peer = measure_all(children, "peer", arguments.peer_url, arguments.peer_model, pids, arguments, console)
@@ -570,7 +631,10 @@ def main() -> None:
     parser.add_argument("--peer-pids", default="", help="its processes; the first is the one compared")
     parser.add_argument("--peer-model", default="", help="the model's name there")
     parser.add_argument(
-        "--role", choices=("bench", "worker", "gateway", "client"), default="bench", help=argparse.SUPPRESS
+        "--role",
+        choices=("bench", "worker", "gateway", "client", "floor", "floor_reader"),
+        default="bench",
+        help=argparse.SUPPRESS,
     )
     parser.add_argument("--spec", type=json.loads, default={}, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -582,6 +646,8 @@ def main() -> None:
         "worker": lambda: run_worker(configuration.parse(spec["config"]), spec["kind"]),
         "gateway": lambda: run_gateway(configuration.parse(spec["config"]), spec["members"], spec["model"]),
         "client": lambda: run_client(spec),
+        "floor": lambda: run_floor(spec),
+        "floor_reader": lambda: run_floor_reader(spec),
     }[arguments.role]
     if arguments.role == "gateway" and spec["loop"] == "asyncio":
         asyncio.run(program())

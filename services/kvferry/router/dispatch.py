@@ -11,6 +11,7 @@ There are two ways a prompt gets computed:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -194,38 +195,44 @@ class Dispatcher:
         A request that lost its worker waits for another one; a new request where there is none is refused at once.
         Whoever gets the answer calls `ended` of the policy.
         """
-        try:
-            async with asyncio.timeout(self._worker_wait_s):
-                while True:
-                    decode = [view for link, view in self._roster.views(MemberKind.DECODE) if tried.may_try(link)]
-                    prefill: list[WorkerView] = []
-                    still_kept = kept
-                    if kept is not None:
-                        exchanging = [view for view in decode if can_exchange(view.candidate, kept.holder)]
-                        decode, still_kept = (exchanging, kept) if exchanging else (decode, None)
-                    if still_kept is None and tried.may_prefill:
-                        prefill = [view for link, view in self._roster.views(MemberKind.PREFILL) if tried.may_try(link)]
-                    if decode:
-                        now_s = self._clock()
-                        self._num_placed += 1
-                        request = _placement_request(attempt, decode[0].candidate.block_size, self._num_placed)
-                        choice = self._policy.place(request, prefill, decode, now_s, may_be_alone=may_be_alone)
-                        assert choice is not None
-                        self._policy.began(request, choice, now_s)
-                        journey.choices = [*journey.choices[-(MAX_CHOICES - 1) :], choice]
-                        if still_kept is None:
-                            journey.reason = choice.reason.value
-                            self._metrics.placements.labels(reason=choice.reason.value).inc()
-                        return _Placed(request.request_id, choice), still_kept
-                    if lost is None or isinstance(lost, Overloaded):
-                        break
-                    await self._roster.change()
-        except TimeoutError:
-            pass
+        placed = self._place_now(attempt, tried, kept, journey, may_be_alone=may_be_alone)
+        if placed is None and lost is not None and not isinstance(lost, Overloaded):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._worker_wait_s):
+                    while placed is None:
+                        await self._roster.change()
+                        placed = self._place_now(attempt, tried, kept, journey, may_be_alone=may_be_alone)
+        if placed is not None:
+            return placed
         if isinstance(lost, Overloaded):
             raise lost
         why = f"; the last one failed: {lost.message}" if lost is not None else ""
         raise NoDecodeWorker(f"no decode worker is connected{why}")
+
+    def _place_now(
+        self, attempt: EngineRequest, tried: _Tried, kept: _Kept | None, journey: Journey, *, may_be_alone: bool
+    ) -> tuple[_Placed, _Kept | None] | None:
+        """None when there is nobody to decode."""
+        decode = [view for link, view in self._roster.views(MemberKind.DECODE) if tried.may_try(link)]
+        if kept is not None:
+            exchanging = [view for view in decode if can_exchange(view.candidate, kept.holder)]
+            decode, kept = (exchanging, kept) if exchanging else (decode, None)
+        if not decode:
+            return None
+        prefill: list[WorkerView] = []
+        if kept is None and tried.may_prefill:
+            prefill = [view for link, view in self._roster.views(MemberKind.PREFILL) if tried.may_try(link)]
+        now_s = self._clock()
+        self._num_placed += 1
+        request = _placement_request(attempt, decode[0].candidate.block_size, self._num_placed)
+        choice = self._policy.place(request, prefill, decode, now_s, may_be_alone=may_be_alone)
+        assert choice is not None
+        self._policy.began(request, choice, now_s)
+        journey.choices = [*journey.choices[-(MAX_CHOICES - 1) :], choice]
+        if kept is None:
+            journey.reason = choice.reason.value
+            self._metrics.placements.labels(reason=choice.reason.value).inc()
+        return _Placed(request.request_id, choice), kept
 
     async def _prefill(self, placed: _Placed, request: EngineRequest, journey: Journey, tried: _Tried) -> _Kept | None:
         """Have a prefill worker compute the prompt. None when it could not; then another one, or the decode worker."""
@@ -442,6 +449,8 @@ class _Tried:
         self._refused.add(link.member.member_id)
 
     def may_try(self, link: WorkerLink) -> bool:
+        if not self._generations:
+            return True
         member_id = link.member.member_id
         return member_id not in self._refused and (member_id, link.generation) not in self._generations
 

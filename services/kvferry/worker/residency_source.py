@@ -16,6 +16,10 @@ log = logging.getLogger(__name__)
 # 512 KiB a part: a gateway reads steps between them.
 MAX_SNAPSHOT_KEYS = 65_536
 
+# Changes of so long go as one message: with small pages an engine stores some in every step, and a message costs a
+# gateway as much as several tokens. Until then gateways expect the pages of their own requests anyway.
+FLUSH_AFTER_S = 0.05
+
 # Room for the pages of a slower tier, and for hashes that the engine may name again.
 _PAGES_PER_ENGINE_PAGE = 4
 
@@ -50,9 +54,8 @@ class ResidencySource:
             async for batch in self._engine.kv_events():
                 mirror.feed(batch)
                 if not self._flush_scheduled:
-                    # All that came in one pass of the event loop is one message.
                     self._flush_scheduled = True
-                    asyncio.get_running_loop().call_soon(self._flush)
+                    asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self._flush)
         except Exception:
             # Requests do not need it; what was told stays a hint, and the engine looks for itself.
             log.exception("the engine's events cannot be read; gateways hear no more of what this worker holds")
