@@ -405,6 +405,20 @@ async def test_without_another_decode_worker_it_is_503_where_nothing_was_sent() 
         assert int(answer.headers["retry-after"]) >= 1
 
 
+async def test_pages_that_no_decode_worker_takes_are_given_back(cluster: SimCluster) -> None:
+    """The sole decode worker leaves while the prompt is computed; the lease would keep its pages for 30 s."""
+    prefill, decode = the(cluster, MemberKind.PREFILL), cluster.hosts(MemberKind.DECODE)[0]
+    prefill.faults = Faults(stalled=True)
+    asked = asyncio.create_task(post(cluster))
+    await until(lambda: prefill.load().num_waiting == 1)
+    decode.server.refuse_new()
+    await cluster.ready(num_workers=1)
+    prefill.faults = Faults()
+    await until(lambda: prefill.load().num_generated_tokens == 1, what="the prompt is computed")
+    asked.cancel()
+    await until(lambda: prefill.num_offers == 0, within_s=10, what="its pages are given back")
+
+
 async def test_without_a_decode_worker_it_is_503(cluster: SimCluster) -> None:
     await cluster.hosts(MemberKind.DECODE)[0].stop()
     await cluster.ready(num_workers=1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from kvferry.addresses import free_port
 from kvferry.engine.sim import SimEngine
 from kvferry.gateway.host import GatewayHost
 from kvferry.membership.base import MemberKind
@@ -87,6 +88,36 @@ async def test_gateways_hear_what_engines_hold() -> None:
         engine.kill()
         await until(lambda: not told(first, host) and not told(second, host), what="its pages are forgotten")
         await first.stop()
+
+
+async def test_gateways_of_one_node_share_a_port() -> None:
+    port = free_port("127.0.0.1")
+    async with running(gateway={**PRICED, "replicas": 2, "http_port": port}, sim=SLOW) as cluster:
+        first = cluster.gateway
+        assert first is not None
+        second = await cluster.add_gateway()
+        await cluster.ready()
+        assert first.port == second.port == port
+        answered: set[GatewayHost] = set()
+        for seed in range(64):
+            await ask(cluster.url, tokens(40, seed))
+            answered |= {gateway for gateway in (first, second) if _num_answered(gateway)}
+            if len(answered) == 2:
+                break
+        assert len(answered) == 2
+        await first.stop()
+        for seed in range(8):
+            await ask(cluster.url, tokens(40, seed))
+
+
+def _num_answered(gateway: GatewayHost) -> float:
+    (value,) = (
+        sample.value
+        for metric in gateway.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "kvferry_requests_total" and sample.labels == {"endpoint": "completions", "status": "200"}
+    )
+    return value
 
 
 async def test_the_same_beginning_goes_to_the_same_worker() -> None:

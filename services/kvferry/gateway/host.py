@@ -93,7 +93,11 @@ class GatewayHost:
 
     async def start(self) -> None:
         """Listen, then become ready. Returns when requests can be rendered; workers may still be missing."""
-        listener = socket.create_server((self._config.gateway.host, self._config.gateway.http_port), backlog=2048)
+        gateway = self._config.gateway
+        # Several gateways of one node share the port; the kernel spreads connections over those that live.
+        listener = socket.create_server(
+            (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.replicas > 1 and gateway.http_port != 0
+        )
         # Accepted sockets inherit it. Without it a chunk waits for the client's delayed acknowledgement, about 40 ms;
         # asyncio sets it only where the socket names its protocol, which create_server leaves open.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

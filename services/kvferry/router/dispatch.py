@@ -132,17 +132,29 @@ class Dispatcher:
         self._recent.append(journey)
         answer = _Answer(_replayable(request), sink, journey)
         tried = _Tried()
+        unused = _Unused(self._roster)
+        try:
+            await self._run(answer, tried, unused, journey, may_be_alone=may_be_alone)
+        finally:
+            unused.release()
+
+    async def _run(
+        self, answer: _Answer, tried: _Tried, unused: _Unused, journey: Journey, *, may_be_alone: bool
+    ) -> None:
         kept: _Kept | None = None
         lost: KvferryError | None = None
         while True:
             attempt = answer.request()
             placed, kept = await self._place(attempt, tried, lost, kept, journey, may_be_alone=may_be_alone)
+            if kept is None:
+                unused.release()
             num_generated: int | None = None
             remote: RemoteRequest | None = None
             decode: WorkerLink | None = None
             try:
                 if placed.choice.prefill is not None:
                     kept = await self._prefill(placed, attempt, journey, tried)
+                    unused.kept = kept
                     if kept is None and tried.may_prefill:
                         continue
                 decode = self._roster.link(placed.choice.decode)
@@ -158,6 +170,7 @@ class Dispatcher:
                 remote = decode.submit(
                     dataclasses.replace(attempt, transfer_params=kept.params if kept else None), answer.take
                 )
+                unused.kept = None
                 last = await remote.wait()
                 num_generated = len(answer.token_ids)
                 if last.sources is not None:
@@ -171,6 +184,7 @@ class Dispatcher:
                     # That engine may have pulled the pages, or release them any moment, and a reader of released pages
                     # reads another prompt's. The prefill worker has them cached and keeps them once more.
                     kept = None
+                unused.kept = kept
                 if isinstance(error, Overloaded):
                     tried.refuse(decode)
                 lost = error
@@ -297,6 +311,19 @@ class Dispatcher:
         journey.ferried_pages = pages_of(sources, decode.member.block_size)
         journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
         self._metrics.ferried_pages.inc(journey.ferried_pages)
+
+
+class _Unused:
+    """Pages that were kept for a request and that no decode engine was told of: given back unless one is."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self.kept: _Kept | None = None
+
+    def release(self) -> None:
+        kept, self.kept = self.kept, None
+        if kept is not None and (link := self._roster.link(kept.holder.member_id)) is not None:
+            link.release(kept.params)
 
 
 @dataclass(frozen=True, slots=True)
