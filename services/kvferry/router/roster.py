@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 
 from kvferry.config import WorkerConfig
-from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Membership, Snapshot
+from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Membership, Snapshot
 from kvferry.router.link import WorkerLink
 from kvferry.router.placement import Candidate
 from kvferry.router.pricing import WorkerView
 
 log = logging.getLogger(__name__)
+
+REWATCH_S = 1.0
 
 WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
 
@@ -104,18 +106,27 @@ class Roster:
         await asyncio.gather(*(link.close() for link in links.values()))
 
     async def _follow(self) -> None:
-        async for change in self._membership.watch():
-            match change:
-                case Snapshot(members):
-                    present = {member.member_id for member in members}
-                    for member_id in self._links.keys() - present:
-                        self._left(member_id)
-                    for member in members:
-                        self._joined(member)
-                case Joined(member):
-                    self._joined(member)
-                case Left(_, member_id):
+        """For ever: a watch that fails is a fault of ours, and must not leave this gateway with yesterday's members."""
+        while True:
+            try:
+                async for change in self._membership.watch():
+                    self._apply(change)
+            except Exception:
+                log.exception("following the members failed; trying again")
+            await asyncio.sleep(REWATCH_S)
+
+    def _apply(self, change: MemberChange) -> None:
+        match change:
+            case Snapshot(members):
+                present = {member.member_id for member in members}
+                for member_id in self._links.keys() - present:
                     self._left(member_id)
+                for member in members:
+                    self._joined(member)
+            case Joined(member):
+                self._joined(member)
+            case Left(_, member_id):
+                self._left(member_id)
 
     def _joined(self, member: Member) -> None:
         if member.kind not in WORKER_KINDS:
