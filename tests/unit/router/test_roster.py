@@ -29,7 +29,7 @@ class Failing(MemoryMembership):
 
 
 def member(member_id: str) -> Member:
-    return Member(MemberKind.DECODE, MemberId(member_id), "127.0.0.1:1", "m", "0")
+    return Member(kind=MemberKind.DECODE, member_id=MemberId(member_id), address="127.0.0.1:1", model="m", version="0")
 
 
 async def test_a_watch_that_fails_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
