@@ -173,8 +173,11 @@ class VllmRenderer:
 
         plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
         request = await self._render(render, ChatCompletionRequest, plain)
-        parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=request.reasoning_ended)
-        return dataclasses.replace(_as_rendered(request), parse=parse)
+        rendered = _as_rendered(request)
+        # Without a grammar no engine asks.
+        reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
+        parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
+        return dataclasses.replace(rendered, parse=parse)
 
     async def _ask_completions(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
