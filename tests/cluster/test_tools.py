@@ -11,7 +11,9 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from kvferry.engine.sim.parsing import NUM_CONTENT_WORDS, NUM_REASONING_WORDS
+from kvferry.engine.base import Parse
+from kvferry.engine.sim import engine as sim_engine
+from kvferry.engine.sim.parsing import NUM_CONTENT_WORDS, NUM_REASONING_WORDS, SimParser
 from kvferry.errors import ConfigError
 from kvferry.gateway.host import build_renderer
 from kvferry.membership.base import MemberKind
@@ -181,18 +183,41 @@ async def test_a_parser_of_another_engine_fails_the_start() -> None:
 
 
 async def test_plain_requests_never_meet_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.engine.sim import engine
-
     def refuse(*_: object) -> None:
         raise AssertionError("a parser was made")
 
-    monkeypatch.setattr(engine, "SimParser", refuse)
+    monkeypatch.setattr(sim_engine, "SimParser", refuse)
     async with talking({**BOTH, "reasoning_parser": ""}) as (cluster, client):
         assert (await client.chat.completions.create(**ASKED)).choices[0].message.content
         assert (await client.completions.create(model=MODEL, prompt="a b")).choices[0].text
         async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
             refused = await http.post("/v1/chat/completions", json={**ASKED, "tools": TOOLS})
             assert refused.status_code == 500
+
+
+async def test_an_answer_is_parsed_once_where_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Counted(SimParser):
+        def __init__(self, parse: Parse) -> None:
+            made.append("parser")
+            super().__init__(parse)
+
+    monkeypatch.setattr(sim_engine, "SimParser", Counted)
+    async with talking() as (cluster, client):
+        await client.chat.completions.create(**ASKED, tools=TOOLS)
+        assert made == ["parser"]
+        assert cluster.metric('kvferry_placements_total{reason="disaggregated"}') == 1
+
+
+async def test_the_clients_own_way_to_put_a_stream_together() -> None:
+    async with talking() as (_, client):
+        async with client.chat.completions.stream(**ASKED, tools=TOOLS) as events:
+            async for _event in events:
+                pass
+            last = (await events.get_final_completion()).choices[0]
+        whole = (await client.chat.completions.create(**ASKED, tools=TOOLS)).choices[0]
+        assert as_gathered(last) == as_gathered(whole)
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,9 @@ class Engine(Protocol):
         """Outputs of one request, ending with one whose `finish_reason` is set.
 
         Closing the iterator early aborts the request and releases its pages. A request that names pages of another
-        engine and cannot get them computes the prompt itself. Raises InvalidRequest for what this engine cannot do,
-        EngineDead once the engine is gone.
+        engine and cannot get them computes the prompt itself. The deltas of a request with `parse` begin after what
+        was delivered before, whether it is continued or computed again. Raises InvalidRequest for what this engine
+        cannot do, EngineDead once the engine is gone, EngineError for an answer that its parser cannot read.
         """
         ...
 
