@@ -134,13 +134,14 @@ class VllmParser:
     """A DeltaParser around one of vLLM's Parser objects."""
 
     def __init__(self, parser: Any, chat: Any, prompt_token_ids: list[int]) -> None:
+        from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
+
+        self._only_allowed = maybe_filter_parallel_tool_calls
         self._parser = parser
         self._chat = chat
         self._prompt_token_ids = prompt_token_ids
 
     def feed(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
-        from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
-
         try:
             message = self._parser.parse_delta(
                 text, list(token_ids), self._chat, self._prompt_token_ids, finished=finished
@@ -151,7 +152,7 @@ class VllmParser:
             raise EngineError(f"the answer cannot be parsed: {type(error).__name__}") from None
         if message is None:
             return None
-        message = maybe_filter_parallel_tool_calls(message, self._chat)
+        message = self._only_allowed(message, self._chat)
         if not (message.content or message.reasoning or message.tool_calls):
             return None
         return AnswerDelta(message.content or "", message.reasoning or "", tuple(map(_call, message.tool_calls or ())))
