@@ -39,6 +39,9 @@ class ModelConfig(_Section):
     )
     max_model_len: int | None = Field(None, ge=64)  # tokens of prompt and answer; empty: the model's own
     trust_remote_code: bool = False
+    # Which of vLLM's parsers take this model's answers apart. Empty: no tools; reasoning stays part of the content.
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class EngineConfig(_Section):

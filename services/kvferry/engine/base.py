@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
+import msgspec
+
 from kvferry.errors import InvalidRequest
 
 RequestId = NewType("RequestId", str)
@@ -75,6 +77,37 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
+class Parse:
+    """The answer is to be taken apart into content, reasoning and tool calls, by the engine's own parser.
+
+    `request` is JSON between a renderer and its engine; nobody else looks into it. Of an answer that is computed again
+    from its start, the first `num_tokens_before` tokens and `num_chars_before` characters were parsed and delivered:
+    what they make is not told again.
+    """
+
+    request: bytes
+    num_tokens_before: int = 0
+    num_chars_before: int = 0
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """More of one tool call: `id` and `name` come once, first; `arguments` is the next piece of their JSON."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class AnswerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an output adds to a parsed answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt to compute. `keep_for_transfer` and `transfer_params` exclude each other."""
 
@@ -85,6 +118,7 @@ class EngineRequest:
     transfer_params: TransferParams | None = None
     cache_salt: str = ""
     continued: Continued | None = None
+    parse: Parse | None = None
 
 
 def check_continued(request: EngineRequest) -> None:
@@ -133,6 +167,7 @@ class EngineOutput:
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then the alternatives, most likely first.
     `text` may lag behind `token_ids` (a character may need several tokens; a stop string may still be matching).
     `finish_reason`, `stop_reason`, `sources` and `transfer_params` are set on the last output only.
+    `delta` is what the parser made of the text, for requests with `parse`; `text` is then still the raw text.
     """
 
     token_ids: Sequence[int]
@@ -142,6 +177,7 @@ class EngineOutput:
     stop_reason: str | int | None = None
     sources: PromptSources | None = None
     transfer_params: TransferParams | None = None
+    delta: AnswerDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +260,9 @@ class Engine(Protocol):
         """Outputs of one request, ending with one whose `finish_reason` is set.
 
         Closing the iterator early aborts the request and releases its pages. A request that names pages of another
-        engine and cannot get them computes the prompt itself. Raises InvalidRequest for what this engine cannot do,
-        EngineDead once the engine is gone.
+        engine and cannot get them computes the prompt itself. The deltas of a request with `parse` begin after what
+        was delivered before, whether it is continued or computed again. Raises InvalidRequest for what this engine
+        cannot do, EngineDead once the engine is gone, EngineError for an answer that its parser cannot read.
         """
         ...
 
@@ -259,11 +296,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A body turned into what an engine takes; `text` is set where a completion prompt came as text."""
+    """A body turned into what an engine takes; `text` is set where a completion prompt came as text.
+
+    `parse` is set where the answer is to be parsed.
+    """
 
     token_ids: Sequence[int]
     sampling: Sampling
     text: str | None = None
+    parse: Parse | None = None
 
 
 class Renderer(Protocol):

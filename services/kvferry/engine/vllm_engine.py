@@ -65,6 +65,7 @@ class VllmEngine:
         self._tap: Any = None
         self._continuations: Any = None
         self._counters: Any = None
+        self._parsers: Any = None
         self._folder: Path | None = None
 
     @property
@@ -101,7 +102,9 @@ class VllmEngine:
         from kvferry.engine.vllm_continuation import Continuations
         from kvferry.engine.vllm_counters import Counters
         from kvferry.engine.vllm_output_tap import OutputTap
+        from kvferry.engine.vllm_parsing import Parsers, check_names
 
+        check_names(self._model)
         counters: list[Counters] = []
 
         def make_counters(vllm_config: Any, engine_index: int) -> Counters:
@@ -116,6 +119,7 @@ class VllmEngine:
         self._counters = counters[0]
         self._tap = OutputTap(self._llm.output_processor)
         self._continuations = Continuations(self._llm.output_processor)
+        self._parsers = Parsers(self._model, self._llm.output_processor.tokenizer, self._llm.model_config)
         self._info = describe(self._llm.vllm_config, engine_id, self._model_folder)
 
     def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
@@ -125,6 +129,9 @@ class VllmEngine:
             "max_model_len": self._model.max_model_len,
             "max_num_batched_tokens": self._config.max_num_batched_tokens,
         }
+        if self._model.reasoning_parser:
+            # A grammar begins where the reasoning ends, which the engine has to see.
+            optional["reasoning_parser"] = self._model.reasoning_parser
         if not on_cpu:
             optional["gpu_memory_utilization"] = self._config.gpu_memory_utilization
         return {
@@ -188,7 +195,12 @@ class VllmEngine:
             self._continuations.expect(request_id, continued, request.sampling.min_tokens)
         try:
             params = to_vllm(sampling, transfer_params=transfer)
-            async for output in llm.generate(prompt, params, request_id):
+            answer, more = None, {}
+            if request.parse is not None:
+                whole = params if continued is None else to_vllm(request.sampling, transfer_params=None)
+                begun = self._parsers.begin(request, whole)
+                answer, more = begun.answer, begun.engine_arguments
+            async for output in llm.generate(prompt, params, request_id, **more):
                 completion = output.outputs[0]
                 token_ids = completion.token_ids
                 result = EngineOutput(token_ids=token_ids, text=completion.text)
@@ -205,6 +217,8 @@ class VllmEngine:
                     result.stop_reason = completion.stop_reason
                     result.sources = self._tap.take(request_id) or PromptSources()
                     result.transfer_params = output.kv_transfer_params
+                if answer is not None and result.finish_reason is not FinishReason.ABORT:
+                    result.delta = answer.take(token_ids, completion.text, finished=finished)
                 yield result
         except EngineDeadError:
             raise EngineDead("the engine's process died") from None

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.engine.base import Sampling
+from kvferry.engine.base import Parse, Sampling
 
 # What only the sampling parameters depend on. Not `min_tokens`: its bounds depend on the prompt's length.
 SAMPLING_FIELDS = frozenset(
@@ -42,6 +42,7 @@ class Rendered:
 
     token_ids: Sequence[int]
     sampling: Sampling
+    parse: Parse | None = None
 
 
 class PlainPrompts:
@@ -56,7 +57,9 @@ class PlainPrompts:
         from vllm.renderers.hf import HfRenderer, resolve_chat_template, resolve_chat_template_content_format
 
         online = serving.online_renderer
-        if not isinstance(online.renderer, HfRenderer) or online.use_harmony or online.parser is not None:
+        # Most parsers change nothing about a body without tools; `verify` finds those that do.
+        always_adjusts = online.parser is not None and online.parser.always_adjust_request
+        if not isinstance(online.renderer, HfRenderer) or online.use_harmony or always_adjusts:
             raise TypeError("this model's prompts are not rendered by a Hugging Face tokenizer alone")
         tokenizer = online.renderer.get_tokenizer()
         if not tokenizer.is_fast:

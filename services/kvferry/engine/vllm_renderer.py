@@ -20,9 +20,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
-from kvferry.engine.base import RenderedPrompt
+from kvferry.engine.base import Parse, RenderedPrompt
 from kvferry.engine.vllm_plain_prompts import PlainPrompts, Rendered, verify
-from kvferry.errors import ContextLengthExceeded, InvalidRequest, KvferryError
+from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class VllmRenderer:
         from vllm.renderers import renderer_from_config
         from vllm.renderers.online_renderer import OnlineRenderer
 
+        from kvferry.engine.vllm_parsing import check_names
+
+        check_names(model)
         config = VllmModelConfig(
             model=model_folder,
             tokenizer=model_folder,
@@ -57,14 +60,23 @@ class VllmRenderer:
             trust_remote_code=model.trust_remote_code,
             renderer_num_workers=1,
         )
-        online = OnlineRenderer(
-            model_config=config,
-            renderer=renderer_from_config(VllmConfig(model_config=config)),
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-        )
+        try:
+            online = OnlineRenderer(
+                model_config=config,
+                renderer=renderer_from_config(VllmConfig(model_config=config)),
+                request_logger=None,
+                chat_template=None,
+                chat_template_content_format="auto",
+                enable_auto_tools=bool(model.tool_parser),
+                tool_parser=model.tool_parser or None,
+                reasoning_parser=model.reasoning_parser or None,
+            )
+        except TypeError as error:
+            # Of a parser that needs tokens which this tokenizer lacks.
+            raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
         online.warmup()
+        self._online = online
+        self._model = model
         self._served_name = served_name
         self._max_model_len = int(config.max_model_len)
         self._serving = ServingRender(
@@ -74,6 +86,7 @@ class VllmRenderer:
             ),
             online,
         )
+        self._plain_parse = self._parse_of_plain()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
         # In the thread: the caller's may run an event loop.
         self._plain = self._thread.submit(self._verified_plain_prompts).result()
@@ -99,10 +112,26 @@ class VllmRenderer:
         log.warning("plain prompts are left to vLLM's renderer, which takes longer: %s", difference)
         return None
 
+    def _parse_of_plain(self) -> Parse | None:
+        """Of every chat that `PlainPrompts` takes: none of its fields says anything to a parser."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        from kvferry.engine.vllm_parsing import parse_of
+
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+        request = ChatCompletionRequest.model_validate({**body, "model": ""})
+        return parse_of(body, self._model, self._online.effective_chat_template_kwargs(request), reasoning_ended=None)
+
     def max_model_len(self) -> int:
         return self._max_model_len
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
+        if body.get("tools") and body.get("tool_choice") != "none" and not self._model.tool_parser:
+            raise InvalidRequest(
+                "tools need model.tool_parser in this cluster's configuration, which is not set; "
+                'with tool_choice "none" the model is only told of them',
+                param="tools",
+            )
         requested = body.get("max_completion_tokens")
         if requested is None:
             requested = body.get("max_tokens")
@@ -110,6 +139,8 @@ class VllmRenderer:
         if self._plain is not None and self._plain.takes_chat(body):
             num_chars = sum(len(message["content"]) for message in body["messages"])
             rendered = await self._at_once_if_short(self._plain.chat, body, num_chars)
+            if rendered is not None and self._plain_parse is not None:
+                rendered = dataclasses.replace(rendered, parse=self._plain_parse)
         if rendered is None:
             rendered = await self._ask_chat(body)
         return self._within_context(rendered, requested)
@@ -132,8 +163,21 @@ class VllmRenderer:
     async def _ask_chat(self, body: Mapping[str, Any]) -> Rendered:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+        from kvferry.engine.vllm_parsing import parse_of
+
+        chat_template_kwargs: dict[str, Any] = {}
+
+        async def render(request: ChatCompletionRequest) -> Any:
+            chat_template_kwargs.update(self._online.effective_chat_template_kwargs(request))
+            return await self._serving.render_chat_request(request)
+
         plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
-        return _as_rendered(await self._render(self._serving.render_chat_request, ChatCompletionRequest, plain))
+        request = await self._render(render, ChatCompletionRequest, plain)
+        rendered = _as_rendered(request)
+        # Without a grammar no engine asks.
+        reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
+        parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
+        return dataclasses.replace(rendered, parse=parse)
 
     async def _ask_completions(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -189,7 +233,7 @@ class VllmRenderer:
             )
         if sampling.max_tokens < 1:
             raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
-        return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling)
+        return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling, parse=rendered.parse)
 
 
 def _as_rendered(request: Any) -> Rendered:

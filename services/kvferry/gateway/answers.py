@@ -97,18 +97,18 @@ class _Chunks:
         self._num_top = num_top
         # OpenAI: with include_usage every chunk but the last says "usage": null.
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
-        self._head = b"data: " + _encode(self._identity)[:-1] + b',"choices":['
+        self._head = b"data: " + encode(self._identity)[:-1] + b',"choices":['
         # Of each choice: what stands before and after the text of a chunk without log-probabilities.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     def chunk(self, index: int, output: EngineOutput) -> bytes:
         if output.logprobs is not None:
-            return self._choice(self._inner(index, _encode(output.text), self._logprobs_json(index, output.logprobs)))
+            return self._choice(self._inner(index, encode(output.text), self._logprobs_json(index, output.logprobs)))
         around = self._around_text.get(index)
         if around is None:
             before, _, after = self._choice(self._inner(index, b"\0", b"null")).partition(b"\0")
             around = self._around_text[index] = before, after
-        return b"%b%b%b" % (around[0], _encode(output.text), around[1])
+        return b"%b%b%b" % (around[0], encode(output.text), around[1])
 
     def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
         """A choice with new text; both are JSON."""
@@ -126,7 +126,7 @@ class _Chunks:
             values["usage"] = usage.as_json()
         if debug is not None:
             values["kvferry"] = debug
-        return b"data: " + _encode(values) + b"\n\n"
+        return b"data: " + encode(values) + b"\n\n"
 
 
 class ChatFormat(_Chunks):
@@ -141,12 +141,12 @@ class ChatFormat(_Chunks):
         return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, text, logprobs)
 
     def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
-        return _encode(self._logprobs(positions))
+        return encode(self._logprobs(positions))
 
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
-            % (index, _encode(choice.finish_reason), _encode(choice.stop_reason))
+            % (index, encode(self._finish_reason(choice)), encode(choice.stop_reason))
         )
 
     def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
@@ -156,9 +156,9 @@ class ChatFormat(_Chunks):
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "message": self._message(choice),
                     "logprobs": None if self._num_top is None else self._logprobs(choice.logprobs),
-                    "finish_reason": choice.finish_reason,
+                    "finish_reason": self._finish_reason(choice),
                     "stop_reason": choice.stop_reason,
                 }
                 for index, choice in enumerate(choices)
@@ -167,7 +167,13 @@ class ChatFormat(_Chunks):
         }
         if debug is not None:
             values["kvferry"] = debug
-        return _encode(values)
+        return encode(values)
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        return {"role": "assistant", "content": "".join(choice.text), "refusal": None}
 
     def _logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
         return {
@@ -200,12 +206,12 @@ class CompletionFormat(_Chunks):
     def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
         values = self._logprobs(positions, self._offsets.get(index, 0))
         self._offsets[index] = self._offsets.get(index, 0) + sum(len(token) for token in values["tokens"])
-        return _encode(values)
+        return encode(values)
 
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
             b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}'
-            % (index, _encode(choice.finish_reason), _encode(choice.stop_reason))
+            % (index, encode(choice.finish_reason), encode(choice.stop_reason))
         )
 
     def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
@@ -225,7 +231,7 @@ class CompletionFormat(_Chunks):
         }
         if debug is not None:
             values["kvferry"] = debug
-        return _encode(values)
+        return encode(values)
 
     def _logprobs(self, positions: Sequence[Sequence[TokenLogprob]], offset: int) -> dict[str, Any]:
         tokens = [position[0].text for position in positions]
@@ -247,7 +253,7 @@ class CompletionFormat(_Chunks):
 
 def error_body(error: KvferryError) -> bytes:
     """OpenAI's error shape."""
-    return _encode(
+    return encode(
         {
             "error": {
                 "message": error.message,
@@ -267,7 +273,8 @@ def error_chunk(error: KvferryError) -> bytes:
 _encoder = msgspec.json.Encoder()
 
 
-def _encode(value: Any) -> bytes:
+def encode(value: Any) -> bytes:
+    """As JSON, whatever text is in it."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:

@@ -41,7 +41,10 @@ log = logging.getLogger(__name__)
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     """The renderer that fits `config.engine.kind`. Takes seconds for a real model; call it off the event loop."""
     if config.engine.kind == "sim":
-        return SimRenderer(config.sim.max_model_len)
+        model = config.model
+        return SimRenderer(
+            config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
+        )
     return VllmRenderer(model_folder, config.served_name, config.model)
 
 

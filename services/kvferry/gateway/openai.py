@@ -17,8 +17,9 @@ from typing import Any
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, Renderer, RequestId
 from kvferry.errors import EngineError, KvferryError, ModelNotFound
 from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, error_chunk
-from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer, read_chat, read_completion
+from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.outlet import Outlet
+from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat, ParsedChoice
 from kvferry.router.dispatch import Dispatcher, Journey
 from kvferry.router.link import Sink
 from kvferry.router.policy import explain
@@ -54,9 +55,16 @@ class OpenAI:
         """Raises a RequestError for anything wrong with the body."""
         body = read_chat(raw)
         self._check_model(body)
-        rendered = [await self._renderer.render_chat(for_renderer(body))]
+        rendered = await self._renderer.render_chat(for_renderer(body))
         num_top = (body.top_logprobs or 0) if body.logprobs else None
-        return self._answer(body, rendered, num_top, ChatFormat, "chatcmpl", debug=debug)
+        fmt = ChatFormat
+        if rendered.parse is not None:
+            fmt = NamedCallFormat if isinstance(body.tool_choice, NamedTool) else ParsedChatFormat
+            if body.include_reasoning is False and num_top is not None:
+                # They would spell the reasoning out.
+                num_top = None
+                rendered = dataclasses.replace(rendered, sampling=dataclasses.replace(rendered.sampling, logprobs=None))
+        return self._answer(body, [rendered], num_top, fmt, "chatcmpl", debug=debug)
 
     async def completion(self, raw: bytes, *, debug: Debug) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
@@ -119,7 +127,8 @@ def _choices(answer_id: str, rendered: list[RenderedPrompt], n: int) -> list[Eng
             sampling = prompt.sampling
             if sampling.seed is not None and i:
                 sampling = dataclasses.replace(sampling, seed=_wrap_int64(sampling.seed + i))
-            requests.append(EngineRequest(RequestId(f"{answer_id}-{len(requests)}"), prompt.token_ids, sampling))
+            request_id = RequestId(f"{answer_id}-{len(requests)}")
+            requests.append(EngineRequest(request_id, prompt.token_ids, sampling, parse=prompt.parse))
     return requests
 
 
@@ -157,7 +166,7 @@ class Answer:
         self._with_usage = with_usage
         self._debug = debug
         self._journeys = [Journey() for _ in requests]
-        self._choices = [Choice() for _ in requests]
+        self._choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
 
@@ -168,8 +177,9 @@ class Answer:
 
     async def stream(self, outlet: Outlet) -> None:
         """Write everything up to `[DONE]`. Raises KvferryError while nothing was written; later errors are events."""
+        streamed = _Streamed if self._requests[0].parse is None else _StreamedParsed
         try:
-            await self._run([_Streamed(self, index, self._format, outlet).take for index in range(len(self._choices))])
+            await self._run([streamed(self, index, self._format, outlet).take for index in range(len(self._choices))])
         except KvferryError as error:
             if not outlet.started:
                 raise
@@ -298,12 +308,33 @@ class _Streamed:
         if not self._begun:
             self._begun = True
             events = self._format.first_chunk(self._index)
-        if output.text or output.logprobs is not None:
+        if self._shows(output):
             events += self._format.chunk(self._index, output)
         if output.finish_reason is not None:
             events += self._format.last_chunk(self._index, choice)
         if events:
             self._outlet.write(events)
+
+    def _shows(self, output: EngineOutput) -> bool:
+        """Whether a chunk tells anything of it."""
+        return bool(output.text) or output.logprobs is not None
+
+
+class _StreamedParsed(_Streamed):
+    """One choice of an answer that a worker parses: what its deltas say, not its raw text."""
+
+    __slots__ = ()
+
+    def take(self, output: EngineOutput) -> None:
+        if not self._choice.num_tokens or output.finish_reason is not None:
+            self._take_first_or_last(output)
+            return
+        self._choice.note(output)
+        if self._shows(output):
+            self._outlet.write(self._format.chunk(self._index, output))
+
+    def _shows(self, output: EngineOutput) -> bool:
+        return output.delta is not None or output.logprobs is not None
 
 
 def _refuse_abort(output: EngineOutput) -> None:

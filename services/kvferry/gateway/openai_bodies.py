@@ -8,14 +8,14 @@ silent default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
 
-# Sent by ordinary clients, without effect on one answer.
+# Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -28,8 +28,6 @@ DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt", "
 
 # Known, not served; the value that means "not asked for" passes.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ((), []),
-    "tool_choice": ("none", "auto"),
     "functions": ((), []),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -48,6 +46,9 @@ MAX_INT32 = 2**31 - 1
 
 # Choices of one answer: each is a request of its own on the workers, which refuse more than `worker.max_requests`.
 MAX_CHOICES = 512
+
+# Of one request; OpenAI takes as many.
+MAX_TOOLS = 128
 
 Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
@@ -90,6 +91,42 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     structured_outputs: dict[str, Any] | None = None
 
 
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The one tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
@@ -98,6 +135,11 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -125,6 +167,7 @@ def read_chat(raw: bytes) -> ChatBody:
         _check_message(f"messages[{i}]", message)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    _check_tools(body)
     return body
 
 
@@ -161,6 +204,9 @@ def read_completion(raw: bytes) -> CompletionBody:
 def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
     """What was really asked for, as plain JSON values."""
     values: dict[str, Any] = msgspec.to_builtins(body)
+    if isinstance(body, ChatBody) and not body.tools:
+        for name in ("tools", "tool_choice", "parallel_tool_calls"):
+            values[name] = None
     return {key: value for key, value in values.items() if value is not None and key not in _GATEWAY_ONLY}
 
 
@@ -173,12 +219,12 @@ def _read(raw: bytes, kind: type[Body]) -> Body:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(values, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_json_type(values)}")
-    kept = {key: value for key, value in values.items() if key not in IGNORED and key not in DROPPED}
+    known: tuple[str, ...] = kind.__struct_fields__
+    kept = {key: value for key, value in values.items() if (key in known or key not in IGNORED) and key not in DROPPED}
     for name, not_asked in UNSUPPORTED.items():
         asked = kept.pop(name, None)
         if asked is not None and asked not in not_asked:
             raise InvalidRequest(f"{name} is not supported", param=name)
-    known: tuple[str, ...] = kind.__struct_fields__
     if unknown := next((key for key in kept if key not in known), None):
         raise InvalidRequest(f"unrecognized request argument: {unknown}", param=unknown)
     for required in ("model", "messages" if kind is ChatBody else "prompt"):
@@ -201,10 +247,17 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
     if role not in ROLES:
         raise InvalidRequest(f"{where}.role: expected one of {', '.join(ROLES)}, not {role!r}", param=f"{where}.role")
     content = message.get("content")
+    if role == "function":
+        raise InvalidRequest(f"{where}: functions are not supported; use tools", param=where)
     if content is None and role != "assistant":
         raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
-    if message.get("tool_calls") or role in ("tool", "function"):
-        raise InvalidRequest(f"{where}: tool calls are not supported", param=where)
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise InvalidRequest(f"{where}.tool_call_id: expected a string", param=f"{where}.tool_call_id")
+    if message.get("tool_calls") is not None:
+        _check_tool_calls(f"{where}.tool_calls", role, message["tool_calls"])
+    for name in ("reasoning", "reasoning_content"):
+        if not isinstance(message.get(name), str | None):
+            raise InvalidRequest(f"{where}.{name}: expected a string", param=f"{where}.{name}")
     if isinstance(content, list):
         for i, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else None
@@ -217,6 +270,39 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
         raise InvalidRequest(
             f"{where}.content: expected a string or a list of parts, not {_json_type(content)}",
             param=f"{where}.content",
+        )
+
+
+def _check_tool_calls(where: str, role: str, calls: object) -> None:
+    """What an assistant called before, as it was answered."""
+    if role != "assistant":
+        raise InvalidRequest(f"{where}: only messages of the assistant have them, not of {role}", param=where)
+    try:
+        read = msgspec.convert(calls, list[ToolCall])
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        place = where + path.strip("`")
+        raise InvalidRequest(f"{place}: {text[0].lower()}{text[1:]}", param=place) from None
+    for i, call in enumerate(read):
+        place = f"{where}[{i}].function.arguments"
+        try:
+            arguments = msgspec.json.decode(call.function.arguments or "{}")
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            raise InvalidRequest(f"{place}: not valid JSON: {error}", param=place) from None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{place}: expected a JSON object, not {_json_type(arguments)}", param=place)
+
+
+def _check_tools(body: ChatBody) -> None:
+    choice = body.tool_choice
+    if choice in (None, "none", "auto") and not body.tools:
+        return
+    if not body.tools:
+        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+    names = [tool.function.name for tool in body.tools]
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise InvalidRequest(
+            f"tool_choice: {choice.function.name!r} is not one of the tools ({', '.join(names)})", param="tool_choice"
         )
 
 

@@ -253,7 +253,7 @@ class Dispatcher:
         worker = placed.choice.prefill
         assert worker is not None
         prompt = dataclasses.replace(
-            request, sampling=prompt_only(request.sampling), keep_for_transfer=True, continued=None
+            request, sampling=prompt_only(request.sampling), keep_for_transfer=True, continued=None, parse=None
         )
         began_s = self._clock()
         link = self._roster.link(worker)
@@ -404,13 +404,13 @@ class _Answer:
         request_id = RequestId(f"{request.request_id}-c{self._attempt}")
         if _begins_anew(request.sampling):
             self._num_again, self._num_chars_again, self._position = len(given), self._num_chars, 0
-            return dataclasses.replace(request, request_id=request_id)
+            return self._anew(request_id)
         # At least one token is left for the engine to give: it says how the answer ended.
         num_tokens = min(len(given), request.sampling.max_tokens - 1)
         self._num_again, self._position = len(given) - num_tokens, num_tokens
         if not num_tokens:
             self._num_chars_again = self._num_chars
-            return dataclasses.replace(request, request_id=request_id)
+            return self._anew(request_id)
         return dataclasses.replace(
             request,
             request_id=request_id,
@@ -418,6 +418,13 @@ class _Answer:
             sampling=_with_penalties_of(given[:num_tokens], request.sampling),
             continued=Continued(num_tokens, self._num_chars),
         )
+
+    def _anew(self, request_id: RequestId) -> EngineRequest:
+        """The request from its prompt. Its worker parses from the start too, and tells only what is new."""
+        parse = self._request.parse
+        if parse is not None:
+            parse = dataclasses.replace(parse, num_tokens_before=len(self.token_ids), num_chars_before=self._num_chars)
+        return dataclasses.replace(self._request, request_id=request_id, parse=parse)
 
     def take(self, output: EngineOutput) -> None:
         if self._on_first is not None:

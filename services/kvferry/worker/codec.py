@@ -11,16 +11,21 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from kvferry.engine.base import (
+    AnswerDelta,
     Continued,
     EngineLoad,
     EngineOutput,
     EngineRequest,
     FinishReason,
+    Parse,
     PromptSources,
     RequestId,
     Sampling,
     TokenLogprob,
+    ToolCallDelta,
 )
 from kvferry.errors import EngineError, KvferryError, by_code
 from kvferry.pages.keys import pack_keys, unpack_keys
@@ -36,6 +41,9 @@ _FINISH_TO_WIRE = {
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 _ERROR_BY_CODE = by_code()
+
+_json = msgspec.json.Encoder()
+_delta_from_json = msgspec.json.Decoder(AnswerDelta)
 
 _TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
 _OPTIONAL = frozenset({"seed", "logprobs"})
@@ -84,6 +92,7 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
             continued=pb.Continued(num_tokens=request.continued.num_tokens, num_chars=request.continued.num_chars)
             if request.continued is not None
             else None,
+            parse=_parse_to_wire(request.parse) if request.parse is not None else None,
         )
     )
 
@@ -99,12 +108,24 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         continued=Continued(message.continued.num_tokens, message.continued.num_chars)
         if message.HasField("continued")
         else None,
+        parse=_parse_from_wire(message.parse) if message.HasField("parse") else None,
     )
+
+
+def _parse_to_wire(parse: Parse) -> pb.Parse:
+    return pb.Parse(
+        request=parse.request, num_tokens_before=parse.num_tokens_before, num_chars_before=parse.num_chars_before
+    )
+
+
+def _parse_from_wire(message: pb.Parse) -> Parse:
+    return Parse(message.request, message.num_tokens_before, message.num_chars_before)
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
     """Add one request's output to a step's columns."""
-    if output.token_ids or output.text:
+    delta = output.delta
+    if output.token_ids or output.text or delta is not None:
         step.numbers.append(number)
         step.num_tokens.append(len(output.token_ids))
         step.token_ids.extend(output.token_ids)
@@ -124,6 +145,8 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
                     ],
                 )
             )
+        if delta is not None:
+            step.deltas.append(pb.StepDelta(index=len(step.numbers) - 1, delta=_delta_to_json(delta)))
     if output.finish_reason is not None:
         finished = pb.Finished(number=number, reason=_FINISH_TO_WIRE[output.finish_reason])
         if isinstance(output.stop_reason, str):
@@ -142,6 +165,9 @@ def approximate_bytes(output: EngineOutput) -> int:
     size = 32 + 5 * len(output.token_ids) + 4 * len(output.text)
     for position in output.logprobs or ():
         size += sum(24 + 4 * len(entry.text) for entry in position)
+    if output.delta is not None:
+        size += 64 + 4 * (len(output.delta.content) + len(output.delta.reasoning))
+        size += sum(128 + 4 * len(call.arguments) for call in output.delta.tool_calls)
     return size
 
 
@@ -159,6 +185,19 @@ def append_failure(step: pb.Step, number: int, error: KvferryError) -> None:
     )
 
 
+def _delta_to_json(delta: AnswerDelta) -> bytes:
+    try:
+        return _json.encode(delta)
+    except UnicodeEncodeError:
+        calls = tuple(
+            ToolCallDelta(
+                call.index, call.id, _as_utf8(call.name) if call.name is not None else None, _as_utf8(call.arguments)
+            )
+            for call in delta.tool_calls
+        )
+        return _json.encode(AnswerDelta(_as_utf8(delta.content), _as_utf8(delta.reasoning), calls))
+
+
 def _as_utf8(text: str) -> str:
     """Lone surrogates become U+FFFD: protobuf refuses them, and a step refused half-way loses whatever is in it."""
     if text.isascii():
@@ -169,6 +208,7 @@ def _as_utf8(text: str) -> str:
 def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
     """What a step says: the columns in order, then the ends."""
     logprobs = {entry.index: entry for entry in step.logprobs}
+    deltas = {entry.index: entry.delta for entry in step.deltas}
     # Lists: reading a message's columns entry by entry costs twice as much.
     token_ids = list(step.token_ids)
     start = 0
@@ -178,6 +218,8 @@ def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError
         start = end
         if logprobs and (entry := logprobs.get(i)) is not None:
             output.logprobs = _logprobs_from_wire(entry)
+        if deltas and (delta := deltas.get(i)) is not None:
+            output.delta = _delta_from_json.decode(delta)
         yield number, output
     for ended in step.finished:
         yield ended.number, _ended(ended)

@@ -22,6 +22,19 @@ def completion(**changes: Any) -> bytes:
     return json.dumps({**COMPLETION, **changes}).encode()
 
 
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def called(name: str, arguments: str, role: str = "assistant") -> dict[str, Any]:
+    call = {"id": "call-1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": role, "content": "", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("body", "says", "param"),
     [
@@ -51,7 +64,37 @@ def completion(**changes: Any) -> bytes:
         (chat(stream="yes"), "stream: expected `bool | null`, got `str`", "stream"),
         (chat(top_logprobs=3), "top_logprobs needs logprobs: true", "top_logprobs"),
         (chat(logit_bias={"a": 1}), "'a' is not a token id", "logit_bias"),
-        (chat(tools=[{"type": "function"}]), "tools is not supported", "tools"),
+        (chat(tools=[{"type": "function"}]), "missing required field `function`", "tools[0]"),
+        (chat(tools=[{"type": "web_search"}]), "invalid enum value 'web_search'", "tools[0].type"),
+        (chat(tools=[tool("")]), "expected `str` of length >= 1", "tools[0].function.name"),
+        (chat(tools=[tool("f")] * 129), "expected `array` of length <= 128", "tools"),
+        (chat(tools=[tool("f")], tool_choice="any"), "invalid enum value 'any'", "tool_choice"),
+        (chat(tools=[tool("f")], tool_choice=named("g")), "'g' is not one of the tools (f)", "tool_choice"),
+        (chat(tool_choice="required"), "tool_choice needs tools", "tool_choice"),
+        (chat(functions=[{"name": "f"}]), "functions is not supported", "functions"),
+        (chat(messages=[{"role": "function", "content": "x"}]), "use tools", "messages[0]"),
+        (chat(messages=[{"role": "tool", "content": "x"}]), "expected a string", "messages[0].tool_call_id"),
+        (chat(messages=[called("f", "{", role="user")]), "only messages of the assistant", "messages[0].tool_calls"),
+        (
+            chat(messages=[called("f", "{")]),
+            "not valid JSON",
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            chat(messages=[called("f", "[1]")]),
+            "expected a JSON object, not an array",
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]),
+            "missing required field `function`",
+            "messages[0].tool_calls[0]",
+        ),
+        (
+            chat(messages=[{"role": "assistant", "content": "x", "reasoning": 5}]),
+            "expected a string",
+            "messages[0].reasoning",
+        ),
         (chat(frobnicate=1), "unrecognized request argument: frobnicate", "frobnicate"),
         (chat(stream_options={"include_usage": True, "x": 1}), "unknown field `x`", "stream_options"),
     ],
@@ -90,6 +133,30 @@ def test_what_only_the_cluster_may_set_is_dropped_not_refused() -> None:
 
 def test_what_changes_nothing_and_explicit_nulls_are_accepted() -> None:
     body = read_chat(chat(user="u", metadata={}, tools=[], n=None, seed=None, stop=None, logprobs=None))
+    assert for_renderer(body) == {"messages": CHAT["messages"]}
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", "required", named("f")])
+def test_tools_and_calls_reach_the_renderer_as_they_are(choice: Any) -> None:
+    asked = {
+        "tools": [tool("f", description="d", parameters={"type": "object", "properties": {}}), tool("g")],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "include_reasoning": False,
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {**called("f", '{"a": 1}'), "reasoning": "because"},
+            {"role": "tool", "tool_call_id": "call-1", "content": "5"},
+        ],
+    }
+    assert for_renderer(read_chat(chat(**asked))) == asked
+
+
+@pytest.mark.parametrize("changes", [{}, {"tools": []}, {"tools": None}])
+@pytest.mark.parametrize("choice", ["none", "auto", None])
+def test_without_tools_there_is_nothing_to_choose(changes: dict[str, Any], choice: str | None) -> None:
+    body = read_chat(chat(**changes, tool_choice=choice, parallel_tool_calls=True))
     assert for_renderer(body) == {"messages": CHAT["messages"]}
 
 

@@ -6,7 +6,17 @@ import dataclasses
 
 import pytest
 
-from kvferry.engine.base import Continued, EngineOutput, EngineRequest, FinishReason, RequestId, Sampling, TokenLogprob
+from kvferry.engine.base import (
+    AnswerDelta,
+    Continued,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Parse,
+    RequestId,
+    Sampling,
+    TokenLogprob,
+)
 from kvferry.errors import EngineError
 from kvferry.router.dispatch import Journey, _Answer, _replayable
 
@@ -16,9 +26,9 @@ PROMPT = [10, 11, 12]
 class Client:
     """An answer, and what came through."""
 
-    def __init__(self, **sampling: object) -> None:
+    def __init__(self, parse: Parse | None = None, **sampling: object) -> None:
         values = {"max_tokens": 10, "temperature": 0.0, **sampling}
-        self.asked = EngineRequest(RequestId("r"), PROMPT, Sampling(**values))  # type: ignore[arg-type]
+        self.asked = EngineRequest(RequestId("r"), PROMPT, Sampling(**values), parse=parse)  # type: ignore[arg-type]
         self.outputs: list[EngineOutput] = []
         self.journey = Journey()
         self.answer = _Answer(_replayable(self.asked), self.outputs.append, self.journey)
@@ -139,3 +149,22 @@ def test_penalties_of_sampled_answers_go_on_as_a_bias() -> None:
     again = client.answer.request()
     assert again.continued == Continued(3, 3)
     assert again.sampling.logit_bias == {1: 2.0 - 0.75, 2: -1.0}
+
+
+def test_a_continued_request_is_parsed_by_the_tokens_in_its_prompt() -> None:
+    client = Client(Parse(b"{}"))
+    client.give(1, 2)
+    again = client.answer.request()
+    assert (again.continued, again.parse) == (Continued(2, 2), Parse(b"{}"))
+
+
+def test_a_request_that_begins_anew_tells_what_was_parsed_and_delivered() -> None:
+    client = Client(Parse(b"{}"), structured_outputs="{}")
+    client.give(1, 2, text="b")
+    again = client.answer.request()
+    assert (again.prompt_token_ids, again.parse) == (PROMPT, Parse(b"{}", 2, 1))
+    # The worker leaves out what was told: what it says of an output that is old in part, is new.
+    client.answer.take(EngineOutput([1, 2, 3], "bcd", delta=AnswerDelta("new")))
+    last = client.outputs[-1]
+    assert (list(last.token_ids), last.text, last.delta) == ([3], "cd", AnswerDelta("new"))
+    assert client.answer.request().parse == Parse(b"{}", 3, 3)

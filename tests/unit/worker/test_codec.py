@@ -7,14 +7,18 @@ import dataclasses
 import pytest
 
 from kvferry.engine.base import (
+    AnswerDelta,
+    Continued,
     EngineLoad,
     EngineOutput,
     EngineRequest,
     FinishReason,
+    Parse,
     PromptSources,
     RequestId,
     Sampling,
     TokenLogprob,
+    ToolCallDelta,
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, Overloaded
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -68,6 +72,57 @@ def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | N
     message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
     assert message.submit.number == 9
     assert codec.submit_from_wire(message.submit) == request
+
+
+def test_what_a_parser_needs_and_where_it_goes_on_survive_the_wire() -> None:
+    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, continued=Continued(1, 2), parse=Parse(b'{"a":1}', 3, 4))
+    message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
+    assert codec.submit_from_wire(message.submit) == request
+
+
+DELTAS = [
+    AnswerDelta("x"),
+    AnswerDelta(reasoning='"ü\n'),
+    AnswerDelta(tool_calls=(ToolCallDelta(0, "call-1", "f", '{"a'), ToolCallDelta(1, arguments="}"))),
+    AnswerDelta("a", "b", (ToolCallDelta(2, "i", "n"),)),
+]
+
+
+def test_deltas_travel_with_the_outputs_they_belong_to() -> None:
+    step = pb.Step()
+    codec.append_output(step, 1, EngineOutput([7], "plain"))
+    for i, delta in enumerate(DELTAS):
+        codec.append_output(step, 2 + i, EngineOutput([8, 9], "raw", delta=delta))
+    # Held back by the parser until the end: there is no text left to go with it.
+    codec.append_output(step, 9, EngineOutput([], "", delta=DELTAS[0], finish_reason=FinishReason.STOP))
+    *outputs, (_, end) = codec.outputs_of(pb.Step.FromString(step.SerializeToString()))
+    assert [o.delta for _, o in outputs if isinstance(o, EngineOutput)] == [None, *DELTAS, DELTAS[0]]
+    assert [o.text for _, o in outputs if isinstance(o, EngineOutput)] == ["plain", *["raw"] * len(DELTAS), ""]
+    assert isinstance(end, EngineOutput)
+    assert (end.finish_reason, end.delta) == (FinishReason.STOP, None)
+
+
+def test_a_plain_output_costs_no_byte_for_parsers() -> None:
+    step = pb.Step()
+    codec.append_output(step, 1, EngineOutput([7], "plain"))
+    assert {field.name for field, _ in step.ListFields()} == {"numbers", "num_tokens", "token_ids", "texts"}
+
+
+def test_half_a_character_in_a_delta_does_not_lose_the_step() -> None:
+    step = pb.Step()
+    torn = AnswerDelta("a\ud83d", "\udc00b", (ToolCallDelta(0, "i", "n\ud83d", "\ud83d"),))
+    codec.append_output(step, 1, EngineOutput([7], "", delta=torn))
+    ((_, output),) = codec.outputs_of(pb.Step.FromString(step.SerializeToString()))
+    assert isinstance(output, EngineOutput)
+    assert output.delta == AnswerDelta("a\ufffd", "\ufffdb", (ToolCallDelta(0, "i", "n\ufffd", "\ufffd"),))
+
+
+def test_the_size_of_a_delta_is_not_underrated() -> None:
+    for delta in DELTAS:
+        output = EngineOutput([8], "raw", delta=delta)
+        step = pb.Step()
+        codec.append_output(step, 1, output)
+        assert codec.approximate_bytes(output) >= step.ByteSize()
 
 
 def test_a_step_carries_many_requests_in_columns_and_their_ends() -> None:

@@ -78,22 +78,24 @@ class Answer:
         self._append(token_id, may_stop=may_stop)
         return token_id
 
-    def resume(self, token_ids: Sequence[int], num_chars: int) -> None:
+    def resume(self, token_ids: Sequence[int], num_chars: int) -> list[str]:
         """Go on after tokens that another engine gave.
 
         `num_chars` characters of the answer were delivered: text of these tokens beyond that comes with the next token,
-        text of the next tokens below that does not come again.
+        text of the next tokens below that does not come again. Returns what each token showed when it came first.
         """
-        text = ""
+        texts = []
         for token_id in token_ids:
             self._append(token_id, may_stop=self._num_tokens >= self._sampling.min_tokens)
             if self._bad_words:
                 self._recent.append(token_id)
-            text += self.text
+            texts.append(self.text)
             # Had it ended there, nobody would go on.
             self.finish_reason = self.stop_reason = None
+        text = "".join(texts)
         self._late = text[num_chars:]
         self._num_ahead = max(0, num_chars - len(text))
+        return texts
 
     def _append(self, token_id: int, *, may_stop: bool) -> None:
         sampling = self._sampling

@@ -32,6 +32,7 @@ from kvferry.engine.base import (
     TransferParams,
     check_continued,
 )
+from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.sim.answer import Answer
 from kvferry.engine.sim.block_pool import TOKEN_BYTES, BlockPool, PageHash, PageId, pack_tokens
 from kvferry.engine.sim.ferry import (
@@ -45,6 +46,7 @@ from kvferry.engine.sim.ferry import (
 )
 from kvferry.engine.sim.mailbox import Mailbox
 from kvferry.engine.sim.page_memory import PageMemory, layout_digest
+from kvferry.engine.sim.parsing import SimParser
 from kvferry.engine.sim.sequence import Phase, TokenSequence
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
@@ -249,8 +251,12 @@ class SimEngine:
                 self._release(_ticket(request.transfer_params))
             raise
         try:
+            parsed = self._parsed_answer(request) if request.parse is not None else None
             while True:
                 output = await sequence.mailbox.get()
+                if parsed is not None and output.finish_reason is not FinishReason.ABORT:
+                    finished = output.finish_reason is not None
+                    output.delta = parsed.take(output.token_ids, output.text, finished=finished)
                 yield output
                 if output.finish_reason is not None:
                     return
@@ -273,6 +279,15 @@ class SimEngine:
             self._ferry.release(ticket.offer_id)
 
     # Coming and going of requests.
+
+    def _parsed_answer(self, request: EngineRequest) -> ParsedAnswer:
+        assert request.parse is not None
+        parsed = ParsedAnswer(SimParser(request.parse), request.parse)
+        if request.continued is not None:
+            given = request.prompt_token_ids[-request.continued.num_tokens :]
+            texts = Answer(b"", request.sampling, self._tokenizer, answer_tokens=1, default_seed=0).resume(given, 0)
+            parsed.resume(list(zip(given, texts, strict=True)), request.continued.num_chars)
+        return parsed
 
     def _admit(self, request: EngineRequest) -> TokenSequence:
         if self._failure is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.engine.base import RenderedPrompt, Sampling
+from kvferry.engine.sim.parsing import check_name, parse_of
 from kvferry.engine.sim.tokenizer import ROLE_TO_MARKER, SimTokenizer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 
@@ -32,7 +35,19 @@ _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", 
 class SimRenderer:
     """A Renderer. Reads what it knows and refuses nonsense in it; everything else in a body is the gateway's."""
 
-    def __init__(self, max_model_len: int, tokenizer: SimTokenizer | None = None) -> None:
+    def __init__(
+        self,
+        max_model_len: int,
+        tokenizer: SimTokenizer | None = None,
+        *,
+        tool_parser: str = "",
+        reasoning_parser: str = "",
+    ) -> None:
+        """Raises ConfigError for any parser but the twin's own."""
+        check_name("model.tool_parser", tool_parser)
+        check_name("model.reasoning_parser", reasoning_parser)
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer or SimTokenizer()
 
@@ -40,6 +55,8 @@ class SimRenderer:
         return self._max_model_len
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
+        if body.get("tools") and body.get("tool_choice") != "none" and not self._tool_parser:
+            raise InvalidRequest("tools need model.tool_parser, which is not set", param="tools")
         token_ids = self._chat_tokens(body)
         name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
         max_tokens = _integer(body, name, 1, math.inf)
@@ -49,7 +66,8 @@ class SimRenderer:
             logprobs = top_logprobs or 0
         elif top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        return self._rendered(body, token_ids, max_tokens, max_tokens_param=name, logprobs=logprobs)
+        rendered = self._rendered(body, token_ids, max_tokens, max_tokens_param=name, logprobs=logprobs)
+        return dataclasses.replace(rendered, parse=parse_of(body, self._tool_parser, self._reasoning_parser))
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
         max_tokens = _integer(body, "max_tokens", 1, math.inf)
@@ -132,6 +150,8 @@ class SimRenderer:
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidRequest("messages: expected at least one message", param="messages")
         turns: list[tuple[str, str]] = []
+        if body.get("tools"):
+            turns.append(("system", json.dumps(body["tools"])))
         for i, message in enumerate(messages):
             where = f"messages[{i}]"
             role = message.get("role") if isinstance(message, Mapping) else None
@@ -139,7 +159,10 @@ class SimRenderer:
                 raise InvalidRequest(
                     f"{where}.role: expected one of {', '.join(ROLE_TO_MARKER)}, not {role!r}", param=f"{where}.role"
                 )
-            turns.append((role, _content_text(message.get("content"), f"{where}.content")))
+            text = _content_text(message.get("content"), f"{where}.content")
+            if message.get("tool_calls"):
+                text += " " + json.dumps(message["tool_calls"])
+            turns.append((role, text))
         if _switch(body, "continue_final_message"):
             if body.get("add_generation_prompt"):
                 raise InvalidRequest(

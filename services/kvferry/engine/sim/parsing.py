@@ -1,0 +1,85 @@
+"""The twin's parser: what a word is depends on its place in the answer alone.
+
+First `NUM_REASONING_WORDS` words of reasoning, where the model reasons; then, where tools are offered,
+`NUM_CONTENT_WORDS` words of content (none when a call is required) and one call, whose argument is the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvferry.engine.base import AnswerDelta, Parse, ToolCallDelta
+from kvferry.errors import ConfigError
+
+NAME = "sim"
+NUM_REASONING_WORDS = 3
+NUM_CONTENT_WORDS = 2
+
+_WORDS = re.compile(r" [^ ]*|[^ ]+")  # whole ones, or the rest of one that began before
+
+
+def check_name(key: str, name: str) -> None:
+    """Raises ConfigError for a parser of another engine."""
+    if name not in ("", NAME):
+        raise ConfigError(f"{key}: the sim engine has no parser {name!r}; it has {NAME!r}")
+
+
+def parse_of(body: Mapping[str, Any], tool_parser: str, reasoning_parser: str) -> Parse | None:
+    """For a chat's body; None where the answer is plain text."""
+    choice = body.get("tool_choice") or "auto"
+    tools = body.get("tools") if tool_parser else None
+    if not tools and not reasoning_parser:
+        return None
+    function = ""
+    if tools and choice != "none":
+        function = choice["function"]["name"] if isinstance(choice, Mapping) else tools[0]["function"]["name"]
+    values = {
+        "function": function,
+        "num_reasoning": NUM_REASONING_WORDS if reasoning_parser else 0,
+        "num_content": NUM_CONTENT_WORDS if choice == "auto" else 0,
+        "tell_reasoning": body.get("include_reasoning") is not False,
+    }
+    return Parse(json.dumps(values).encode())
+
+
+class SimParser:
+    """A DeltaParser. In however many pieces an answer comes, its parts are the same."""
+
+    def __init__(self, parse: Parse) -> None:
+        values = json.loads(parse.request)
+        self._function: str = values["function"]
+        self._num_reasoning: int = values["num_reasoning"]
+        self._num_before_call: int = values["num_reasoning"] + values["num_content"]
+        self._tell_reasoning: bool = values["tell_reasoning"]
+        self._num_words = 0
+        self._calls = False
+
+    def feed(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
+        content = reasoning = arguments = ""
+        began = False
+        for word in _WORDS.findall(text):
+            self._num_words += word[0] == " "
+            if self._num_words <= self._num_reasoning:
+                reasoning += word
+            elif self._function and self._num_words > self._num_before_call:
+                if not self._calls:
+                    self._calls = began = True
+                    arguments = '{"words": "'
+                arguments += json.dumps(word)[1:-1]
+            else:
+                content += word
+        if finished and self._calls:
+            arguments += '"}'
+        if not self._tell_reasoning:
+            reasoning = ""
+        if not (content or reasoning or arguments):
+            return None
+        calls: tuple[ToolCallDelta, ...] = ()
+        if began:
+            calls = (ToolCallDelta(0, f"call-{self._function}", self._function, arguments),)
+        elif arguments:
+            calls = (ToolCallDelta(0, arguments=arguments),)
+        return AnswerDelta(content, reasoning, calls)

@@ -1,0 +1,91 @@
+"""Whatever was told before, and however it comes again: an answer's deltas put together are the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from kvferry.engine.base import AnswerDelta, Parse
+from kvferry.engine.parsing import ParsedAnswer
+from kvferry.engine.sim.parsing import SimParser, parse_of
+
+WORDS = [" one", " two", " three", " four", " five", " six", " seven", " eight"]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+class Echo:
+    """A parser that tells back what it is fed, one call late."""
+
+    def __init__(self) -> None:
+        self.fed: list[tuple[list[int], str, bool]] = []
+        self._late = ""
+
+    def feed(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
+        self.fed.append((list(token_ids), text, finished))
+        shown, self._late = self._late, text
+        if finished:
+            shown, self._late = shown + self._late, ""
+        return AnswerDelta(shown) if shown else None
+
+
+def told(deltas: Iterable[AnswerDelta | None]) -> str:
+    return "".join(delta.content for delta in deltas if delta is not None)
+
+
+def test_an_answer_from_its_start_goes_straight_through() -> None:
+    parser = Echo()
+    answer = ParsedAnswer(parser, Parse(b""))
+    deltas = [answer.take([1], "a", finished=False), answer.take([2], "b", finished=True)]
+    assert told(deltas) == "ab"
+    assert parser.fed == [([1], "a", False), ([2], "b", True)]
+
+
+@pytest.mark.parametrize("num_given", range(1, 8))
+def test_what_is_computed_again_is_told_once(num_given: int) -> None:
+    """Deltas before the loss, then those of the worker that computes it all again, with a parser that lags."""
+    first = ParsedAnswer(Echo(), Parse(b""))
+    deltas = [first.take([i], WORDS[i], finished=False) for i in range(num_given)]
+    again = ParsedAnswer(Echo(), Parse(b"", num_given, len("".join(WORDS[:num_given]))))
+    deltas += [again.take([i], WORDS[i], finished=i == 7) for i in range(8)]
+    assert told(deltas) == "".join(WORDS)
+
+
+@pytest.mark.parametrize("num_given", range(1, 9))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_twins_parts_are_the_same_in_whatever_pieces_they_come(num_given: int, size: int) -> None:
+    parse = parse_of({"tools": TOOLS}, "sim", "sim")
+    assert parse is not None
+    first = ParsedAnswer(SimParser(parse), parse)
+    deltas = [first.take([i], WORDS[i], finished=False) for i in range(num_given)]
+    before = Parse(parse.request, num_given, len("".join(WORDS[:num_given])))
+    again = ParsedAnswer(SimParser(before), before)
+    for start in range(0, 8, size):
+        token_ids = list(range(start, min(start + size, 8)))
+        text = "".join(WORDS[i] for i in token_ids)
+        deltas.append(again.take(token_ids, text, finished=token_ids[-1] == 7))
+    said = [delta for delta in deltas if delta is not None]
+    assert "".join(delta.reasoning for delta in said) == " one two three"
+    assert told(said) == " four five"
+    calls = list(itertools.chain.from_iterable(delta.tool_calls for delta in said))
+    assert [call.name for call in calls if call.name] == ["f"]
+    assert json.loads("".join(call.arguments for call in calls)) == {"words": " six seven eight"}
+
+
+def test_a_continued_answer_is_fed_what_its_prompt_holds() -> None:
+    parser = Echo()
+    answer = ParsedAnswer(parser, Parse(b""))
+    answer.resume([(1, "ab"), (2, ""), (3, "cd")], 3)
+    # The engine gives what was not delivered with its next output.
+    assert told([answer.take([4], "de", finished=True)]) == "cde"
+    assert parser.fed == [([1], "ab", False), ([2], "", False), ([3], "c", False), ([4], "de", True)]
+
+
+def test_the_end_is_told_even_when_every_token_was_delivered() -> None:
+    parser = Echo()
+    answer = ParsedAnswer(parser, Parse(b"", 2, 2))
+    assert answer.take([1], "a", finished=False) is None
+    assert told([answer.take([2], "b", finished=True)]) == "b"  # held back when the first worker was lost
+    assert parser.fed[-1] == ([], "", True)
