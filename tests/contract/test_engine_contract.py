@@ -217,9 +217,12 @@ async def test_an_answer_goes_on_in_another_engine(engine_pair: EnginePair, num_
     sampling = greedy(20)
     if stop:
         # Begins before the interruption and is complete after it, so that text is held back in between.
-        texts = [output.text for output in whole.outputs]
-        begins = len("".join(texts[: max(0, num_given - 1)]))
-        sampling = dataclasses.replace(sampling, stop=(whole.text[begins : len("".join(texts[: num_given + 1]))],))
+        ends = list(itertools.accumulate(len(output.text) for output in whole.outputs))
+        end = next(at for at in ends[num_given:] if at > ends[num_given - 1])
+        begin = ends[num_given - 2] if num_given > 1 else 0
+        while whole.text.find(whole.text[begin:end]) < begin:  # a model that repeats itself says it before, too
+            begin -= 1
+        sampling = dataclasses.replace(sampling, stop=(whole.text[begin:end],))
         whole = await run(engine_pair.decode, prompt, sampling)
     delivered = Outcome()
     for output in whole.outputs[:num_given]:
