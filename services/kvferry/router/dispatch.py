@@ -17,6 +17,7 @@ import functools
 import logging
 import secrets
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -414,7 +415,7 @@ class _Answer:
         return dataclasses.replace(
             request,
             request_id=request_id,
-            prompt_token_ids=[*request.prompt_token_ids, *given[:num_tokens]],
+            prompt_token_ids=array("I", [*request.prompt_token_ids, *given[:num_tokens]]),
             sampling=_with_penalties_of(given[:num_tokens], request.sampling),
             continued=Continued(num_tokens, self._num_chars),
         )

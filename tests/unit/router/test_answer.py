@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
     client.give(3, text="")  # held back
     again = client.answer.request()
     assert again == dataclasses.replace(
-        client.asked, request_id="r-c1", prompt_token_ids=[*PROMPT, 1, 2, 3], continued=Continued(3, 2)
+        client.asked, request_id="r-c1", prompt_token_ids=array("I", [*PROMPT, 1, 2, 3]), continued=Continued(3, 2)
     )
     client.give(4, text="de", end=FinishReason.STOP)
     assert (client.token_ids, client.text) == ([1, 2, 3, 4], "bcde")
@@ -77,7 +78,11 @@ def test_a_second_loss_counts_everything_given() -> None:
     client.answer.request()
     client.give(3)
     again = client.answer.request()
-    assert (again.request_id, again.prompt_token_ids, again.continued) == ("r-c2", [*PROMPT, 1, 2, 3], Continued(3, 3))
+    assert (again.request_id, list(again.prompt_token_ids), again.continued) == (
+        "r-c2",
+        [*PROMPT, 1, 2, 3],
+        Continued(3, 3),
+    )
     assert client.journey.continued_after == [2, 3]
 
 
@@ -86,7 +91,7 @@ def test_the_last_token_is_asked_for_again_and_shown_once() -> None:
     client = Client(max_tokens=3)
     client.give(1, 2, 3)
     again = client.answer.request()
-    assert (again.prompt_token_ids, again.continued) == ([*PROMPT, 1, 2], Continued(2, 3))
+    assert (list(again.prompt_token_ids), again.continued) == ([*PROMPT, 1, 2], Continued(2, 3))
     client.give(3, text="", end=FinishReason.LENGTH)  # its character was delivered, and the engine knows
     assert (client.token_ids, client.text, client.logprob_ids) == ([1, 2, 3], "bcd", [1, 2, 3])
     assert client.outputs[-1].finish_reason is FinishReason.LENGTH
