@@ -27,7 +27,8 @@ from chaos.fleet import Fleet, fleet
 from chaos.load import Client, Load, make_prompts, summarize
 from kvferry.membership.base import MemberKind
 
-NUM_PROMPTS = 48
+# More than the workers keep: most prompts have to be computed when they come again.
+NUM_PROMPTS = 320
 
 
 async def ask_undisturbed(running: Fleet, prompts: list[str], max_tokens: int) -> list[str]:
@@ -36,8 +37,8 @@ async def ask_undisturbed(running: Fleet, prompts: list[str], max_tokens: int) -
     try:
         outcomes = [
             outcome
-            for first in range(0, len(prompts), 16)
-            for outcome in await asyncio.gather(*(client.ask(i) for i in range(first, min(first + 16, len(prompts)))))
+            for first in range(0, len(prompts), 32)
+            for outcome in await asyncio.gather(*(client.ask(i) for i in range(first, min(first + 32, len(prompts)))))
         ]
     finally:
         await client.close()

@@ -148,7 +148,7 @@ async def fleet(
             "prefill": {"replicas": prefill},
             "decode": {"replicas": decode},
             "worker": {"heartbeat_s": 0.5},
-            "sim": {"step_ms": 10.0, "prefill_tokens_per_s": 2_000.0},
+            "sim": {"step_ms": 10.0, "prefill_tokens_per_s": 2_000.0, "num_pages": 1024},
             **values,
         }
         counts = ((MemberKind.PREFILL, prefill), (MemberKind.DECODE, decode), (MemberKind.GATEWAY, gateways))

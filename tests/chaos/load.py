@@ -94,7 +94,9 @@ class Client:
             "ignore_eos": True,
             "stream": True,
         }
-        request = self._http.stream("POST", f"{url}/v1/completions", json=body, headers={"x-kvferry-debug": "1"})
+        # Through both kinds of workers, whatever it costs: a fault of either must be able to hit it.
+        headers = {"x-kvferry-debug": "disaggregate"}
+        request = self._http.stream("POST", f"{url}/v1/completions", json=body, headers=headers)
         async with request as answer:
             if answer.status_code != 200:
                 return f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"

@@ -25,7 +25,7 @@ NUM_STREAMS = 16
 MAX_TOKENS = 80
 
 FAULTS: dict[str, tuple[Fault, int]] = {
-    "prefill": (killing(MemberKind.PREFILL), 2),
+    "prefill": (killing(MemberKind.PREFILL), 4),
     "decode": (killing(MemberKind.DECODE), 2),
     "gateway": (killing(MemberKind.GATEWAY), 1),
     "etcd": (etcd_away(8.0), 1),  # longer than the leases of 5 s
@@ -35,7 +35,7 @@ FAULTS: dict[str, tuple[Fault, int]] = {
 
 
 async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
-    prompts = make_prompts(24, SEED)
+    prompts = make_prompts(64, SEED)
     async with fleet(tmp_path) as running:
         expected = await ask_undisturbed(running, prompts, MAX_TOKENS)
         rows = {}
@@ -51,5 +51,6 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
             assert row["retried"] == 0, (name, row)
     # The faults did hit requests.
     assert rows["decode"]["continued"] > 0
+    assert rows["prefill"]["recomputed"] + rows["drain"]["recomputed"] > 0
     assert rows["hang"]["continued"] > 0
     assert rows["gateway"]["retried"] > 0
