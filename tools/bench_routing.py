@@ -109,7 +109,7 @@ def paced(requests: Sequence[Request], rate: float) -> list[Request]:
     return [Request((r.at_s - requests[0].at_s) * scale, r.tokens, r.max_tokens) for r in requests]
 
 
-async def ask(http: httpx.AsyncClient, url: str, request: Request) -> Answered:
+async def ask(http: httpx.AsyncClient, url: str, request: Request, debug: str) -> Answered:
     body = {
         "model": "sim-model",
         "prompt": list(request.tokens),
@@ -120,7 +120,7 @@ async def ask(http: httpx.AsyncClient, url: str, request: Request) -> Answered:
     }
     started_s = time.perf_counter()
     ttft_s, ok, journey = math.nan, False, {}
-    headers = {"x-kvferry-debug": "1"}
+    headers = {"x-kvferry-debug": debug}
     async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
         if answer.status_code == 200:
             async for line in answer.aiter_lines():
@@ -150,7 +150,9 @@ async def computed_tokens(running: Fleet) -> dict[str, int]:
     return computed
 
 
-async def replay(running: Fleet, requests: Sequence[Request], advance: Any) -> tuple[list[Answered], dict[str, int]]:
+async def replay(
+    running: Fleet, requests: Sequence[Request], advance: Any, debug: str = "1"
+) -> tuple[list[Answered], dict[str, int]]:
     """All requests at their times; what every worker computed for them."""
     before = await computed_tokens(running)
     url = running.urls()[0]
@@ -159,7 +161,7 @@ async def replay(running: Fleet, requests: Sequence[Request], advance: Any) -> t
 
         async def at_its_time(request: Request) -> Answered:
             await asyncio.sleep(max(0.0, begin_s + request.at_s - time.perf_counter()))
-            answered = await ask(http, url, request)
+            answered = await ask(http, url, request, debug)
             advance()
             return answered
 
@@ -222,11 +224,11 @@ async def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]
         f"4 prefill and 4 decode workers of {arguments.tokens_per_s:g} prompt tokens/s and 5 ms steps",
     }
     with tempfile.TemporaryDirectory(prefix="kvferry-routing-") as name, Progress(console=console) as bar:
-        for placement in ("round_robin", "priced"):
+        for placement in ("round_robin", "priced") if "replay" in arguments.cases else ():
             task = bar.add_task(f"replay, {placement}", total=len(requests))
             async with cluster_of(Path(name) / placement, placement, arguments.tokens_per_s) as running:
                 answers, computed = await replay(running, requests, lambda task=task: bar.advance(task))
-            results[placement] = summarize(requests, answers, computed)
+            results.setdefault("replay", {})[placement] = summarize(requests, answers, computed)
         seeded = random.Random(arguments.seed)
 
         def fresh(count: int) -> list[int]:
@@ -234,7 +236,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]
 
         beginning = fresh(1024)
         siblings = [Request(0.0, [*beginning, *fresh(8)], 8) for _ in range(32)]
-        for placement in ("round_robin", "priced"):
+        for placement in ("round_robin", "priced") if "siblings" in arguments.cases else ():
             task = bar.add_task(f"32 siblings at once, {placement}", total=32)
             async with cluster_of(Path(name) / f"burst-{placement}", placement, arguments.tokens_per_s) as running:
                 answers, computed = await replay(running, siblings, lambda task=task: bar.advance(task))
@@ -242,14 +244,19 @@ async def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]
                 **summarize(siblings, answers, computed),
                 "prefills_of_the_beginning": round((sum(computed.values()) - 32 * 8) / 1024, 2),
             }
-        count = max(60, arguments.requests // 3)
-        strangers = paced([Request(seeded.uniform(0, 1), fresh(400), 4) for _ in range(count)], 0.55 * rate)
-        strangers.sort(key=lambda r: r.at_s)
-        for placement in ("round_robin", "priced"):
+        # All of what three and a half workers compute, and all of it on prefill workers: shares show only where nobody
+        # has room to spare.
+        count = max(60, arguments.requests // 2)
+        at_s = sorted(seeded.uniform(0, 1) for _ in range(count))
+        full = 3.5 * arguments.tokens_per_s / 400
+        strangers = paced([Request(at, fresh(400), 4) for at in at_s], full)
+        for placement in ("round_robin", "priced") if "half_speed" in arguments.cases else ():
             task = bar.add_task(f"one prefill worker at half speed, {placement}", total=count)
             async with cluster_of(Path(name) / f"slow-{placement}", placement, arguments.tokens_per_s, True) as running:
                 slow = running.of(MemberKind.PREFILL)[0].member_id
-                answers, computed = await replay(running, strangers, lambda task=task: bar.advance(task))
+                answers, computed = await replay(
+                    running, strangers, lambda task=task: bar.advance(task), "disaggregate"
+                )
             others = [n for worker, n in computed.items() if worker.startswith("prefill") and worker != slow]
             results.setdefault("half_speed", {})[placement] = {
                 **summarize(strangers, answers, computed),
@@ -275,14 +282,14 @@ def show(results: dict[str, Any], console: Console) -> None:
             note,
         )
 
-    for placement in ("round_robin", "priced"):
-        row("replay", placement, results[placement])
-    for placement in ("round_robin", "priced"):
-        values = results["siblings"][placement]
-        row("32 siblings", placement, values, f"{values['prefills_of_the_beginning']} prefills")
-    for placement in ("round_robin", "priced"):
-        values = results["half_speed"][placement]
-        row("half speed", placement, values, f"its share {values['share_of_the_slow_one']}")
+    notes = {
+        "replay": lambda values: "",
+        "siblings": lambda values: f"{values['prefills_of_the_beginning']} prefills of their beginning",
+        "half_speed": lambda values: f"share of the slow one {values['share_of_the_slow_one']}",
+    }
+    for case, note in notes.items():
+        for placement, values in results.get(case, {}).items():
+            row(case, placement, values, note(values))
     console.print(table)
 
 
@@ -292,9 +299,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1200, help="of the replay (default: %(default)s)")
     parser.add_argument("--load", type=float, default=0.7, help="share of what all prefill workers compute uncached")
     parser.add_argument("--tokens-per-s", type=float, default=4000, help="of one prefill worker (default: %(default)s)")
+    parser.add_argument("--cases", default="replay,siblings,half_speed", help="some of them (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     console = Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=160)
     results = asyncio.run(run(arguments, console))
     show(results, console)
     print(json.dumps(results))
