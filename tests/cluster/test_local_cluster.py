@@ -74,6 +74,19 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
         assert member["member_id"] in table
         assert member["address"] in table
 
+    # Why a request went where it went.
+    answer_id = json.loads(answer.stdout)["id"]
+    (explained,) = json.loads(machine.run("explain", answer_id, "--json", timeout_s=60).stdout)
+    (choice,) = explained["choices"]
+    assert (choice["decode"], choice["reason"]) == (decode["member_id"], explained["reason"])
+    assert choice["price"]["total_ms"] > 0
+    table = machine.run("explain", answer_id, timeout_s=60).stdout
+    for said in (decode["member_id"], choice["reason"], "chosen", "total"):
+        assert said in table
+    unknown = machine.run("explain", "cmpl-unknown", timeout_s=60)
+    assert unknown.returncode == 1
+    assert "no gateway remembers the request 'cmpl-unknown'" in unknown.stderr
+
     # Everything listens on loopback, what Ray and Serve start included.
     ports = listening_ports(processes)
     assert machine.port in ports

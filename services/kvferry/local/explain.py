@@ -10,14 +10,13 @@ import httpx
 
 from kvferry.config import parse
 from kvferry.errors import LocalError
+from kvferry.gateway.asgi import EXPLAIN_PATH
 from kvferry.local.run_folder import RunFolder
 from kvferry.local.status import NotRunning
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
 
 _TIMEOUT_S = 10.0
-
-PATH = "/kvferry/v1/requests/"
 
 
 class UnknownRequest(LocalError):
@@ -35,7 +34,7 @@ def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:
     addresses = asyncio.run(_gateways(record.config))
     for address in addresses:
         try:
-            answer = httpx.get(f"http://{address}{PATH}{quote(request_id, safe='')}", timeout=_TIMEOUT_S)
+            answer = httpx.get(f"http://{address}{EXPLAIN_PATH}{quote(request_id, safe='')}", timeout=_TIMEOUT_S)
         except httpx.TransportError:
             continue
         if answer.status_code == 200:
