@@ -13,8 +13,9 @@ class TcpRelay:
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each connection
+        self._transports: set[asyncio.WriteTransport] = set()
+        self._stopped = False
         self.forward = asyncio.Event()
         self.backward = asyncio.Event()
         self.forward.set()
@@ -29,40 +30,54 @@ class TcpRelay:
 
     def cut(self) -> None:
         """Break every connection that there is; new ones are taken."""
-        for writer in self._writers:
-            writer.transport.abort()
+        for transport in self._transports:
+            transport.abort()
 
     async def stop(self) -> None:
         assert self._server is not None
+        self._stopped = True
         self._server.close()
         self.cut()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_accepted += 1
-        try:
-            target_reader, target_writer = await asyncio.open_connection(self._host, self._port)
-        except OSError:
+        if self._stopped:  # it was taken before, and comes only now
             writer.transport.abort()
             return
-        for way in (
-            self._pump(reader, target_writer, self.forward),
-            self._pump(target_reader, writer, self.backward),
-        ):
-            task = asyncio.create_task(way)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._transports.add(writer.transport)
+        task = asyncio.create_task(self._relay(reader, writer))
+        self._tasks.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            # Here, not in the task: one that is cancelled before its first step runs no `finally`.
+            writer.transport.abort()
+            self._transports.discard(writer.transport)
+            self._tasks.discard(task)
+
+        task.add_done_callback(end)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            target_reader, target_writer = await asyncio.open_connection(self._host, self._port)
+            self._transports.add(target_writer.transport)
+            ways = (
+                asyncio.create_task(self._pump(reader, target_writer, self.forward)),
+                asyncio.create_task(self._pump(target_reader, writer, self.backward)),
+            )
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                target_writer.transport.abort()
+                self._transports.discard(target_writer.transport)
+                await asyncio.gather(*ways, return_exceptions=True)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event) -> None:
-        self._writers.add(writer)
-        try:
-            with contextlib.suppress(OSError):
-                while piece := await reader.read(1 << 16):
-                    await gate.wait()
-                    writer.write(piece)
-                    await writer.drain()
-        finally:
-            self._writers.discard(writer)
-            writer.transport.abort()
+        while piece := await reader.read(1 << 16):
+            await gate.wait()
+            writer.write(piece)
+            await writer.drain()

@@ -195,18 +195,27 @@ async def answering(transport: Transport, answer: Answer) -> AsyncIterator[str]:
         async for _ in messages:
             pass
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        decoder = FrameDecoder()
-        while data := await reader.read(1 << 16):
-            for payload in decoder.feed(data):
+    class Answering(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            self.transport = transport
+            self.decoder = FrameDecoder()
+            open_transports.add(transport)
+
+        def data_received(self, data: bytes) -> None:
+            for payload in self.decoder.feed(data):
                 if pb.Downward.FromString(payload).HasField("hello"):
-                    writer.write(PREAMBLE + encode_frames(payloads()))
-        writer.close()
+                    self.transport.write(PREAMBLE + encode_frames(payloads()))
+
+        def connection_lost(self, error: Exception | None) -> None:
+            open_transports.discard(self.transport)
 
     if transport == "frames":
-        listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+        open_transports: set[asyncio.Transport] = set()
+        listener = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0)
         yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         listener.close()
+        await until(lambda: not open_transports, what="its gateways are gone")
     else:
         server = grpc.aio.server()
         handlers = {"Attach": grpc.stream_stream_rpc_method_handler(attach)}

@@ -43,6 +43,7 @@ class FrameServer:
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._gone = asyncio.Event()
+        self._stopping = False
         self.port = 0
 
     async def start(self, host: str, context: ssl.SSLContext | None) -> None:
@@ -57,6 +58,7 @@ class FrameServer:
         """Let what waits leave, for `grace_s` at most."""
         if self._server is None:
             return
+        self._stopping = True
         self._server.close()
         for connection in list(self._connections):
             connection.close()
@@ -78,6 +80,8 @@ class FrameServer:
 
     def came(self, connection: _Connection) -> None:
         self._connections.add(connection)
+        if self._stopping:  # taken before `stop`, and told of only now
+            connection.abort()
 
     def went(self, connection: _Connection) -> None:
         self._connections.discard(connection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -13,7 +14,9 @@ from link_peers import Gateway, request, serving, simulated, until
 
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker import frame_server
-from kvferry.worker.frames import MAX_FIRST_FRAME_BYTES, PREAMBLE, encode_frames
+from kvferry.worker.attachment import Attachment, Outlet
+from kvferry.worker.frame_server import FrameServer
+from kvferry.worker.frames import GREETING_TIMEOUT_S, MAX_FIRST_FRAME_BYTES, PREAMBLE, encode_frames
 from kvferry.worker.server import WorkerServer
 
 
@@ -104,3 +107,20 @@ async def test_hello_may_come_with_what_follows_it(worker: WorkerServer) -> None
     assert worker.attachments[0].gateway_id == "g"
     writer.close()
     await until(lambda: not worker.attachments)
+
+
+async def test_a_connection_that_the_loop_tells_of_after_the_stop_is_ended() -> None:
+    def attach(outlet: Outlet, hello: pb.Hello) -> Attachment:
+        raise AssertionError("nobody is attached")
+
+    server = FrameServer(attach, lambda attachment: None)
+    await server.start("127.0.0.1", None)
+    await server.stop(1.0)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.setblocking(False)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: frame_server._Connection(server), ours)
+        theirs.settimeout(0)
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(GREETING_TIMEOUT_S / 2):
+                assert await asyncio.get_running_loop().sock_recv(theirs, 1) == b""

@@ -200,9 +200,14 @@ class FerryServer:
             self._free_pages(offer.pages)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None:  # taken before `close`, and told of only now
+            writer.transport.abort()
+            return
         connection = asyncio.ensure_future(self._serve(reader, writer))
         self._connections.add(connection)
         connection.add_done_callback(self._connections.discard)
+        # A task that is cancelled before its first step closes nothing.
+        connection.add_done_callback(lambda _: writer.close())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
