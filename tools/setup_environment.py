@@ -80,6 +80,7 @@ def set_up(engine: str) -> None:
         pip_step("torch", "install", *(("--index-url", index) if index else ()), pinned_torch())
         require_cpu_torch()
     pip_step(f"kvferry with the extras {EXTRAS[engine]}", "install", "--editable", f".[{EXTRAS[engine]}]")
+    pip_step("the load-test harness", "install", "--editable", "loadtest")
     if engine == "none":
         return
     if engine == "cpu":
@@ -103,7 +104,8 @@ def check_python() -> None:
 
 def fingerprint(engine: str) -> str:
     """Changes whenever set-up would do something else."""
-    content = b"\0".join(path.read_bytes() for path in (ROOT / "pyproject.toml", Path(__file__)))
+    sources = (ROOT / "pyproject.toml", ROOT / "loadtest" / "pyproject.toml", Path(__file__))
+    content = b"\0".join(path.read_bytes() for path in sources)
     where = f"{engine} {ROOT} {os.environ.get('TORCH_INDEX_URL', '')}".encode()
     return f"{engine} {hashlib.sha256(content + where).hexdigest()}"
 
