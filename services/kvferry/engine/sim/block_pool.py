@@ -5,7 +5,6 @@ Pure: no clock, no asyncio. The caller owns the page ids it was given and gives 
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NewType
@@ -17,15 +16,8 @@ from kvferry.engine.base import KvEvent, PagesRemoved, PagesStored
 PageId = NewType("PageId", int)
 PageHash = NewType("PageHash", int)
 
-TOKEN_BYTES = 4
-
 # Any constant: it only keeps a page of an unsalted prompt apart from the plain xxh3 of the same bytes.
 _ROOT_SEED = 0x6B76666572727931
-
-
-def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as TOKEN_BYTES each: what hashes are taken over. Raises OverflowError for an id outside 32 bits."""
-    return array("I", token_ids).tobytes()
 
 
 def root_hash(cache_salt: str) -> PageHash:

@@ -34,7 +34,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import TOKEN_BYTES, BlockPool, PageHash, PageId, pack_tokens
+from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId
 from kvferry.engine.sim.ferry import (
     PULL_TIMEOUT_S,
     FerryError,
@@ -50,6 +50,7 @@ from kvferry.engine.sim.parsing import SimParser
 from kvferry.engine.sim.sequence import Phase, TokenSequence
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
+from kvferry.pages.keys import TOKEN_BYTES, pack_tokens
 
 log = logging.getLogger(__name__)
 
@@ -472,16 +473,14 @@ class SimEngine:
         """The first page that a waiting sequence would have to compute, of those that others may find."""
         if sequence.ticket is not None:
             return None
-        findable = sequence.page_hashes[: (sequence.num_tokens - 1) // self._block_size]
+        findable = sequence.findable()
         num_found = len(self._pool.find_prefix(findable))
         return findable[num_found] if num_found < len(findable) else None
 
     def _place(self, sequence: TokenSequence) -> bool:
         """Give a waiting sequence pages for all tokens it knows, cached ones first. False when there are too few."""
         block_size, pool = self._block_size, self._pool
-        # The last known token is always computed: something has to say what comes next.
-        findable = sequence.page_hashes[: (sequence.num_tokens - 1) // block_size]
-        found = pool.find_prefix(findable)
+        found = pool.find_prefix(sequence.findable())
         num_new = math.ceil(sequence.num_tokens / block_size) - len(found)
         if not pool.can_allocate(num_new, found):
             return False

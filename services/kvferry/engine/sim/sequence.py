@@ -8,9 +8,10 @@ from array import array
 
 from kvferry.engine.base import EngineOutput, EngineRequest, PromptSources
 from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import TOKEN_BYTES, PageHash, PageId, chain_hash, root_hash
+from kvferry.engine.sim.block_pool import PageHash, PageId, chain_hash, root_hash
 from kvferry.engine.sim.ferry import Ticket
 from kvferry.engine.sim.mailbox import Mailbox
+from kvferry.pages.keys import TOKEN_BYTES
 
 
 class Phase(enum.Enum):
@@ -81,6 +82,10 @@ class TokenSequence:
         for i in range(len(self.page_hashes), num_pages):
             parent = chain_hash(parent, self.packed[i * step : (i + 1) * step])
             self.page_hashes.append(parent)
+
+    def findable(self) -> list[PageHash]:
+        """Pages that may come from a cache: the last known token is always computed, to say what comes next."""
+        return self.page_hashes[: (self.num_tokens - 1) // self.block_size]
 
     def tail_hash(self) -> PageHash:
         """Of the page that the prompt fills only in part, for its prompt tokens alone."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvferry.engine.base import FinishReason, Sampling, TokenLogprob
 from kvferry.engine.sim import SimTokenizer
 from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import pack_tokens
 from kvferry.engine.sim.tokenizer import EOS
+from kvferry.pages.keys import pack_tokens
 
 tokenizer = SimTokenizer()
 PROMPT = tokenizer.encode("what does the ferry carry")
