@@ -75,6 +75,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             for earlier in (*request.after, *answers):
                 if not 0 <= earlier < index:
                     raise ValueError(f"request {index} follows {earlier}, which does not come before it")
+                if (earlier in self.warmup) != (index in self.warmup):
+                    raise ValueError(f"request {index} follows {earlier}, of which one alone is warm-up")
             if not answers <= ancestors(self.requests, request):
                 raise ValueError(f"request {index} uses an answer that it does not wait for")
 

@@ -1,0 +1,363 @@
+"""Sends a plan when it is due and records what happens.
+
+One dispatcher, no task per request: requests wait in a heap by the time they are due, the dispatcher sleeps until the
+next one, and everything else happens where bytes arrive. What can be made before a request is due (its body) is made
+while nothing is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry_loadtest import content
+from kvferry_loadtest.http_client import Exchange, HttpClient
+from kvferry_loadtest.plan import AnswerOf, Plan, PlannedRequest, RequestId
+from kvferry_loadtest.record import Outcome, Record
+from kvferry_loadtest.stream import StreamReader, error_text
+
+# Bodies made ahead of their time: enough for a burst, little enough for memory.
+NUM_PREPARED = 64
+# Nothing is prepared when something is due sooner than this: a long prompt takes a few milliseconds.
+PREPARE_MARGIN_S = 0.01
+REFUSALS = (429, 503)
+# A body is text of a few kilobytes a thousand tokens; an error body longer than this says nothing more.
+MAX_ERROR_BYTES = 1 << 16
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What every request of a run has alike."""
+
+    model: str
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    timeout_s: float = 120.0
+
+
+class Engine:
+    """One run of one plan. `run` may be called once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        client: HttpClient,
+        sampling: Sampling,
+        *,
+        loop_kind: Literal["open", "closed"],
+        num_users: int = 1,
+        tenant_to_key: Mapping[str, str] | None = None,
+        default_key: str = "",
+    ) -> None:
+        self.plan = plan
+        self.num_sent = 0
+        self.num_in_flight = 0
+        self.records = [
+            Record(
+                request_id=request.request_id,
+                session_id=request.session_id,
+                turn=request.turn,
+                tenant=request.tenant,
+                warmup=request.request_id in plan.warmup,
+                due_s=0.0,
+                predecessor_wait_s=0.0,
+            )
+            for request in plan.requests
+        ]
+        self.num_ended = 0
+        self.num_ok = 0
+        self._ended: deque[Record] = deque(maxlen=1000)
+        self._client = client
+        self._sampling = sampling
+        self._loop_kind = loop_kind
+        self._num_users = num_users
+        self._keys = dict(tenant_to_key or {})
+        self._default_key = default_key
+        self._heads: dict[tuple[str, str], bytes] = {}
+        self._bodies: dict[RequestId, bytes] = {}
+        self._due: list[tuple[float, RequestId]] = []
+        self._to_prepare: deque[RequestId] = deque()  # by the time they are due
+        self._answers: dict[RequestId, str] = {}
+        self._exchanges: set[_Exchange] = set()
+        self._awake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._start_s = 0.0
+        self._followers: dict[RequestId, list[RequestId]] = {}
+        self._num_open: dict[RequestId, int] = {}  # predecessors that have not ended
+        self._last_use: dict[RequestId, int] = {}  # how many requests still need an answer's text
+        for request in plan.requests:
+            self._num_open[request.request_id] = len(set(request.after))
+            for earlier in set(request.after):
+                self._followers.setdefault(earlier, []).append(request.request_id)
+            for earlier in _answers_in(request):
+                self._last_use[earlier] = self._last_use.get(earlier, 0) + 1
+        # Closed loop: sessions wait for a user, in the order of the plan.
+        self._session_to_open: dict[str, int] = {}  # requests that have not ended
+        self._session_to_first: dict[str, list[RequestId]] = {}
+        for request in plan.requests:
+            session_id = request.session_id
+            self._session_to_open[session_id] = self._session_to_open.get(session_id, 0) + 1
+            first = self._session_to_first.setdefault(session_id, [])
+            if not request.after:
+                first.append(request.request_id)
+        self._sessions: deque[str] = deque()
+
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+        return self._loop.time() - self._start_s
+
+    def recently_ended(self, since_s: float) -> Iterator[Record]:
+        """The latest of those that ended after `since_s`."""
+        return (record for record in self._ended if (record.end_s or 0.0) >= since_s)
+
+    async def run(self, after_warmup: Callable[[], Awaitable[None]] | None = None) -> list[Record]:
+        """Until every request has ended or was skipped, warm-up first. On cancellation what is in flight is given up.
+
+        Times of the records count from the end of `after_warmup` (those of the warm-up from its own begin).
+        """
+        warmup = self.plan.warmup
+        try:
+            await self._run([request for request in self.plan.requests if request.request_id in warmup])
+            if after_warmup is not None:
+                await after_warmup()
+            await self._run([request for request in self.plan.requests if request.request_id not in warmup])
+        finally:
+            for exchange in list(self._exchanges):
+                exchange.give_up(Outcome.SKIPPED, "the run was ended")
+        return self.records
+
+    async def _run(self, phase: list[PlannedRequest]) -> None:
+        num_ended = self.num_ended + len(phase)
+        first = [request for request in phase if not request.after]
+        first.sort(key=lambda request: request.arrival_s or 0.0)
+        self._to_prepare.extend(request.request_id for request in first)
+        self._prepare_ahead(None)
+        self._start_s = self._loop.time()
+        if self._loop_kind == "closed":
+            self._sessions.extend(dict.fromkeys(request.session_id for request in phase))
+            for _ in range(self._num_users):
+                self._next_session(0.0)
+        else:
+            for request in first:
+                self._schedule(request.request_id, request.arrival_s or 0.0, 0.0)
+        while self.num_ended < num_ended:
+            await self._until_due()
+            self._send_due()
+
+    # When.
+
+    def _next_session(self, now_s: float) -> None:
+        if self._sessions:
+            for request_id in self._session_to_first[self._sessions.popleft()]:
+                self._schedule(request_id, now_s, 0.0)
+
+    def _schedule(self, request_id: RequestId, due_s: float, predecessor_wait_s: float) -> None:
+        record = self.records[request_id]
+        record.due_s, record.predecessor_wait_s = due_s, predecessor_wait_s
+        if not self._due or due_s < self._due[0][0]:
+            self._awake.set()
+        heapq.heappush(self._due, (due_s, request_id))
+
+    async def _until_due(self) -> None:
+        """Sleep until something is due, or until there is nothing more to wait for."""
+        self._awake.clear()
+        if not self._due:
+            await self._awake.wait()
+            return
+        self._prepare_ahead(self._due[0][0])
+        wait_s = self._due[0][0] - self.now_s()
+        if wait_s > 0:
+            timer = self._loop.call_later(wait_s, self._awake.set)
+            await self._awake.wait()
+            timer.cancel()
+        else:
+            # Answers are read between two that are late, or lateness would feed itself.
+            await asyncio.sleep(0)
+
+    def _send_due(self) -> None:
+        now_s = self.now_s()
+        while self._due and self._due[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._due)
+            self._send(self.plan.requests[request_id])
+
+    # What.
+
+    def _prepare_ahead(self, next_due_s: float | None) -> None:
+        """Make bodies while there is time before `next_due_s`; None: there is."""
+        while self._to_prepare and len(self._bodies) < NUM_PREPARED:
+            if next_due_s is not None and next_due_s - self.now_s() < PREPARE_MARGIN_S:
+                return
+            request_id = self._to_prepare.popleft()
+            if self.records[request_id].sent_s is None:
+                self._bodies[request_id] = self._body(self.plan.requests[request_id])
+
+    def _body(self, request: PlannedRequest) -> bytes:
+        sampling = self._sampling
+        fields: dict[str, Any] = {
+            "model": sampling.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+        }
+        if sampling.ignore_eos:
+            fields["ignore_eos"] = True
+        if request.tokens:
+            fields["prompt"] = [token for segment in request.tokens for token in content.token_ids_of(segment)]
+        else:
+            fields["messages"] = [
+                {
+                    "role": message.role,
+                    "content": "".join(
+                        self._answers[part.request_id] if isinstance(part, AnswerOf) else content.text_of(part)
+                        for part in message.parts
+                    ),
+                }
+                for message in request.messages
+            ]
+        if request.tools:
+            fields["tools"] = content.TOOLS
+            fields["tool_choice"] = "none"  # answers are of fixed length; the definitions are in the prompt all the same
+        return msgspec.json.encode(fields)
+
+    def _head(self, request: PlannedRequest) -> bytes:
+        path = "/v1/completions" if request.tokens else "/v1/chat/completions"
+        head = self._heads.get((request.tenant, path))
+        if head is None:
+            headers = {"content-type": "application/json", "accept": "text/event-stream"}
+            if key := self._keys.get(request.tenant, self._default_key):
+                headers["authorization"] = f"Bearer {key}"
+            head = self._heads[request.tenant, path] = self._client.request_head("POST", path, headers)
+        return head
+
+    def _send(self, request: PlannedRequest) -> None:
+        body = self._bodies.pop(request.request_id, None) or self._body(request)
+        exchange = _Exchange(self, self.records[request.request_id])
+        self._exchanges.add(exchange)
+        self.num_sent += 1
+        self.num_in_flight += 1
+        # "Sent" includes opening a connection: the client is not late for what the server's backlog costs.
+        exchange.record.sent_s = self.now_s()
+        exchange.begin(self._client.send(self._head(request), body, exchange), self._sampling.timeout_s)
+
+    # What exchanges call.
+
+    def ended(self, exchange: _Exchange, text: str) -> None:
+        self._exchanges.discard(exchange)
+        self.num_in_flight -= 1
+        record = exchange.record
+        self._ended.append(record)
+        if record.outcome is Outcome.OK:
+            self.num_ok += 1
+            if self._last_use.get(record.request_id):
+                self._answers[record.request_id] = text
+        self._settle(record)
+
+    def _settle(self, record: Record) -> None:
+        """A request has ended, well or not: what follows it, and whoever waits for its user."""
+        now_s = self.now_s()
+        waiting = [record]
+        while waiting:
+            ended = waiting.pop()
+            self.num_ended += 1
+            if not self._due:
+                self._awake.set()  # it may have been the last
+            request = self.plan.requests[ended.request_id]
+            for earlier in _answers_in(request):
+                self._last_use[earlier] -= 1
+                if not self._last_use[earlier]:
+                    self._answers.pop(earlier, None)
+            for follower_id in self._followers.get(ended.request_id, ()):
+                follower = self.plan.requests[follower_id]
+                self._num_open[follower_id] -= 1
+                if self._num_open[follower_id]:
+                    continue
+                arrival_s = follower.arrival_s
+                due_s = max(arrival_s or 0.0, now_s + follower.pause_s)
+                if all(self.records[earlier].outcome is Outcome.OK for earlier in follower.after):
+                    self._schedule(follower_id, due_s, 0.0 if arrival_s is None else due_s - arrival_s)
+                    self._to_prepare.appendleft(follower_id)
+                else:
+                    skipped = self.records[follower_id]
+                    skipped.due_s = due_s
+                    skipped.error = "a turn before it did not end well"
+                    waiting.append(skipped)
+            if self._loop_kind == "closed":
+                self._session_to_open[ended.session_id] -= 1
+                if not self._session_to_open[ended.session_id]:
+                    self._next_session(now_s)
+
+
+class _Exchange:
+    """A Receiver that fills its record."""
+
+    def __init__(self, engine: Engine, record: Record) -> None:
+        self.record = record
+        self._engine = engine
+        self._reader = StreamReader()
+        self._error_body = b""
+        self._exchange: Exchange | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, exchange: Exchange, timeout_s: float) -> None:
+        self._exchange = exchange
+        if not exchange.is_over:
+            self._timer = asyncio.get_running_loop().call_later(
+                timeout_s, self.give_up, Outcome.TIMED_OUT, f"not over within {timeout_s:g} s"
+            )
+
+    def connected(self) -> None:
+        pass
+
+    def status(self, status: int) -> None:
+        self.record.status = status
+
+    def body(self, data: bytes) -> None:
+        if self.record.status == 200:
+            self._reader.feed(data, self._engine.now_s())
+        elif len(self._error_body) < MAX_ERROR_BYTES:
+            self._error_body += data
+
+    def ended(self, error: str) -> None:
+        record, reader = self.record, self._reader
+        record.end_s = self._engine.now_s()
+        if not error and record.status == 200:
+            reader.finish()
+            error = reader.error
+        if error:
+            record.outcome, record.error = Outcome.FAILED, error
+        elif record.status == 200:
+            record.outcome = Outcome.OK
+        else:
+            record.outcome = Outcome.REFUSED if record.status in REFUSALS else Outcome.FAILED
+            record.error = f"{record.status}: {error_text(self._error_body)}"
+        self._finish()
+
+    def give_up(self, outcome: Outcome, error: str) -> None:
+        if self._exchange is not None:
+            self._exchange.abort()
+        self.record.end_s = self._engine.now_s()
+        self.record.outcome, self.record.error = outcome, error
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        record, reader = self.record, self._reader
+        record.token_s = reader.token_s
+        record.first_token_s = reader.token_s[0] if reader.token_s else None
+        record.finish_reason = reader.finish_reason
+        if (usage := reader.usage) is not None:
+            record.prompt_tokens = usage.prompt_tokens
+            record.completion_tokens = usage.completion_tokens
+            if usage.prompt_tokens_details is not None:
+                record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        self._engine.ended(self, reader.text)
+
+
+def _answers_in(request: PlannedRequest) -> list[RequestId]:
+    return [part.request_id for message in request.messages for part in message.parts if isinstance(part, AnswerOf)]

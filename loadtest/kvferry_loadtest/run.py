@@ -1,0 +1,244 @@
+"""One run: look at the target, send the plan, come to a result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import uvloop
+
+from kvferry_loadtest import measures
+from kvferry_loadtest.engine import Engine, Sampling
+from kvferry_loadtest.errors import ScenarioError, TargetError
+from kvferry_loadtest.floor import floor_of
+from kvferry_loadtest.http_client import Endpoint, HttpClient
+from kvferry_loadtest.machine import machine_line
+from kvferry_loadtest.plan import Plan
+from kvferry_loadtest.record import Record
+from kvferry_loadtest.result import Result
+from kvferry_loadtest.scenario import Scenario
+from kvferry_loadtest.server_metrics import Sampler, server_of
+from kvferry_loadtest.stream import error_text
+from kvferry_loadtest.watch import Watch
+
+PROGRESS_EVERY_S = 0.25
+RECENT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """An endpoint. Keys are read from the environment, so that no command line and no result has one."""
+
+    url: str
+    deployment: str
+    model: str = ""  # empty: the first that it serves
+    api_key_env: str = ""
+    metrics_urls: Sequence[str] | None = None  # None: /metrics of the endpoint itself
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    planned: int
+    sent: int
+    in_flight: int
+    ok: int
+    missed: int
+    elapsed_s: float
+    ttft_p50_ms: float | None  # of the last seconds
+
+
+@dataclass
+class Outcomes:
+    """A result and what it was made of."""
+
+    result: Result
+    records: list[Record] = field(default_factory=list)
+
+
+def run(
+    scenario: Scenario,
+    plan: Plan,
+    target: Target,
+    *,
+    repeat: int = 0,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Outcomes:
+    """Raises TargetError when the target cannot be used, ScenarioError when a tenant's key is not set."""
+    tenant_to_key = {
+        tenant.name: _key(tenant.api_key_env, f"tenant {tenant.name}")
+        for tenant in scenario.tenants
+        if tenant.api_key_env
+    }
+    default_key = _key(target.api_key_env, "the target") if target.api_key_env else ""
+    with _punctual():
+        return uvloop.run(_run(scenario, plan, target, tenant_to_key, default_key, repeat, on_progress))
+
+
+async def _run(
+    scenario: Scenario,
+    plan: Plan,
+    target: Target,
+    tenant_to_key: Mapping[str, str],
+    default_key: str,
+    repeat: int,
+    on_progress: Callable[[Progress], None],
+) -> Outcomes:
+    endpoint = Endpoint(target.url)
+    client = HttpClient(endpoint)
+    headers = {"authorization": f"Bearer {default_key}"} if default_key else {}
+    urls = [f"{endpoint.url}/metrics"] if target.metrics_urls is None else target.metrics_urls
+    metrics_clients = [HttpClient(Endpoint(url)) for url in urls]
+    watch = Watch()
+    try:
+        model = await look_at(client, target, headers)
+        engine = Engine(
+            plan,
+            client,
+            Sampling(
+                model=model,
+                temperature=scenario.temperature,
+                ignore_eos=scenario.ignore_eos,
+                timeout_s=scenario.request_timeout_s,
+            ),
+            loop_kind=scenario.loop,
+            num_users=scenario.concurrency,
+            tenant_to_key=tenant_to_key,
+            default_key=default_key,
+        )
+        sampler = Sampler(metrics_clients, headers, engine.now_s)
+
+        async def begin_to_measure() -> None:
+            await sampler.begin()
+            watch.begin()
+
+        started_at = datetime.datetime.now(datetime.UTC)
+        shown = asyncio.create_task(_show(engine, on_progress))
+        try:
+            records = await engine.run(begin_to_measure)
+            watch.end()
+            await sampler.end()
+        finally:
+            shown.cancel()
+            await asyncio.gather(shown, return_exceptions=True)
+        on_progress(_progress(engine))
+    finally:
+        for each in (client, *metrics_clients):
+            await each.close()
+
+    counted = [record for record in records if not record.warmup]
+    length_s = measures.duration_s(counted)
+    tenants = sorted({record.tenant for record in counted})
+    result = Result(
+        deployment=target.deployment,
+        scenario=plan.scenario,
+        parameters=scenario.parameters(),
+        seed=plan.seed,
+        repeat=repeat,
+        loop=scenario.loop,
+        target={"url": endpoint.url, "model": model},
+        machine=machine_line(),
+        started_at=started_at.isoformat(timespec="seconds"),
+        duration_s=length_s,
+        objective=scenario.objective,
+        overall=measures.group_of(counted, scenario.objective, length_s),
+        tenants={
+            tenant: measures.group_of(
+                [record for record in counted if record.tenant == tenant], scenario.objective, length_s
+            )
+            for tenant in (tenants if len(tenants) > 1 else ())
+        },
+        floor=floor_of(plan, scenario.page_tokens),
+        server=server_of(sampler.first, sampler.last, sampler.samples, counted),
+        harness=watch.verdict(counted),
+        seconds=measures.seconds_of(counted, sampler.samples),
+        errors=measures.errors_of(counted),
+    )
+    return Outcomes(result, records)
+
+
+async def look_at(client: HttpClient, target: Target, headers: Mapping[str, str]) -> str:
+    """The model to ask for. Raises TargetError: unreachable, refuses the key, does not serve the model."""
+    url = client.endpoint.url
+    try:
+        status, body = await client.fetch("/v1/models", dict(headers))
+    except OSError as error:
+        raise TargetError(f"{url}: {error}") from None
+    if status in (401, 403):
+        which = f"the key in ${target.api_key_env}" if target.api_key_env else "requests without a key (--api-key-env)"
+        raise TargetError(f"{url}: refuses {which}: {status}: {error_text(body)}")
+    if status != 200:
+        raise TargetError(f"{url}: GET /v1/models answers {status}: {error_text(body)}")
+    try:
+        models = [model.id for model in msgspec.json.decode(body, type=_Models).data]
+    except msgspec.MsgspecError as error:
+        raise TargetError(f"{url}: GET /v1/models is no list of models: {error}") from None
+    if not models:
+        raise TargetError(f"{url}: serves no model")
+    if target.model and target.model not in models:
+        raise TargetError(f"{url}: does not serve {target.model!r}, but {', '.join(models)}")
+    return target.model or models[0]
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def _show(engine: Engine, on_progress: Callable[[Progress], None]) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        on_progress(_progress(engine))
+
+
+def _progress(engine: Engine) -> Progress:
+    now_s = engine.now_s()
+    recent = sorted(
+        record.ttft_s
+        for record in engine.recently_ended(now_s - RECENT_S)
+        if record.ttft_s is not None
+    )
+    return Progress(
+        planned=len(engine.records),
+        sent=engine.num_sent,
+        in_flight=engine.num_in_flight,
+        ok=engine.num_ok,
+        missed=engine.num_ended - engine.num_ok,
+        elapsed_s=now_s,
+        ttft_p50_ms=recent[len(recent) // 2] * 1e3 if recent else None,
+    )
+
+
+def _key(name: str, whose: str) -> str:
+    key = os.environ.get(name, "")
+    if not key:
+        raise ScenarioError(f"the key of {whose} is read from ${name}, which is not set")
+    return key
+
+
+@contextlib.contextmanager
+def _punctual() -> Iterator[None]:
+    """Fewer reasons to be late: no garbage collection while requests are timed, and a place before other processes."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    nice = os.nice(0)
+    with contextlib.suppress(OSError):  # only root may
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
