@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
@@ -33,13 +33,6 @@ Transport = Literal["frames", "grpc"]
 TRANSPORTS: tuple[Transport, ...] = ("frames", "grpc")
 
 SIM = SimConfig(step_ms=1.0, prefill_tokens_per_s=200_000.0, transfer_lease_s=60.0)
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
-        await asyncio.sleep(0.002)
 
 
 def request(name: str = "r", *, max_tokens: int = 5, num_prompt: int = 20, **values: Any) -> EngineRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from types import MappingProxyType
 
 import httpx
 import pytest_asyncio
+from waiting import until
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
@@ -21,14 +21,6 @@ from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.host import WorkerHost, build_engine
 
 MODEL = "sim-model"
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
-    """Wait for a condition; fails naming it."""
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
-        await asyncio.sleep(0.005)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 from tcp_relay import TcpRelay
+from waiting import until
 
 from kvferry import config as configuration
 from kvferry.engine.base import Sampling
@@ -26,7 +27,7 @@ from kvferry.router.dispatch import prompt_only
 from kvferry.worker import host as worker_host
 from kvferry.worker.host import WorkerHost
 
-from .conftest import MODEL, SimCluster, running, until
+from .conftest import MODEL, SimCluster, running
 
 PROMPT = " ".join(f"w{i}" for i in range(40))
 BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from waiting import until
 
 from kvferry.membership.base import MemberKind
 
-from .conftest import MODEL, SimCluster, running, until
+from .conftest import MODEL, SimCluster, running
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "tell me of the river"}]}
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "one two three four", "max_tokens": 8, "ignore_eos": True}

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import until
 
 from kvferry.engine.base import RequestId
 from kvferry.gateway import asgi
@@ -16,7 +17,7 @@ from kvferry.gateway.answers import CompletionFormat
 from kvferry.gateway.openai_bodies import MAX_CHOICES
 from kvferry.membership.base import MemberKind
 
-from .conftest import MODEL, SimCluster, running, until
+from .conftest import MODEL, SimCluster, running
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "one two", "max_tokens": 5000, "ignore_eos": True, "stream": True}
 

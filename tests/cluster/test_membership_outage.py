@@ -10,13 +10,14 @@ from typing import Any
 
 import httpx
 import msgspec
+from waiting import until
 
 from kvferry.membership.base import MemberKind
 from kvferry.router.link import WorkerLink
 from kvferry.worker.host import WorkerHost
 from kvferry.worker.server import WorkerServer
 
-from .conftest import MODEL, SimCluster, running, until
+from .conftest import MODEL, SimCluster, running
 
 BODY: dict[str, Any] = {
     "model": MODEL,

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import httpx
+from waiting import until
 
 from kvferry.addresses import free_port
 from kvferry.engine.sim import SimEngine
@@ -17,7 +18,7 @@ from kvferry.residency.index import Holder, Tier
 from kvferry.router.policy import Priced
 from kvferry.worker.host import WorkerHost
 
-from .conftest import MODEL, SimCluster, running, until
+from .conftest import MODEL, SimCluster, running
 
 PRICED = {"placement": "priced"}
 SLOW = {"step_ms": 1.0, "prefill_tokens_per_s": 20_000.0}

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import until
 
-from .conftest import MODEL, SimCluster, running, until
+from .conftest import MODEL, SimCluster, running
 from .test_http_edges import Client
 
 BODY: dict[str, Any] = {

@@ -19,8 +19,8 @@ from link_peers import (
     request,
     serving,
     simulated,
-    until,
 )
+from waiting import until
 
 from kvferry import __version__
 from kvferry.engine.base import FinishReason

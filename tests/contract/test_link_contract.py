@@ -10,8 +10,9 @@ import grpc
 import msgspec
 import pytest
 import uvloop
-from link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated, until
+from link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated
 from tcp_relay import TcpRelay
+from waiting import until
 
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RequestId, Sampling

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from etcd_server import Authority
-from link_peers import TRANSPORTS, Transport, request, serving, simulated, until
+from link_peers import TRANSPORTS, Transport, request, serving, simulated
+from waiting import until
 
 from kvferry.config import TlsConfig, WorkerConfig
 from kvferry.engine.base import EngineOutput, FinishReason

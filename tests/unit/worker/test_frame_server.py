@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from link_peers import Gateway, request, serving, simulated, until
+from link_peers import Gateway, request, serving, simulated
+from waiting import until
 
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker import frame_server

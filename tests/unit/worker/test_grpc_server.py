@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from link_peers import Gateway, GrpcWire, LinkEnded, request, serving, simulated, until
+from link_peers import Gateway, GrpcWire, LinkEnded, request, serving, simulated
+from waiting import until
 
 from kvferry import __version__
 from kvferry.wire.v1 import worker_pb2 as pb

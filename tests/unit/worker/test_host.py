@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from waiting import until
 
 from kvferry import config as configuration
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
@@ -17,13 +18,6 @@ from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.router.link import WorkerLink
 from kvferry.worker.host import WorkerHost, build_engine
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {condition}"
-        await asyncio.sleep(0.002)
 
 
 @pytest.fixture

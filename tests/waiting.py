@@ -1,0 +1,13 @@
+"""Waiting for a condition, which names itself when it does not come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
+        await asyncio.sleep(0.002)
