@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -107,8 +109,8 @@ class Engine:
         self._sessions: deque[str] = deque()
 
     def now_s(self) -> float:
-        """Seconds since the run began."""
-        return self._loop.time() - self._start_s
+        """Seconds since the run began. Not the event loop's clock: uvloop's stands still within a turn of the loop."""
+        return time.perf_counter() - self._start_s
 
     def recently_ended(self, since_s: float) -> Iterator[Record]:
         """The latest of those that ended after `since_s`."""
@@ -136,7 +138,7 @@ class Engine:
         first.sort(key=lambda request: request.arrival_s or 0.0)
         self._to_prepare.extend(request.request_id for request in first)
         self._prepare_ahead(None)
-        self._start_s = self._loop.time()
+        self._start_s = time.perf_counter()
         if self._loop_kind == "closed":
             self._sessions.extend(dict.fromkeys(request.session_id for request in phase))
             for _ in range(self._num_users):
@@ -171,7 +173,8 @@ class Engine:
         self._prepare_ahead(self._due[0][0])
         wait_s = self._due[0][0] - self.now_s()
         if wait_s > 0:
-            timer = self._loop.call_later(wait_s, self._awake.set)
+            # uvloop's timers count milliseconds: rounded down, this would spin until then.
+            timer = self._loop.call_later(math.ceil(wait_s * 1e3) / 1e3, self._awake.set)
             await self._awake.wait()
             timer.cancel()
         else:
@@ -221,7 +224,9 @@ class Engine:
             ]
         if request.tools:
             fields["tools"] = content.TOOLS
-            fields["tool_choice"] = "none"  # answers are of fixed length; the definitions are in the prompt all the same
+            fields["tool_choice"] = (
+                "none"  # answers are of fixed length; the definitions are in the prompt all the same
+            )
         return msgspec.json.encode(fields)
 
     def _head(self, request: PlannedRequest) -> bytes:

@@ -37,12 +37,11 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
     stall_for_s: float = 2.0  # nothing is read and nothing written meanwhile
     refuse_every: int = 0  # each n-th request gets 429; 0: none
     api_key: str = ""
+    keep_bodies: bool = False
 
 
 class _Body(msgspec.Struct):
     max_tokens: int = 16
-    messages: list[msgspec.Raw] | None = None
-    prompt: msgspec.Raw | None = None
 
 
 _body = msgspec.json.Decoder(_Body)
@@ -56,6 +55,7 @@ class FakeServer:
         self.num_requests = 0
         self.ttft_us: list[int] = []
         self.itl_us: list[int] = []
+        self.bodies: list[bytes] = []
         self.random = random.Random(answering.seed)
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -147,6 +147,8 @@ class _Connection(asyncio.Protocol):
             self._answer(200, b"OK", {"ttft_us": server.ttft_us, "itl_us": server.itl_us})
         elif url in (b"/v1/chat/completions", b"/v1/completions"):
             server.came()
+            if server.answering.keep_bodies:
+                server.bodies.append(body)
             if (every := server.answering.refuse_every) and server.num_requests % every == 0:
                 self._answer(429, b"Too Many Requests", {"error": {"message": "too much at once"}})
                 return
@@ -167,18 +169,18 @@ class _Connection(asyncio.Protocol):
         self._left = self._count = body.max_tokens
         text = b'{"index":0,"delta":{"content":" x"}}' if is_chat else b'{"index":0,"text":" x"}'
         self._event = _chunked(b'data: {"choices":[' + text + b"]}\n\n")
-        self._wrote_s = asyncio.get_running_loop().time()
+        self._wrote_s = time.perf_counter()
         factor = self._server.random.lognormvariate(0.0, answering.ttft_spread) if answering.ttft_spread else 1.0
         self._later(answering.ttft_ms * factor)
 
     def _later(self, delay_ms: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(self._wrote_s + delay_ms / 1e3, self._write)
+        wait_s = self._wrote_s + delay_ms / 1e3 - time.perf_counter()
+        self._timer = asyncio.get_running_loop().call_later(max(wait_s, 0.0), self._write)
 
     def _write(self) -> None:
         if self._transport is None:
             return
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.perf_counter()
         took_us = round((now_s - self._wrote_s) * 1e6)
         if self._left == self._count:
             self._server.ttft_us.append(took_us)
@@ -209,7 +211,9 @@ def main() -> None:
     parser.add_argument("--ttft-ms", type=float, default=20.0)
     parser.add_argument("--ttft-spread", type=float, default=0.0, help="sigma of a lognormal factor")
     parser.add_argument("--itl-ms", type=float, default=2.0)
-    parser.add_argument("--stall-at-s", type=float, default=None, help="stop for a while, this long after the first request")
+    parser.add_argument(
+        "--stall-at-s", type=float, default=None, help="stop for a while, this long after the first request"
+    )
     parser.add_argument("--stall-for-s", type=float, default=2.0)
     parser.add_argument("--refuse-every", type=int, default=0, help="answer each n-th request with 429")
     arguments = vars(parser.parse_args())

@@ -7,6 +7,7 @@ this process; a connection is opened when no idle one is left.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -274,6 +275,7 @@ class _Collected:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower() if error.strerror[:1].isupper() else error.strerror
-    return str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        # The system's own words: event loops each add their own.
+        return os.strerror(error.errno).lower()
+    return " ".join(str(error).split()) or type(error).__name__

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
-import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,7 +23,7 @@ from kvferry_loadtest.result import Result
 from kvferry_loadtest.scenario import Scenario
 from kvferry_loadtest.server_metrics import Sampler, server_of
 from kvferry_loadtest.stream import error_text
-from kvferry_loadtest.watch import Watch
+from kvferry_loadtest.watch import Watch, punctual
 
 PROGRESS_EVERY_S = 0.25
 RECENT_S = 5.0
@@ -78,8 +76,9 @@ def run(
         if tenant.api_key_env
     }
     default_key = _key(target.api_key_env, "the target") if target.api_key_env else ""
-    with _punctual():
-        return uvloop.run(_run(scenario, plan, target, tenant_to_key, default_key, repeat, on_progress))
+    with punctual():
+        outcomes: Outcomes = uvloop.run(_run(scenario, plan, target, tenant_to_key, default_key, repeat, on_progress))
+    return outcomes
 
 
 async def _run(
@@ -203,11 +202,7 @@ async def _show(engine: Engine, on_progress: Callable[[Progress], None]) -> None
 
 def _progress(engine: Engine) -> Progress:
     now_s = engine.now_s()
-    recent = sorted(
-        record.ttft_s
-        for record in engine.recently_ended(now_s - RECENT_S)
-        if record.ttft_s is not None
-    )
+    recent = sorted(record.ttft_s for record in engine.recently_ended(now_s - RECENT_S) if record.ttft_s is not None)
     return Progress(
         planned=len(engine.records),
         sent=engine.num_sent,
@@ -224,21 +219,3 @@ def _key(name: str, whose: str) -> str:
     if not key:
         raise ScenarioError(f"the key of {whose} is read from ${name}, which is not set")
     return key
-
-
-@contextlib.contextmanager
-def _punctual() -> Iterator[None]:
-    """Fewer reasons to be late: no garbage collection while requests are timed, and a place before other processes."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    nice = os.nice(0)
-    with contextlib.suppress(OSError):  # only root may
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, nice)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 MAX_ERROR_CHARS = 200
@@ -40,7 +42,7 @@ _chunk = msgspec.json.Decoder(_Chunk)
 
 
 class StreamReader:
-    """Feed it bytes with the time they came at. After the end, `error` says what was wrong with the stream, if anything.
+    """Feed it bytes with the time they came at. After the end, `error` says what was wrong with the stream.
 
     One event with text is one entry of `token_s`: servers that put several tokens into an event are seen as they are.
     """
@@ -114,19 +116,11 @@ class _ErrorBody(msgspec.Struct):
 
 
 def error_text(body: bytes) -> str:
-    """What an error body says, short and on one line; OpenAI's shape, FastAPI's, or whatever it is."""
+    """What an error says, short and on one line: OpenAI's shape (whole, or what is in `error`), FastAPI's, or any."""
     text = ""
-    for shape in (_ErrorBody, _Error):
-        try:
-            decoded = msgspec.json.decode(body, type=shape)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            continue
-        if isinstance(decoded, _ErrorBody):
-            inner = decoded.error
-            text = (inner.message if isinstance(inner, _Error) else inner) or decoded.message or decoded.detail or ""
-        else:
-            text = decoded.message or ""
-        if text:
-            break
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        decoded = msgspec.json.decode(body, type=_ErrorBody)
+        inner = decoded.error.message if isinstance(decoded.error, _Error) else decoded.error
+        text = inner or decoded.message or decoded.detail or ""
     text = " ".join((text or body.decode("utf-8", "replace")).split())
     return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 1] + "…"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvferry_loadtest.record import Record
 from kvferry_loadtest.result import Harness
@@ -31,7 +34,7 @@ class Watch:
     def begin(self) -> None:
         self._cpu_s, self._wall_s = -time.process_time(), -time.monotonic()
         self._stall_s = 0.0
-        self._ticked_s = self._loop.time()
+        self._ticked_s = time.perf_counter()
         self._tick()
 
     def end(self) -> None:
@@ -41,7 +44,7 @@ class Watch:
         self._wall_s += time.monotonic()
 
     def _tick(self) -> None:
-        now_s = self._loop.time()
+        now_s = time.perf_counter()
         self._stall_s = max(self._stall_s, now_s - self._ticked_s - TICK_S)
         self._ticked_s = now_s
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -75,3 +78,21 @@ def judge(lateness_s: Sequence[float], ttft_s: Sequence[float], *, cpu_share: fl
         lateness_p99_ms=late_s * 1e3,
         loop_stall_max_ms=stall_s * 1e3,
     )
+
+
+@contextlib.contextmanager
+def punctual() -> Iterator[None]:
+    """Fewer reasons to be late: no garbage collection while requests are timed, and a place before other processes."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    nice = os.nice(0)
+    with contextlib.suppress(OSError):  # only root may
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, nice)

@@ -1,0 +1,182 @@
+"""The harness measured against a server with known delays, which runs in a process of its own.
+
+Three questions: are its percentiles right, does a stall show in scheduled latency (and not only in the requests that
+were under way), and does it send in time at a high rate.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import uvloop
+
+from kvferry_loadtest.arrivals import fixed_times
+from kvferry_loadtest.engine import Engine, Sampling
+from kvferry_loadtest.histogram import Latencies
+from kvferry_loadtest.http_client import Endpoint, HttpClient
+from kvferry_loadtest.plan import Message, Plan, PlannedRequest, RequestId, Segment
+from kvferry_loadtest.record import Outcome, Record
+from kvferry_loadtest.watch import Watch, punctual
+
+PERCENTS = (50.0, 90.0, 99.0, 99.9)
+# A percentile is right within 2 % or 1 ms, whichever is more.
+TOLERANCE_SHARE = 0.02
+TOLERANCE_MS = 1.0
+RATE_PER_S = 2000.0
+MAX_LATENESS_MS = 5.0
+STALL_S = 2.0
+
+
+class Delays(msgspec.Struct):
+    """What the fake server really took, in microseconds."""
+
+    ttft_us: list[int]
+    itl_us: list[int]
+
+
+@contextmanager
+def fake_server(*arguments: str) -> Iterator[str]:
+    """The address of a fake server in a process of its own."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvferry_loadtest.fake_server", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(10)
+
+
+def plan_at(arrivals_s: Sequence[float], max_tokens: int) -> Plan:
+    """Requests of a few words, each a session of its own."""
+    messages = (Message("user", (Segment("hello", 4),)),)
+    return Plan(
+        scenario="selfcheck",
+        seed=0,
+        requests=tuple(
+            PlannedRequest(
+                request_id=RequestId(i), session_id=f"s{i}", arrival_s=at_s, messages=messages, max_tokens=max_tokens
+            )
+            for i, at_s in enumerate(arrivals_s)
+        ),
+    )
+
+
+def driven(url: str, plan: Plan) -> tuple[list[Record], Delays, Watch]:
+    """Send a plan to a fake server, as a run does; its own view of the delays comes with it."""
+    with punctual():
+        driven: tuple[list[Record], Delays, Watch] = uvloop.run(_drive(url, plan))
+    return driven
+
+
+async def _drive(url: str, plan: Plan) -> tuple[list[Record], Delays, Watch]:
+    client = HttpClient(Endpoint(url))
+    try:
+        watch = Watch()
+        engine = Engine(plan, client, Sampling(model="fake", timeout_s=30.0), loop_kind="open")
+        watch.begin()
+        records = await engine.run()
+        watch.end()
+        _, body = await client.fetch("/fake/delays", {})
+    finally:
+        await client.close()
+    return records, msgspec.json.decode(body, type=Delays), watch
+
+
+def check_accuracy(rate_per_s: float = 100.0, num_requests: int = 1500) -> dict[str, Any]:
+    """Percentiles of TTFT and of the time between tokens beside those that the server really took."""
+    with fake_server("--ttft-ms", "40", "--ttft-spread", "0.5", "--itl-ms", "5") as url:
+        records, delays, _ = driven(url, plan_at(fixed_times(rate_per_s, num_requests), 8))
+    compared = {
+        "ttft": (_latencies(delays.ttft_us), _of(records, lambda record: record.ttft_sent_s)),
+        "itl": (_latencies(delays.itl_us), _gaps(records)),
+    }
+    figures: dict[str, Any] = {}
+    worst = 0.0
+    for name, (true, measured) in compared.items():
+        for percent in PERCENTS:
+            true_ms, measured_ms = true.percentile_ms(percent), measured.percentile_ms(percent)
+            allowed_ms = max(TOLERANCE_MS, TOLERANCE_SHARE * true_ms)
+            worst = max(worst, abs(measured_ms - true_ms) / allowed_ms)
+            figures[f"{name}_p{percent:g}_ms"] = {"true": round(true_ms, 3), "measured": round(measured_ms, 3)}
+    all_ok = all(record.outcome is Outcome.OK for record in records)
+    return {"ok": all_ok and worst <= 1.0, "requests": len(records), "worst_of_tolerance": round(worst, 3), **figures}
+
+
+def check_stall(rate_per_s: float = 200.0, seconds: float = 8.0) -> dict[str, Any]:
+    """A server that does nothing for 2 s: what was due meanwhile waited, on average, half as long."""
+    with fake_server("--ttft-ms", "5", "--itl-ms", "1", "--stall-at-s", "3", "--stall-for-s", f"{STALL_S:g}") as url:
+        plan = plan_at(fixed_times(rate_per_s, int(rate_per_s * seconds)), 2)
+        records, _, _ = driven(url, plan)
+    scheduled = _of(records, lambda record: record.e2e_s)
+    due_in_stall = STALL_S / seconds
+    expected_ms = STALL_S * 1e3 * (1 - 0.01 / due_in_stall)  # of a wait that falls evenly from 2 s to nothing
+    p99_ms = scheduled.percentile_ms(99)
+    return {
+        "ok": abs(p99_ms - expected_ms) <= 0.1 * expected_ms,
+        "scheduled_p50_ms": round(scheduled.percentile_ms(50), 1),
+        "scheduled_p99_ms": round(p99_ms, 1),
+        "expected_p99_ms": round(expected_ms, 1),
+        "share_over_200_ms": round(sum((record.e2e_s or 0) > 0.2 for record in records) / len(records), 3),
+        "expected_share_over_200_ms": round((STALL_S - 0.2) / seconds, 3),
+    }
+
+
+def check_rate(rate_per_s: float = RATE_PER_S, seconds: float = 10.0) -> dict[str, Any]:
+    """Short streams at a high rate: does every one leave in time."""
+    with fake_server("--ttft-ms", "10", "--itl-ms", "5") as url:
+        plan = plan_at(fixed_times(rate_per_s, int(rate_per_s * seconds)), 4)
+        records, _, watch = driven(url, plan)
+    lateness = _of(records, lambda record: record.lateness_s)
+    verdict = watch.verdict(records)
+    return {
+        "ok": lateness.max_ms <= MAX_LATENESS_MS and all(record.outcome is Outcome.OK for record in records),
+        "requests": len(records),
+        "requests_per_s": rate_per_s,
+        "lateness_p50_ms": round(lateness.percentile_ms(50), 3),
+        "lateness_p99_ms": round(lateness.percentile_ms(99), 3),
+        "lateness_max_ms": round(lateness.max_ms, 3),
+        "cpu_share": round(verdict.cpu_share, 3),
+    }
+
+
+def main() -> None:
+    print(json.dumps({"accuracy": check_accuracy(), "stall": check_stall(), "rate": check_rate()}, indent=1))
+
+
+def _latencies(values_us: Sequence[int]) -> Latencies:
+    latencies = Latencies()
+    for value_us in values_us:
+        latencies.add_s(value_us / 1e6)
+    return latencies
+
+
+def _of(records: Sequence[Record], read: Callable[[Record], float | None]) -> Latencies:
+    latencies = Latencies()
+    for record in records:
+        if (value_s := read(record)) is not None:
+            latencies.add_s(value_s)
+    return latencies
+
+
+def _gaps(records: Sequence[Record]) -> Latencies:
+    latencies = Latencies()
+    for record in records:
+        for before_s, after_s in zip(record.token_s, record.token_s[1:], strict=False):
+            latencies.add_s(after_s - before_s)
+    return latencies
+
+
+if __name__ == "__main__":
+    main()
