@@ -6,7 +6,6 @@ were under way), and does it send in time at a high rate.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,14 @@ from typing import Any
 
 import msgspec
 import uvloop
+from rich.console import Console
+from rich.table import Table
 
 from kvferry_loadtest.arrivals import fixed_times
 from kvferry_loadtest.engine import Engine, Sampling
 from kvferry_loadtest.histogram import Latencies
 from kvferry_loadtest.http_client import Endpoint, HttpClient
+from kvferry_loadtest.machine import machine_line
 from kvferry_loadtest.plan import Message, Plan, PlannedRequest, RequestId, Segment
 from kvferry_loadtest.record import Outcome, Record
 from kvferry_loadtest.watch import Watch, punctual
@@ -151,8 +153,46 @@ def check_rate(rate_per_s: float = RATE_PER_S, seconds: float = 10.0) -> dict[st
     }
 
 
-def main() -> None:
-    print(json.dumps({"accuracy": check_accuracy(), "stall": check_stall(), "rate": check_rate()}, indent=1))
+def check_all(console: Console) -> dict[str, Any]:
+    """All three, with a table of what was found."""
+    table = Table(title=f"kvferry-loadtest on {machine_line()}", title_justify="left")
+    for column in ("question", "figure", "wanted", ""):
+        table.add_column(column)
+    figures: dict[str, Any] = {"machine": machine_line()}
+    questions: tuple[tuple[str, Callable[[], dict[str, Any]]], ...] = (
+        ("accuracy", check_accuracy),
+        ("stall", check_stall),
+        ("rate", check_rate),
+    )
+    for name, check in questions:
+        with console.status(f"{name} ..."):
+            figures[name] = check()
+    accuracy, stall, rate = figures["accuracy"], figures["stall"], figures["rate"]
+    table.add_row(
+        "percentiles of TTFT and ITL beside the true ones",
+        f"off by {accuracy['worst_of_tolerance']:.2f} of the tolerance at most",
+        "2 % or 1 ms",
+        _verdict(accuracy),
+    )
+    table.add_row(
+        f"a stall of {STALL_S:g} s shows in scheduled latency, p99",
+        f"{stall['scheduled_p99_ms']:.0f} ms",
+        f"{stall['expected_p99_ms']:.0f} ms ± 10 %",
+        _verdict(stall),
+    )
+    table.add_row(
+        f"{rate['requests_per_s']:g} streams/s, latest of {rate['requests']}",
+        f"{rate['lateness_max_ms']:.1f} ms late, {rate['cpu_share']:.0%} of a core",
+        f"{MAX_LATENESS_MS:g} ms",
+        _verdict(rate),
+    )
+    console.print(table)
+    figures["ok"] = all(figures[name]["ok"] for name, _ in questions)
+    return figures
+
+
+def _verdict(figures: dict[str, Any]) -> str:
+    return "[green]✓[/]" if figures["ok"] else "[red]✗[/]"
 
 
 def _latencies(values_us: Sequence[int]) -> Latencies:
@@ -176,7 +216,3 @@ def _gaps(records: Sequence[Record]) -> Latencies:
         for before_s, after_s in zip(record.token_s, record.token_s[1:], strict=False):
             latencies.add_s(after_s - before_s)
     return latencies
-
-
-if __name__ == "__main__":
-    main()

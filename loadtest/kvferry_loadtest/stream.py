@@ -35,7 +35,7 @@ class Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw()
 
 
 _chunk = msgspec.json.Decoder(_Chunk)
@@ -85,7 +85,7 @@ class StreamReader:
         except msgspec.MsgspecError as error:
             self.error = self.error or f"an event that cannot be read: {error}"[:MAX_ERROR_CHARS]
             return
-        if chunk.error is not None:
+        if bytes(chunk.error) not in (b"", b"null"):
             self.error = self.error or error_text(bytes(chunk.error))
         if chunk.usage is not None:
             self.usage = chunk.usage
