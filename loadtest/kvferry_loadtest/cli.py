@@ -107,7 +107,9 @@ def show_plan(scenario: str, overrides: Sequence[str], seed: int | None) -> None
 
 @main.command("run")
 @click.argument("scenario")
-@click.option("--url", required=True, help="The endpoint, as in http://127.0.0.1:8000 (before /v1).")
+@click.option(
+    "--url", "urls", required=True, multiple=True, help="The endpoint: http://HOST:PORT, before /v1. Several: in turn."
+)
 @click.option("--model", default="", help="Model to ask for; without it the first that the endpoint lists.")
 @click.option("--api-key-env", default="", metavar="NAME", help="Environment variable with the API key.")
 @click.option(
@@ -128,7 +130,7 @@ def show_plan(scenario: str, overrides: Sequence[str], seed: int | None) -> None
 @one_line_errors
 def run_scenario(
     scenario: str,
-    url: str,
+    urls: Sequence[str],
     model: str,
     api_key_env: str,
     metrics_urls: Sequence[str],
@@ -141,7 +143,7 @@ def run_scenario(
     with_report: bool,
 ) -> None:
     """Run SCENARIO (a name, or a TOML file) against an endpoint, and write results and a report."""
-    target = Target(url, deployment or url, model, api_key_env, metrics_urls or None)
+    target = Target(urls, deployment or urls[0], model, api_key_env, metrics_urls or None)
     results = []
     for repeat in range(repeats):
         loaded = load(scenario, overrides, seed)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -47,7 +48,7 @@ class Engine:
     def __init__(
         self,
         plan: Plan,
-        client: HttpClient,
+        clients: Sequence[HttpClient],
         sampling: Sampling,
         *,
         loop_kind: Literal["open", "closed"],
@@ -73,13 +74,13 @@ class Engine:
         self.num_ended = 0
         self.num_ok = 0
         self._ended: deque[Record] = deque(maxlen=1000)
-        self._client = client
+        self._clients = itertools.cycle(clients)  # several servers are asked in turn
         self._sampling = sampling
         self._loop_kind = loop_kind
         self._num_users = num_users
         self._keys = dict(tenant_to_key or {})
         self._default_key = default_key
-        self._heads: dict[tuple[str, str], bytes] = {}
+        self._heads: dict[tuple[HttpClient, str, str], bytes] = {}
         self._bodies: dict[RequestId, bytes] = {}
         self._due: list[tuple[float, RequestId]] = []
         self._to_prepare: deque[RequestId] = deque()  # by the time they are due
@@ -229,14 +230,14 @@ class Engine:
             )
         return msgspec.json.encode(fields)
 
-    def _head(self, request: PlannedRequest) -> bytes:
+    def _head(self, request: PlannedRequest, client: HttpClient) -> bytes:
         path = "/v1/completions" if request.tokens else "/v1/chat/completions"
-        head = self._heads.get((request.tenant, path))
+        head = self._heads.get((client, request.tenant, path))
         if head is None:
             headers = {"content-type": "application/json", "accept": "text/event-stream"}
             if key := self._keys.get(request.tenant, self._default_key):
                 headers["authorization"] = f"Bearer {key}"
-            head = self._heads[request.tenant, path] = self._client.request_head("POST", path, headers)
+            head = self._heads[client, request.tenant, path] = client.request_head("POST", path, headers)
         return head
 
     def _send(self, request: PlannedRequest) -> None:
@@ -247,7 +248,8 @@ class Engine:
         self.num_in_flight += 1
         # "Sent" includes opening a connection: the client is not late for what the server's backlog costs.
         exchange.record.sent_s = self.now_s()
-        exchange.begin(self._client.send(self._head(request), body, exchange), self._sampling.timeout_s)
+        client = next(self._clients)
+        exchange.begin(client.send(self._head(request, client), body, exchange), self._sampling.timeout_s)
 
     # What exchanges call.
 

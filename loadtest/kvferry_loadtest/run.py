@@ -33,11 +33,11 @@ RECENT_S = 5.0
 class Target:
     """An endpoint. Keys are read from the environment, so that no command line and no result has one."""
 
-    url: str
+    urls: Sequence[str]  # servers that are alike, asked in turn
     deployment: str
     model: str = ""  # empty: the first that it serves
     api_key_env: str = ""
-    metrics_urls: Sequence[str] | None = None  # None: /metrics of the endpoint itself
+    metrics_urls: Sequence[str] | None = None  # None: /metrics of each server
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,20 @@ async def _run(
     repeat: int,
     on_progress: Callable[[Progress], None],
 ) -> Outcomes:
-    endpoint = Endpoint(target.url)
-    client = HttpClient(endpoint)
+    endpoints = [Endpoint(url) for url in target.urls]
+    clients = [HttpClient(endpoint) for endpoint in endpoints]
     headers = {"authorization": f"Bearer {default_key}"} if default_key else {}
-    urls = [f"{endpoint.url}/metrics"] if target.metrics_urls is None else target.metrics_urls
+    urls = target.metrics_urls
+    if urls is None:
+        urls = [f"{endpoint.url}/metrics" for endpoint in endpoints]
     metrics_clients = [HttpClient(Endpoint(url)) for url in urls]
     watch = Watch()
     try:
-        model = await look_at(client, target, headers)
+        models = [await look_at(client, target, headers) for client in clients]
+        model = models[0]
         engine = Engine(
             plan,
-            client,
+            clients,
             Sampling(
                 model=model,
                 temperature=scenario.temperature,
@@ -129,7 +132,7 @@ async def _run(
             await asyncio.gather(shown, return_exceptions=True)
         on_progress(_progress(engine))
     finally:
-        for each in (client, *metrics_clients):
+        for each in (*clients, *metrics_clients):
             await each.close()
 
     counted = [record for record in records if not record.warmup]
@@ -142,7 +145,7 @@ async def _run(
         seed=plan.seed,
         repeat=repeat,
         loop=scenario.loop,
-        target={"url": endpoint.url, "model": model},
+        target={"url": " ".join(endpoint.url for endpoint in endpoints), "model": model},
         machine=machine_line(),
         started_at=started_at.isoformat(timespec="seconds"),
         duration_s=length_s,

@@ -86,7 +86,7 @@ async def _drive(url: str, plan: Plan) -> tuple[list[Record], Delays, Watch]:
     client = HttpClient(Endpoint(url))
     try:
         watch = Watch()
-        engine = Engine(plan, client, Sampling(model="fake", timeout_s=30.0), loop_kind="open")
+        engine = Engine(plan, [client], Sampling(model="fake", timeout_s=30.0), loop_kind="open")
         watch.begin()
         records = await engine.run()
         watch.end()

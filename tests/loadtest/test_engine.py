@@ -54,7 +54,7 @@ async def run(
     client = HttpClient(Endpoint(f"127.0.0.1:{server.port}"))
     try:
         async with asyncio.timeout(60):
-            return await Engine(plan, client, sampling, loop_kind=loop_kind, **values).run(after_warmup)
+            return await Engine(plan, [client], sampling, loop_kind=loop_kind, **values).run(after_warmup)
     finally:
         await client.close()
 
@@ -189,6 +189,17 @@ async def test_token_prompts_go_to_completions() -> None:
     assert "messages" not in bodies[0]
 
 
+async def test_several_servers_are_asked_in_turn() -> None:
+    async with serving() as one, serving() as other:
+        clients = [HttpClient(Endpoint(f"127.0.0.1:{server.port}")) for server in (one, other)]
+        plan = planned(*({"arrival_s": 0.0} for _ in range(6)))
+        records = await Engine(plan, clients, Sampling(model="fake"), loop_kind="open").run()
+        assert all(record.outcome is Outcome.OK for record in records)
+        assert (one.num_requests, other.num_requests) == (3, 3)
+        for client in clients:
+            await client.close()
+
+
 async def test_each_tenant_has_its_key() -> None:
     plan = planned({"arrival_s": 0.0, "tenant": "a"}, {"arrival_s": 0.0, "tenant": "b"}, {"arrival_s": 0.0})
     async with serving(api_key="of-a") as server:
@@ -219,7 +230,7 @@ async def test_nobody_listening_is_a_failure_of_every_request_and_no_hang() -> N
 async def test_a_cancelled_run_leaves_nothing_open() -> None:
     async with serving(ttft_ms=60_000.0) as server:
         client = HttpClient(Endpoint(f"127.0.0.1:{server.port}"))
-        engine = Engine(planned({"arrival_s": 0.0}), client, Sampling(model="fake"), loop_kind="open")
+        engine = Engine(planned({"arrival_s": 0.0}), [client], Sampling(model="fake"), loop_kind="open")
         task = asyncio.create_task(engine.run())
         await until(lambda: server.num_requests == 1)
         task.cancel()

@@ -1,0 +1,93 @@
+"""kvferry beside two `vllm serve`, the same with vLLM's file-system tier, and ray.serve.llm, on the published RAG workload.
+
+One deployment is up at a time, on the same processors, with the same memory for KV pages and the same requests; their
+order rotates over the repeats. Writes results, an HTML report and PNGs to --out, and prints one JSON object as its
+last line. A deployment that does not come up is reported as such, and the others are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+from deployments import DEPLOYMENTS, DeploymentFailed, Settings
+from kvferry_loadtest import scenario as scenarios
+from kvferry_loadtest.cli import run_once
+from kvferry_loadtest.compare import compare, print_comparison
+from kvferry_loadtest.errors import LoadtestError
+from kvferry_loadtest.report import write_report
+from kvferry_loadtest.result import Result
+from kvferry_loadtest.run import Target
+from rich.console import Console
+
+# The published sizes times this fit the positions and the speed of a laptop's processor.
+SCALE = 0.125
+
+console = Console()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each deployment")
+    parser.add_argument("--only", action="append", choices=sorted(DEPLOYMENTS), help="leave others out")
+    parser.add_argument("--scenario", default="rag-chat", help="a scenario's name, or a TOML file")
+    parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a scenario's value")
+    parser.add_argument("--out", type=Path, default=Path("loadtest-results/rag"), help="folder for results and report")
+    arguments = parser.parse_args()
+    names = arguments.only or list(DEPLOYMENTS)
+    try:
+        overrides = {"scale": str(SCALE), **dict(pair.split("=", 1) for pair in arguments.set)}
+        scenario = scenarios.load(arguments.scenario, overrides)
+    except (LoadtestError, ValueError) as error:
+        print(f"bench-rag: {error}", file=sys.stderr)
+        return 2
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+    for repeat in range(arguments.repeats):
+        turned = repeat % len(names)
+        for name in names[turned:] + names[:turned]:
+            deployment = DEPLOYMENTS[name]
+            console.rule(f"{deployment.description} · run {repeat + 1} of {arguments.repeats}")
+            try:
+                with console.status(f"{name} starts ..."):
+                    up = deployment.up(Settings())
+                    running = up.__enter__()
+                try:
+                    target = Target(running.urls, name, running.model, metrics_urls=running.metrics_urls)
+                    seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
+                    results.append(run_once(seeded, target, repeat, arguments.out, keep_records=True))
+                finally:
+                    up.__exit__(None, None, None)
+            except (DeploymentFailed, LoadtestError) as error:
+                failures[name] = str(error)
+                console.print(f"[bold red]{name}:[/] {error}", highlight=False)
+    if not results:
+        return 1
+    console.print(f"report: {write_report(results, arguments.out, 'RAG chat, deployments side by side')}")
+    print_comparison(console, compare(results))
+    print(json.dumps({"machine": results[0].machine, "failures": failures, "runs": [figures(result) for result in results]}))
+    return 0
+
+
+def figures(result: Result) -> dict[str, object]:
+    """What is quoted of a run."""
+    ttft = result.overall.latencies.get("ttft")
+    return {
+        "deployment": result.deployment,
+        "repeat": result.repeat,
+        "ttft_p50_ms": ttft.p50 if ttft else None,
+        "ttft_p99_ms": ttft.p99 if ttft else None,
+        "requests_per_s": result.overall.requests_per_s,
+        "output_tokens_per_s": result.overall.output_tokens_per_s,
+        "goodput_share": result.overall.goodput_share,
+        "recompute_share": result.server.recompute_share,
+        "recompute_floor": result.floor.recompute_share if result.floor else None,
+        "harness_ok": result.harness.ok,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
