@@ -59,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     requests: tuple[PlannedRequest, ...]
     warmup: frozenset[RequestId] = frozenset()  # sent, and left out of every figure
+    notes: dict[str, int] = {}  # counts that a report should state, such as prompts that had to be cut
 
     def check(self) -> None:
         """Raises ValueError where the plan contradicts itself; a generator that makes such a plan is wrong."""
