@@ -1,4 +1,4 @@
-"""kvferry beside two `vllm serve`, the same with vLLM's file-system tier, and ray.serve.llm, on the published RAG workload.
+"""kvferry beside two `vllm serve`, those with vLLM's file-system tier, and ray.serve.llm, on the published RAG load.
 
 One deployment is up at a time, on the same processors, with the same memory for KV pages and the same requests; their
 order rotates over the repeats. Writes results, an HTML report and PNGs to --out, and prints one JSON object as its
@@ -14,14 +14,15 @@ from pathlib import Path
 
 import msgspec
 from deployments import DEPLOYMENTS, DeploymentFailed, Settings
+from kvferry_loadtest.compare import compare, print_comparison
+from kvferry_loadtest.report import write_report
+from rich.console import Console
+
 from kvferry_loadtest import scenario as scenarios
 from kvferry_loadtest.cli import run_once
-from kvferry_loadtest.compare import compare, print_comparison
 from kvferry_loadtest.errors import LoadtestError
-from kvferry_loadtest.report import write_report
 from kvferry_loadtest.result import Result
 from kvferry_loadtest.run import Target
-from rich.console import Console
 
 # The published sizes times this fit the positions and the speed of a laptop's processor.
 SCALE = 0.125
@@ -34,7 +35,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2, help="runs of each deployment")
     parser.add_argument("--only", action="append", choices=sorted(DEPLOYMENTS), help="leave others out")
     parser.add_argument("--scenario", default="rag-chat", help="a scenario's name, or a TOML file")
-    parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a scenario's value")
+    parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of it")
     parser.add_argument("--out", type=Path, default=Path("loadtest-results/rag"), help="folder for results and report")
     arguments = parser.parse_args()
     names = arguments.only or list(DEPLOYMENTS)
@@ -68,7 +69,8 @@ def main() -> int:
         return 1
     console.print(f"report: {write_report(results, arguments.out, 'RAG chat, deployments side by side')}")
     print_comparison(console, compare(results))
-    print(json.dumps({"machine": results[0].machine, "failures": failures, "runs": [figures(result) for result in results]}))
+    runs = [figures(result) for result in results]
+    print(json.dumps({"machine": results[0].machine, "failures": failures, "runs": runs}))
     return 0
 
 

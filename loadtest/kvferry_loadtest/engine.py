@@ -88,7 +88,7 @@ class Engine:
         self._exchanges: set[_Exchange] = set()
         self._awake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._start_s = 0.0
+        self._start_s = self._first_s = 0.0
         self._followers: dict[RequestId, list[RequestId]] = {}
         self._num_open: dict[RequestId, int] = {}  # predecessors that have not ended
         self._last_use: dict[RequestId, int] = {}  # how many requests still need an answer's text
@@ -139,6 +139,9 @@ class Engine:
         first.sort(key=lambda request: request.arrival_s or 0.0)
         self._to_prepare.extend(request.request_id for request in first)
         self._prepare_ahead(None)
+        # A plan leaves the warm-up time before its other arrivals; it takes as long as it takes.
+        arrivals_s = [request.arrival_s for request in first if request.arrival_s is not None]
+        self._first_s = min(arrivals_s, default=0.0) if self.plan.warmup else 0.0
         self._start_s = time.perf_counter()
         if self._loop_kind == "closed":
             self._sessions.extend(dict.fromkeys(request.session_id for request in phase))
@@ -146,7 +149,7 @@ class Engine:
                 self._next_session(0.0)
         else:
             for request in first:
-                self._schedule(request.request_id, request.arrival_s or 0.0, 0.0)
+                self._schedule(request.request_id, self._arrival_s(request) or 0.0, 0.0)
         while self.num_ended < num_ended:
             await self._until_due()
             self._send_due()
@@ -157,6 +160,10 @@ class Engine:
         if self._sessions:
             for request_id in self._session_to_first[self._sessions.popleft()]:
                 self._schedule(request_id, now_s, 0.0)
+
+    def _arrival_s(self, request: PlannedRequest) -> float | None:
+        """On this run's clock."""
+        return None if request.arrival_s is None else max(0.0, request.arrival_s - self._first_s)
 
     def _schedule(self, request_id: RequestId, due_s: float, predecessor_wait_s: float) -> None:
         record = self.records[request_id]
@@ -283,7 +290,7 @@ class Engine:
                 self._num_open[follower_id] -= 1
                 if self._num_open[follower_id]:
                     continue
-                arrival_s = follower.arrival_s
+                arrival_s = self._arrival_s(follower)
                 due_s = max(arrival_s or 0.0, now_s + follower.pause_s)
                 if all(self.records[earlier].outcome is Outcome.OK for earlier in follower.after):
                     self._schedule(follower_id, due_s, 0.0 if arrival_s is None else due_s - arrival_s)

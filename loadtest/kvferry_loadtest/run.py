@@ -111,7 +111,7 @@ async def _run(
                 timeout_s=scenario.request_timeout_s,
             ),
             loop_kind=scenario.loop,
-            num_users=scenario.concurrency,
+            num_users=scenario.concurrency or 1,
             tenant_to_key=tenant_to_key,
             default_key=default_key,
         )

@@ -168,7 +168,7 @@ async def test_a_closed_loop_keeps_its_number_of_users_busy() -> None:
 
 async def test_warmup_is_over_before_anything_is_measured() -> None:
     seen: list[int] = []
-    plan = planned({"arrival_s": 0.0}, {"arrival_s": 0.0}, {"arrival_s": 0.0}, warmup=(1,))
+    plan = planned({"arrival_s": 50.0}, {"arrival_s": 0.0}, {"arrival_s": 50.1}, warmup=(1,))
     async with serving() as server:
 
         async def after_warmup() -> None:
@@ -177,6 +177,8 @@ async def test_warmup_is_over_before_anything_is_measured() -> None:
         records = await run(server, plan, after_warmup=after_warmup)
     assert seen == [1]
     assert [record.warmup for record in records] == [False, True, False]
+    # Not fifty seconds later: a plan does not know how long its warm-up takes.
+    assert [record.due_s for record in records] == pytest.approx([0.0, 0.0, 0.1])
 
 
 async def test_token_prompts_go_to_completions() -> None:
