@@ -6,7 +6,8 @@ the same key is the beginning of a longer one, which is what the partial last bl
 Every word of a text begins with a space and is one token together with it (see `words.py`). Byte-level BPE tokenizers
 cut text before a space that a letter follows, so texts that follow one another never merge at the seam: n tokens of
 segments are n tokens of prompt, and prompts that share segments share exactly their tokens. What a chat template puts
-around a message comes on top; a template that strips messages takes the first space away, and the word stays one token.
+around a message comes on top; a template that strips messages takes the first space away, and the word may then be two
+tokens, always the same.
 """
 
 from __future__ import annotations

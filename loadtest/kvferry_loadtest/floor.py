@@ -2,7 +2,8 @@
 
 The plan is replayed in the order of its planned times into a prefix cache without bounds that finds whole pages only.
 Prompts share what their segments share; roles and tools count as beginnings that must be alike, but have no tokens: the
-few that a chat template adds per message are not counted. Answers have all of their `max_tokens`.
+few that a chat template adds per message are not counted. Answers have all of their `max_tokens`, and their text is
+taken to become the same tokens again when it comes back in a prompt.
 
 Warm-up requests fill the cache and are not counted. For figures that contain them, such as a server's counters over a
 whole run, take the floor of `msgspec.structs.replace(plan, warmup=frozenset())`.
@@ -10,6 +11,7 @@ whole run, take the floor of `msgspec.structs.replace(plan, warmup=frozenset())`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvferry_loadtest.plan import AnswerOf, Plan, PlannedRequest, RequestId
@@ -20,17 +22,24 @@ Item = tuple[str, int]  # key, number of tokens
 
 def floor_of(plan: Plan, page_tokens: int) -> Floor:
     """Shares are of the measured requests' prompt tokens; 0 where there are none. Time is linear in the plan's
-    segments, about a microsecond for each.
+    segments, a few microseconds for each.
     """
     with_answers, without_answers, within_sessions = _Prefixes(), _Prefixes(), _Prefixes()
     prompt_tokens = recompute = recompute_without_answers = recompute_within_sessions = 0
+    # What nobody will look for is not kept, which spares traces two replays of three.
+    reused = {part.request_id for request in plan.requests for part in _answers(request)}
+    session_to_num_requests = Counter(request.session_id for request in plan.requests)
     for request in in_planned_order(plan):
         prompt = list(_prompt(plan, request))
         answer = [*_role("assistant", request), _answer(plan, request.request_id)]
+        answer = answer if request.request_id in reused else []
         num_tokens = sum(size for _, size in prompt)
         found = with_answers.find_and_add(prompt, answer)
-        found_without_answers = without_answers.find_and_add(prompt, [])
-        found_within_sessions = within_sessions.find_and_add([(f"session/{request.session_id}", 0), *prompt], answer)
+        found_without_answers = without_answers.find_and_add(prompt, []) if reused else found
+        found_within_sessions = 0
+        if session_to_num_requests[request.session_id] > 1:
+            session = (f"session/{request.session_id}", 0)
+            found_within_sessions = within_sessions.find_and_add([session, *prompt], answer)
         if request.request_id not in plan.warmup:
             prompt_tokens += num_tokens
             recompute += num_tokens - found // page_tokens * page_tokens
@@ -103,6 +112,10 @@ def _prompt(plan: Plan, request: PlannedRequest) -> Iterator[Item]:
             yield _answer(plan, part.request_id) if isinstance(part, AnswerOf) else (f"={part.key}", part.num_tokens)
     for part in request.tokens:
         yield f"={part.key}", part.num_tokens
+
+
+def _answers(request: PlannedRequest) -> Iterator[AnswerOf]:
+    return (part for message in request.messages for part in message.parts if isinstance(part, AnswerOf))
 
 
 def _role(role: str, request: PlannedRequest) -> list[Item]:

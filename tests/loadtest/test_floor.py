@@ -113,14 +113,14 @@ def test_warm_up_fills_the_cache_and_is_counted_only_on_request() -> None:
 
 def test_the_shipped_workload_lies_between_all_cold_and_all_warm() -> None:
     shares = [
-        floor_of(make_plan(load("rag-chat", {"rag.cold_fraction": str(u), "num_sessions": "200"})), 16).recompute_share
+        floor_of(make_plan(load("rag-chat", {"rag.cold_fraction": str(u), "num_sessions": "100"})), 16).recompute_share
         for u in (0.0, 0.3, 1.0)
     ]
     cold_tokens, warm_tokens = 8192 + 6 * 200, 6 * 200
     prompt_tokens = sum(1500 + 8192 + 200 * turn + 32 * (turn - 1) for turn in range(1, 7))
     assert shares[0] == pytest.approx(warm_tokens / prompt_tokens, abs=0.001)
     assert shares[2] == pytest.approx(cold_tokens / prompt_tokens, abs=0.001)
-    assert shares[1] == pytest.approx(shares[0] + 0.3 * (shares[2] - shares[0]), abs=0.01)
+    assert shares[1] == pytest.approx(shares[0] + 0.3 * (shares[2] - shares[0]), abs=0.015)
 
 
 def one(request_id: int, *parts: Segment, **fields: object) -> PlannedRequest:
@@ -200,6 +200,6 @@ def test_a_published_trace_has_the_hit_rate_that_its_hashes_say() -> None:
     assert 1 - floor.recompute_share == pytest.approx(rates.of_tokens, abs=0.001)
     assert rates.of_tokens == pytest.approx(0.373, abs=0.001)
     # Smaller blocks share as much, but for the rounding of partial ones.
-    beginning = {"trace.path": str(path), "trace.max_requests": "2000", "trace.length_scale": "0.03125"}
+    beginning = {"trace.path": str(path), "trace.max_requests": "1000", "trace.length_scale": "0.03125"}
     small = floor_of(make_plan(load("trace", beginning)), 16)
-    assert 1 - small.recompute_share == pytest.approx(hit_rates(read_trace(path, 2000)).of_tokens, abs=0.001)
+    assert 1 - small.recompute_share == pytest.approx(hit_rates(read_trace(path, 1000)).of_tokens, abs=0.001)

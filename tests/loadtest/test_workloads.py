@@ -137,13 +137,13 @@ def test_a_chat_repeats_itself_with_the_servers_answers() -> None:
 
 
 def test_think_time_has_its_mean() -> None:
-    pauses = [request.pause_s for request in plan_of("chat", num_sessions=1500).requests if request.after]
-    assert fmean(pauses) == pytest.approx(15.0, rel=0.05)
+    pauses = [request.pause_s for request in plan_of("chat", num_sessions=500).requests if request.after]
+    assert fmean(pauses) == pytest.approx(15.0, rel=0.08)
     assert not any(request.pause_s for request in plan_of("chat", chat__think_time_s=0).requests)
 
 
 def test_sessions_arrive_at_their_rate() -> None:
-    plan = plan_of("chat", num_sessions=4000, warmup_sessions=0)
+    plan = plan_of("chat", num_sessions=4000, warmup_sessions=0, chat__turns="{ min = 1, max = 1 }")
     starts = [request.arrival_s for request in plan.requests if request.arrival_s is not None]
     assert len(starts) / max(starts) == pytest.approx(2.0, rel=0.05)
 
@@ -160,20 +160,20 @@ def cold_and_warm(plan: Plan) -> tuple[int, Counter[str]]:
 
 @pytest.mark.parametrize("cold_fraction", [0.0, 0.3, 1.0])
 def test_rag_sessions_are_cold_as_often_as_asked(cold_fraction: float) -> None:
-    plan = plan_of("rag-chat", rag__cold_fraction=cold_fraction, num_sessions=3000, warmup_sessions=0, rag__turns=1)
+    plan = plan_of("rag-chat", rag__cold_fraction=cold_fraction, num_sessions=2000, warmup_sessions=0, rag__turns=1)
     cold, warm = cold_and_warm(plan)
-    assert cold + warm.total() == 3000
-    assert cold / 3000 == pytest.approx(cold_fraction, abs=0.025)
+    assert cold + warm.total() == 2000
+    assert cold / 2000 == pytest.approx(cold_fraction, abs=0.03)
 
 
 def test_rag_documents_are_as_popular_as_zipf_says() -> None:
     plan = plan_of(
-        "rag-chat", rag__cold_fraction=0, rag__zipf_s=1, rag__num_documents=50, num_sessions=8000, rag__turns=1
+        "rag-chat", rag__cold_fraction=0, rag__zipf_s=1, rag__num_documents=50, num_sessions=4000, rag__turns=1
     )
     _, warm = cold_and_warm(plan)
     sum_of_weights = sum(1 / rank for rank in range(1, 51))
     for rank in (1, 2, 4, 8):
-        assert warm[f"s1//document-{rank - 1}"] / warm.total() == pytest.approx(1 / rank / sum_of_weights, rel=0.15)
+        assert warm[f"s1//document-{rank - 1}"] / warm.total() == pytest.approx(1 / rank / sum_of_weights, rel=0.2)
 
 
 def test_rag_prompts_have_the_published_lengths() -> None:
@@ -195,8 +195,9 @@ def test_rag_documents_are_sent_once_before_any_session() -> None:
     for request in sessions:
         found = [prime for prime in primes if items(prime) == items(request)[:2]]
         assert len(found) == (0 if "session-" in str(items(request)[1]) else 1)
-    unprimed = plan_of("rag-chat", rag__prime_documents="false", num_sessions=40)
-    assert not any(request.session_id.startswith("prime") for request in unprimed.requests)
+    for without in ({"rag__prime_documents": "false"}, {"rag__cold_fraction": 1}):
+        unprimed = plan_of("rag-chat", num_sessions=40, **without)
+        assert not any(request.session_id.startswith("prime") for request in unprimed.requests)
 
 
 def test_agents_share_one_prompt_and_offer_tools() -> None:
@@ -230,10 +231,10 @@ def test_agents_grow_branch_and_join() -> None:
 
 
 def test_agents_branch_as_often_as_asked() -> None:
-    plan = plan_of("agent", agent__steps="{ min = 11, max = 11 }", num_sessions=300, warmup_sessions=0)
+    plan = plan_of("agent", agent__steps="{ min = 11, max = 11 }", num_sessions=100, warmup_sessions=0)
     joins = sum(len(request.after) > 1 for request in plan.requests)
-    assert joins / (300 * 10) == pytest.approx(0.1, abs=0.02)
-    assert len(plan.requests) == 300 * 11 + joins * 4 * 3
+    assert joins / (100 * 10) == pytest.approx(0.1, abs=0.03)
+    assert len(plan.requests) == 100 * 11 + joins * 4 * 3
     straight = plan_of("agent", agent__branch_probability=0)
     assert all(len(request.after) <= 1 for request in straight.requests)
 

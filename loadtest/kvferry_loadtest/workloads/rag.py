@@ -18,7 +18,8 @@ from kvferry_loadtest.workloads.base import Conversation, PlanBuilder, Session, 
 def plan(builder: PlanBuilder) -> None:
     scenario, table = builder.scenario, builder.scenario.rag
     assert table is not None  # as `scenario.load` saw to
-    offset_s = _prime(builder, table) if table.prime_documents else 0.0
+    # Nobody would ask for them where every session has its own.
+    offset_s = _prime(builder, table) if table.prime_documents and table.cold_fraction < 1 else 0.0
     popularity = list(accumulate((rank + 1) ** -table.zipf_s for rank in range(table.num_documents)))
     ranks = range(table.num_documents)
     for session in builder.sessions(offset_s if scenario.loop == "open" else 0.0):
