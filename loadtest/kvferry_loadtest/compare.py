@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry_loadtest.errors import ResultError
-from kvferry_loadtest.figures import FIGURES, MISSING, Figure, by_deployment, shown, shown_interval, values
+from kvferry_loadtest.figures import FIGURES, MISSING, Figure, by_deployment, shown_interval, values
 from kvferry_loadtest.intervals import Estimate, Ratio, estimate, ratio
 from kvferry_loadtest.result import Result
 
@@ -140,12 +140,12 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     """A table of figures × deployments; ratios to the base stand beside each mean, "differs" where significant."""
     table = Table(title=f"Compared with {comparison.base}", title_justify="left", header_style="bold", pad_edge=False)
     table.add_column("", no_wrap=True)
-    for name, repeats in comparison.deployments.items():
+    for name in comparison.deployments:
         runs = comparison.repeats[name]
         mark = " (!)" if name in comparison.untrusted else ""
         table.add_column(Text(f"{name}{mark}\n{runs} run{'s' * (runs > 1)}"), justify="right")
         if name != comparison.base:
-            table.add_column(Text("ratio\n(95 %)"), justify="right", style="dim" if not repeats else "")
+            table.add_column(Text("ratio\n(95 %)"), justify="right")
             table.add_column(Text("differs"), justify="left")
     for index, figure in enumerate(FIGURES):
         cells: list[Text] = [Text(figure.label)]
@@ -171,9 +171,11 @@ def _estimate_cell(found: Estimate | None, figure: Figure) -> Text:
 
 def ratio_text(found: Ratio | None) -> str:
     """ "1.24× (1.10 to 1.39)"; without the interval where there is none."""
-    if found is None or found.value is None:
+    if found is None:
         return MISSING
-    text = shown(found.value, "×")
+    if found.value is None:
+        return "from 0"
+    text = f"{found.value:.2f}×"
     if found.low is not None and found.high is not None:
         text += f" ({found.low:.2f} to {found.high:.2f})"
     return text

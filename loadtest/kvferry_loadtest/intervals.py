@@ -86,7 +86,7 @@ def student_t(freedom: float) -> float:
     if freedom < 1:
         raise ValueError(f"{freedom} degrees of freedom")
     low, high = 0.0, 13.0  # t(1) is 12.7
-    for _ in range(60):
+    for _ in range(48):
         middle = (low + high) / 2
         if _incomplete_beta(freedom / (freedom + middle**2), freedom / 2, 0.5) > 1 - CONFIDENCE:
             low = middle
@@ -105,7 +105,7 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     )  # x^a (1-x)^b / B(a, b)
     value = 1.0  # of the fraction, from its far end
-    for term in range(200, 0, -1):
+    for term in range(80, 0, -1):
         m = term // 2
         if term % 2:
             factor = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
