@@ -145,6 +145,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     seconds: tuple[Second, ...] = ()
     errors: dict[str, int] = {}  # what failed requests met, by text
     imported_from: str = ""  # aiperf, guidellm: figures that such a file does not have are missing
+    # Figures that are not known although their field holds a 0: dotted names from here on, such as "seed" or
+    # "overall.goodput_share". Of an imported result, none of the harness's figures is known.
+    missing: tuple[str, ...] = ()
+    versions: dict[str, str] = {}  # of whatever had a part in it: the harness, Python, the server
 
 
 def write_result(path: Path, result: Result) -> None:
