@@ -14,10 +14,10 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing check fmt proto build ci
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-rag loadtest-smoke loadtest-selfcheck check fmt proto build ci
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS is passed on, as in: make up ARGS="--engine sim"   make test ARGS="-k config"'
 	@echo '  ENGINE=gpu sets up for NVIDIA GPUs instead of the CPU; PYTHON names an interpreter'
@@ -68,6 +68,15 @@ proto: $(STAMP) ## Generate services/kvferry/wire from proto/
 
 bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON
 	@$(BIN)/python tools/bench_gateway.py $(ARGS)
+
+bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RAG load, with a report (half an hour)
+	@$(BIN)/python tools/bench_rag.py $(ARGS)
+
+loadtest-smoke: $(STAMP) ## A load test of a sim cluster with its report, in less than a minute
+	@$(BIN)/python tools/bench_rag.py --only kvferry-sim --scenario smoke --repeats 1 --out loadtest-results/smoke $(ARGS)
+
+loadtest-selfcheck: $(STAMP) ## Measure the load-test harness itself; the last line is JSON
+	@$(BIN)/kvferry-loadtest selfcheck $(ARGS)
 
 build: $(STAMP) ## Build the wheel and the source archive into dist/
 	@$(BIN)/hatchling build

@@ -14,18 +14,28 @@ from pathlib import Path
 
 import msgspec
 from deployments import DEPLOYMENTS, DeploymentFailed, Settings
-from kvferry_loadtest.compare import compare, print_comparison
-from kvferry_loadtest.report import write_report
 from rich.console import Console
 
-from kvferry_loadtest import scenario as scenarios
-from kvferry_loadtest.cli import run_once
+from kvferry_loadtest.cli import load, run_once
+from kvferry_loadtest.compare import compare, print_comparison
 from kvferry_loadtest.errors import LoadtestError
+from kvferry_loadtest.report import write_report
 from kvferry_loadtest.result import Result
 from kvferry_loadtest.run import Target
 
-# The published sizes times this fit the positions and the speed of a laptop's processor.
-SCALE = 0.125
+# The published sizes times `scale` fit the speed of a laptop's processor, and so do the rates and the objective.
+OVERRIDES = (
+    "scale=0.125",
+    "num_sessions=24",
+    "warmup_sessions=2",
+    "arrivals.rate_per_s=0.25",
+    "objective.ttft_ms=4000",
+    "objective.tpot_ms=400",
+    "rag.num_documents=8",
+    "rag.think_time_s=2",
+    "rag.prime_rate_per_s=0.5",
+    "page_tokens=32",
+)
 
 console = Console()
 
@@ -38,11 +48,11 @@ def main() -> int:
     parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of it")
     parser.add_argument("--out", type=Path, default=Path("loadtest-results/rag"), help="folder for results and report")
     arguments = parser.parse_args()
-    names = arguments.only or list(DEPLOYMENTS)
+    names = arguments.only or [name for name in DEPLOYMENTS if name != "kvferry-sim"]
+    scaled = arguments.scenario == "rag-chat"
     try:
-        overrides = {"scale": str(SCALE), **dict(pair.split("=", 1) for pair in arguments.set)}
-        scenario = scenarios.load(arguments.scenario, overrides)
-    except (LoadtestError, ValueError) as error:
+        scenario = load(arguments.scenario, [*OVERRIDES, *arguments.set] if scaled else arguments.set, None)
+    except LoadtestError as error:
         print(f"bench-rag: {error}", file=sys.stderr)
         return 2
     results: list[Result] = []

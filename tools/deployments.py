@@ -63,40 +63,23 @@ class Deployment:
 @contextlib.contextmanager
 def kvferry(settings: Settings) -> Iterator[Running]:
     """One prefill and one decode worker, as `make up` starts them."""
-    port = free_port()
-    with temporary_folder() as folder:
-        environment = {**os.environ, "KVFERRY_RUN_DIR": str(folder)}
-        values = {
-            "gateway.http_port": port,
-            "model.dtype": "float32",
-            "model.served_name": MODEL_NAME,
-            "model.max_model_len": settings.max_model_len,
-            "engine.kv_cache_gib": settings.kv_cache_gib,
-            "engine.block_size": BLOCK_SIZE,
-            "engine.max_num_seqs": MAX_NUM_SEQS,
-            "engine.threads": 1,
-        }
-        command = [str(BIN / "kvferry"), "up", "--no-ask", "--timeout", f"{START_TIMEOUT_S:g}"]
-        for key, value in values.items():
-            command += ["--set", f"{key}={value}"]
-        try:
-            done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise DeploymentFailed(
-                    f"kvferry up ended with {done.returncode}: {last_lines(done.stdout + done.stderr)}"
-                )
-            url = f"http://127.0.0.1:{port}"
-            yield Running((url,), (f"{url}/metrics",), MODEL_NAME)
-        finally:
-            subprocess.run(
-                [str(BIN / "kvferry"), "down"],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                check=False,
-            )
+    values = {
+        "model.dtype": "float32",
+        "model.max_model_len": settings.max_model_len,
+        "engine.kv_cache_gib": settings.kv_cache_gib,
+        "engine.block_size": BLOCK_SIZE,
+        "engine.max_num_seqs": MAX_NUM_SEQS,
+        "engine.threads": 1,
+    }
+    with kvferry_up(values) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def kvferry_sim(settings: Settings) -> Iterator[Running]:
+    """The same on twins of the engines: up within seconds, and of no use for figures of engines."""
+    with kvferry_up({"engine.kind": "sim", "sim.max_model_len": settings.max_model_len}) as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -150,11 +133,34 @@ DEPLOYMENTS = {
     deployment.name: deployment
     for deployment in (
         Deployment("kvferry", "kvferry: 1 prefill and 1 decode worker", kvferry),
+        Deployment("kvferry-sim", "kvferry on sim engines", kvferry_sim),
         Deployment("vllm-rr", "2 × vllm serve, round robin", vllm_round_robin),
         Deployment("vllm-rr-fs", "2 × vllm serve with vLLM's file-system tier, round robin", vllm_file_tier),
         Deployment("serve-llm", "ray.serve.llm: 1 prefill and 1 decode replica", serve_llm),
     )
 }
+
+
+@contextlib.contextmanager
+def kvferry_up(values: Mapping[str, object]) -> Iterator[Running]:
+    port = free_port()
+    with temporary_folder() as folder:
+        environment = {**os.environ, "KVFERRY_RUN_DIR": str(folder)}
+        command = [str(BIN / "kvferry"), "up", "--no-ask", "--timeout", f"{START_TIMEOUT_S:g}"]
+        for key, value in {**values, "gateway.http_port": port, "model.served_name": MODEL_NAME}.items():
+            command += ["--set", f"{key}={value}"]
+        try:
+            done = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                said = last_lines(done.stdout + done.stderr)
+                raise DeploymentFailed(f"kvferry up ended with {done.returncode}: {said}")
+            url = f"http://127.0.0.1:{port}"
+            yield Running((url,), (f"{url}/metrics",), MODEL_NAME)
+        finally:
+            down = [str(BIN / "kvferry"), "down"]
+            subprocess.run(down, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ async def _run(
     result = Result(
         deployment=target.deployment,
         scenario=plan.scenario,
-        parameters=scenario.parameters(),
+        parameters={**scenario.parameters(), **plan.notes},
         seed=plan.seed,
         repeat=repeat,
         loop=scenario.loop,
