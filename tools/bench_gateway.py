@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -44,6 +43,7 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ClusterConfig
 from kvferry.errors import KvferryError
+from kvferry_loadtest.machine import machine_line
 
 MODEL = "bench"
 START_TIMEOUT_S = 120.0
@@ -496,18 +496,6 @@ def profiling(pid: int, file: Path, case: str) -> Iterator[None]:
             output.write(f"{count * 100 / num_samples:7.1f} {total[frame] * 100 / num_samples:8.1f}  {frame}\n")
 
 
-def machine() -> str:
-    model = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    load = os.getloadavg()[0]
-    return (
-        f"{model}, {os.cpu_count()} CPUs, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, load {load:.2f} before"
-    )
-
-
 def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     shown = Table(title=title, title_justify="left")
     for column in ("case", "us/token", "ms/request", "tokens/s", "requests/s", "TTFT p50", "TTFT p99", "outcomes"):
@@ -561,7 +549,7 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
     if not console.is_terminal:
         console = Console(stderr=True, width=120)
-    where = machine()
+    where = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
     config = bench_config(arguments)
     model = find_model(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:

@@ -21,7 +21,6 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.placement import Candidate
 from kvferry.router.pricing import PlacementRequest, Placer, WorkerView
 from kvferry.worker.mirror import Mirror
+from kvferry_loadtest.machine import machine_line
 
 PROMPT_TOKENS = 10_240
 BLOCK_SIZE = 16
@@ -297,13 +297,6 @@ def bench_apart(num_workers: int, say: Say) -> dict[str, float]:
         child.join()
 
 
-def machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
 def bench_peer(options: argparse.Namespace, workers: Sequence[int], say: Say) -> dict[str, Any]:
     """The peer's figures, and this index's on the peer's workload."""
     figures: dict[str, Any] = {}
@@ -387,7 +380,7 @@ def main() -> None:
         show_peer(console, peer)
     else:
         console.print("The peer was skipped: --peer-bench and --peer-select name its scripts.")
-    result: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "machine": machine(), "runs": runs}
+    result: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "machine": machine_line(), "runs": runs}
     print(json.dumps(result | ({"peer": peer} if peer else {})), flush=True)
 
 

@@ -12,8 +12,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
-import platform
 import random
 import statistics
 import sys
@@ -29,6 +27,8 @@ import httpx
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from kvferry_loadtest.machine import machine_line
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -219,7 +219,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]
     rate = arguments.load * 4 * arguments.tokens_per_s / mean_tokens
     requests = paced(requests, rate)
     results: dict[str, Any] = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "machine": machine_line(),
         "load": f"{len(requests)} requests ({source}), {rate:.1f}/s, {mean_tokens:.0f} prompt tokens on average, "
         f"4 prefill and 4 decode workers of {arguments.tokens_per_s:g} prompt tokens/s and 5 ms steps",
     }

@@ -215,6 +215,7 @@ def main() -> None:
         "--stall-at-s", type=float, default=None, help="stop for a while, this long after the first request"
     )
     parser.add_argument("--stall-for-s", type=float, default=2.0)
+    parser.add_argument("--api-key", default="", help="refuse requests without it")
     parser.add_argument("--refuse-every", type=int, default=0, help="answer each n-th request with 429")
     arguments = vars(parser.parse_args())
     port = arguments.pop("port")

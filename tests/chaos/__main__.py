@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from chaos.faults import Fault, etcd_away, hanging, killing, leaving
 from chaos.fleet import Fleet, fleet
 from chaos.load import Client, Load, make_prompts, summarize
 from kvferry.membership.base import MemberKind
+from kvferry_loadtest.machine import machine_line
 
 # More than the workers keep: most prompts have to be computed when they come again.
 NUM_PROMPTS = 320
@@ -115,12 +114,6 @@ def show(rows: dict[str, dict[str, Any]], console: Console) -> None:
             console.print(f"{name}: {error}")
 
 
-def machine() -> str:
-    return (
-        f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--streams", type=int, default=32, help="requests at a time (default: %(default)s)")
@@ -138,7 +131,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "machine": machine(),
+                "machine": machine_line(),
                 "load": f"{arguments.streams} streams, closed loop, {arguments.max_tokens} tokens each, greedy, sim "
                 "engines at 10 ms a step and 2,000 prompt tokens/s; 2 prefill workers, 3 decode workers, 2 gateways, "
                 "1 etcd",
