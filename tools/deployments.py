@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -119,7 +120,20 @@ def serve_llm(settings: Settings) -> Iterator[Running]:
     with temporary_folder() as folder:
         packages = extra_packages("pyarrow", "jsonref", "jsonschema")
         environment = engine_environment(settings, folder, packages)
-        environment |= {"UCX_TLS": "tcp,cma,sm,self", "RAY_worker_niceness": "0", "RAY_TMPDIR": str(folder)}
+        token = folder / "ray-token"
+        token.write_text(secrets.token_hex(32), encoding="ascii")
+        environment |= {
+            "UCX_TLS": "tcp,cma,sm,self",
+            "RAY_worker_niceness": "0",
+            "RAY_TMPDIR": str(folder),
+            "RAY_metrics_report_interval_ms": "1000",
+            # Its listeners: on loopback where Ray lets them be, and behind a token everywhere.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_ENABLE_AUTO_CONNECT": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         arguments = [str(port), str(model_folder()), MODEL_NAME, str(settings.max_model_len)]
         command = [sys.executable, str(TOOLS / "rivals" / "serve_llm.py"), *arguments]
         with process(command, environment, folder / "log", ends_with_input=True) as (started, log):

@@ -19,6 +19,9 @@ from kvferry_loadtest.result import Server
 
 SAMPLE_EVERY_S = 1.0
 FETCH_TIMEOUT_S = 5.0
+# Longer than servers take to tell of what they did: kvferry's workers do every second, Ray's agent every five.
+SETTLE_S = 1.5
+MAX_SETTLING_LOOKS = 6
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +154,7 @@ class Sampler:
 
     async def begin(self) -> None:
         """Counters are counted from now on."""
-        self.first = await self._look()
+        self.first = await self._settled()
         self._task = asyncio.create_task(self._look_on())
 
     async def end(self) -> None:
@@ -159,7 +162,23 @@ class Sampler:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        self.last = await self._look()
+        self.last = await self._settled()
+
+    async def _settled(self) -> Sample | None:
+        """A look after which nothing moves any more: what servers tell of may be seconds old."""
+        before = await self._look()
+        for _ in range(MAX_SETTLING_LOOKS):
+            if before is None:
+                return None
+            await asyncio.sleep(SETTLE_S)
+            now = await self._look()
+            if now is None or (now.prompt_by_source, now.bytes_by_tier) == (
+                before.prompt_by_source,
+                before.bytes_by_tier,
+            ):
+                return now
+            before = now
+        return before
 
     async def _look_on(self) -> None:
         while True:
