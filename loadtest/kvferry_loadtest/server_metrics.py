@@ -7,7 +7,9 @@ memory are averaged. Figures are differences between the begin and the end of th
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -43,6 +45,13 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
         names |= {*(self.kv_used or ()), *self.bytes_by_tier.values()}
         return frozenset(names - {""})
 
+    def lines_of(self, text: str) -> str:
+        """The lines of an exposition that are read; all others stay unparsed.
+
+        Servers say a megabyte and more, which takes hundreds of milliseconds to parse, in which no token is timed.
+        """
+        return "".join(_lines(self.samples).findall(text))
+
 
 DIALECTS = (
     Dialect(
@@ -76,6 +85,11 @@ DIALECTS = (
 )
 
 
+@functools.cache
+def _lines(names: frozenset[str]) -> re.Pattern[str]:
+    return re.compile(rf"^(?:{'|'.join(map(re.escape, sorted(names)))})[{{ ].*\n", re.MULTILINE)
+
+
 class Sample(msgspec.Struct, kw_only=True):
     """One look at all metrics addresses. Counters since the servers began."""
 
@@ -91,11 +105,8 @@ class Sample(msgspec.Struct, kw_only=True):
 def read_text(text: str, t_s: float = 0.0) -> Sample:
     """One server's exposition as a Sample. Raises ValueError for what is no exposition."""
     for dialect in DIALECTS:
-        wanted = dialect.samples
-        # Parsing all of a server's metrics takes tens of milliseconds, in which no token would be timed.
-        lines = [line for line in text.splitlines() if line.partition("{")[0].partition(" ")[0] in wanted]
-        if lines:
-            return _read(dialect, "\n".join(lines) + "\n", t_s)
+        if lines := dialect.lines_of(text):
+            return _read(dialect, lines, t_s)
     return Sample(t_s=t_s)
 
 
@@ -200,7 +211,7 @@ class Sampler:
             if isinstance(answer, BaseException) or answer[0] != 200:
                 return None
             try:
-                samples.append(read_text(answer[1].decode("utf-8", "replace")))
+                samples.append(read_text(answer[1].decode("utf-8", "replace") + "\n"))
             except ValueError:
                 return None
         return summed(samples, asked_s)
