@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -42,15 +43,16 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(results: Sequence[Result]) -> list[str]:
-    """In what the runs are not alike, a line each: scenario, parameters, objective, machine, loop. The seed may differ,
-    since repeats differ in it."""
+    """In what the runs are not alike, a line each: scenario, objective, machine, loop and, within one scenario, its
+    parameters. The seed may differ, since repeats differ in it."""
     aspects: dict[str, Callable[[Result], Any]] = {
         "scenario": lambda result: result.scenario,
         "objective": lambda result: msgspec.to_builtins(result.objective),
         "machine": lambda result: result.machine,
         "loop": lambda result: result.loop,
     }
-    keys = sorted({key for result in results for key in result.parameters} - {"seed"})
+    one_scenario = len({result.scenario for result in results}) == 1
+    keys = sorted({key for result in results for key in result.parameters} - {"seed"}) if one_scenario else []
     for key in keys:
         aspects[f"parameter {key}"] = lambda result, key=key: result.parameters.get(key)  # type: ignore[misc]
     found = []
@@ -138,7 +140,9 @@ def _notes(groups: dict[str, list[Result]]) -> list[str]:
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """A table of figures × deployments; ratios to the base stand beside each mean, "differs" where significant."""
-    table = Table(title=f"Compared with {comparison.base}", title_justify="left", header_style="bold", pad_edge=False)
+    table = Table(
+        title=f"Compared with {comparison.base}", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD
+    )
     table.add_column("", no_wrap=True)
     for name in comparison.deployments:
         runs = comparison.repeats[name]

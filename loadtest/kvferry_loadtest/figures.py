@@ -167,7 +167,7 @@ def shown_interval(mean: float, half_width: float | None, unit: str) -> str:
     elif unit == "%":
         scale = 100.0
     mean, half_width = mean * scale, half_width * scale
-    decimals = _decimals(half_width if half_width > 0 else mean)
+    decimals = _decimals(half_width) if half_width > 0 else _decimals(mean, digits=3)
     return f"{mean:,.{decimals}f} ± {half_width:,.{decimals}f}{suffix}"
 
 

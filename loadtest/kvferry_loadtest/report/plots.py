@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
+from matplotlib.image import imread, imsave
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -97,7 +98,7 @@ def draw(groups: Groups) -> list[Plot]:
 
 
 def _marked(deployment: str, results: Sequence[Result]) -> str:
-    return deployment if all(result.harness.ok for result in results) else f"{deployment} (not to be trusted)"
+    return deployment if all(result.harness.ok for result in results) else f"(!) {deployment}"
 
 
 def _draw(groups: Groups) -> Iterator[Plot]:
@@ -166,6 +167,7 @@ def _draw(groups: Groups) -> Iterator[Plot]:
     for name, section, title, caption, make in drawn:
         canvas = make(groups)
         if canvas is not None:
+            caption += _left_out(name, groups)
             yield _plot(name, section, title, caption, canvas, wide=name in ("percentiles", "tenants"))
     for at, (deployment, results) in enumerate(groups.items()):
         canvas = _over_time(results, COLOURS[at % len(COLOURS)])
@@ -180,11 +182,22 @@ def _draw(groups: Groups) -> Iterator[Plot]:
             )
 
 
+def _left_out(name: str, groups: Groups) -> str:
+    """Says whom a plot of merged histograms does without."""
+    kinds = {"ttft_cdf": ("ttft",), "percentiles": ("ttft", "e2e")}.get(name, ())
+    absent = [
+        deployment
+        for deployment, results in groups.items()
+        if not all(kind in result.overall.latencies and result.overall.latencies[kind].histogram
+                   for result in results for kind in kinds)
+    ]  # fmt: skip
+    return f" Not, or not in full, known of {', '.join(absent)}." if absent else ""
+
+
 def _plot(name: str, section: str, title: str, caption: str, canvas: Canvas, wide: bool = False) -> Plot:
     canvas.draw_without_rendering()
     canvas.set_layout_engine("none")  # it stays as it is laid out now, once for both
-    png, svg = io.BytesIO(), io.StringIO()
-    canvas.savefig(png, format="png", dpi=144)
+    svg = io.StringIO()
     canvas.savefig(svg, format="svg", transparent=True)
     return Plot(
         name=name,
@@ -192,9 +205,24 @@ def _plot(name: str, section: str, title: str, caption: str, canvas: Canvas, wid
         title=title,
         caption=caption,
         svg=_element(svg.getvalue(), name),
-        png=png.getvalue(),
+        png=_headed(canvas, _name(title)),
         wide=wide,
     )
+
+
+def _headed(canvas: Canvas, title: str) -> bytes:
+    """As PNG, with the heading that the page has as text."""
+    strip = Canvas(figsize=(canvas.get_figwidth(), 0.34))
+    strip.text(0.08 / canvas.get_figwidth(), 0.4, title, va="center", fontsize=11, fontweight="bold")
+    parts = []
+    for part in (strip, canvas):
+        png = io.BytesIO()
+        part.savefig(png, format="png", dpi=144)
+        png.seek(0)
+        parts.append(imread(png))
+    whole = io.BytesIO()
+    imsave(whole, np.vstack(parts), format="png", dpi=144)
+    return whole.getvalue()
 
 
 def _element(svg: str, name: str) -> str:
@@ -231,9 +259,15 @@ def _name(deployment: str) -> str:
 
 
 def _legend(canvas: Canvas, handles: Sequence[Line2D | Patch]) -> None:
-    canvas.legend(
-        handles=list(handles), loc="outside upper left", ncols=min(len(handles), 5), handlelength=2.4, columnspacing=1.5
-    )
+    """Above the plot, in as many columns as fit."""
+    widths = [0.62 + 0.078 * len(str(handle.get_label())) for handle in handles]  # inches, estimated
+    columns = len(handles)
+    while columns > 1:
+        of_columns = np.array_split(widths, columns)  # as matplotlib fills them: downwards, the first ones longer
+        if sum(float(column.max()) for column in of_columns) < canvas.get_figwidth():
+            break
+        columns -= 1
+    canvas.legend(handles=list(handles), loc="outside upper left", ncols=columns, handlelength=2.4, columnspacing=1.5)
 
 
 def _line_handles(groups: Groups, names: Sequence[str]) -> list[Line2D]:
@@ -410,7 +444,7 @@ def _scheduled_and_sent(groups: Groups) -> Canvas | None:
         )
         if due is not None and sent is not None:
             axes.plot([sent.mean, due.mean], [place, place], color=colour, linewidth=2.2, alpha=0.6)
-        for found, face in ((sent, "white"), (due, colour)):
+        for found, face in ((sent, PAPER), (due, colour)):
             if found is not None:
                 axes.plot(
                     [found.mean], [place], marker="o", markersize=6.5, markeredgecolor=colour, markerfacecolor=face,
@@ -444,7 +478,7 @@ def _scheduled_and_sent(groups: Groups) -> Canvas | None:
     _legend(
         canvas,
         [
-            Line2D([], [], label="from sending", markerfacecolor="white", **marker),
+            Line2D([], [], label="from sending", markerfacecolor=PAPER, **marker),
             Line2D([], [], label="from the scheduled time", markerfacecolor=MUTED, **marker),
         ],
     )
@@ -578,7 +612,7 @@ def _prefill_sources(groups: Groups) -> Canvas | None:
         left = 0.0
         for source, share in found.items():
             axes.barh(at, share, left=left, height=0.56, **styles[source])
-            if share > 0.07:
+            if share > 0.085:
                 plate = {"boxstyle": "round,pad=0.2", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.85}
                 middle = (left + share / 2, at)
                 axes.annotate(f"{share * 100:.0f} %", middle, ha="center", va="center", fontsize=8.5, bbox=plate)
