@@ -161,7 +161,7 @@ def run_once(
 ) -> Result:
     """One run with its progress, its files and its summary."""
     plan = make_plan(loaded)
-    with Progress(console) as progress:
+    with Progress(console, f"{loaded.name} on {target.deployment}") as progress:
 
         def show(now: RunProgress) -> None:
             progress.update(

@@ -16,7 +16,7 @@ from kvferry_loadtest.trace import hit_rates, read_trace
 
 from .conftest import running
 
-HARNESS = "cliish"
+HARNESS = "kvferry_loadtest.cli"
 ROOT = Path(__file__).resolve().parent.parent.parent
 BLOCK = 16  # tokens per page of the engines, and per 512-token block of a trace
 SCALE = BLOCK / 512

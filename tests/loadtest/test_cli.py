@@ -54,7 +54,8 @@ def test_a_run_writes_results_records_and_a_report(url: str, tmp_path: Path) -> 
         assert 0 < result.floor.recompute_share < 1
         assert result.server.dialect == ""  # a fake server has no metrics, and none are made up
         assert result.server.recompute_share is None
-        records = [json.loads(line) for line in (tmp_path / f"fake-one-smoke-{repeat}.records.jsonl").open()]
+        lines = (tmp_path / f"fake-one-smoke-{repeat}.records.jsonl").read_text()
+        records = [json.loads(line) for line in lines.splitlines()]
         assert len(records) == 10
         assert sum(record["warmup"] for record in records) == 2
     assert "report: " in done.output
@@ -127,7 +128,7 @@ def test_a_key_that_no_scenario_has(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text('description = "x"\nkind = "chat"\nloop = "open"\nthink = 1\n')
     line = refused("plan", file)
-    assert line.startswith(f"{file}: think: ")
+    assert line.startswith(f"{file}: think = 1: unknown key; there are ")
 
 
 def test_a_broken_trace_line(url: str, tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_broken_trace_line(url: str, tmp_path: Path) -> None:
         '{"timestamp":5,"input_length":"512","output_length":1,"hash_ids":[1]}\n'
     )
     line = refused("run", "trace", "--url", url, "-s", f"trace.path={file}")
-    assert line.startswith(f"{file}:2: input_length")
+    assert line.startswith(f"{file}: line 2: input_length: must be a whole number")
 
 
 @pytest.mark.parametrize("override", ["nothing", "=3"])
