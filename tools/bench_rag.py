@@ -81,7 +81,7 @@ def main() -> int:
                 console.print(f"[bold red]{name}:[/] {error}", highlight=False)
     if not results:
         return 1
-    console.print(f"report: {write_report(results, arguments.out, 'RAG chat, deployments side by side')}")
+    console.print(f"report: {write_report(results, arguments.out, f'{scenario.name}, deployments side by side')}")
     print_comparison(console, compare(results))
     runs = [figures(result) for result in results]
     print(json.dumps({"machine": results[0].machine, "failures": failures, "runs": runs}))
