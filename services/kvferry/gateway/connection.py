@@ -84,6 +84,22 @@ class Exchange:
         if not self._protocol.lost:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        """`write` of what stands between these two, for many pieces of a body that begin and end alike."""
+        protocol, write = self._protocol, self._transport.write
+        num_around, after = len(before) + len(after), after + b"\r\n"
+
+        def write_between(middle: bytes) -> None:
+            if not protocol.lost:
+                write(b"%x\r\n%b%b%b" % (num_around + len(middle), before, middle, after))
+
+        return write_between
+
+    @property
+    def may_have_unread(self) -> bool:
+        """False while `num_unread_bytes` is 0."""
+        return self._flow.write_paused
+
     def num_unread_bytes(self) -> int:
         """What waits here for the client to read; 0 while that is little (64 KiB)."""
         return self._transport.get_write_buffer_size() if self._flow.write_paused else 0

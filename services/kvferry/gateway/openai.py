@@ -17,12 +17,11 @@ from typing import Any
 
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, Renderer, RequestId
 from kvferry.errors import EngineError, KvferryError, ModelNotFound
-from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, error_chunk
+from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, encode, error_chunk
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.outlet import Outlet
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat, ParsedChoice
 from kvferry.router.dispatch import Dispatcher, Journey
-from kvferry.router.link import Sink
 from kvferry.router.policy import explain
 from kvferry.telemetry import Metrics
 
@@ -174,14 +173,14 @@ class Answer:
 
     async def whole(self) -> bytes:
         """The body. Raises KvferryError."""
-        await self._run([self._gatherer(choice) for choice in self._choices])
+        await self._run([_Gathered(self, choice) for choice in self._choices])
         return self._format.whole(self._choices, self._usage(), self._debug_values())
 
     async def stream(self, outlet: Outlet) -> None:
         """Write everything up to `[DONE]`. Raises KvferryError while nothing was written; later errors are events."""
         streamed = _Streamed if self._requests[0].parse is None else _StreamedParsed
         try:
-            await self._run([streamed(self, index, self._format, outlet).take for index in range(len(self._choices))])
+            await self._run([streamed(self, index, self._format, outlet) for index in range(len(self._choices))])
         except KvferryError as error:
             if not outlet.started:
                 raise
@@ -207,16 +206,7 @@ class Answer:
             self._first_token_s = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
 
-    def _gatherer(self, choice: Choice) -> Sink:
-        def take(output: EngineOutput) -> None:
-            if not choice.num_tokens and output.token_ids:
-                self.note_first_token()
-            choice.add(output)
-            _refuse_abort(output)
-
-        return take
-
-    async def _run(self, sinks: Sequence[Sink]) -> None:
+    async def _run(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
         """All choices at once; the first failure ends the answer."""
         if len(sinks) == 1:
             await self._dispatch(self._requests[0], self._journeys[0], sinks[0])
@@ -224,10 +214,12 @@ class Answer:
             await self._run_several(sinks)
         self._settle()
 
-    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: Sink) -> None:
-        await self._dispatcher.run(request, journey, sink, may_be_alone=not self._debug.disaggregate)
+    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: _Gathered | _Streamed) -> None:
+        await self._dispatcher.run(
+            request, journey, sink.take, sink.take_text, may_be_alone=not self._debug.disaggregate
+        )
 
-    async def _run_several(self, sinks: Sequence[Sink]) -> None:
+    async def _run_several(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
         tasks = [
             asyncio.create_task(self._dispatch(request, journey, sink))
             for request, journey, sink in zip(self._requests, self._journeys, sinks, strict=True)
@@ -277,10 +269,35 @@ def _journey_values(journey: Journey) -> dict[str, Any]:
     }
 
 
+class _Gathered:
+    """One choice of an answer that is sent whole."""
+
+    __slots__ = ("_answer", "_choice")
+
+    def __init__(self, answer: Answer, choice: Choice) -> None:
+        self._answer = answer
+        self._choice = choice
+
+    def take(self, output: EngineOutput) -> None:
+        """The sink."""
+        if not self._choice.num_tokens and output.token_ids:
+            self._answer.note_first_token()
+        self._choice.add(output)
+        _refuse_abort(output)
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        """The sink of tokens and text alone."""
+        choice = self._choice
+        if not choice.num_tokens:
+            self.take(EngineOutput(token_ids, text))
+            return
+        choice.add_text(token_ids, text)
+
+
 class _Streamed:
     """One choice of a streamed answer: every output is formatted and written as it comes."""
 
-    __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_outlet")
+    __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_outlet", "_write_text")
 
     def __init__(self, answer: Answer, index: int, fmt: Format, outlet: Outlet) -> None:
         self._answer = answer
@@ -289,16 +306,26 @@ class _Streamed:
         self._outlet = outlet
         self._choice = answer.choice(index)
         self._begun = False
+        self._write_text = outlet.writer(*fmt.around_text(index))
 
     def take(self, output: EngineOutput) -> None:
-        """The sink. Called for every token: what happens once per choice is elsewhere."""
-        choice = self._choice
-        if not choice.num_tokens or output.finish_reason is not None:
+        """The sink."""
+        if not self._choice.num_tokens or output.finish_reason is not None:
             self._take_first_or_last(output)
             return
-        choice.num_tokens += len(output.token_ids)
-        if output.text or output.logprobs is not None:
+        self._choice.note(output)
+        if self._shows(output):
             self._outlet.write(self._format.chunk(self._index, output))
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        """The sink of tokens and text alone. Called for every token: what happens once per choice is elsewhere."""
+        choice = self._choice
+        if not choice.num_tokens:
+            self._take_first_or_last(EngineOutput(token_ids, text))
+            return
+        choice.num_tokens += len(token_ids)
+        if text:
+            self._write_text(encode(text))
 
     def _take_first_or_last(self, output: EngineOutput) -> None:
         choice = self._choice
@@ -327,13 +354,8 @@ class _StreamedParsed(_Streamed):
 
     __slots__ = ()
 
-    def take(self, output: EngineOutput) -> None:
-        if not self._choice.num_tokens or output.finish_reason is not None:
-            self._take_first_or_last(output)
-            return
-        self._choice.note(output)
-        if self._shows(output):
-            self._outlet.write(self._format.chunk(self._index, output))
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        self.take(EngineOutput(token_ids, text))
 
     def _shows(self, output: EngineOutput) -> bool:
         return output.delta is not None or output.logprobs is not None

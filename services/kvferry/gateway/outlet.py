@@ -31,6 +31,10 @@ class Outlet(Protocol):
         """Never waits, never raises for what the client does."""
         ...
 
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        """`write` of what stands between these two, for many events that begin and end alike."""
+        ...
+
     async def close(self) -> None:
         """End the answer; returns when it was handed over to the operating system or nearly so. Once, after a write."""
         ...
@@ -78,7 +82,25 @@ class DirectOutlet:
             self.started = True
             exchange.start(200, self._headers)
         exchange.write(events)
-        if exchange.num_unread_bytes() > self._max_unread_bytes:
+        if exchange.may_have_unread:
+            self._cut_if_slow()
+
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        exchange = self._exchange
+        write = exchange.writer(before, after)
+
+        def write_between(middle: bytes) -> None:
+            if not self.started or self._ended:
+                self.write(before + middle + after)
+                return
+            write(middle)
+            if exchange.may_have_unread:
+                self._cut_if_slow()
+
+        return write_between
+
+    def _cut_if_slow(self) -> None:
+        if self._exchange.num_unread_bytes() > self._max_unread_bytes:
             self.abandon()
             self._tell_slow()
 
@@ -119,6 +141,9 @@ class PumpedOutlet:
         if len(self._pending) > self._max_unread_bytes:
             self.abandon()
             self._tell_slow()
+
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        return lambda middle: self.write(before + middle + after)
 
     async def close(self) -> None:
         assert self._pump is not None

@@ -8,6 +8,7 @@ Gateways use it too; it stands with the worker because the format is the worker'
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 
@@ -207,6 +208,33 @@ def _as_utf8(text: str) -> str:
 
 def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
     """What a step says: the columns in order, then the ends."""
+    yield from _columns_of(step)
+    yield from ends_of(step)
+
+
+def is_text_alone(step: pb.Step) -> bool:
+    """Whether `texts_of` and `ends_of` are all that a step says."""
+    return not (step.logprobs or step.deltas)
+
+
+def texts_of(step: pb.Step) -> Iterable[tuple[int, Sequence[int], str]]:
+    """The columns in order: number, tokens, text. No object is built for an output, and for one token no list."""
+    token_ids, num_tokens = list(step.token_ids), list(step.num_tokens)
+    each: Iterable[Sequence[int]]
+    if len(token_ids) == len(num_tokens) == num_tokens.count(1):
+        each = zip(token_ids)
+    else:
+        ends = list(itertools.accumulate(num_tokens))
+        each = [token_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return zip(step.numbers, each, step.texts, strict=True)
+
+
+def ends_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
+    for ended in step.finished:
+        yield ended.number, _ended(ended)
+
+
+def _columns_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput]]:
     logprobs = {entry.index: entry for entry in step.logprobs}
     deltas = {entry.index: entry.delta for entry in step.deltas}
     # Lists: reading a message's columns entry by entry costs twice as much.
@@ -221,8 +249,6 @@ def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError
         if deltas and (delta := deltas.get(i)) is not None:
             output.delta = _delta_from_json.decode(delta)
         yield number, output
-    for ended in step.finished:
-        yield ended.number, _ended(ended)
 
 
 def _ended(message: pb.Finished) -> EngineOutput | KvferryError:

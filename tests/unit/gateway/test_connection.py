@@ -62,8 +62,9 @@ async def test_both_ways_send_the_same_bytes(uses: str) -> None:
         if uses == "exchange":
             assert exchange.is_ready
             exchange.start(200, headers)
-            for piece in pieces:
-                exchange.write(piece)
+            exchange.write(pieces[0])
+            exchange.writer(b"t\r\n", b"o")(b"w")
+            exchange.writer(b"", b"")(pieces[2])
         else:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for piece in pieces:

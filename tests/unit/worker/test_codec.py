@@ -102,6 +102,30 @@ def test_deltas_travel_with_the_outputs_they_belong_to() -> None:
     assert (end.finish_reason, end.delta) == (FinishReason.STOP, None)
 
 
+@pytest.mark.parametrize("num_tokens", [[], [1, 1, 1], [2, 0, 1], [1, 3], [0]])
+def test_text_alone_is_read_as_the_outputs_that_it_is(num_tokens: list[int]) -> None:
+    step = pb.Step()
+    for number, count in enumerate(num_tokens):
+        codec.append_output(step, number, EngineOutput(list(range(count)), f"text {number}"))
+    codec.append_output(step, 0, EngineOutput([], "", finish_reason=FinishReason.STOP))
+    read = pb.Step.FromString(step.SerializeToString())
+    assert codec.is_text_alone(read)
+    texts = [(number, list(token_ids), text) for number, token_ids, text in codec.texts_of(read)]
+    outputs = [(number, output) for number, output in codec.outputs_of(read) if isinstance(output, EngineOutput)]
+    assert texts == [(number, output.token_ids, output.text) for number, output in outputs[:-1]]
+    assert outputs[-1:] == list(codec.ends_of(read))
+
+
+def test_text_alone_it_is_not_with_logprobs_or_deltas() -> None:
+    for output in (
+        EngineOutput([7], "a", logprobs=[[TokenLogprob(7, "a", -1.0)]]),
+        EngineOutput([7], "", delta=DELTAS[0]),
+    ):
+        step = pb.Step()
+        codec.append_output(step, 1, output)
+        assert not codec.is_text_alone(step)
+
+
 def test_a_plain_output_costs_no_byte_for_parsers() -> None:
     step = pb.Step()
     codec.append_output(step, 1, EngineOutput([7], "plain"))
