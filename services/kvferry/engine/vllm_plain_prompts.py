@@ -10,13 +10,13 @@ Everything else is left to vLLM: any field not listed here, long prompts, and wh
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from kvferry.engine.base import Parse, Sampling
 
@@ -146,7 +146,7 @@ class PlainPrompts:
             self._serving.override_max_tokens,
         )
         sampling = self._sampling_of(kind, msgspec.json.encode(asked))
-        return Rendered(token_ids, dataclasses.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
+        return Rendered(token_ids, structs.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
 
     def _resolve(self, kind: str, asked: bytes) -> Sampling:
         """vLLM's parameters for these fields of a body, with every default of the model."""

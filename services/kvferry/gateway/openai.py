@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
+
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, Renderer, RequestId
 from kvferry.errors import EngineError, KvferryError, ModelNotFound
 from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, encode, error_chunk
@@ -63,7 +65,7 @@ class OpenAI:
             if body.include_reasoning is False and num_top is not None:
                 # They would spell the reasoning out.
                 num_top = None
-                rendered = dataclasses.replace(rendered, sampling=dataclasses.replace(rendered.sampling, logprobs=None))
+                rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
         return self._answer(body, [rendered], num_top, fmt, "chatcmpl", debug=debug)
 
     async def completion(self, raw: bytes, *, debug: Debug) -> Answer:
@@ -127,7 +129,7 @@ def _choices(answer_id: str, rendered: list[RenderedPrompt], n: int) -> list[Eng
         for i in range(n):
             sampling = prompt.sampling
             if sampling.seed is not None and i:
-                sampling = dataclasses.replace(sampling, seed=_wrap_int64(sampling.seed + i))
+                sampling = structs.replace(sampling, seed=_wrap_int64(sampling.seed + i))
             request_id = RequestId(f"{answer_id}-{len(requests)}")
             requests.append(EngineRequest(request_id, token_ids, sampling, parse=prompt.parse))
     return requests

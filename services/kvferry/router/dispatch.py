@@ -22,6 +22,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from kvferry.config import GatewayConfig
 from kvferry.engine.base import (
     Continued,
@@ -178,7 +180,7 @@ class Dispatcher:
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
-                    dataclasses.replace(attempt, transfer_params=kept.params if kept else None),
+                    attempt if kept is None else dataclasses.replace(attempt, transfer_params=kept.params),
                     answer.take,
                     answer.take_text,
                 )
@@ -530,7 +532,7 @@ def _with_penalties_of(given: Sequence[int], sampling: Sampling) -> Sampling:
     for token_id, count in Counter(given).items():
         cost = sampling.presence_penalty + sampling.frequency_penalty * count
         bias[token_id] = bias.get(token_id, 0.0) - cost
-    return dataclasses.replace(sampling, logit_bias=bias)
+    return structs.replace(sampling, logit_bias=bias)
 
 
 def _replayable(request: EngineRequest) -> EngineRequest:
@@ -538,7 +540,7 @@ def _replayable(request: EngineRequest) -> EngineRequest:
     sampling = request.sampling
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request
-    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=secrets.randbits(63)))
+    return dataclasses.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))
 
 
 def _unread(output: EngineOutput) -> None:
@@ -560,7 +562,7 @@ def prompt_only(sampling: Sampling) -> Sampling:
     Whatever could end the request otherwise than by its length is off: its one token is thrown away, and whether it is
     the end of the text is for the decode engine to find. (vLLM's pull connector keeps pages of stopped requests too.)
     """
-    return dataclasses.replace(
+    return structs.replace(
         sampling,
         max_tokens=1,
         min_tokens=0,
