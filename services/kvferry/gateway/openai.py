@@ -172,6 +172,7 @@ class Answer:
         self._choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
+        self._last_events = b""
 
     async def whole(self) -> bytes:
         """The body. Raises KvferryError."""
@@ -179,28 +180,38 @@ class Answer:
         return self._format.whole(self._choices, self._usage(), self._debug_values())
 
     async def stream(self, outlet: Outlet) -> None:
-        """Write everything up to `[DONE]`. Raises KvferryError while nothing was written; later errors are events."""
+        """Write everything up to `[DONE]`, which closes the outlet.
+
+        Raises KvferryError while nothing was written; later errors are events.
+        """
         streamed = _Streamed if self._requests[0].parse is None else _StreamedParsed
         try:
             await self._run([streamed(self, index, self._format, outlet) for index in range(len(self._choices))])
         except KvferryError as error:
             if not outlet.started:
                 raise
-            outlet.write(error_chunk(error) + DONE)
+            await outlet.close(error_chunk(error) + DONE)
             return
         except Exception:
             if not outlet.started:
                 raise
             log.exception("answer %s failed", self.answer_id)
-            outlet.write(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
+            await outlet.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
             return
         closing = b""
         if self._with_usage or self._debug.show:
             closing = self._format.closing_chunk(self._usage() if self._with_usage else None, self._debug_values())
-        outlet.write(closing + DONE)
+        await outlet.close(self._last_events + closing + DONE)
 
     def choice(self, index: int) -> Choice:
         return self._choices[index]
+
+    def end_choice(self, events: bytes, outlet: Outlet) -> None:
+        """Write what a choice ends with; of an only one, together with the end of the answer that follows at once."""
+        if len(self._choices) == 1:
+            self._last_events = events
+        else:
+            outlet.write(events)
 
     def note_first_token(self) -> None:
         """Called at the first token of each choice; the first of them counts."""
@@ -342,8 +353,8 @@ class _Streamed:
         if self._shows(output):
             events += self._format.chunk(self._index, output)
         if output.finish_reason is not None:
-            events += self._format.last_chunk(self._index, choice)
-        if events:
+            self._answer.end_choice(events + self._format.last_chunk(self._index, choice), self._outlet)
+        elif events:
             self._outlet.write(events)
 
     def _shows(self, output: EngineOutput) -> bool:

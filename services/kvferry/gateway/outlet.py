@@ -35,8 +35,8 @@ class Outlet(Protocol):
         """`write` of what stands between these two, for many events that begin and end alike."""
         ...
 
-    async def close(self) -> None:
-        """End the answer; returns when it was handed over to the operating system or nearly so. Once, after a write."""
+    async def close(self, events: bytes) -> None:
+        """`write`, and end the answer; returns when it was handed over to the operating system or nearly so."""
         ...
 
     def abandon(self) -> None:
@@ -104,8 +104,13 @@ class DirectOutlet:
             self.abandon()
             self._tell_slow()
 
-    async def close(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def close(self, events: bytes) -> None:
+        if self._ended:
+            return
+        if not self.started:
+            self.write(events)
+            events = b""
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
         self._ended = True
 
     def abandon(self) -> None:
@@ -145,7 +150,8 @@ class PumpedOutlet:
     def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
         return lambda middle: self.write(before + middle + after)
 
-    async def close(self) -> None:
+    async def close(self, events: bytes) -> None:
+        self.write(events)
         assert self._pump is not None
         self._ended = True
         self._written.set()
