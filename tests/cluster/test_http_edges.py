@@ -12,8 +12,8 @@ import pytest
 from waiting import until
 
 from kvferry.engine.base import RequestId
-from kvferry.gateway import asgi
-from kvferry.gateway.answers import CompletionFormat
+from kvferry.gateway import asgi, openai
+from kvferry.gateway.answers import encode
 from kvferry.gateway.openai_bodies import MAX_CHOICES
 from kvferry.membership.base import MemberKind
 
@@ -114,16 +114,16 @@ async def test_a_request_the_engine_aborts_ends_in_an_error_event(cluster: SimCl
 async def test_a_failure_inside_the_gateway_mid_stream_ends_in_an_error_event(
     cluster: SimCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chunk, num_chunks = CompletionFormat.chunk, 0
+    num_texts = 0
 
-    def failing(self: CompletionFormat, *arguments: Any) -> bytes:
-        nonlocal num_chunks
-        num_chunks += 1
-        if num_chunks == 3:
+    def failing(text: str) -> bytes:
+        nonlocal num_texts
+        num_texts += 1
+        if num_texts == 3:
             raise RuntimeError("the cause")
-        return chunk(self, *arguments)
+        return encode(text)
 
-    monkeypatch.setattr(CompletionFormat, "chunk", failing)
+    monkeypatch.setattr(openai, "encode", failing)
     async with httpx.AsyncClient(base_url=cluster.url, timeout=10) as http:
         answer = await http.post("/v1/completions", json=BODY)
     *_, error, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
 from kvferry.config import SimConfig
 from kvferry.engine.base import (
@@ -222,7 +222,7 @@ async def test_an_answer_goes_on_in_another_engine(engine_pair: EnginePair, num_
         begin = ends[num_given - 2] if num_given > 1 else 0
         while whole.text.find(whole.text[begin:end]) < begin:  # a model that repeats itself says it before, too
             begin -= 1
-        sampling = dataclasses.replace(sampling, stop=(whole.text[begin:end],))
+        sampling = structs.replace(sampling, stop=(whole.text[begin:end],))
         whole = await run(engine_pair.decode, prompt, sampling)
     delivered = Outcome()
     for output in whole.outputs[:num_given]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
 import msgspec
@@ -33,8 +33,7 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """Resolved sampling parameters: every default of the model already applied.
 
     Field for field the `Sampling` message of worker.proto (a test compares them). `structured_outputs` is JSON, empty
@@ -55,7 +54,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False

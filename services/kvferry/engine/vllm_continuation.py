@@ -9,9 +9,9 @@ its characters were delivered.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
+from msgspec import structs
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from kvferry.engine.base import Continued, RequestId, Sampling
@@ -55,7 +55,7 @@ def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued, min_
 
 def rest_of(sampling: Sampling, continued: Continued) -> Sampling:
     """What is left of an answer's limits."""
-    return dataclasses.replace(
+    return structs.replace(
         sampling,
         max_tokens=sampling.max_tokens - continued.num_tokens,
         min_tokens=max(0, sampling.min_tokens - continued.num_tokens),

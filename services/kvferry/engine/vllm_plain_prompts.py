@@ -10,13 +10,13 @@ Everything else is left to vLLM: any field not listed here, long prompts, and wh
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from kvferry.engine.base import Parse, Sampling
 
@@ -72,9 +72,15 @@ class PlainPrompts:
         self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._special_tokens = dict(tokenizer.special_tokens_map)
         template = resolve_chat_template(tokenizer, chat_template=None, tools=None, model_config=self._model_config)
         self._template = _compile_jinja_template(template) if template is not None else None
+        self._template_values = {
+            **(self._template.globals if self._template is not None else {}),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **tokenizer.special_tokens_map,
+        }
         self._content_format = (
             resolve_chat_template_content_format(
                 chat_template=None,
@@ -111,9 +117,9 @@ class PlainPrompts:
                 body["messages"], self._model_config, content_format=self._content_format
             )
             assert self._template is not None
-            text = self._template.render(
-                messages=conversation, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
+            # As `render` does, which first puts together the same globals each time.
+            context = self._template.new_context({**self._template_values, "messages": conversation}, shared=True)
+            text = "".join(self._template.root_render_func(context))
             return self._rendered("chat", text, body, add_special_tokens=False)
         except Exception:  # vLLM finds it again and says what it is
             return None
@@ -146,7 +152,7 @@ class PlainPrompts:
             self._serving.override_max_tokens,
         )
         sampling = self._sampling_of(kind, msgspec.json.encode(asked))
-        return Rendered(token_ids, dataclasses.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
+        return Rendered(token_ids, structs.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
 
     def _resolve(self, kind: str, asked: bytes) -> Sampling:
         """vLLM's parameters for these fields of a body, with every default of the model."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from msgspec import structs
 from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
@@ -226,7 +227,7 @@ class VllmRenderer:
         if requested is not None:
             if num_prompt_tokens + requested > self._max_model_len:
                 raise context_exceeded(self._max_model_len, num_prompt_tokens, requested)
-            sampling = dataclasses.replace(sampling, max_tokens=requested)
+            sampling = structs.replace(sampling, max_tokens=requested)
         if sampling.min_tokens > sampling.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({sampling.min_tokens}) is over max_tokens ({sampling.max_tokens})", param="min_tokens"

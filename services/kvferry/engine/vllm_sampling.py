@@ -6,13 +6,14 @@ import dataclasses
 import json
 from typing import Any
 
+from msgspec import structs
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from kvferry.engine.base import Sampling
 from kvferry.errors import InvalidRequest
 
 # Fields with the same name and, but for containers, the same type on both sides.
-CARRIED = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "structured_outputs")
+CARRIED = tuple(field.name for field in structs.fields(Sampling) if field.name != "structured_outputs")
 
 # Set by kvferry itself on the engine's side, or without effect on what is generated.
 OURS = frozenset(
@@ -42,7 +43,7 @@ def from_vllm(params: SamplingParams) -> Sampling:
         if value != unset:
             raise InvalidRequest(f"{name} is not supported", param=name)
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(Sampling):
+    for field in structs.fields(Sampling):
         if field.name == "structured_outputs":
             continue
         value = getattr(params, field.name)

@@ -57,6 +57,11 @@ class Choice:
             self.logprobs.extend(output.logprobs)
         self.note(output)
 
+    def add_text(self, token_ids: Sequence[int], text: str) -> None:
+        """`add` of tokens and text alone."""
+        self.num_tokens += len(token_ids)
+        self.text.append(text)
+
     def note(self, output: EngineOutput) -> None:
         """Keep counts and the end, for an answer whose text was sent already."""
         self.num_tokens += len(output.token_ids)
@@ -71,6 +76,10 @@ class Format(Protocol):
     def first_chunk(self, index: int) -> bytes: ...
 
     def chunk(self, index: int, output: EngineOutput) -> bytes: ...
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text, as JSON, of a chunk without log-probabilities."""
+        ...
 
     def last_chunk(self, index: int, choice: Choice) -> bytes: ...
 
@@ -98,17 +107,16 @@ class _Chunks:
         # OpenAI: with include_usage every chunk but the last says "usage": null.
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._head = b"data: " + encode(self._identity)[:-1] + b',"choices":['
-        # Of each choice: what stands before and after the text of a chunk without log-probabilities.
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
     def chunk(self, index: int, output: EngineOutput) -> bytes:
         if output.logprobs is not None:
             return self._choice(self._inner(index, encode(output.text), self._logprobs_json(index, output.logprobs)))
-        around = self._around_text.get(index)
-        if around is None:
-            before, _, after = self._choice(self._inner(index, b"\0", b"null")).partition(b"\0")
-            around = self._around_text[index] = before, after
-        return b"%b%b%b" % (around[0], encode(output.text), around[1])
+        before, after = self.around_text(index)
+        return before + encode(output.text) + after
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        before, _, after = self._choice(self._inner(index, b"\0", b"null")).partition(b"\0")
+        return before, after
 
     def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
         """A choice with new text; both are JSON."""

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self
 
 import msgspec
 
@@ -161,11 +161,10 @@ class HttpApp:
                 )
             if self.num_in_flight > self._config.max_requests:
                 raise Overloaded(f"{self._config.max_requests} requests are in flight, the limit of this gateway")
-            raw = await self._read_body(scope, receive)
-            debug = _read_debug(scope["headers"])
             exchange = exchange_of(scope)
-            presence = _Presence()
-            async with presence.watched(exchange, receive):
+            raw = await self._read_body(scope, exchange, receive)
+            debug = _read_debug(scope["headers"])
+            async with _Presence(exchange, receive) as presence:
                 status = await self._serve(endpoint, raw, exchange, send, presence, debug=debug)
         except _ClientGone:
             status = "499"
@@ -210,7 +209,11 @@ class HttpApp:
                 answer = await read(raw, debug=debug)
                 request_id = (b"x-request-id", answer.answer_id.encode())
                 if not answer.streamed:
-                    await _respond(send, 200, await answer.whole(), [_JSON, request_id])
+                    body = await answer.whole()
+                    if exchange is not None:
+                        await exchange.respond(200, _with_length(body, [_JSON, request_id]), body)
+                    else:
+                        await _respond(send, 200, body, [_JSON, request_id])
                     return "200"
                 outlet = open_outlet(
                     exchange,
@@ -220,7 +223,6 @@ class HttpApp:
                     lambda: presence.end(_ClientSlow()),
                 )
                 await answer.stream(outlet)
-                await outlet.close()
         except TimeoutError:
             error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
             if outlet is None or not outlet.started:
@@ -228,18 +230,21 @@ class HttpApp:
             # Perhaps the time ran out because the client does not read: it must not keep its place for that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
-                    outlet.write(error_chunk(error) + DONE)
-                    await outlet.close()
+                    await outlet.close(error_chunk(error) + DONE)
         finally:
             if outlet is not None:
                 outlet.abandon()
         return "200"
 
-    async def _read_body(self, scope: Message, receive: Receive) -> bytes:
+    async def _read_body(self, scope: Message, exchange: Exchange | None, receive: Receive) -> bytes:
         limit = self._config.max_body_bytes
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
                 raise BodyTooLarge(f"the body is {int(value)} bytes; the limit is {limit}")
+        if exchange is not None and (body := exchange.take_body()) is not None:
+            if len(body) > limit:
+                raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
+            return body
         pieces: list[bytes] = []
         size = 0
         try:
@@ -260,10 +265,16 @@ class HttpApp:
 
 
 class _Presence:
-    """Ends the serving of a request when there is nobody to serve any more; made and used by the task that serves."""
+    """Ends the serving of a request when there is nobody to serve any more; made and entered by the task that serves.
 
-    def __init__(self) -> None:
+    Within, the reason of an `end` is raised, and `end` is called when the client closes its connection.
+    """
+
+    def __init__(self, exchange: Exchange | None, receive: Receive) -> None:
+        self._exchange = exchange
+        self._receive = receive
         self._task = asyncio.current_task()
+        self._watch: asyncio.Task[None] | None = None
         self._reason: Exception | None = None
         self._over = False
 
@@ -273,28 +284,24 @@ class _Presence:
             self._reason = reason
             self._task.cancel()
 
-    @contextlib.asynccontextmanager
-    async def watched(self, exchange: Exchange | None, receive: Receive) -> AsyncIterator[None]:
-        """Raises the reason of an `end` within; calls `end` itself when the client closes its connection."""
-        watch: asyncio.Task[None] | None = None
-        if exchange is not None:
-            exchange.watch(self._gone)
+    async def __aenter__(self) -> Self:
+        if self._exchange is not None:
+            self._exchange.watch(self._gone)
         else:
-            watch = asyncio.create_task(self._wait_for_disconnect(receive))
-        try:
-            yield
-        except asyncio.CancelledError:
+            self._watch = asyncio.create_task(self._wait_for_disconnect(self._receive))
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._over = True
+        if self._exchange is not None:
+            self._exchange.unwatch(self._gone)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if isinstance(error, asyncio.CancelledError) and self._reason is not None:
             assert self._task is not None
-            if self._reason is None or self._task.uncancel():
-                raise
-            raise self._reason from None
-        finally:
-            self._over = True
-            if exchange is not None:
-                exchange.unwatch(self._gone)
-            if watch is not None:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+            if not self._task.uncancel():
+                raise self._reason from None
 
     def _gone(self) -> None:
         self.end(_ClientGone())
@@ -319,9 +326,12 @@ def _allow(method: str, allowed: str) -> None:
 
 
 async def _respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (_JSON,)) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.start", "status": status, "headers": _with_length(body, headers)})
     await send({"type": "http.response.body", "body": body})
+
+
+def _with_length(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Sequence[tuple[bytes, bytes]]:
+    return [*headers, (b"content-length", str(len(body)).encode())]
 
 
 async def _respond_error(send: Send, error: KvferryError) -> None:

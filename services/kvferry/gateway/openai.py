@@ -15,14 +15,15 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
+
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, Renderer, RequestId
 from kvferry.errors import EngineError, KvferryError, ModelNotFound
-from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, error_chunk
+from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, encode, error_chunk
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.outlet import Outlet
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat, ParsedChoice
 from kvferry.router.dispatch import Dispatcher, Journey
-from kvferry.router.link import Sink
 from kvferry.router.policy import explain
 from kvferry.telemetry import Metrics
 
@@ -64,7 +65,7 @@ class OpenAI:
             if body.include_reasoning is False and num_top is not None:
                 # They would spell the reasoning out.
                 num_top = None
-                rendered = dataclasses.replace(rendered, sampling=dataclasses.replace(rendered.sampling, logprobs=None))
+                rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
         return self._answer(body, [rendered], num_top, fmt, "chatcmpl", debug=debug)
 
     async def completion(self, raw: bytes, *, debug: Debug) -> Answer:
@@ -128,7 +129,7 @@ def _choices(answer_id: str, rendered: list[RenderedPrompt], n: int) -> list[Eng
         for i in range(n):
             sampling = prompt.sampling
             if sampling.seed is not None and i:
-                sampling = dataclasses.replace(sampling, seed=_wrap_int64(sampling.seed + i))
+                sampling = structs.replace(sampling, seed=_wrap_int64(sampling.seed + i))
             request_id = RequestId(f"{answer_id}-{len(requests)}")
             requests.append(EngineRequest(request_id, token_ids, sampling, parse=prompt.parse))
     return requests
@@ -171,35 +172,46 @@ class Answer:
         self._choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
+        self._last_events = b""
 
     async def whole(self) -> bytes:
         """The body. Raises KvferryError."""
-        await self._run([self._gatherer(choice) for choice in self._choices])
+        await self._run([_Gathered(self, choice) for choice in self._choices])
         return self._format.whole(self._choices, self._usage(), self._debug_values())
 
     async def stream(self, outlet: Outlet) -> None:
-        """Write everything up to `[DONE]`. Raises KvferryError while nothing was written; later errors are events."""
+        """Write everything up to `[DONE]`, which closes the outlet.
+
+        Raises KvferryError while nothing was written; later errors are events.
+        """
         streamed = _Streamed if self._requests[0].parse is None else _StreamedParsed
         try:
-            await self._run([streamed(self, index, self._format, outlet).take for index in range(len(self._choices))])
+            await self._run([streamed(self, index, self._format, outlet) for index in range(len(self._choices))])
         except KvferryError as error:
             if not outlet.started:
                 raise
-            outlet.write(error_chunk(error) + DONE)
+            await outlet.close(error_chunk(error) + DONE)
             return
         except Exception:
             if not outlet.started:
                 raise
             log.exception("answer %s failed", self.answer_id)
-            outlet.write(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
+            await outlet.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
             return
         closing = b""
         if self._with_usage or self._debug.show:
             closing = self._format.closing_chunk(self._usage() if self._with_usage else None, self._debug_values())
-        outlet.write(closing + DONE)
+        await outlet.close(self._last_events + closing + DONE)
 
     def choice(self, index: int) -> Choice:
         return self._choices[index]
+
+    def end_choice(self, events: bytes, outlet: Outlet) -> None:
+        """Write what a choice ends with; of an only one, together with the end of the answer that follows at once."""
+        if len(self._choices) == 1:
+            self._last_events = events
+        else:
+            outlet.write(events)
 
     def note_first_token(self) -> None:
         """Called at the first token of each choice; the first of them counts."""
@@ -207,16 +219,7 @@ class Answer:
             self._first_token_s = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
 
-    def _gatherer(self, choice: Choice) -> Sink:
-        def take(output: EngineOutput) -> None:
-            if not choice.num_tokens and output.token_ids:
-                self.note_first_token()
-            choice.add(output)
-            _refuse_abort(output)
-
-        return take
-
-    async def _run(self, sinks: Sequence[Sink]) -> None:
+    async def _run(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
         """All choices at once; the first failure ends the answer."""
         if len(sinks) == 1:
             await self._dispatch(self._requests[0], self._journeys[0], sinks[0])
@@ -224,10 +227,12 @@ class Answer:
             await self._run_several(sinks)
         self._settle()
 
-    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: Sink) -> None:
-        await self._dispatcher.run(request, journey, sink, may_be_alone=not self._debug.disaggregate)
+    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: _Gathered | _Streamed) -> None:
+        await self._dispatcher.run(
+            request, journey, sink.take, sink.take_text, may_be_alone=not self._debug.disaggregate
+        )
 
-    async def _run_several(self, sinks: Sequence[Sink]) -> None:
+    async def _run_several(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
         tasks = [
             asyncio.create_task(self._dispatch(request, journey, sink))
             for request, journey, sink in zip(self._requests, self._journeys, sinks, strict=True)
@@ -277,10 +282,35 @@ def _journey_values(journey: Journey) -> dict[str, Any]:
     }
 
 
+class _Gathered:
+    """One choice of an answer that is sent whole."""
+
+    __slots__ = ("_answer", "_choice")
+
+    def __init__(self, answer: Answer, choice: Choice) -> None:
+        self._answer = answer
+        self._choice = choice
+
+    def take(self, output: EngineOutput) -> None:
+        """The sink."""
+        if not self._choice.num_tokens and output.token_ids:
+            self._answer.note_first_token()
+        self._choice.add(output)
+        _refuse_abort(output)
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        """The sink of tokens and text alone."""
+        choice = self._choice
+        if not choice.num_tokens:
+            self.take(EngineOutput(token_ids, text))
+            return
+        choice.add_text(token_ids, text)
+
+
 class _Streamed:
     """One choice of a streamed answer: every output is formatted and written as it comes."""
 
-    __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_outlet")
+    __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_outlet", "_write_text")
 
     def __init__(self, answer: Answer, index: int, fmt: Format, outlet: Outlet) -> None:
         self._answer = answer
@@ -289,16 +319,26 @@ class _Streamed:
         self._outlet = outlet
         self._choice = answer.choice(index)
         self._begun = False
+        self._write_text = outlet.writer(*fmt.around_text(index))
 
     def take(self, output: EngineOutput) -> None:
-        """The sink. Called for every token: what happens once per choice is elsewhere."""
-        choice = self._choice
-        if not choice.num_tokens or output.finish_reason is not None:
+        """The sink."""
+        if not self._choice.num_tokens or output.finish_reason is not None:
             self._take_first_or_last(output)
             return
-        choice.num_tokens += len(output.token_ids)
-        if output.text or output.logprobs is not None:
+        self._choice.note(output)
+        if self._shows(output):
             self._outlet.write(self._format.chunk(self._index, output))
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        """The sink of tokens and text alone. Called for every token: what happens once per choice is elsewhere."""
+        choice = self._choice
+        if not choice.num_tokens:
+            self._take_first_or_last(EngineOutput(token_ids, text))
+            return
+        choice.num_tokens += len(token_ids)
+        if text:
+            self._write_text(encode(text))
 
     def _take_first_or_last(self, output: EngineOutput) -> None:
         choice = self._choice
@@ -313,8 +353,8 @@ class _Streamed:
         if self._shows(output):
             events += self._format.chunk(self._index, output)
         if output.finish_reason is not None:
-            events += self._format.last_chunk(self._index, choice)
-        if events:
+            self._answer.end_choice(events + self._format.last_chunk(self._index, choice), self._outlet)
+        elif events:
             self._outlet.write(events)
 
     def _shows(self, output: EngineOutput) -> bool:
@@ -327,13 +367,8 @@ class _StreamedParsed(_Streamed):
 
     __slots__ = ()
 
-    def take(self, output: EngineOutput) -> None:
-        if not self._choice.num_tokens or output.finish_reason is not None:
-            self._take_first_or_last(output)
-            return
-        self._choice.note(output)
-        if self._shows(output):
-            self._outlet.write(self._format.chunk(self._index, output))
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        self.take(EngineOutput(token_ids, text))
 
     def _shows(self, output: EngineOutput) -> bool:
         return output.delta is not None or output.logprobs is not None

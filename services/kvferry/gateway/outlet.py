@@ -31,8 +31,12 @@ class Outlet(Protocol):
         """Never waits, never raises for what the client does."""
         ...
 
-    async def close(self) -> None:
-        """End the answer; returns when it was handed over to the operating system or nearly so. Once, after a write."""
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        """`write` of what stands between these two, for many events that begin and end alike."""
+        ...
+
+    async def close(self, events: bytes) -> None:
+        """`write`, and end the answer; returns when it was handed over to the operating system or nearly so."""
         ...
 
     def abandon(self) -> None:
@@ -78,12 +82,35 @@ class DirectOutlet:
             self.started = True
             exchange.start(200, self._headers)
         exchange.write(events)
-        if exchange.num_unread_bytes() > self._max_unread_bytes:
+        if exchange.may_have_unread:
+            self._cut_if_slow()
+
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        exchange = self._exchange
+        write = exchange.writer(before, after)
+
+        def write_between(middle: bytes) -> None:
+            if not self.started or self._ended:
+                self.write(before + middle + after)
+                return
+            write(middle)
+            if exchange.may_have_unread:
+                self._cut_if_slow()
+
+        return write_between
+
+    def _cut_if_slow(self) -> None:
+        if self._exchange.num_unread_bytes() > self._max_unread_bytes:
             self.abandon()
             self._tell_slow()
 
-    async def close(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def close(self, events: bytes) -> None:
+        if self._ended:
+            return
+        if not self.started:
+            self.write(events)
+            events = b""
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
         self._ended = True
 
     def abandon(self) -> None:
@@ -120,7 +147,11 @@ class PumpedOutlet:
             self.abandon()
             self._tell_slow()
 
-    async def close(self) -> None:
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        return lambda middle: self.write(before + middle + after)
+
+    async def close(self, events: bytes) -> None:
+        self.write(events)
         assert self._pump is not None
         self._ended = True
         self._written.set()

@@ -5,6 +5,7 @@ Field names are vLLM's where OpenAI has none (`reasoning`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,9 @@ class ParsedChoice(Choice):
         if output.logprobs is not None:
             self.logprobs.extend(output.logprobs)
         self.note(output)
+
+    def add_text(self, token_ids: Sequence[int], text: str) -> None:
+        self.num_tokens += len(token_ids)
 
     def note(self, output: EngineOutput) -> None:
         # Not super(): a dataclass with slots is another class than the one that was written.

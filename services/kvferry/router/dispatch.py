@@ -22,6 +22,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from kvferry.config import GatewayConfig
 from kvferry.engine.base import (
     Continued,
@@ -44,7 +46,7 @@ from kvferry.errors import (
 )
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
-from kvferry.router.link import RemoteRequest, Sink, WorkerLink, pages_of
+from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
 from kvferry.router.pricing import PlacementRequest, WorkerView
@@ -122,8 +124,17 @@ class Dispatcher:
             if journey.request_id == request_id or journey.request_id.startswith(f"{request_id}-")
         ]
 
-    async def run(self, request: EngineRequest, journey: Journey, sink: Sink, *, may_be_alone: bool = True) -> None:
+    async def run(
+        self,
+        request: EngineRequest,
+        journey: Journey,
+        sink: Sink,
+        text_sink: TextSink | None = None,
+        *,
+        may_be_alone: bool = True,
+    ) -> None:
         """Give the request's outputs to `sink`, from whichever workers it takes, until one has a finish reason.
+        `text_sink`, where given, gets those that are tokens and text alone.
 
         A decode worker that is lost is replaced by another one, which goes on where it stopped; the sink sees one
         answer. Cancelling cancels the request on every worker. Raises NoDecodeWorker, or what the request was refused
@@ -131,7 +142,7 @@ class Dispatcher:
         """
         journey.request_id = request.request_id
         self._recent.append(journey)
-        answer = _Answer(_replayable(request), sink, journey)
+        answer = _Answer(_replayable(request), sink, journey, text_sink)
         tried = _Tried()
         unused = _Unused(self._roster)
         try:
@@ -169,7 +180,9 @@ class Dispatcher:
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
-                    dataclasses.replace(attempt, transfer_params=kept.params if kept else None), answer.take
+                    attempt if kept is None else dataclasses.replace(attempt, transfer_params=kept.params),
+                    answer.take,
+                    answer.take_text,
                 )
                 unused.kept = None
                 last = await remote.wait()
@@ -354,11 +367,12 @@ class _Answer:
     again is compared and left out. Sampled ones with penalties go on with what the tokens so far cost as a bias.
     """
 
-    def __init__(self, request: EngineRequest, sink: Sink, journey: Journey) -> None:
+    def __init__(self, request: EngineRequest, sink: Sink, journey: Journey, text_sink: TextSink | None = None) -> None:
         self.request_id = request.request_id
         self.token_ids: list[int] = []
         self._request = request
         self._sink = sink
+        self._text_sink = text_sink if text_sink is not None else as_text_sink(sink)
         self._journey = journey
         self._num_chars = 0
         self._attempt = 0
@@ -438,6 +452,15 @@ class _Answer:
         self._num_chars += len(output.text)
         self._sink(output)
 
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        """`take` of tokens and text alone."""
+        if self._on_first is not None or self._num_again or self._num_chars_again:
+            self.take(EngineOutput(token_ids, text))
+            return
+        self.token_ids.extend(token_ids)
+        self._num_chars += len(text)
+        self._text_sink(token_ids, text)
+
     def _without_what_came_before(self, output: EngineOutput) -> EngineOutput:
         num_tokens = min(self._num_again, len(output.token_ids))
         again = list(output.token_ids[:num_tokens])
@@ -509,7 +532,7 @@ def _with_penalties_of(given: Sequence[int], sampling: Sampling) -> Sampling:
     for token_id, count in Counter(given).items():
         cost = sampling.presence_penalty + sampling.frequency_penalty * count
         bias[token_id] = bias.get(token_id, 0.0) - cost
-    return dataclasses.replace(sampling, logit_bias=bias)
+    return structs.replace(sampling, logit_bias=bias)
 
 
 def _replayable(request: EngineRequest) -> EngineRequest:
@@ -517,7 +540,7 @@ def _replayable(request: EngineRequest) -> EngineRequest:
     sampling = request.sampling
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request
-    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=secrets.randbits(63)))
+    return dataclasses.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))
 
 
 def _unread(output: EngineOutput) -> None:
@@ -539,7 +562,7 @@ def prompt_only(sampling: Sampling) -> Sampling:
     Whatever could end the request otherwise than by its length is off: its one token is thrown away, and whether it is
     the end of the text is for the decode engine to find. (vLLM's pull connector keeps pages of stopped requests too.)
     """
-    return dataclasses.replace(
+    return structs.replace(
         sampling,
         max_tokens=1,
         min_tokens=0,

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
@@ -32,22 +32,26 @@ REDIAL_MOST_S = 3.0
 
 
 Sink = Callable[[EngineOutput], None]
+# The same for an output that is tokens and text and nothing else, as nearly all are: token ids, text.
+TextSink = Callable[[Sequence[int], str], None]
 Orphaned = Callable[[EngineOutput], None]
 
 
 class RemoteRequest:
-    """A request on a worker. Its outputs go to the sink as they arrive; `wait` for the end, `cancel` to stop it.
+    """A request on a worker. Its outputs go to the sinks as they arrive; `wait` for the end, `cancel` to stop it.
 
-    The sink runs within the link's reading of a step, for all requests of that step in turn: it must be quick. One that
+    Sinks run within the link's reading of a step, for all requests of that step in turn: they must be quick. One that
     raises ends its own request.
     """
 
-    __slots__ = ("_ended", "_link", "_number", "_result", "_sink", "_waiter")
+    __slots__ = ("_ended", "_link", "_number", "_result", "_sink", "_waiter", "take_text")
 
-    def __init__(self, link: WorkerLink, number: int, sink: Sink) -> None:
+    def __init__(self, link: WorkerLink, number: int, sink: Sink, text_sink: TextSink | None) -> None:
         self._link = link
         self._number = number
         self._sink = sink
+        # Called for every token: the sink itself. What it raises goes to `failed`.
+        self.take_text = text_sink if text_sink is not None else as_text_sink(sink)
         self._result: EngineOutput | KvferryError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False  # nobody is told anything any more
@@ -70,19 +74,26 @@ class RemoteRequest:
             return True
         try:
             self._sink(item)
-        except KvferryError as error:
-            self._end(error)
-            self._link.cancel(self._number, None)
-            return True
-        except Exception:
-            log.exception("the reader of request %d of worker %s failed", self._number, self._link.member.member_id)
-            self._end(EngineError("the gateway failed on this request; its log says why"))
-            self._link.cancel(self._number, None)
+        except Exception as error:
+            self.failed(error)
             return True
         if item.finish_reason is None:
             return False
         self._end(item)
         return True
+
+    def failed(self, error: Exception) -> None:
+        """A sink raised: the request ends here and on the worker."""
+        if not isinstance(error, KvferryError):
+            log.error(
+                "the reader of request %d of worker %s failed",
+                self._number,
+                self._link.member.member_id,
+                exc_info=error,
+            )
+            error = EngineError("the gateway failed on this request; its log says why")
+        self._end(error)
+        self._link.cancel(self._number, None)
 
     def cancel(self, orphaned: Orphaned | None = None) -> None:
         """Stop the request on the worker and release its pages; may be repeated, and after the end.
@@ -94,6 +105,7 @@ class RemoteRequest:
             return
         self._ended = True
         self._sink = _nobody
+        self.take_text = _no_text
         if orphaned is not None and isinstance(self._result, EngineOutput):
             orphaned(self._result)
         self._link.cancel(self._number, orphaned)
@@ -104,7 +116,15 @@ class RemoteRequest:
             self._waiter.set_result(None)
 
 
+def as_text_sink(sink: Sink) -> TextSink:
+    return lambda token_ids, text: sink(EngineOutput(token_ids, text))
+
+
 def _nobody(output: EngineOutput) -> None:
+    pass
+
+
+def _no_text(token_ids: Sequence[int], text: str) -> None:
     pass
 
 
@@ -162,14 +182,17 @@ class WorkerLink:
         """Requests of this gateway that have not ended."""
         return len(self._requests)
 
-    def submit(self, request: EngineRequest, sink: Sink) -> RemoteRequest:
-        """Send a request whose outputs go to `sink`. Never waits; raises WorkerLost when the link is down."""
+    def submit(self, request: EngineRequest, sink: Sink, text_sink: TextSink | None = None) -> RemoteRequest:
+        """Send a request whose outputs go to `sink`, or to `text_sink` where that is given and enough.
+
+        Never waits; raises WorkerLost when the link is down.
+        """
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
         number = self._next_number
         message = codec.submit_to_wire(number, request)
         self._next_number += 1
-        remote = self._requests[number] = RemoteRequest(self, number, sink)
+        remote = self._requests[number] = RemoteRequest(self, number, sink, text_sink)
         self._send(message)
         return remote
 
@@ -332,8 +355,29 @@ class WorkerLink:
             self._on_change()
 
     def _take(self, step: pb.Step) -> None:
+        if codec.is_text_alone(step):
+            self._take_texts(step)
+            self._take_outputs(codec.ends_of(step))
+        else:
+            self._take_outputs(codec.outputs_of(step))
+        if step.HasField("load"):
+            self._take_load(step.load)
+
+    def _take_texts(self, step: pb.Step) -> None:
+        """The loop that every token passes."""
         requests = self._requests
-        for number, item in codec.outputs_of(step):
+        for number, token_ids, text in codec.texts_of(step):
+            remote = requests.get(number)
+            if remote is None:
+                continue  # cancelled here
+            try:
+                remote.take_text(token_ids, text)
+            except Exception as error:
+                remote.failed(error)
+
+    def _take_outputs(self, outputs: Iterable[tuple[int, EngineOutput | KvferryError]]) -> None:
+        requests = self._requests
+        for number, item in outputs:
             remote = requests.get(number)
             if remote is None:
                 # Cancelled here; what the worker sent meanwhile has no reader.
@@ -344,8 +388,6 @@ class WorkerLink:
                 continue
             if remote.take(item):
                 requests.pop(number, None)
-        if step.HasField("load"):
-            self._take_load(step.load)
 
     def _take_load(self, load: pb.Load) -> None:
         self.load = codec.load_from_wire(load)

@@ -7,11 +7,12 @@ Gateways use it too; it stands with the worker because the format is the worker'
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from msgspec import structs
 
 from kvferry.engine.base import (
     AnswerDelta,
@@ -47,20 +48,13 @@ _delta_from_json = msgspec.json.Decoder(AnswerDelta)
 
 _TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
 _OPTIONAL = frozenset({"seed", "logprobs"})
-_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+_SAMPLING_FIELDS = Sampling.__struct_fields__
 
 
 def sampling_to_wire(sampling: Sampling) -> pb.Sampling:
-    message = pb.Sampling()
-    for name in _SAMPLING_FIELDS:
-        value = getattr(sampling, name)
-        if name in _TUPLES:
-            getattr(message, name).extend(value)
-        elif name == "logit_bias":
-            message.logit_bias.update(value)
-        elif value is not None:
-            setattr(message, name, value)
-    return message
+    # What is the wire's default anyway is left out: setting a field costs 0.5 us.
+    values = structs.asdict(sampling).items()
+    return pb.Sampling(**{name: value for name, value in values if value or (name in _OPTIONAL and value is not None)})
 
 
 def sampling_from_wire(message: pb.Sampling) -> Sampling:
@@ -78,23 +72,25 @@ def sampling_from_wire(message: pb.Sampling) -> Sampling:
 
 
 def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
-    return pb.Downward(
-        submit=pb.Submit(
-            number=number,
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=sampling_to_wire(request.sampling),
-            keep_for_transfer=request.keep_for_transfer,
-            transfer_params=json.dumps(request.transfer_params).encode()
-            if request.transfer_params is not None
-            else b"",
-            cache_salt=request.cache_salt,
-            continued=pb.Continued(num_tokens=request.continued.num_tokens, num_chars=request.continued.num_chars)
-            if request.continued is not None
-            else None,
-            parse=_parse_to_wire(request.parse) if request.parse is not None else None,
-        )
-    )
+    message = pb.Downward()
+    # Filled in place: messages given to a constructor are copied.
+    submit = message.submit
+    submit.number = number
+    submit.request_id = request.request_id
+    submit.prompt_token_ids.extend(request.prompt_token_ids)
+    submit.sampling.MergeFrom(sampling_to_wire(request.sampling))
+    submit.keep_for_transfer = request.keep_for_transfer
+    submit.cache_salt = request.cache_salt
+    if request.transfer_params is not None:
+        submit.transfer_params = json.dumps(request.transfer_params).encode()
+    if request.continued is not None:
+        submit.continued.num_tokens = request.continued.num_tokens
+        submit.continued.num_chars = request.continued.num_chars
+    if request.parse is not None:
+        submit.parse.request = request.parse.request
+        submit.parse.num_tokens_before = request.parse.num_tokens_before
+        submit.parse.num_chars_before = request.parse.num_chars_before
+    return message
 
 
 def submit_from_wire(message: pb.Submit) -> EngineRequest:
@@ -109,12 +105,6 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         if message.HasField("continued")
         else None,
         parse=_parse_from_wire(message.parse) if message.HasField("parse") else None,
-    )
-
-
-def _parse_to_wire(parse: Parse) -> pb.Parse:
-    return pb.Parse(
-        request=parse.request, num_tokens_before=parse.num_tokens_before, num_chars_before=parse.num_chars_before
     )
 
 
@@ -207,6 +197,33 @@ def _as_utf8(text: str) -> str:
 
 def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
     """What a step says: the columns in order, then the ends."""
+    yield from _columns_of(step)
+    yield from ends_of(step)
+
+
+def is_text_alone(step: pb.Step) -> bool:
+    """Whether `texts_of` and `ends_of` are all that a step says."""
+    return not (step.logprobs or step.deltas)
+
+
+def texts_of(step: pb.Step) -> Iterable[tuple[int, Sequence[int], str]]:
+    """The columns in order: number, tokens, text. No object is built for an output, and for one token no list."""
+    token_ids, num_tokens = list(step.token_ids), list(step.num_tokens)
+    each: Iterable[Sequence[int]]
+    if len(token_ids) == len(num_tokens) == num_tokens.count(1):
+        each = zip(token_ids)
+    else:
+        ends = list(itertools.accumulate(num_tokens))
+        each = [token_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return zip(step.numbers, each, step.texts, strict=True)
+
+
+def ends_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
+    for ended in step.finished:
+        yield ended.number, _ended(ended)
+
+
+def _columns_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput]]:
     logprobs = {entry.index: entry for entry in step.logprobs}
     deltas = {entry.index: entry.delta for entry in step.deltas}
     # Lists: reading a message's columns entry by entry costs twice as much.
@@ -221,8 +238,6 @@ def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError
         if deltas and (delta := deltas.get(i)) is not None:
             output.delta = _delta_from_json.decode(delta)
         yield number, output
-    for ended in step.finished:
-        yield ended.number, _ended(ended)
 
 
 def _ended(message: pb.Finished) -> EngineOutput | KvferryError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,6 +47,10 @@ def test_what_is_overridden_and_read_is_there() -> None:
     assert source.count("await ") == 1
     assert "if self.flow.write_paused and not self.disconnected:\n            await self.flow.drain()" in source
     assert r'b"%x\r\n" % len(body), body, b"\r\n"' in source  # as Exchange.write frames a piece
+    # One write of the head, then one of the body: `_HeadFirst` joins them, and stands for nothing else but `close`.
+    assert source.count("self.transport.write(") == 3
+    assert set(re.findall(r"self\.transport\.(\w+)", source)) == {"write", "close"}
+    assert "self.flow.resume_reading()" in inspect.getsource(RequestResponseCycle.receive)  # as Exchange.take_body does
     assert "self.disconnected" in inspect.getsource(RequestResponseCycle.run_asgi)
     assert inspect.getsource(FlowControl.pause_writing).count("self.write_paused = True") == 1
     assert HIGH_WATER_LIMIT == 64 << 10
@@ -62,8 +67,9 @@ async def test_both_ways_send_the_same_bytes(uses: str) -> None:
         if uses == "exchange":
             assert exchange.is_ready
             exchange.start(200, headers)
-            for piece in pieces:
-                exchange.write(piece)
+            exchange.write(pieces[0])
+            exchange.writer(b"t\r\n", b"o")(b"w")
+            exchange.writer(b"", b"")(pieces[2])
         else:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for piece in pieces:
@@ -81,6 +87,53 @@ async def test_both_ways_send_the_same_bytes(uses: str) -> None:
     assert b"transfer-encoding: chunked" in head
     assert body == b"3\r\none\r\n5\r\nt\r\nwo\r\n3e8\r\n" + b"x" * 1000 + b"\r\n0\r\n\r\n"
     assert again == answer
+
+
+async def test_a_whole_answer_goes_out_in_one_write_and_ends_as_uvicorn_ends_it() -> None:
+    bodies: list[bytes | None] = []
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        exchange = exchange_of(scope)
+        assert exchange is not None
+        bodies.append(exchange.take_body())
+        await exchange.respond(200, [(b"content-length", b"3")], b"one")
+
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
+        writer.write(head + b"\r\nbody" + head + b"connection: close\r\n\r\nlast")
+        answers = await reader.read()
+        writer.close()
+    assert bodies == [b"body", b"last"]
+    kept, _, closed = answers.partition(b"one")
+    assert kept == b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n"
+    assert closed == b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: close\r\n\r\none"
+
+
+async def test_a_body_on_its_way_or_promised_an_interim_answer_is_left_to_receive() -> None:
+    taken: list[bytes | None] = []
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        exchange = exchange_of(scope)
+        assert exchange is not None
+        taken.append(exchange.take_body())
+        body = b""
+        while len(body) < 4:
+            body += (await receive())["body"]
+        await exchange.respond(200, [(b"content-length", b"4")], body)
+
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
+        writer.write(head + b"\r\nbo")
+        await asyncio.sleep(0.05)
+        writer.write(b"dy")
+        await reader.readuntil(b"body")
+        writer.write(head + b"expect: 100-continue\r\n\r\nbody")
+        answer = await reader.readuntil(b"body")
+        writer.close()
+    assert taken == [None, None]
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
 
 
 async def test_the_request_in_service_hears_of_a_lost_connection_though_another_one_waits_behind_it() -> None:

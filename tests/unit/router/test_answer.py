@@ -53,6 +53,33 @@ class Client:
         return [p[0].token_id for output in self.outputs for p in output.logprobs or ()]
 
 
+def test_text_alone_counts_and_is_told_as_any_output() -> None:
+    client = Client()
+    texts: list[tuple[list[int], str]] = []
+    both = _Answer(
+        client.asked, client.outputs.append, client.journey, lambda token_ids, text: texts.append(([*token_ids], text))
+    )
+    for answer in (client.answer, both):
+        answer.take_text([1], "b")
+        answer.take_text([2, 3], "cd")
+        assert answer.token_ids == [1, 2, 3]
+        assert answer.request().continued == Continued(3, 3)
+    assert client.outputs == [EngineOutput([1], "b"), EngineOutput([2, 3], "cd")]
+    assert texts == [([1], "b"), ([2, 3], "cd")]
+
+
+def test_text_alone_that_comes_again_is_left_out() -> None:
+    client = Client(presence_penalty=1.0)
+    client.answer.take_text([1, 2], "bc")
+    client.answer.request()
+    client.answer.take_text([1], "b")
+    client.answer.take_text([2, 3], "cd")
+    assert (client.token_ids, client.text) == ([1, 2, 3], "bcd")
+    client.answer.request()
+    with pytest.raises(EngineError, match="does not give the same answer"):
+        client.answer.take_text([7], "h")
+
+
 def test_a_request_that_gave_nothing_is_asked_again_as_it_was() -> None:
     client = Client()
     assert client.answer.request() == client.asked == client.first

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from kvferry.engine.base import (
@@ -50,12 +48,12 @@ FULL = Sampling(
 
 
 def test_every_sampling_field_has_its_place_in_the_message() -> None:
-    assert {field.name for field in dataclasses.fields(Sampling)} == set(pb.Sampling.DESCRIPTOR.fields_by_name)
+    assert set(Sampling.__struct_fields__) == set(pb.Sampling.DESCRIPTOR.fields_by_name)
 
 
 def test_every_field_of_the_full_example_differs_from_its_default() -> None:
     defaults = Sampling(max_tokens=1)
-    assert [f.name for f in dataclasses.fields(Sampling) if getattr(FULL, f.name) == getattr(defaults, f.name)] == []
+    assert [name for name in Sampling.__struct_fields__ if getattr(FULL, name) == getattr(defaults, name)] == []
 
 
 @pytest.mark.parametrize("sampling", [FULL, Sampling(max_tokens=1)], ids=["full", "defaults"])
@@ -100,6 +98,30 @@ def test_deltas_travel_with_the_outputs_they_belong_to() -> None:
     assert [o.text for _, o in outputs if isinstance(o, EngineOutput)] == ["plain", *["raw"] * len(DELTAS), ""]
     assert isinstance(end, EngineOutput)
     assert (end.finish_reason, end.delta) == (FinishReason.STOP, None)
+
+
+@pytest.mark.parametrize("num_tokens", [[], [1, 1, 1], [2, 0, 1], [1, 3], [0]])
+def test_text_alone_is_read_as_the_outputs_that_it_is(num_tokens: list[int]) -> None:
+    step = pb.Step()
+    for number, count in enumerate(num_tokens):
+        codec.append_output(step, number, EngineOutput(list(range(count)), f"text {number}"))
+    codec.append_output(step, 0, EngineOutput([], "", finish_reason=FinishReason.STOP))
+    read = pb.Step.FromString(step.SerializeToString())
+    assert codec.is_text_alone(read)
+    texts = [(number, list(token_ids), text) for number, token_ids, text in codec.texts_of(read)]
+    outputs = [(number, output) for number, output in codec.outputs_of(read) if isinstance(output, EngineOutput)]
+    assert texts == [(number, output.token_ids, output.text) for number, output in outputs[:-1]]
+    assert outputs[-1:] == list(codec.ends_of(read))
+
+
+def test_text_alone_it_is_not_with_logprobs_or_deltas() -> None:
+    for output in (
+        EngineOutput([7], "a", logprobs=[[TokenLogprob(7, "a", -1.0)]]),
+        EngineOutput([7], "", delta=DELTAS[0]),
+    ):
+        step = pb.Step()
+        codec.append_output(step, 1, output)
+        assert not codec.is_text_alone(step)
 
 
 def test_a_plain_output_costs_no_byte_for_parsers() -> None:
