@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chaos.__main__ import ask_undisturbed, run_fault
@@ -23,6 +24,7 @@ pytestmark = [
 SEED = 7
 NUM_STREAMS = 16
 MAX_TOKENS = 80
+MOST_TRIES = 6
 
 FAULTS: dict[str, tuple[Fault, int]] = {
     "prefill": (killing(MemberKind.PREFILL), 4),
@@ -38,12 +40,22 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
     prompts = make_prompts(64, SEED)
     async with fleet(tmp_path) as running:
         expected = await ask_undisturbed(running, prompts, MAX_TOKENS)
-        rows = {}
-        for name, (fault, times) in FAULTS.items():
+        rows: dict[str, dict[str, Any]] = {}
+
+        async def inflict(name: str, seed: int) -> None:
+            fault, times = FAULTS[name]
             client = Client(running.urls, prompts, MAX_TOKENS)
             load = Load(client, len(prompts), NUM_STREAMS)
-            rows[name] = await run_fault(running, fault, times, load, expected, random.Random(SEED), lambda what: None)
+            row = await run_fault(running, fault, times, load, expected, random.Random(seed), lambda what: None)
+            rows[name] = row if name not in rows else _added(rows[name], row)
             await client.close()
+
+        for name in FAULTS:
+            await inflict(name, SEED)
+        # A prefill takes milliseconds: whether a kill meets one is chance.
+        for seed in range(SEED + 1, SEED + MOST_TRIES):
+            if not rows["prefill"]["recomputed"]:
+                await inflict("prefill", seed)
     for name, row in rows.items():
         assert (row["failed"], row["inexact"]) == (0, 0), (name, row)
         assert row["requests"] >= NUM_STREAMS
@@ -51,6 +63,11 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
             assert row["retried"] == 0, (name, row)
     # The faults did hit requests.
     assert rows["decode"]["continued"] > 0
-    assert rows["prefill"]["recomputed"] + rows["drain"]["recomputed"] > 0
+    assert rows["prefill"]["recomputed"] > 0
     assert rows["hang"]["continued"] > 0
     assert rows["gateway"]["retried"] > 0
+
+
+def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The counts of both."""
+    return {key: one[key] + other[key] for key in ("requests", "failed", "inexact", "retried", "recomputed")}

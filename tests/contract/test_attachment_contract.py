@@ -470,8 +470,10 @@ async def test_what_is_ready_is_sent_before_the_link_ends(engine: SimEngine, tra
     async with serving(engine) as worker:
         gateway = Gateway(worker, transport)
         await gateway.hello()
+        engine.faults = Faults(stalled=True)  # until it was seen
         await gateway.submit(1, request("a", max_tokens=3))
         await until(lambda: worker.num_requests == 1)
+        engine.faults = Faults()
         assert await worker.drain(5)
         await asyncio.gather(worker.stop(1.0), gateway.read_ends(1))
         await gateway.leave()
