@@ -148,6 +148,30 @@ async def test_idle_engines_leave_the_cores_alone(vllm_pair: VllmPair) -> None:
         assert asyncio.get_running_loop().time() < deadline, f"idle engines keep {busy_cores:.2f} cores busy"
 
 
+async def test_an_engine_that_keeps_pages_leaves_the_cores_alone(vllm_pair: VllmPair) -> None:
+    """Stepped without pause, a prefill engine takes 0.9 cores from the decode engine that reads its pages."""
+    children = psutil.Process().children(recursive=True)
+
+    def cpu_s() -> float:
+        return sum(child.cpu_times().user + child.cpu_times().system for child in children)
+
+    kept = await prefill(
+        vllm_pair, "kept", vllm_pair.tokenize("Every quiet morning the ferry waits for a letter. " * 8)
+    )
+    window_s, seen = 2.0, []
+    try:
+        for _ in range(5):
+            before = cpu_s()
+            await asyncio.sleep(window_s)  # the window of the measurement
+            seen.append((cpu_s() - before) / window_s)
+            if seen[-1] < 0.45:
+                break
+        else:
+            pytest.fail(f"engines that keep one prompt's pages keep {seen} cores busy")
+    finally:
+        await vllm_pair.prefill.release(kept)
+
+
 async def test_the_compute_thread_keeps_all_cores(vllm_pair: VllmPair) -> None:
     """NIXL's connector pins the thread it is made in to one core; ours undoes it."""
     children = psutil.Process().children(recursive=True)

@@ -158,7 +158,12 @@ class VllmEngine:
                 # its old id would be recomputed for, silently and for ever.
                 "engine_id": engine_id,
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"kv_lease_duration": self._config.transfer_lease_s},
+                "kv_connector_extra_config": {
+                    "kv_lease_duration": self._config.transfer_lease_s,
+                    # With the 4 threads that vLLM asks NIXL for, a decode engine that had read many descriptors kept
+                    # 0.97 of a core busy with nothing to do; without them 0.03.
+                    **({"num_threads": 0} if on_cpu else {}),
+                },
             },
             "kv_events_config": {
                 "enable_kv_cache_events": True,

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 from kvferry.engine.vllm_plugins.message_queue import nap_instead_of_spinning
+from kvferry.engine.vllm_plugins.nixl_keeping import nap_while_keeping
 from kvferry.engine.vllm_plugins.nixl_lease import read_within_leases, say_when_leases_end
 from kvferry.engine.vllm_plugins.nixl_progress import waiting_progress_thread
 
@@ -41,6 +42,8 @@ class FerryConnector(NixlPullConnector):  # type: ignore[misc]
             read_within_leases(self.connector_worker)
         else:
             say_when_leases_end(self.connector_scheduler)
+            if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
+                nap_while_keeping(self.connector_scheduler)
 
 
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
