@@ -14,7 +14,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-rag loadtest-smoke loadtest-selfcheck check fmt proto build ci
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag loadtest-smoke loadtest-selfcheck check fmt proto build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway;
 
 bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RAG load, with a report (half an hour)
 	@$(BIN)/python tools/bench_rag.py $(ARGS)
+
+bench-handoff: $(STAMP) ## Bytes/s of the ferry beside raw NIXL with the same bytes and descriptors; the last line is JSON
+	@$(BIN)/python tools/bench_handoff.py $(ARGS)
 
 loadtest-smoke: $(STAMP) ## A load test of a sim cluster with its report, in less than a minute
 	@$(BIN)/python tools/bench_rag.py --only kvferry-sim --scenario smoke --repeats 1 --out loadtest-results/smoke $(ARGS)
