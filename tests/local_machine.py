@@ -51,6 +51,8 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "KVFERRY_RUN_DIR": str(self.folder.path)},
+            # As from a terminal: where tests run in the background, Ctrl-C is ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
