@@ -142,7 +142,6 @@ class Engine:
         # A plan leaves the warm-up time before its other arrivals; it takes as long as it takes.
         arrivals_s = [request.arrival_s for request in first if request.arrival_s is not None]
         self._first_s = min(arrivals_s, default=0.0) if self.plan.warmup else 0.0
-        self._start_s = time.perf_counter()
         if self._loop_kind == "closed":
             self._sessions.extend(dict.fromkeys(request.session_id for request in phase))
             for _ in range(self._num_users):
@@ -150,9 +149,11 @@ class Engine:
         else:
             for request in first:
                 self._schedule(request.request_id, self._arrival_s(request) or 0.0, 0.0)
+        # Last: what it took to get here is no lateness of the first requests.
+        self._start_s = time.perf_counter()
         while self.num_ended < num_ended:
             await self._until_due()
-            self._send_due()
+            self.send_due(self.now_s())
 
     # When.
 
@@ -189,8 +190,8 @@ class Engine:
             # Answers are read between two that are late, or lateness would feed itself.
             await asyncio.sleep(0)
 
-    def _send_due(self) -> None:
-        now_s = self.now_s()
+    def send_due(self, now_s: float) -> None:
+        """Send what is due. Also called while answers are read: hundreds may have arrived at once, and take a while."""
         while self._due and self._due[0][0] <= now_s:
             _, request_id = heapq.heappop(self._due)
             self._send(self.plan.requests[request_id])
@@ -332,7 +333,9 @@ class _Exchange:
 
     def body(self, data: bytes) -> None:
         if self.record.status == 200:
-            self._reader.feed(data, self._engine.now_s())
+            now_s = self._engine.now_s()
+            self._reader.feed(data, now_s)
+            self._engine.send_due(now_s)
         elif len(self._error_body) < MAX_ERROR_BYTES:
             self._error_body += data
 
