@@ -28,7 +28,7 @@ from kvferry_loadtest.run import Target
 # The published sizes times `scale` fit the speed of a laptop's processor, and so do the rates and the objective.
 OVERRIDES = (
     "scale=0.125",
-    "num_sessions=24",
+    "num_sessions=16",
     "warmup_sessions=2",
     "arrivals.rate_per_s=0.25",
     "objective.ttft_ms=4000",

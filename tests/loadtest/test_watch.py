@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import time
 
-from kvferry_loadtest.watch import Watch, judge
+from kvferry_loadtest.watch import AUTOGROUP, Watch, judge, punctual
 
 
 def test_punctual_is_fine() -> None:
@@ -38,3 +40,13 @@ async def test_a_loop_that_stands_still_is_seen() -> None:
     await asyncio.sleep(0.02)
     watch.end()
     assert watch.verdict([]).loop_stall_max_ms >= 190
+
+
+def test_punctuality_ends_with_the_run() -> None:
+    def state() -> tuple[bool, int, str]:
+        return gc.isenabled(), os.getpriority(os.PRIO_PROCESS, 0), AUTOGROUP.read_text() if AUTOGROUP.exists() else ""
+
+    before = state()
+    with punctual():
+        assert not gc.isenabled()
+    assert state() == before
