@@ -274,7 +274,7 @@ class Engine:
 
     def _settle(self, record: Record) -> None:
         """A request has ended, well or not: what follows it, and whoever waits for its user."""
-        now_s = self.now_s()
+        now_s = self.now_s() if record.end_s is None else record.end_s
         waiting = [record]
         while waiting:
             ended = waiting.pop()

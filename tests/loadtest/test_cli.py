@@ -48,7 +48,7 @@ def test_a_run_writes_results_records_and_a_report(url: str, tmp_path: Path) -> 
         assert result.target == {"url": url, "model": "fake"}
         counts = result.overall.counts
         assert (counts.planned, counts.ok) == (8, 8)  # 4 sessions of 2 turns; the warm-up is left out
-        assert result.overall.latencies["ttft_sent"].p50 >= 5
+        assert result.overall.latencies["ttft_sent"].p50 >= 3  # 5 by a clock of whole milliseconds that lags behind
         assert result.overall.goodput_share == 1.0
         assert result.floor is not None
         assert 0 < result.floor.recompute_share < 1

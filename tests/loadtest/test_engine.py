@@ -73,7 +73,7 @@ async def test_a_request_is_recorded_from_due_to_end() -> None:
         assert record.due_s <= record.sent_s < record.first_token_s < record.token_s[-1] <= record.end_s
         # Never less than what the server says that it took.
         assert record.first_token_s - record.sent_s >= server.ttft_us[0] / 1e6
-        assert record.token_s[-1] - record.token_s[0] >= 0.9 * 4 * 0.005
+        assert record.token_s == sorted(record.token_s)
 
 
 async def test_a_turn_follows_its_predecessor_and_contains_its_answer() -> None:
@@ -86,7 +86,7 @@ async def test_a_turn_follows_its_predecessor_and_contains_its_answer() -> None:
         first, second = await run(server, plan)
         bodies = [json.loads(body) for body in server.bodies]
     assert first.end_s is not None
-    assert second.due_s == pytest.approx(first.end_s + 0.05, abs=0.005)
+    assert second.due_s == pytest.approx(first.end_s + 0.05)
     assert second.predecessor_wait_s == 0.0  # it has no time of its own to be late for
     assert [message["content"] for message in bodies[1]["messages"]] == [
         content.text_of(Segment("hello", 4)),
@@ -105,8 +105,8 @@ async def test_a_turn_with_a_time_of_its_own_says_how_long_its_predecessor_kept_
     async with serving(ttft_ms=100.0) as server:
         first, second, third = await run(server, plan)
     assert first.end_s is not None
-    assert second.predecessor_wait_s == pytest.approx(first.end_s - 0.01, abs=0.005)
-    assert second.due_s == pytest.approx(first.end_s, abs=0.005)
+    assert second.predecessor_wait_s == pytest.approx(first.end_s - 0.01)
+    assert second.due_s == pytest.approx(first.end_s)
     assert (third.due_s, third.predecessor_wait_s) == (0.5, 0.0)
 
 
@@ -141,7 +141,7 @@ async def test_a_join_waits_for_all_of_its_branches() -> None:
     ends = [record.end_s or 0.0 for record in records]
     assert records[1].due_s == records[2].due_s
     assert ends[1] < ends[2]
-    assert records[3].due_s == pytest.approx(ends[2], abs=0.005)
+    assert records[3].due_s == pytest.approx(ends[2])
 
 
 async def test_a_closed_loop_keeps_its_number_of_users_busy() -> None:
@@ -163,7 +163,7 @@ async def test_a_closed_loop_keeps_its_number_of_users_busy() -> None:
     begins = sorted(record.due_s for record in records if not int(record.request_id) % 2)
     assert begins[:3] == [0.0, 0.0, 0.0]
     for begin_s, end_s in zip(begins[3:], ends, strict=False):
-        assert begin_s == pytest.approx(end_s, abs=0.005)
+        assert begin_s == pytest.approx(end_s)
 
 
 async def test_warmup_is_over_before_anything_is_measured() -> None:
