@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.addresses import free_port
 from kvferry.model_folder import cache_folder, resolve
 
 TOOLS = Path(__file__).resolve().parent
@@ -116,7 +116,7 @@ def vllm_file_tier(settings: Settings) -> Iterator[Running]:
 @contextlib.contextmanager
 def serve_llm(settings: Settings) -> Iterator[Running]:
     """ray.serve.llm's prefill/decode application: one prefill and one decode replica."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     with temporary_folder() as folder:
         packages = extra_packages("pyarrow", "jsonref", "jsonschema")
         environment = engine_environment(settings, folder, packages)
@@ -157,7 +157,7 @@ DEPLOYMENTS = {
 
 @contextlib.contextmanager
 def kvferry_up(values: Mapping[str, object]) -> Iterator[Running]:
-    port = free_port()
+    port = free_port("127.0.0.1")
     with temporary_folder() as folder:
         environment = {**os.environ, "KVFERRY_RUN_DIR": str(folder)}
         command = [str(BIN / "kvferry"), "up", "--no-ask", "--timeout", f"{START_TIMEOUT_S:g}"]
@@ -187,7 +187,7 @@ def two_vllm_serve(
         urls = []
         started = []
         for i in range(2):
-            port = free_port()
+            port = free_port("127.0.0.1")
             command = [str(BIN / "vllm"), "serve", str(model_folder()), "--host", "127.0.0.1", "--port", str(port)]
             command += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
             command += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)]
@@ -282,12 +282,6 @@ def process(
             os.killpg(started.pid, signal.SIGKILL)  # children that outlived their parent
         for leaked in set(Path("/dev/shm").glob("vllm_offload_*")) - shared_memory:
             leaked.unlink(missing_ok=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for_http(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
