@@ -325,9 +325,6 @@ class _Exchange:
                 timeout_s, self.give_up, Outcome.TIMED_OUT, f"not over within {timeout_s:g} s"
             )
 
-    def connected(self) -> None:
-        pass
-
     def status(self, status: int) -> None:
         self.record.status = status
 

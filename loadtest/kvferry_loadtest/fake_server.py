@@ -29,6 +29,7 @@ _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-
 class Answering(msgspec.Struct, frozen=True, kw_only=True):
     """How answers come."""
 
+    model: str = MODEL
     ttft_ms: float = 20.0
     ttft_spread: float = 0.0  # sigma of a lognormal factor with median 1
     itl_ms: float = 2.0
@@ -142,7 +143,8 @@ class _Connection(asyncio.Protocol):
         if key and authorization != b"Bearer " + key.encode():
             self._answer(401, b"Unauthorized", {"error": {"message": "this key is not known"}})
         elif url == b"/v1/models":
-            self._answer(200, b"OK", {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            models = [{"id": server.answering.model, "object": "model"}]
+            self._answer(200, b"OK", {"object": "list", "data": models})
         elif url == b"/fake/delays":
             self._answer(200, b"OK", {"ttft_us": server.ttft_us, "itl_us": server.itl_us})
         elif url in (b"/v1/chat/completions", b"/v1/completions"):
@@ -208,6 +210,7 @@ def _chunked(data: bytes) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description="An OpenAI endpoint that answers after known delays.")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--ttft-ms", type=float, default=20.0)
     parser.add_argument("--ttft-spread", type=float, default=0.0, help="sigma of a lognormal factor")
     parser.add_argument("--itl-ms", type=float, default=2.0)

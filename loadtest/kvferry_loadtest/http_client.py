@@ -24,9 +24,6 @@ MAX_IDLE = 4096
 class Receiver(Protocol):
     """Who hears of one exchange. Calls come in this order, `ended` last and once."""
 
-    def connected(self) -> None:
-        """The request is being written now."""
-
     def status(self, status: int) -> None: ...
     def body(self, data: bytes) -> None: ...
     def ended(self, error: str) -> None:
@@ -197,7 +194,6 @@ class _Connection(asyncio.Protocol):
         self._exchange = exchange
         exchange.connection = self
         self._parser = httptools.HttpResponseParser(self)
-        exchange.receiver.connected()
         self._transport.write(exchange.data)
         exchange.data = b""
 
@@ -259,9 +255,6 @@ class _Collected:
         self.code = 0
         self.pieces: list[bytes] = []
         self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def connected(self) -> None:
-        pass
 
     def status(self, status: int) -> None:
         self.code = status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -100,8 +101,10 @@ async def _run(
     metrics_clients = [HttpClient(Endpoint(url)) for url in urls]
     watch = Watch()
     try:
-        models = [await look_at(client, target, headers) for client in clients]
-        model = models[0]
+        model = target.model
+        for client in clients:
+            # The first one's choice is asked of all.
+            model = await look_at(client, dataclasses.replace(target, model=model), headers)
         engine = Engine(
             plan,
             clients,

@@ -120,6 +120,11 @@ def test_a_model_that_is_not_served(url: str) -> None:
     assert refused("run", "smoke", "--url", url, "--model", "m") == f"{url}: does not serve 'm', but fake"
 
 
+def test_servers_that_are_not_alike(url: str) -> None:
+    with fake_server("--model", "another") as other:
+        assert refused("run", "smoke", "--url", url, "--url", other) == f"{other}: does not serve 'fake', but another"
+
+
 def test_a_scenario_that_is_not_there() -> None:
     assert refused("plan", "rag").startswith("no scenario 'rag'; there are agent, batch-summarise, ")
 
