@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 from deployments import DEPLOYMENTS, DeploymentFailed, Settings
+from machine_turn import machine_turn
 from rich.console import Console
 
 from kvferry_loadtest.cli import load, run_once
@@ -76,6 +77,7 @@ def main() -> int:
             seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
             try:
                 with contextlib.ExitStack() as stack:
+                    stack.enter_context(machine_turn(console))
                     with console.status(f"{name} starts ..."):
                         running = stack.enter_context(deployment.up(Settings()))
                     target = Target(
