@@ -19,7 +19,7 @@ import secrets
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -49,7 +49,7 @@ from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
-from kvferry.router.pricing import PlacementRequest, WorkerView
+from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, VolumeView, WorkerView
 from kvferry.router.roster import Roster, candidate_of
 from kvferry.telemetry import FALLBACK_CAUSES, Metrics
 
@@ -104,14 +104,16 @@ class Dispatcher:
         metrics: Metrics,
         config: GatewayConfig,
         *,
+        volumes: Callable[[], Mapping[str, VolumeView]] = lambda: NO_VOLUMES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` in seconds; the same that the roster's views are stamped with."""
+        """`volumes` are those that can be read now. `clock` in seconds; the same that the roster's views have."""
         self._roster = roster
         self._policy = policy
         self._metrics = metrics
         self._prefill_timeout_s = config.prefill_timeout_s
         self._worker_wait_s = config.worker_wait_s
+        self._volumes = volumes
         self._clock = clock
         self._recent: deque[Journey] = deque(maxlen=NUM_RECENT)
         self._num_placed = 0
@@ -187,9 +189,11 @@ class Dispatcher:
                 unused.kept = None
                 last = await remote.wait()
                 num_generated = len(answer.token_ids)
+                ferried = kept is not None
                 if last.sources is not None:
-                    self._arrived(last.sources, decode, journey)
-                self._policy.learn(decode.member.member_id, answer.measure(submitted_s, placed, decode, last))
+                    self._arrived(last.sources, decode, journey, ferried=ferried)
+                measured = answer.measure(submitted_s, placed, decode, last, ferried=ferried)
+                self._policy.learn(decode.member.member_id, measured)
                 return
             except (UnavailableError, Overloaded) as error:
                 if remote is None or decode is None:
@@ -253,7 +257,7 @@ class Dispatcher:
         now_s = self._clock()
         self._num_placed += 1
         request = _placement_request(attempt, decode[0].candidate.block_size, self._num_placed)
-        choice = self._policy.place(request, prefill, decode, now_s, may_be_alone=may_be_alone)
+        choice = self._policy.place(request, prefill, decode, now_s, volumes=self._volumes(), may_be_alone=may_be_alone)
         assert choice is not None
         self._policy.began(request, choice, now_s)
         journey.choices = [*journey.choices[-(MAX_CHOICES - 1) :], choice]
@@ -320,8 +324,10 @@ class Dispatcher:
         self._metrics.prefill_fallbacks.labels(cause=cause).inc()
         journey.prefill_failure = message
 
-    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey) -> None:
+    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey, *, ferried: bool) -> None:
         journey.sources = sources
+        if not ferried:
+            return
         journey.ferried_pages = pages_of(sources, decode.member.block_size)
         journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
         self._metrics.ferried_pages.inc(journey.ferried_pages)
@@ -392,18 +398,23 @@ class _Answer:
         self._clock, self._first_s = clock, None
         self._num_before = len(self.token_ids)
 
-    def measure(self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput) -> Measured:
-        """What the attempt that just ended took."""
+    def measure(
+        self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput, *, ferried: bool
+    ) -> Measured:
+        """What the attempt that just ended took. `ferried`: its worker was told to pull the prompt's pages."""
         now_s = self._clock()
         first_s = self._first_s if self._first_s is not None else now_s
         num_steps = len(self.token_ids) - self._num_before - 1
         sources = last.sources or PromptSources()
-        queue_tokens = getattr(placed.choice, "queue_tokens", 0) if placed.choice.prefill is None else 0
+        choice = placed.choice
+        alone = choice if isinstance(choice, Decision) and choice.prefill is None else None
         return Measured(
             first_token_ms=(first_s - submitted_s) * 1e3,
+            load_ms=alone.price.load_ms if alone is not None else 0.0,
             computed_tokens=sources.local_compute,
-            ferried_pages=pages_of(sources, decode.member.block_size),
-            queue_tokens=queue_tokens,
+            # What came from outside without a ferry came from a slower tier.
+            ferried_pages=pages_of(sources, decode.member.block_size) if ferried else 0,
+            queue_tokens=alone.queue_tokens if alone is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.load.num_running),
         )

@@ -181,7 +181,7 @@ class Roster:
 
 
 def candidate_of(member: Member) -> Candidate:
-    return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype)
+    return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype, member.node)
 
 
 def _addresses(member: Member) -> tuple[str, str]:
