@@ -42,6 +42,11 @@ log = logging.getLogger(__name__)
 # every few dozen requests, 7 % of their time, and the full ones among them hold up all streams.
 GC_THRESHOLD = 10_000
 
+# libuv takes one connection from a listening socket in each turn of the loop, and a turn is milliseconds long while
+# hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So the loop has the
+# socket several times.
+ACCEPTS_PER_TURN = 16
+
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     """The renderer that fits `config.engine.kind`. Takes seconds for a real model; call it off the event loop."""
@@ -112,7 +117,8 @@ class GatewayHost:
         # asyncio sets it only where the socket names its protocol, which create_server leaves open.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
+        self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
         self.roster.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         dispatcher = Dispatcher(self.roster, self.policy, self.metrics, self._config.gateway)
