@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of it")
     parser.add_argument("--out", type=Path, default=Path("loadtest-results/rag"), help="folder for results and report")
     arguments = parser.parse_args()
-    names = arguments.only or [name for name in DEPLOYMENTS if name != "kvferry-sim"]
+    names = arguments.only or [name for name, deployment in DEPLOYMENTS.items() if not deployment.is_twin]
     scaled = arguments.scenario == "rag-chat"
     try:
         scenario = load(arguments.scenario, [*OVERRIDES, *arguments.set] if scaled else arguments.set, None)
