@@ -19,8 +19,9 @@
     │   └── EngineDead               a worker's engine is gone and will not come back
     ├── Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
     ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
-    └── EngineError                  500  INTERNAL
-        └── UnsupportedEngine        the engine cannot be built as configured
+    ├── EngineError                  500  INTERNAL
+    │   └── UnsupportedEngine        the engine cannot be built as configured
+    └── TierError                    500  INTERNAL, a volume that cannot be used; pages that cannot are misses
 
 A message is written for the reader of an error body: what was wrong and what is allowed, never a traceback.
 """
@@ -191,6 +192,12 @@ class UnsupportedEngine(EngineError):
     """The engine cannot be built as configured; the message says which setting and what is allowed."""
 
     code = "unsupported_engine"
+
+
+class TierError(KvferryError):
+    """A volume that cannot be used: names the folder and what is wrong. A single bad page is a miss, never an error."""
+
+    code = "tier_error"
 
 
 def by_code() -> dict[str, type[KvferryError]]:
