@@ -21,6 +21,7 @@ class MemberKind(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     GATEWAY = "gateway"
+    KEEPER = "keeper"
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int = 0
     kv_cache_dtype: str = ""
     started_unix_s: float = 0.0
+    volumes: tuple[str, ...] = ()  # ids of those that a keeper serves
+    socket_path: str = ""  # where a keeper takes the engines of its node
 
 
 @dataclass(frozen=True, slots=True)
