@@ -6,10 +6,13 @@ were under way), and does it send in time at a high rate.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -118,9 +121,14 @@ async def _drive(url: str, plan: Plan) -> tuple[list[Record], Delays, Watch]:
 
 
 def check_accuracy(rate_per_s: float = 100.0, num_requests: int = 1500, *, grpc: bool = False) -> dict[str, Any]:
-    """Percentiles of TTFT and of the time between tokens beside those that the server really took."""
+    """Percentiles of TTFT and of the time between tokens beside those that the server really took.
+
+    A server behind grpc.aio cannot say when a request came, only when its handler began. So what a call takes in which
+    nothing happens counts as the server's: its median, measured before.
+    """
     speaks = ("--grpc",) if grpc else ()
     with fake_server("--ttft-ms", "40", "--ttft-spread", "0.5", "--itl-ms", "5", *speaks) as url:
+        transport_ms = uvloop.run(_empty_call_ms(url)) if grpc else 0.0
         records, delays, _ = driven(url, plan_at(fixed_times(rate_per_s, num_requests), 8))
     compared = {
         "ttft": (_latencies(delays.ttft_us), _of(records, lambda record: record.ttft_sent_s)),
@@ -131,11 +139,30 @@ def check_accuracy(rate_per_s: float = 100.0, num_requests: int = 1500, *, grpc:
     for name, (true, measured) in compared.items():
         for percent in PERCENTS:
             true_ms, measured_ms = true.percentile_ms(percent), measured.percentile_ms(percent)
+            if name == "ttft":
+                true_ms += transport_ms
             allowed_ms = max(TOLERANCE_MS, TOLERANCE_SHARE * true_ms)
             worst = max(worst, abs(measured_ms - true_ms) / allowed_ms)
             figures[f"{name}_p{percent:g}_ms"] = {"true": round(true_ms, 3), "measured": round(measured_ms, 3)}
     all_ok = all(record.outcome is Outcome.OK for record in records)
+    if grpc:
+        figures["empty_call_ms"] = round(transport_ms, 3)
     return {"ok": all_ok and worst <= 1.0, "requests": len(records), "worst_of_tolerance": round(worst, 3), **figures}
+
+
+async def _empty_call_ms(url: str, count: int = 300) -> float:
+    """Median of calls in which nothing happens, paced as requests are: both ends sleep in between."""
+    (api,) = apis_of([url.partition(" ")[2]])
+    try:
+        took_ms = []
+        for _ in range(count):
+            begun_s = time.perf_counter()
+            await api.models("")
+            took_ms.append((time.perf_counter() - begun_s) * 1e3)
+            await asyncio.sleep(0.01)
+        return statistics.median(took_ms)
+    finally:
+        await api.close()
 
 
 def check_stall(rate_per_s: float = 200.0, seconds: float = 8.0) -> dict[str, Any]:
