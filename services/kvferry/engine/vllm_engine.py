@@ -310,6 +310,8 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
             # Engines share this machine: vLLM's own binding would put them all on the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "UCX_TLS": config.ucx_tls,
+            # KV pages in huge pages of memory, where the system has them: moving and reading them costs less.
+            "THP_MEM_ALLOC_ENABLE": "1",
             # What was compiled once is not compiled again, whatever folder is temporary this time.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
         }
