@@ -51,6 +51,7 @@ class WorkerSample:
     num_pages_used: int
     num_pages: int
     prompt_tokens_by_source: dict[str, int]
+    cached_tokens_by_tier: dict[str, int]
     ferried_bytes: int
     num_generated_tokens: int
 
@@ -154,6 +155,11 @@ class _Workers(Collector):
             "Prompt tokens, by where their KV came from.",
             labels=[*labels, "source"],
         )
+        cached = CounterMetricFamily(
+            "kvferry_worker_cached_prompt_tokens",
+            "Prompt tokens whose KV was there already, by the tier that had it.",
+            labels=[*labels, "tier"],
+        )
         ferried = CounterMetricFamily(
             "kvferry_worker_ferried_bytes", "Bytes its engine pulled from others.", labels=labels
         )
@@ -169,6 +175,8 @@ class _Workers(Collector):
             pages.add_metric(key, worker.num_pages)
             for source, tokens in worker.prompt_tokens_by_source.items():
                 prompt.add_metric([*key, source], tokens)
+            for tier, tokens in worker.cached_tokens_by_tier.items():
+                cached.add_metric([*key, tier], tokens)
             ferried.add_metric(key, worker.ferried_bytes)
             generated.add_metric(key, worker.num_generated_tokens)
-        return (up, running, waiting, used, pages, prompt, ferried, generated)
+        return (up, running, waiting, used, pages, prompt, cached, ferried, generated)

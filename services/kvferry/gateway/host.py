@@ -213,6 +213,7 @@ class GatewayHost:
                 num_pages_used=link.load.num_pages_used,
                 num_pages=link.load.num_pages,
                 prompt_tokens_by_source=dataclasses.asdict(link.load.prompt_tokens),
+                cached_tokens_by_tier=dataclasses.asdict(link.load.cached_tokens),
                 ferried_bytes=link.load.ferried_bytes,
                 num_generated_tokens=link.load.num_generated_tokens,
             )
