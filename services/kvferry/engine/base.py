@@ -112,11 +112,13 @@ class TierHints:
     """Where a request's pages belong, and where they are said to lie on volumes.
 
     `volumes` are hints: volume id -> how many pages of the prompt, from its start, lie there. An engine may ask its
-    keeper for pages that only a hint names; pages that are not there after all are computed.
+    keeper for pages that only a hint names; pages that are not there after all are computed. Not `load`: computing them
+    costs less, and nothing is to be loaded from volumes.
     """
 
     namespace: Namespace = DEFAULT_NAMESPACE
     volumes: Mapping[str, int] = field(default_factory=dict)
+    load: bool = True
 
 
 @dataclass(frozen=True, slots=True)

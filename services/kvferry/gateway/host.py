@@ -31,10 +31,12 @@ from kvferry.gateway.openai import OpenAI
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
+from kvferry.router.keeper_stream import follow_over
+from kvferry.router.keepers import Keepers, keeper_of, volume_of
 from kvferry.router.policy import InTurns, Policy, Priced
 from kvferry.router.residents import Residents
 from kvferry.router.roster import WORKER_KINDS, Roster
-from kvferry.telemetry import Metrics, WorkerSample
+from kvferry.telemetry import Metrics, VolumeSample, WorkerSample
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class GatewayHost:
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
-        self.metrics = Metrics(self._sample_workers)
+        self.metrics = Metrics(self._sample_workers, self._sample_volumes)
         self.residents = Residents(ResidencyIndex())
         priced = config.gateway.placement == "priced"
         self.policy: Policy = Priced(self.residents.index) if priced else InTurns()
@@ -89,6 +91,7 @@ class GatewayHost:
             on_down=self.residents.gone,
             on_gone=self.policy.forget,
         )
+        self.keepers = Keepers(membership, self.residents.index, follow_over(config.worker.tls))
         self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
         self._server = _Server(
             uvicorn.Config(
@@ -120,8 +123,11 @@ class GatewayHost:
         listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
         self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
         self.roster.start()
+        self.keepers.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
-        dispatcher = Dispatcher(self.roster, self.policy, self.metrics, self._config.gateway)
+        dispatcher = Dispatcher(
+            self.roster, self.policy, self.metrics, self._config.gateway, volumes=self.keepers.views
+        )
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
         self._registering = asyncio.create_task(self._register())
@@ -168,6 +174,7 @@ class GatewayHost:
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self.roster.close()
+        await self.keepers.close()
         # Requests end with their workers' links; whoever waits for a client that does not read would stay.
         left = list(self._server.server_state.tasks)
         for task in left:
@@ -219,6 +226,21 @@ class GatewayHost:
             )
             for kind in WORKER_KINDS
             for link in self.roster.links(kind)
+        ]
+
+    def _sample_volumes(self) -> Sequence[VolumeSample]:
+        return [
+            VolumeSample(
+                volume_id=volume_of(name),
+                keeper_id=keeper_of(name),
+                readable=state.is_readable,
+                num_pages=state.num_pages,
+                used_bytes=state.used_bytes,
+                capacity_bytes=state.capacity_bytes,
+                queued_read_bytes=state.queued_read_bytes,
+                read_bytes_per_s=state.read_bytes_per_s,
+            )
+            for name, state in sorted(self.keepers.states().items())
         ]
 
 

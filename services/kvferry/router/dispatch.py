@@ -32,6 +32,7 @@ from kvferry.engine.base import (
     PromptSources,
     RequestId,
     Sampling,
+    TierHints,
     TransferParams,
 )
 from kvferry.errors import (
@@ -46,6 +47,7 @@ from kvferry.errors import (
 )
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
+from kvferry.router.keepers import volume_of
 from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
@@ -182,7 +184,9 @@ class Dispatcher:
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
-                    attempt if kept is None else dataclasses.replace(attempt, transfer_params=kept.params),
+                    _with_hints(attempt, placed.choice)
+                    if kept is None
+                    else dataclasses.replace(attempt, transfer_params=kept.params),
                     answer.take,
                     answer.take_text,
                 )
@@ -261,6 +265,8 @@ class Dispatcher:
         assert choice is not None
         self._policy.began(request, choice, now_s)
         journey.choices = [*journey.choices[-(MAX_CHOICES - 1) :], choice]
+        if isinstance(choice, Decision) and choice.skipped_pages:
+            self._metrics.skipped_volume_loads.inc()
         if kept is None:
             journey.reason = choice.reason.value
             self._metrics.placements.labels(reason=choice.reason.value).inc()
@@ -271,7 +277,12 @@ class Dispatcher:
         worker = placed.choice.prefill
         assert worker is not None
         prompt = dataclasses.replace(
-            request, sampling=prompt_only(request.sampling), keep_for_transfer=True, continued=None, parse=None
+            request,
+            sampling=prompt_only(request.sampling),
+            keep_for_transfer=True,
+            continued=None,
+            parse=None,
+            tier=tier_hints(placed.choice),
         )
         began_s = self._clock()
         link = self._roster.link(worker)
@@ -552,6 +563,20 @@ def _replayable(request: EngineRequest) -> EngineRequest:
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request
     return dataclasses.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))
+
+
+def tier_hints(choice: Choice) -> TierHints | None:
+    """For the worker that computes the prompt. None where there is nothing to say."""
+    if not isinstance(choice, Decision):
+        return None
+    if choice.volume:
+        return TierHints(volumes={volume_of(choice.volume): choice.volume_pages})
+    return TierHints(load=False) if choice.skipped_pages else None
+
+
+def _with_hints(attempt: EngineRequest, choice: Choice) -> EngineRequest:
+    hints = tier_hints(choice) if choice.prefill is None else None
+    return attempt if hints is None else dataclasses.replace(attempt, tier=hints)
 
 
 def _unread(output: EngineOutput) -> None:

@@ -38,6 +38,9 @@ class VolumeState:
     read_bytes_per_s: float  # lately; 0 before anything was read
     queued_read_bytes: int
     is_readable: bool = True
+    num_pages: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
 
 
 VolumeUpdate = SnapshotPart | Delta | VolumeState
@@ -60,6 +63,7 @@ class Keepers:
         self._gone: set[MemberId] = set()  # left the registry
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, VolumeView] = {}
+        self._states: dict[str, VolumeState] = {}
         self.num_gaps = 0
 
     def __repr__(self) -> str:
@@ -71,6 +75,10 @@ class Keepers:
     def views(self) -> Mapping[str, VolumeView]:
         """The volumes that can be read now, by the names under which the index holds them (see `volume_of`)."""
         return self._views
+
+    def states(self) -> Mapping[str, VolumeState]:
+        """What was last heard of every volume whose keeper can be heard."""
+        return self._states
 
     async def close(self) -> None:
         tasks = [self._task] if self._task is not None else []
@@ -134,8 +142,7 @@ class Keepers:
                 except (OSError, KvferryError) as error:
                     log.debug("no word from keeper %s of volume %s: %s", member.member_id, volume_id, error)
                 # What it held cannot be loaded through it now.
-                self._views.pop(name, None)
-                follower.drop()
+                self._forget(name, follower)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 if member.member_id in self._gone:
                     return
@@ -143,13 +150,13 @@ class Keepers:
         except Exception:
             log.exception("following volume %s of keeper %s failed", volume_id, member.member_id)
         finally:
-            self._views.pop(name, None)
-            follower.drop()
+            self._forget(name, follower)
 
     def _take(self, name: str, member: Member, follower: Follower, update: VolumeUpdate) -> bool:
         """False when something was lost, and everything has to be told again."""
         match update:
             case VolumeState():
+                self._states[name] = update
                 if update.is_readable:
                     self._views[name] = self._view(member, update)
                 else:
@@ -165,6 +172,11 @@ class Keepers:
                     return False
         return True
 
+    def _forget(self, name: str, follower: Follower) -> None:
+        self._views.pop(name, None)
+        self._states.pop(name, None)
+        follower.drop()
+
     def _view(self, member: Member, state: VolumeState) -> VolumeView:
         rate = state.read_bytes_per_s
         if rate <= 0 or state.page_bytes <= 0:
@@ -177,3 +189,8 @@ class Keepers:
 def volume_of(name: str) -> str:
     """The id of the volume that the index holds under this name."""
     return name.partition(_SEPARATOR)[0]
+
+
+def keeper_of(name: str) -> MemberId:
+    """The keeper through which that is."""
+    return MemberId(name.partition(_SEPARATOR)[2])

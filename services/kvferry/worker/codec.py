@@ -96,6 +96,7 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     if request.tier is not None:
         submit.tier.tenant = request.tier.namespace.tenant
         submit.tier.epoch = request.tier.namespace.epoch
+        submit.tier.no_load = not request.tier.load
         for volume_id, num_pages in request.tier.volumes.items():
             submit.tier.volumes.add(volume_id=volume_id, num_pages=num_pages)
     return message
@@ -124,7 +125,7 @@ def _parse_from_wire(message: pb.Parse) -> Parse:
 
 def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
     volumes = {entry.volume_id: entry.num_pages for entry in message.volumes}
-    return TierHints(Namespace(message.tenant, message.epoch), volumes)
+    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load)
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:

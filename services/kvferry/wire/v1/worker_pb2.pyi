@@ -105,14 +105,16 @@ class Submit(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("tenant", "epoch", "volumes")
+    __slots__ = ("tenant", "epoch", "volumes", "no_load")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    NO_LOAD_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     epoch: int
     volumes: _containers.RepeatedCompositeFieldContainer[VolumePages]
-    def __init__(self, tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumePages, _Mapping]]] = ...) -> None: ...
+    no_load: bool
+    def __init__(self, tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumePages, _Mapping]]] = ..., no_load: _Optional[bool] = ...) -> None: ...
 
 class VolumePages(_message.Message):
     __slots__ = ("volume_id", "num_pages")
