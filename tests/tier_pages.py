@@ -1,0 +1,70 @@
+"""Pages for tests of the tier: small ones, whose bytes follow from their names."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+from kvferry.tier.direct_io import aligned_buffer
+from kvferry.tier.layout import DEFAULT_NAMESPACE, LayoutDigest, Namespace, PageId, PageKey, PageLayout
+from kvferry.tier.page_file import page_file_bytes
+
+LAYOUT = PageLayout(
+    model="smollm2",
+    weights_revision="main",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    tokens_per_block=16,
+    blocks_per_chunk=4,
+    num_layers=2,
+    num_kv_heads=3,
+    head_size=64,
+    isa="avx512",
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    kv_layout="NHD",
+    payload_bytes=8192,
+)
+LARGER = dataclasses.replace(LAYOUT, dtype="bfloat16", payload_bytes=16384)
+SIZE = {layout.digest: layout.payload_bytes for layout in (LAYOUT, LARGER)}
+PAGE_BYTES = page_file_bytes(LAYOUT.payload_bytes)
+SECRET = bytes(range(32))
+
+
+def page(number: int, namespace: Namespace = DEFAULT_NAMESPACE) -> PageId:
+    """Spread over the folders as a hash would be."""
+    return PageId(PageKey(random.Random(number).randbytes(36)), number, namespace)
+
+
+def truth(of: PageId, layout: LayoutDigest = LAYOUT.digest) -> bytes:
+    """The payload of a page, a function of all that names it."""
+    name = f"{of.key.hex()} {layout.hex()} {of.namespace}"
+    return random.Random(name).randbytes(SIZE[layout])
+
+
+def payload(of: PageId, layout: LayoutDigest = LAYOUT.digest) -> memoryview:
+    """`truth` in aligned memory."""
+    buffer = aligned_buffer(SIZE[layout])
+    buffer[:] = truth(of, layout)
+    return buffer
+
+
+def empty(layout: LayoutDigest = LAYOUT.digest) -> memoryview:
+    return aligned_buffer(SIZE[layout])
+
+
+def page_files(path: Path) -> list[Path]:
+    return sorted((path / "pages").rglob("*.page"))
+
+
+def quarantined(path: Path) -> list[Path]:
+    return sorted(file for file in (path / "quarantine").rglob("*") if not file.is_dir())
+
+
+def flip(file: Path, bit: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(bit // 8)
+        (byte,) = opened.read(1)
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
