@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tier_pages import Rows, content_of, key_of, route_key_of
+from tier_rows import Rows, content_of, key_of, route_key_of
 from waiting import until
 
 from kvferry.config import TierConfig

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
-from tier_pages import Rows, key_of, layout_of, rows_of
+from tier_rows import Rows, key_of, layout_of, rows_of
 from waiting import until
 
 from kvferry.errors import TierError
@@ -197,7 +197,7 @@ _ENGINE = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from tier_keeper import engine
-from tier_pages import layout_of, rows_of
+from tier_rows import layout_of, rows_of
 async def main():
     with rows_of(64, 65536) as rows, engine(sys.argv[1], rows, layout_of(65536), "killed") as a:
         await a.connected()

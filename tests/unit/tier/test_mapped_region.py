@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tier_pages import rows_of
+from tier_rows import rows_of
 
 from kvferry.tier.mapped_region import MappedRegion
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tier_pages import key_of
+from tier_rows import key_of
 from waiting import until
 
 from kvferry.residency.feed import Delta, Follower, SnapshotPart
