@@ -24,12 +24,16 @@ class MemberKind(enum.StrEnum):
     KEEPER = "keeper"
 
 
+# Those that have an engine and take requests.
+WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
+
+
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One process that registered. JSON in the registry; fields that a newer version added are ignored."""
 
     kind: MemberKind
     member_id: MemberId  # fresh on every start of the process
-    address: str  # host:port of its gRPC server (workers) or HTTP listener (gateways)
+    address: str  # host:port of its gRPC server (workers, keepers) or HTTP listener (gateways)
     link_address: str = ""  # host:port where a worker takes links as frames; empty: only over gRPC
     model: str
     version: str
@@ -39,9 +43,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0  # tokens per KV page
     page_bytes: int = 0
     kv_cache_dtype: str = ""
-    started_unix_s: float = 0.0
     volumes: tuple[str, ...] = ()  # ids of those that a keeper serves
     socket_path: str = ""  # where a keeper takes the engines of its node
+    started_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
