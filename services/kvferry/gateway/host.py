@@ -47,7 +47,7 @@ GC_THRESHOLD = 10_000
 # libuv takes one connection from a listening socket in each turn of the loop, and a turn is milliseconds long while
 # hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So it has the
 # socket several times.
-ACCEPTS_PER_TURN = 16
+ACCEPTS_PER_TURN = 32
 
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
