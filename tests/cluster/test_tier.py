@@ -104,8 +104,10 @@ async def until_known(cluster: SimCluster, num_pages: int) -> None:
     gateway = cluster.gateway
     assert gateway is not None
     await until(
-        lambda: bool(gateway.keepers.views())
-        and sum(state.num_pages for state in gateway.keepers.states().values()) >= num_pages
+        lambda: (
+            bool(gateway.keepers.views())
+            and sum(state.num_pages for state in gateway.keepers.states().values()) >= num_pages
+        )
     )
     index = gateway.residents.index
     await until(lambda: any(holder.tier.value == "volume" for holder in index.holders()))
@@ -131,13 +133,15 @@ async def test_what_a_worker_computed_is_loaded_after_all_engines_were_restarted
         assert loaded >= 0.95 * num_prompt
         assert fresh.load().prompt_tokens.local_compute == num_prompt - loaded
         await until(
-            lambda: sum(
-                cluster.metric(
-                    f'kvferry_worker_cached_prompt_tokens_total{{role="decode",tier="volume",worker="{host.worker_id}"}}'
+            lambda: (
+                sum(
+                    cluster.metric(
+                        f'kvferry_worker_cached_prompt_tokens_total{{role="decode",tier="volume",worker="{host.worker_id}"}}'
+                    )
+                    for host, _ in cluster.workers
                 )
-                for host, _ in cluster.workers
+                == loaded
             )
-            == loaded
         )
 
 
