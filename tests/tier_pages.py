@@ -1,80 +1,70 @@
-"""Pages, layouts and regions for tests of the tier."""
+"""Pages for tests of the tier: small ones, whose bytes follow from their names."""
 
 from __future__ import annotations
 
-import hashlib
-import mmap
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import dataclasses
+import random
+from pathlib import Path
 
-from kvferry.tier.client import Region
-from kvferry.tier.layout import PageKey, PageLayout
+from kvferry.tier.direct_io import aligned_buffer
+from kvferry.tier.layout import DEFAULT_NAMESPACE, LayoutDigest, Namespace, PageId, PageKey, PageLayout
+from kvferry.tier.page_file import page_file_bytes
 
-
-def layout_of(payload_bytes: int = 8192, **fields: object) -> PageLayout:
-    values: dict[str, object] = {
-        "model": "m",
-        "weights_revision": "r1",
-        "dtype": "float32",
-        "kv_cache_dtype": "auto",
-        "tokens_per_block": 32,
-        "blocks_per_chunk": 1,
-        "num_layers": 2,
-        "num_kv_heads": 1,
-        "head_size": 16,
-        "isa": "vec",
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
-        "kv_layout": "LBHNC",
-        "payload_bytes": payload_bytes,
-    }
-    return PageLayout(**(values | fields))  # type: ignore[arg-type]
-
-
-def key_of(i: int | str) -> PageKey:
-    return PageKey(hashlib.sha256(str(i).encode()).digest() + bytes(4))
+LAYOUT = PageLayout(
+    model="smollm2",
+    weights_revision="main",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    tokens_per_block=16,
+    blocks_per_chunk=4,
+    num_layers=2,
+    num_kv_heads=3,
+    head_size=64,
+    isa="avx512",
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    kv_layout="NHD",
+    payload_bytes=8192,
+)
+LARGER = dataclasses.replace(LAYOUT, dtype="bfloat16", payload_bytes=16384)
+SIZE = {layout.digest: layout.payload_bytes for layout in (LAYOUT, LARGER)}
+PAGE_BYTES = page_file_bytes(LAYOUT.payload_bytes)
+SECRET = bytes(range(32))
 
 
-def route_key_of(i: int) -> int:
-    return 1 + i
+def page(number: int, namespace: Namespace = DEFAULT_NAMESPACE) -> PageId:
+    """Spread over the folders as a hash would be."""
+    return PageId(PageKey(random.Random(number).randbytes(36)), number, namespace)
 
 
-def content_of(i: int | str, size: int) -> bytes:
-    """What page `i` holds: no two pages alike, no two blocks of a page alike."""
-    return hashlib.shake_128(str(i).encode()).digest(size)
+def truth(of: PageId, layout: LayoutDigest = LAYOUT.digest) -> bytes:
+    """The payload of a page, a function of all that names it."""
+    name = f"{of.key.hex()} {layout.hex()} {of.namespace}"
+    return random.Random(name).randbytes(SIZE[layout])
 
 
-class Rows:
-    """An engine's region in this process: a memfd and a mapping of it."""
-
-    def __init__(self, num_rows: int, row_bytes: int) -> None:
-        self.fd = os.memfd_create("rows")
-        os.ftruncate(self.fd, num_rows * row_bytes)
-        self.region = Region(self.fd, num_rows, row_bytes)
-        self.memory = mmap.mmap(self.fd, num_rows * row_bytes)
-
-    def __getitem__(self, row: int) -> bytes:
-        size = self.region.row_bytes
-        return self.memory[row * size : (row + 1) * size]
-
-    def __setitem__(self, row: int, content: bytes) -> None:
-        size = self.region.row_bytes
-        assert len(content) == size
-        self.memory[row * size : (row + 1) * size] = content
-
-    def fill(self, row: int, i: int | str) -> None:
-        self[row] = content_of(i, self.region.row_bytes)
-
-    def holds(self, row: int, i: int | str) -> bool:
-        return self[row] == content_of(i, self.region.row_bytes)
+def payload(of: PageId, layout: LayoutDigest = LAYOUT.digest) -> memoryview:
+    """`truth` in aligned memory."""
+    buffer = aligned_buffer(SIZE[layout])
+    buffer[:] = truth(of, layout)
+    return buffer
 
 
-@contextmanager
-def rows_of(num_rows: int, row_bytes: int = 8192) -> Iterator[Rows]:
-    rows = Rows(num_rows, row_bytes)
-    try:
-        yield rows
-    finally:
-        rows.memory.close()
-        os.close(rows.fd)
+def empty(layout: LayoutDigest = LAYOUT.digest) -> memoryview:
+    return aligned_buffer(SIZE[layout])
+
+
+def page_files(path: Path) -> list[Path]:
+    return sorted((path / "pages").rglob("*.page"))
+
+
+def quarantined(path: Path) -> list[Path]:
+    return sorted(file for file in (path / "quarantine").rglob("*") if not file.is_dir())
+
+
+def flip(file: Path, bit: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(bit // 8)
+        (byte,) = opened.read(1)
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))

@@ -28,12 +28,12 @@ from kvferry.errors import KvferryError
 from kvferry.gateway.asgi import HttpApp, Readiness
 from kvferry.gateway.connection import HttpProtocol
 from kvferry.gateway.openai import OpenAI
-from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
+from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import InTurns, Policy, Priced
 from kvferry.router.residents import Residents
-from kvferry.router.roster import WORKER_KINDS, Roster
+from kvferry.router.roster import Roster
 from kvferry.telemetry import Metrics, WorkerSample
 
 log = logging.getLogger(__name__)

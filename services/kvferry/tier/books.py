@@ -103,6 +103,8 @@ class Books:
         self._bytes_in_hand = 0
         # What a write of a claimed name is answered.
         self._claims: dict[_Name, Outcome] = {}
+        # Abandoned files in hand stand under names of pages that others may want to write.
+        self._abandoned_in_hand: set[str] = set()
         self._changes: deque[Change] = deque()
         self._is_told = False
         self._num_evicted = 0
@@ -198,17 +200,22 @@ class Books:
             before = self._find(layout, page.key)
             if before is not None and before.page.namespace == page.namespace:
                 return Outcome.EXISTS
+            path = self.path_of(Kept(layout, page, self._writer, page_bytes))
+            if path in self._abandoned_in_hand:
+                return Outcome.REFUSED
             if page_bytes > self.capacity_bytes or not self._retention.admits(page.namespace, page_bytes, now_s):
                 return Outcome.REFUSED
-            # The same key for another tenant or epoch: the older one can only be in the way.
+            # The same key for another tenant or epoch: the older one can only be in the way. So is what stands there.
             evicted = [] if before is None or before.writer != self._writer else [before]
             files = [self._file_of(kept) for kept in evicted]
+            if path in self._abandoned:
+                files.append(File(path, self._abandoned[path]))
             num_missing = self._bytes_used() + page_bytes - self.capacity_bytes - sum(file.num_bytes for file in files)
             if num_missing > 0:
                 for file, kept in self._candidates(page.namespace, now_s):
+                    if file in files:
+                        continue
                     if kept is not None:
-                        if kept is before:
-                            continue
                         evicted.append(kept)
                     files.append(file)
                     num_missing -= file.num_bytes
@@ -240,10 +247,12 @@ class Books:
                 # Not if it had the name that is written.
                 if self._claims.get((kept.layout, kept.page.key)) is Outcome.REFUSED:
                     del self._claims[kept.layout, kept.page.key]
+            for file in (*room.removed, *([] if room.recycled is None else [room.recycled])):
+                self._abandoned_in_hand.discard(file.path)
             for file in left:
                 self._abandon(file)
                 room.num_bytes -= file.num_bytes
-            room.removed, room.evicted = [], []
+            room.recycled, room.removed, room.evicted = None, [], []
             self._resize(room, room.num_bytes if left else room.page_bytes)
 
     def empty(self, room: Room, left: File | None = None) -> None:
@@ -252,7 +261,6 @@ class Books:
             if left is not None:
                 self._abandon(left)
                 room.num_bytes -= left.num_bytes
-            room.recycled = None
             self._resize(room, 0)
 
     def commit(self, room: Room, now_s: float) -> None:
@@ -261,9 +269,8 @@ class Books:
         kept = Kept(room.layout, room.page, self._writer, room.page_bytes, next(self._numbers))
         with self._lock:
             assert room.num_bytes == room.page_bytes, "a page that was given no room"
+            assert self.path_of(kept) not in self._abandoned, "a page was put where another file stands"
             self._resize(room, 0)
-            # What stood there under this name does no more.
-            self._abandoned_bytes -= self._abandoned.pop(self.path_of(kept), 0)
             others = self._find(*name)
             if others is not None:
                 self._drop(others)
@@ -311,9 +318,15 @@ class Books:
         with self._lock:
             files = [File(path, size) for path, size in self._abandoned.items()]
             self._abandoned.clear()
+            self._abandoned_in_hand.update(file.path for file in files)
             self._bytes_in_hand += self._abandoned_bytes
             self._abandoned_bytes = 0
             return files
+
+    def take_surplus(self) -> list[File]:
+        """What the quarantine holds beyond its share; in hand until `put_down`."""
+        with self._lock:
+            return self._surplus(next(reversed(self._quarantined), ""))
 
     def take_excess(self, now_s: float) -> File | None:
         """What goes first while a capacity is smaller than it was; in hand until `put_down`."""
@@ -344,7 +357,7 @@ class Books:
     def begin_quarantine(self, kept: Kept) -> File | None:
         """The file of a bad page, to be moved away; ended with `end_quarantine`. None where it is kept no more.
 
-        Another writer's file becomes ours by being moved, if there is room for it; otherwise its bytes are 0.
+        Another writer's file becomes ours by being moved, if there is room for it; `num_bytes` says so.
         """
         with self._lock:
             if self._find(kept.layout, kept.page.key) is not kept:
@@ -422,6 +435,7 @@ class Books:
 
     def _put_down(self, file: File, *, is_removed: bool) -> None:
         self._bytes_in_hand -= file.num_bytes
+        self._abandoned_in_hand.discard(file.path)
         if not is_removed and file.num_bytes:
             self._abandoned_bytes += file.num_bytes - self._abandoned.pop(file.path, 0)
             self._abandoned[file.path] = file.num_bytes
@@ -440,7 +454,9 @@ class Books:
     def _take(self, room: Room, files: list[File], evicted: list[Kept]) -> None:
         """Files of any kind out of their places and into the room's hand."""
         for file in files:
-            self._abandoned_bytes -= self._abandoned.pop(file.path, 0)
+            if file.path in self._abandoned:
+                self._abandoned_bytes -= self._abandoned.pop(file.path)
+                self._abandoned_in_hand.add(file.path)
             self._quarantined_bytes -= self._quarantined.pop(file.path, 0)
         for kept in evicted:
             self._drop(kept)
@@ -484,6 +500,7 @@ class Books:
         assert len(kept_pages) == self._num_pages, f"{self._num_pages} pages counted, {len(kept_pages)} in the index"
         assert not any(kept.num_pins for kept in kept_pages), "pages are pinned by nobody"
         assert not self._claims, f"nobody is at work on {self._claims}"
+        assert not self._abandoned_in_hand, "abandoned files in nobody's hand"
         assert not self._bytes_in_hand, f"{self._bytes_in_hand} bytes in nobody's hand"
         assert not self._changes, "changes that nobody was told of"
         assert not self._is_told, "nobody is telling"

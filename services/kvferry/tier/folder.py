@@ -162,7 +162,7 @@ def walk_quarantine(path: Path, writer: str) -> Iterator[FoundPage]:
         for namespace_folder in _folders(layout_folder.path):
             namespace = naming.parse_namespace(namespace_folder.name)
             for entry in _entries(namespace_folder.path):
-                page = None if namespace is None else naming.parse_page_name(Path(entry.name).stem, namespace)
+                page = None if namespace is None else naming.parse_quarantine_name(entry.name, namespace)
                 if layout is not None and page is not None and entry.is_file(follow_symlinks=False):
                     facts = entry.stat(follow_symlinks=False)
                     file = f"{namespace_folder.path}/{entry.name}"

@@ -1,10 +1,10 @@
-"""What the paths of a volume say. Pure.
+"""What the paths of a volume say.
 
     volume.json                                     its id
     volume.lock                                     held by every keeper that serves it
     layouts/<layout digest>.json                    what the pages of a layout are
     pages/<writer>/<layout digest>/<tenant>.<epoch>/<2 hex>/<page key>-<route key>.page
-    quarantine/<writer>/<layout digest>/<tenant>.<epoch>/<page key>-<route key>.page.<outcome>
+    quarantine/<writer>/<layout digest>/<tenant>.<epoch>/<page key>-<route key>.page.<outcome>.<nanoseconds>
     tmp/<writer>/                                   pages being written
 
 Digests and keys are hexadecimal, lower case. Two hex digits of the key keep a folder below a few thousand files. Every
@@ -14,6 +14,7 @@ writer has folders of its own, so that a volume that many nodes mount needs no a
 from __future__ import annotations
 
 import re
+import time
 
 from kvferry.tier.layout import LAYOUT_DIGEST_BYTES, PAGE_KEY_BYTES, LayoutDigest, Namespace, PageId, PageKey
 
@@ -48,8 +49,8 @@ def page_path(writer: str, layout: LayoutDigest, page: PageId) -> str:
 
 
 def quarantine_path(writer: str, layout: LayoutDigest, page: PageId, cause: str) -> str:
-    """Relative to the volume. A second page of the name and cause replaces the first."""
-    return f"{QUARANTINE}/{writer}/{layout.hex()}/{page.namespace}/{page_name(page)}.{cause}"
+    """Relative to the volume. Another one every time: a page that is bad again must not replace what is in hand."""
+    return f"{QUARANTINE}/{writer}/{layout.hex()}/{page.namespace}/{page_name(page)}.{cause}.{time.monotonic_ns()}"
 
 
 def fan_out(key: PageKey) -> str:
@@ -66,6 +67,12 @@ def parse_page_name(name: str, namespace: Namespace) -> PageId | None:
     if found is None:
         return None
     return PageId(PageKey(bytes.fromhex(found[1])), int(found[2], 16), namespace)
+
+
+def parse_quarantine_name(name: str, namespace: Namespace) -> PageId | None:
+    """The page that `quarantine_path` was given, or None for a foreign file."""
+    start, suffix, _ = name.partition(f"{_SUFFIX}.")
+    return parse_page_name(start + _SUFFIX, namespace) if suffix else None
 
 
 def parse_layout_name(name: str) -> LayoutDigest | None:

@@ -25,9 +25,11 @@ class Peer:
         or it may be another process that has this number now.
         """
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        self.pid: int
+        self.uid: int
         self.pid, self.uid, _ = _UCRED.unpack(credentials)
         try:
-            self.pidfd: int = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+            self.pidfd = int(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
         except OSError:
             self.pidfd = os.pidfd_open(self.pid)
 

@@ -496,7 +496,7 @@ class Volume:
         logger.warning("%s: %s", file.path, outcome.value)
         is_removed = False
         moved_to: str | None = None
-        if file.num_bytes:
+        if file.num_bytes or kept.writer == self._writer:
             moved_to = f"{self._root}/{naming.quarantine_path(self._writer, kept.layout, kept.page, outcome.value)}"
             try:
                 self._rename(file.path, moved_to)
@@ -575,12 +575,14 @@ class Volume:
             (self.path / name / self._writer).mkdir(mode=0o700, exist_ok=True)
 
     def _scan(self) -> None:
-        for file in list(Path(self._temporary).iterdir()):
+        for left_over in list(Path(self._temporary).iterdir()):
             # Of a keeper that was killed: half a page, or one that is under no name.
-            file.unlink()
+            left_over.unlink()
         self._learn_layouts()
         for bad in sorted(folder.walk_quarantine(self.path, self._writer), key=_age):
             self._books.add_quarantined(File(bad.path, bad.num_bytes))
+        for surplus in self._books.take_surplus():
+            self._books.put_down(surplus, is_removed=self._is_removed(surplus.path))
         newest: dict[tuple[LayoutDigest, PageKey], FoundPage] = {}
         for found in sorted(_pages(folder.walk(self.path, self._writer)), key=_age):
             # Two files of one page, of two tenants or with two route keys: only other hands can have put them there.

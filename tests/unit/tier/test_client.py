@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tier_pages import Rows, key_of, layout_of, rows_of
+from tier_rows import Rows, key_of, layout_of, rows_of
 from waiting import wait_until
 
 from kvferry.tier import messages

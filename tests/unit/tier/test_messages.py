@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tier_pages import key_of
+from tier_rows import key_of
 
 from kvferry.tier import messages
 

@@ -1,0 +1,55 @@
+"""A process that writes, reads and removes pages of a volume until it is killed, or for a while.
+
+    python tier_writer.py PATH WRITER CAPACITY-PAGES SHARED(0|1) SEED STEPS(0: until killed)
+
+Says `ready` when the volume is open. Ends with the counts of what it read, as JSON; exits with 3 after a wrong byte.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tier_pages import LAYOUT, PAGE_BYTES, empty, page, payload, truth
+
+from kvferry.tier.volume import Outcome, Volume
+
+NUM_PAGES = 24
+
+
+def main(path: str, writer: str, capacity: str, shared: str, seed: str, steps: str) -> int:
+    volume = Volume(Path(path), capacity_bytes=int(capacity) * PAGE_BYTES, writer=writer, shared=shared == "1")
+    volume.open()
+    print("ready", flush=True)
+    seeded = random.Random(int(seed))
+    into = empty()
+    outcomes: Counter[str] = Counter()
+    step = 0
+    while steps == "0" or step < int(steps):
+        step += 1
+        of = page(seeded.randrange(NUM_PAGES))
+        match seeded.randrange(10):
+            case 0:
+                volume.remove(LAYOUT.digest, of)
+            case 1 if shared == "1" and step % 10 == 0:
+                volume.rescan()
+            case 2 | 3 | 4 | 5:
+                volume.write(LAYOUT.digest, of, payload(of))
+            case _:
+                outcome = volume.read(LAYOUT.digest, of, into)
+                outcomes[outcome] += 1
+                if outcome is Outcome.OK and bytes(into) != truth(of):
+                    print(f"a wrong byte in {of}", file=sys.stderr)
+                    return 3
+    print(json.dumps(outcomes), flush=True)
+    volume.rescan()
+    volume.check()
+    volume.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

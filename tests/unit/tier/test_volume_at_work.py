@@ -1,0 +1,333 @@
+"""A volume under many threads, under kill -9, and under another process on the same folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tier_writer
+from tier_pages import LARGER, LAYOUT, PAGE_BYTES, SIZE, empty, page, page_files, payload, quarantined, truth
+
+from kvferry.tier.direct_io import DirectIo, Fault, FaultyIo, Operation
+from kvferry.tier.layout import LayoutDigest, Namespace, PageId
+from kvferry.tier.page_file import page_file_bytes
+from kvferry.tier.volume import Outcome, Volume
+
+DIGEST = LAYOUT.digest
+NUM_THREADS = 4
+
+
+class LedgerIo(FaultyIo):
+    """Knows at every moment what lies on the drive: growth is counted before it happens, shrinking after."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda operation, path: None)
+        self._lock = threading.Lock()
+        self.sizes: dict[str, int] = {}
+        self.bytes_now = 0
+        self.bytes_peak = 0
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        path = self._fd_to_path[fd]
+        with self._lock:
+            end = offset + sum(map(len, buffers))
+            self._count(path, max(end, self.sizes.get(path, 0)))
+        return super().pwritev(fd, buffers, offset)
+
+    def rename(self, source: str, target: str) -> None:
+        with self._lock:
+            super().rename(source, target)
+            size = self.sizes.get(source, 0)
+            self._count(target, 0)
+            self._count(source, 0)
+            self._count(target, size)
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path)
+        with self._lock:
+            self._count(path, 0)
+
+    def _count(self, path: str, size: int) -> None:
+        self.bytes_now += size - self.sizes.pop(path, 0)
+        if size:
+            self.sizes[path] = size
+        self.bytes_peak = max(self.bytes_peak, self.bytes_now)
+
+
+class Threads:
+    """Random operations of several threads on one volume."""
+
+    def __init__(self, volume: Volume, num_operations: int) -> None:
+        self._volume = volume
+        self._lock = threading.Lock()
+        self._num_operations = num_operations
+        self.wrong: list[PageId] = []
+        self.outcomes: Counter[Outcome] = Counter()
+        self.told: set[tuple[LayoutDigest, PageId]] = set()
+        volume.on_change = self._told
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._work, args=(seed,)) for seed in range(NUM_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _told(self, layout: LayoutDigest, added: Sequence[PageId], removed: Sequence[PageId]) -> None:
+        self.told.update((layout, of) for of in added)
+        self.told.difference_update((layout, of) for of in removed)
+
+    def _work(self, seed: int) -> None:
+        seeded = random.Random(seed)
+        volume = self._volume
+        buffers = {layout: empty(layout) for layout in SIZE}
+        truths = {
+            (layout, number, epoch): payload(page(number, Namespace("t", epoch)), layout)
+            for layout in SIZE
+            for number in range(40)
+            for epoch in range(2)
+        }
+        outcomes: Counter[Outcome] = Counter()
+        for _ in range(self._num_operations // NUM_THREADS):
+            layout = DIGEST if seeded.random() < 0.8 else LARGER.digest
+            number, epoch = seeded.randrange(40), int(seeded.random() < 0.1)
+            of = page_of(number, epoch)
+            chance = seeded.random()
+            if chance < 0.45:
+                volume.write(layout, of, truths[layout, number, epoch])
+            elif chance < 0.97:
+                outcome = volume.read(layout, of, buffers[layout])
+                outcomes[outcome] += 1
+                if outcome is Outcome.OK and buffers[layout] != truths[layout, number, epoch]:
+                    self.wrong.append(of)
+            elif chance < 0.999:
+                volume.remove(layout, of)
+            else:
+                volume.rescan()
+        with self._lock:
+            self.outcomes.update(outcomes)
+
+
+_PAGES = {(number, epoch): page(number, Namespace("t", epoch)) for number in range(40) for epoch in range(2)}
+
+
+def page_of(number: int, epoch: int) -> PageId:
+    return _PAGES[number, epoch]
+
+
+def memory_folder(tmp_path: Path) -> Path:
+    """A folder in memory, if there is one: 100,000 operations of a real drive take half a minute."""
+    shared_memory = Path("/dev/shm")
+    return shared_memory / f"kvf-test-{os.getpid()}-{tmp_path.name}" if os.access(shared_memory, os.W_OK) else tmp_path
+
+
+def test_capacity_is_kept_at_every_moment_of_100_000_operations(tmp_path: Path) -> None:
+    folder = memory_folder(tmp_path)
+    io = LedgerIo()
+    capacity_bytes = 20 * PAGE_BYTES + 777
+    volume = Volume(folder / "v", capacity_bytes=capacity_bytes, io=io)
+    try:
+        volume.open()
+        io.sizes.clear()
+        io.bytes_now = io.bytes_peak = 0
+        threads = Threads(volume, 100_000)
+        threads.run()
+        assert not threads.wrong
+        assert io.bytes_peak <= capacity_bytes
+        assert io.bytes_peak > capacity_bytes - page_file_bytes(LARGER.payload_bytes)
+        assert set(threads.outcomes) <= {Outcome.OK, Outcome.MISSING, Outcome.WRONG_NAMESPACE, Outcome.GONE}
+        assert threads.outcomes[Outcome.OK] > 5_000
+        assert volume.stats.evicted > 5_000
+        assert not quarantined(volume.path)
+        volume.check()
+        assert sum(io.sizes.values()) == volume.stats.bytes_used
+        assert threads.told == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
+    finally:
+        volume.close()
+        subprocess.run(["rm", "-rf", str(folder / "v")], check=True)
+        if folder != tmp_path:
+            folder.rmdir()
+
+
+def test_capacity_is_kept_on_a_drive_that_keeps_failing(tmp_path: Path) -> None:
+    io = LedgerIo()
+    seeded = random.Random(5)
+    errors = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+
+    def fail(operation: Operation, path: str) -> Fault | None:
+        if seeded.random() > 0.1:
+            return None
+        num_bytes = seeded.choice((None, 512, 4096, 8192)) if operation in (Operation.READ, Operation.WRITE) else None
+        return Fault(seeded.choice(errors), num_bytes) if seeded.random() < 0.7 else Fault(num_bytes=num_bytes)
+
+    capacity_bytes = 20 * PAGE_BYTES
+    volume = Volume(tmp_path / "v", capacity_bytes=capacity_bytes, io=io)
+    volume.open()
+    io.sizes.clear()
+    io.bytes_now = io.bytes_peak = 0
+    io.choose = fail
+    threads = Threads(volume, 10_000)
+    threads.run()
+    io.choose = lambda operation, path: None
+    assert not threads.wrong
+    assert io.bytes_peak <= capacity_bytes
+    assert threads.outcomes[Outcome.OK]
+    assert threads.outcomes[Outcome.IO_ERROR]
+    volume.rescan()
+    volume.check()
+    assert threads.told == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
+    for number in range(30):
+        of = page(number + 1000)
+        assert volume.write(DIGEST, of, payload(of)) is Outcome.OK
+        into = empty()
+        assert volume.read(DIGEST, of, into) is Outcome.OK
+        assert bytes(into) == truth(of)
+    volume.close()
+
+
+def writer_process(
+    path: Path, writer: str, *, capacity: int, shared: bool, seed: int, steps: int
+) -> subprocess.Popen[str]:
+    arguments = [str(path), writer, str(capacity), str(int(shared)), str(seed), str(steps)]
+    process = subprocess.Popen(
+        [sys.executable, tier_writer.__file__, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_pages(tmp_path: Path) -> None:
+    """kill -9, again and again, of one who writes without pause; nothing it left is delivered as what it is not."""
+    path = tmp_path / "v"
+    seeded = random.Random(3)
+    num_found = 0
+    left_unfinished = 0
+    for seed in range(12):
+        process = writer_process(path, "local", capacity=10, shared=False, seed=seed, steps=0)
+        # Not a wait for something: the moment of the kill is what is tried.
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=seeded.uniform(0.001, 0.06))
+        killed(process)
+        left_unfinished += bool(list((path / "tmp" / "local").iterdir()))
+        volume = Volume(path, capacity_bytes=10 * PAGE_BYTES)
+        volume.open()
+        volume.check()
+        for of in volume.keys(DIGEST):
+            into = empty()
+            # A kill tears no single write of the kernel: what has its name is whole. A power cut may tear it.
+            assert volume.read(DIGEST, of, into) is Outcome.OK
+            assert bytes(into) == truth(of)
+            num_found += 1
+        volume.check()
+        volume.close()
+    assert num_found
+    assert not quarantined(path)
+
+
+def test_two_processes_that_write_and_remove_the_same_pages_do_each_other_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "v"
+    processes = [
+        writer_process(path, writer, capacity=8, shared=True, seed=seed, steps=3000)
+        for seed, writer in enumerate(("a", "b"))
+    ]
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+    # What both wrote is readable by a third.
+    volume = Volume(path, capacity_bytes=8 * PAGE_BYTES, shared=True, writer="c")
+    volume.open()
+    assert volume.keys(DIGEST)
+    for of in volume.keys(DIGEST):
+        into = empty()
+        assert volume.read(DIGEST, of, into) is Outcome.OK
+        assert bytes(into) == truth(of)
+    assert volume.stats.bytes_used == 0
+    volume.close()
+
+
+def test_on_a_shared_volume_everyone_reads_what_anyone_wrote(tmp_path: Path) -> None:
+    a, b = (Volume(tmp_path, capacity_bytes=8 * PAGE_BYTES, shared=True, writer=writer) for writer in "ab")
+    a.open()
+    b.open()
+    assert a.volume_id == b.volume_id
+    assert a.write(DIGEST, page(1), payload(page(1))) is Outcome.OK
+    told: list[PageId] = []
+    b.on_change = lambda layout, added, removed: told.extend(added)
+    into = empty()
+    assert not b.contains(DIGEST, page(1).key)
+    assert b.read(DIGEST, PageId(page(1).key), into) is Outcome.OK  # before any rescan
+    assert bytes(into) == truth(page(1))
+    assert told == [page(1)]
+    assert b.write(DIGEST, page(1), payload(page(1))) is Outcome.EXISTS
+    assert a.write(DIGEST, page(2), payload(page(2))) is Outcome.OK
+    b.rescan()
+    assert told == [page(1), page(2)]
+    assert b.stats.bytes_used == 0
+    assert b.remove(DIGEST, page(1))
+    assert a.read(DIGEST, page(1), into) is Outcome.GONE
+    assert a.remove(DIGEST, page(2))
+    b.rescan()
+    assert b.keys(DIGEST) == []
+    for volume in (a, b):
+        volume.check()
+        volume.close()
+
+
+def test_a_bad_page_of_another_writer_is_quarantined_within_ones_own_capacity(tmp_path: Path) -> None:
+    a, b = (Volume(tmp_path, capacity_bytes=1 * PAGE_BYTES, shared=True, writer=writer) for writer in "ab")
+    a.open()
+    b.open()
+    into = empty()
+    for number in range(2):
+        of = page(number)
+        assert a.write(DIGEST, of, payload(of)) is Outcome.OK
+        b.rescan()
+        [file] = page_files(tmp_path)
+        file.write_bytes(bytes(PAGE_BYTES))
+        assert b.read(DIGEST, of, into) is Outcome.CORRUPT_HEADER
+        assert a.read(DIGEST, of, into) is Outcome.GONE
+        b.check()
+        a.check()
+    assert len(quarantined(tmp_path)) == 1
+    a.close()
+    b.close()
+
+
+def test_a_page_that_its_writer_recycles_while_another_reads_it_is_gone(tmp_path: Path) -> None:
+    a = Volume(tmp_path, capacity_bytes=PAGE_BYTES, shared=True, writer="a")
+    a.open()
+    assert a.write(DIGEST, page(1), payload(page(1))) is Outcome.OK
+
+    def recycle(operation: Operation, path: str) -> Fault | None:
+        if operation is Operation.READ and path.endswith(".page") and not a.contains(DIGEST, page(2).key):
+            assert a.write(DIGEST, page(2), payload(page(2))) is Outcome.OK
+        return None
+
+    io: DirectIo = FaultyIo(recycle)
+    b = Volume(tmp_path, capacity_bytes=PAGE_BYTES, shared=True, writer="b", io=io)
+    b.open()
+    assert b.read(DIGEST, page(1), empty()) is Outcome.GONE
+    assert not quarantined(tmp_path)
+    into = empty()
+    assert b.read(DIGEST, page(2), into) is Outcome.OK
+    assert bytes(into) == truth(page(2))
+    for volume in (a, b):
+        volume.check()
+        volume.close()
