@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -184,6 +185,20 @@ async def test_one_registration_for_each_region(tmp_path: Path, rows: Rows) -> N
             assert len(a._agent._registered) == 2, "this region, and what is lent"
         await until(lambda: not a.keeper._regions)
         assert len(a._agent._registered) == 1
+
+
+async def test_sealed_pages_are_lent_too(tmp_path: Path, rows: Rows) -> None:
+    """They are verified on the way as plain ones; how they lie on a drive is each node's own affair."""
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"*": "5a" * 32}))
+    keys.chmod(0o600)
+    async with (
+        two_hosts(tmp_path, encryption_keys_file=str(keys)) as (a, b),
+        engine_at(a.keeper.socket_path, rows) as reader,
+    ):
+        done = await reader.load(PAGES, volumes=on(b.keeper.volume_ids[0]))
+        assert len(done.succeeded) == len(PAGES)
+        assert reader.holds(PAGES)
 
 
 async def test_bad_pages_of_the_lender(tmp_path: Path, rows: Rows) -> None:
