@@ -706,7 +706,9 @@ class SimEngine:
         """The end of the run of pages after the stored ones that slower tiers have."""
         end = sequence.num_stored
         findable = sequence.findable()
-        while end < len(findable) and tier.has(findable[end], sequence.volume_of(end)):
+        hints = sequence.request.tier
+        from_volumes = hints is None or hints.load
+        while end < len(findable) and tier.has(findable[end], sequence.volume_of(end), from_volumes=from_volumes):
             end += 1
         return end
 

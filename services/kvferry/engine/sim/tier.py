@@ -118,12 +118,12 @@ class SimTier:
         """That the keeper has not ended."""
         return len(self._jobs)
 
-    def has(self, page_hash: PageHash, volume_id: str | None = None) -> bool:
-        """Whether a load may bring it. `volume_id`: where it is said to lie."""
+    def has(self, page_hash: PageHash, volume_id: str | None = None, *, from_volumes: bool = True) -> bool:
+        """Whether a load may bring it. `volume_id`: where it is said to lie. Not `from_volumes`: only what is here."""
         if page_hash in self._ready:
             return True
         client = self._client
-        if client is None or page_hash in self._coming:
+        if client is None or page_hash in self._coming or not from_volumes:
             return False
         return client.contains(page_key(page_hash)) or (volume_id is not None and client.connected)
 

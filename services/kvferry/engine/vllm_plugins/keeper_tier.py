@@ -60,7 +60,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         pages: RequestPages | None = req_context.get_state(RequestPages)
-        if pages is None or (pages.failed is not None and key in pages.failed):
+        if pages is None or not pages.hints.load or (pages.failed is not None and key in pages.failed):
             return LookupResult.MISS
         if self._client.contains(key):
             return LookupResult.HIT

@@ -64,6 +64,7 @@ def to_kv_hints(request_id: str, hints: TierHints) -> KvHintsEnvelope:
         "tenant": hints.namespace.tenant,
         "epoch": hints.namespace.epoch,
         "volumes": dict(hints.volumes),
+        "load": hints.load,
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
 
@@ -134,7 +135,7 @@ def _hints_of(request: Any) -> TierHints:
     for action in request.kv_hints.actions if request.kv_hints is not None else ():
         if (action.action_type, action.action_version) == (_HINT_TYPE, _HINT_VERSION):
             payload = action.payload
-            return TierHints(Namespace(payload["tenant"], payload["epoch"]), payload["volumes"])
+            return TierHints(Namespace(payload["tenant"], payload["epoch"]), payload["volumes"], load=payload["load"])
     return TierHints()
 
 
