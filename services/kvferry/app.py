@@ -9,9 +9,12 @@ each replica hosts its own server and is found through membership.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import ray
 from ray import serve
 from ray.serve import Application, RunTarget
 from ray.serve._private import replica
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, RoleConfig
@@ -27,14 +31,89 @@ from kvferry.gateway.host import GatewayHost
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.keeper_host import KeeperHost
 
 log = logging.getLogger(__name__)
 
 APPLICATION = "kvferry"
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 30.0
+# Of a keeper without engines: longer than it takes to start a worker anew.
+LINGER_S = 1800.0
+LOOK_EVERY_S = 1.0
+KEEPER_PAUSE_S = 0.2
 # Time for a stopping replica beyond its own drain: ending engines and servers.
 STOP_MARGIN_S = 30.0
+
+
+class KeeperActor:
+    """The keeper of one node, in an actor that Ray starts again when it dies.
+
+    It belongs to no deployment: engines come and go, and a keeper that went with them would have to find its pages
+    again. It ends by itself once no engine has been with it for LINGER_S.
+    """
+
+    async def __init__(self, values: dict[str, Any]) -> None:  # type: ignore[misc]
+        config = _configured(values)
+        self._tier = config.tier
+        self._host = KeeperHost(config, _membership(config))
+        try:
+            await self._host.start()
+        except BaseException:
+            await self._host.stop()
+            raise
+        self._leaving = asyncio.create_task(self._leave_when_alone())
+
+    async def socket_path(self, values: dict[str, Any]) -> str:
+        """Where engines connect; empty when this keeper was started with another configuration of the tier."""
+        return str(self._host.keeper.socket_path) if configuration.parse(values).tier == self._tier else ""
+
+    async def stop(self) -> None:
+        """Give volumes and socket back: another keeper is about to take them."""
+        self._leaving.cancel()
+        await self._host.stop()
+
+    async def _leave_when_alone(self) -> None:
+        alone_since_s = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self._host.check_health()
+            except KvferryError as error:
+                log.error("the keeper ends, to be started again: %s", error.message)
+                os._exit(1)
+            if self._host.keeper.stats.engines:
+                alone_since_s = time.monotonic()
+            elif time.monotonic() - alone_since_s > LINGER_S:
+                await self._host.stop()
+                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+async def keeper_socket(values: dict[str, Any]) -> str:
+    """Where the keeper of this node takes engines, started if it is not there yet. Empty where there are no volumes."""
+    config = configuration.parse(values)
+    if not config.tier.volumes:
+        return ""
+    node_id = ray.get_runtime_context().get_node_id()
+    actor = ray.remote(KeeperActor).options(
+        name=f"{config.name}-keeper-{node_id}",
+        namespace=APPLICATION,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    while True:
+        keeper = actor.remote(values)
+        if path := await keeper.socket_path.remote(values):
+            return str(path)
+        # Left over from before the configuration was changed.
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await keeper.stop.remote()
+        ray.kill(keeper, no_restart=True)
+        await asyncio.sleep(KEEPER_PAUSE_S)
 
 
 class _WorkerReplica:
@@ -44,7 +123,8 @@ class _WorkerReplica:
 
     async def __init__(self, values: dict[str, Any], model_folder: str) -> None:  # type: ignore[misc]
         config = _in_replica(values)
-        engine = build_engine(config, self.kind, model_folder)
+        socket_path = await keeper_socket(values)
+        engine = build_engine(config, self.kind, model_folder, keeper_socket=socket_path)
         self._host = WorkerHost(config, self.kind, engine, _membership(config))
         try:
             await self._host.start()
@@ -152,8 +232,12 @@ def _membership(config: ClusterConfig) -> Membership:
 
 
 def _in_replica(values: dict[str, Any]) -> ClusterConfig:
-    config = configuration.parse(values)
     close_handle_server()
+    return _configured(values)
+
+
+def _configured(values: dict[str, Any]) -> ClusterConfig:
+    config = configuration.parse(values)
     logging.basicConfig(
         level=config.log_level,
         stream=sys.stderr,
