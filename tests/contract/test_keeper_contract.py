@@ -280,7 +280,7 @@ async def test_rows_that_are_given_back_are_never_written_again(tmp_path: Path, 
     try:
         async with engine_of(keeper, rows) as a:
             await a.store(PAGES)
-            for _ in range(12):
+            for _ in range(6):
                 await a.sees(PAGES)
                 job_to_rows: dict[int, range] = {}
                 for first_row in range(0, 64, 16):
