@@ -502,21 +502,15 @@ class Volume:
         if file is None:
             return False
         logger.warning("%s: %s", file.path, outcome.value)
-        is_removed = False
-        moved_to: str | None = None
+        moved: File | None = None
         if file.num_bytes or kept.writer == self._writer:
-            moved_to = f"{self._root}/{naming.quarantine_path(self._writer, kept.layout, kept.page, outcome.value)}"
-            try:
-                self._rename(file.path, moved_to)
+            target = f"{self._root}/{naming.quarantine_path(self._writer, kept.layout, kept.page, outcome.value)}"
+            with contextlib.suppress(OSError):
+                self._rename(file.path, target)
+                moved = File(target, _cut(target, file.num_bytes))
                 self._counts.quarantined()
-            except OSError as error:
-                moved_to = None
-                is_removed = self._is_absent(error)
-                if not is_removed:
-                    is_removed = self._is_removed(file.path)
-        else:
-            is_removed = self._is_removed(file.path)
-        for surplus in self._books.end_quarantine(kept, file, moved_to, is_removed=is_removed):
+        is_removed = moved is None and self._is_removed(file.path)
+        for surplus in self._books.end_quarantine(kept, file, moved, is_removed=is_removed):
             self._books.put_down(surplus, is_removed=self._is_removed(surplus.path))
         return True
 
@@ -641,6 +635,15 @@ class Volume:
 
 def _pages(files: Iterable[FoundPage | ForeignFile]) -> Iterator[FoundPage]:
     return (file for file in files if isinstance(file, FoundPage))
+
+
+def _cut(path: str, num_bytes: int) -> int:
+    """The size of a file after cutting what somebody wrote behind its end."""
+    facts = os.lstat(path)
+    if facts.st_size <= num_bytes or not stat.S_ISREG(facts.st_mode):
+        return facts.st_size
+    os.truncate(path, num_bytes)
+    return num_bytes
 
 
 def _age(found: FoundPage) -> float:
