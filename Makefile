@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 ENGINE ?=
 ARGS ?=
+N ?= 100000
 # The first Python on PATH that is new enough and not too new; looked for only where it is needed.
 PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.11; do \
 	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$name"; \
@@ -14,7 +15,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag loadtest-smoke loadtest-selfcheck check fmt proto build ci
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck check fmt proto build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +75,12 @@ bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RA
 
 bench-handoff: $(STAMP) ## Bytes/s of the ferry beside raw NIXL with the same bytes and descriptors; the last line is JSON
 	@$(BIN)/python tools/bench_handoff.py $(ARGS)
+
+bench-tier: $(STAMP) ## Verified reads and writes of pages beside fio and vLLM's loader; the last line is JSON
+	@$(BIN)/python tools/bench_tier.py $(ARGS)
+
+fuzz-tier: $(STAMP) ## Spoil N pages of the tier in every way and look for a wrong byte; the last line is JSON
+	@$(BIN)/python tools/fuzz_tier.py --mutations $(N) $(ARGS)
 
 loadtest-smoke: $(STAMP) ## A load test of a sim cluster with its report, in less than a minute
 	@$(BIN)/python tools/bench_rag.py --only kvferry-sim --scenario smoke --repeats 1 --out loadtest-results/smoke $(ARGS)

@@ -78,7 +78,7 @@ class FolderMembership:
             if members != known:
                 known = members
                 yield Snapshot(members)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.2)
 
     async def close(self) -> None:
         pass

@@ -6,19 +6,25 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
 import yaml
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError, KvferryError, TierError
+
+if TYPE_CHECKING:
+    from kvferry.tier.folder import FoundPage
+    from kvferry.tier.fsck import Report
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,11 +141,9 @@ def status(name: str | None, as_json: bool) -> None:
     if seen.fault:
         click.echo(f"members unknown: {seen.fault}")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("role", "member", "address", "pid", "up"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("running", "waiting", "pages", "generated", "ferried"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _plain_table(
+        ("role", "member", "address", "pid", "up"), ("running", "waiting", "pages", "generated", "ferried")
+    )
     for member in seen.members:
         load = member.load
         numbers: tuple[str, ...] = ("", "", "", "", "")
@@ -155,9 +159,7 @@ def status(name: str | None, as_json: bool) -> None:
             numbers = (f"? {member.fault}", "", "", "", "")
         facts = (member.kind, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
         table.add_row(*map(escape, (*facts, *numbers)))
-    # Into a file or a pipe the whole table goes, whatever width a terminal would have.
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(table)
+    _print_wide(table)
 
 
 @main.command()
@@ -206,6 +208,159 @@ def down(name: str | None) -> None:
 def show_config(config: ClusterConfig) -> None:
     """Print the effective configuration as YAML."""
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+
+
+@main.group()
+def tier() -> None:
+    """Look at volumes: folders with KV pages."""
+
+
+def _volume(command: Callable[..., R]) -> Callable[..., R]:
+    """A command on a volume's folder. What keeps it from its end is exit code 2: fsck's 1 says that it found faults."""
+
+    @click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+    @click.option("--json", "as_json", is_flag=True, help="For programs.")
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> R:
+        try:
+            return command(*args, **kwargs)
+        except TierError as error:
+            raise ConfigError(error.message) from error
+
+    return wrapper
+
+
+@tier.command()
+@click.option("--mend", is_flag=True, help="Move what is bad to quarantine. No keeper may have the volume.")
+@click.option(
+    "--keys", type=click.Path(path_type=Path), help="File of secrets: without it sealed payloads are not checked."
+)
+@_reported
+@_volume
+def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
+    """Read and verify every page of the volume at PATH.
+
+    Exit codes: 0 all are whole, 1 some are not (mended or not), 2 it could not be checked.
+    """
+    from kvferry.tier import fsck as checking
+    from kvferry.tier.keyring import load_keyring
+
+    keyring = None if keys is None else load_keyring(keys)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("pages", total=checking.count_files(path))
+        report = checking.check(path, keyring=keyring, mend=mend, advance=lambda: bar.advance(task))
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        _print_report(report)
+    if report.faults:
+        sys.exit(1)
+
+
+@tier.command()
+@click.option("--limit", type=click.IntRange(min=0), default=40, show_default=True, help="0: all of them.")
+@_reported
+@_volume
+def ls(path: Path, as_json: bool, limit: int) -> None:
+    """List the pages of the volume at PATH, newest first. With --json one object per line."""
+    from kvferry.tier import fsck as checking
+
+    found = sorted(checking.pages(path), key=lambda page: -page.modified_s)
+    shown = found[: limit or None]
+    if as_json:
+        for one in shown:
+            click.echo(json.dumps(_listed(one)))
+        return
+    table = _plain_table(("tenant.epoch", "key", "route key", "layout", "writer", "written"), ("bytes",))
+    for one in shown:
+        facts = _listed(one)
+        written = datetime.fromtimestamp(one.modified_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        names = (str(one.page.namespace), f"{facts['key'][:16]}…", facts["route_key"], facts["layout"][:12], one.writer)
+        table.add_row(*map(escape, names), written, _bytes(one.num_bytes))
+    _print_wide(table)
+    if len(shown) < len(found):
+        click.echo(f"and {len(found) - len(shown)} more; --limit 0 lists all")
+
+
+@tier.command()
+@_reported
+@_volume
+def du(path: Path, as_json: bool) -> None:
+    """Add up what takes room in the volume at PATH."""
+    from kvferry.tier import fsck as checking
+
+    uses, layouts, quarantined_bytes = checking.use(path)
+    if as_json:
+        rows = [
+            {
+                "writer": use.writer,
+                "layout": use.layout.hex(),
+                "tenant": use.namespace.tenant,
+                "epoch": use.namespace.epoch,
+                "pages": use.num_pages,
+                "bytes": use.num_bytes,
+            }
+            for use in uses
+        ]
+        named = {digest.hex(): json.loads(layout.to_json()) for digest, layout in layouts.items()}
+        click.echo(json.dumps({"uses": rows, "layouts": named, "quarantined_bytes": quarantined_bytes}, indent=2))
+        return
+    table = _plain_table(("tenant.epoch", "model", "dtype", "layout", "writer"), ("pages", "bytes"))
+    for use in uses:
+        layout = layouts.get(use.layout)
+        model, dtype = (layout.model, layout.kv_cache_dtype) if layout is not None else ("?", "?")
+        names = (str(use.namespace), model, dtype, use.layout.hex()[:12], use.writer)
+        table.add_row(*map(escape, names), str(use.num_pages), _bytes(use.num_bytes))
+    table.add_section()
+    total = (sum(use.num_pages for use in uses), sum(use.num_bytes for use in uses))
+    table.add_row("all", "", "", "", "", str(total[0]), _bytes(total[1]))
+    if quarantined_bytes:
+        table.add_row("in quarantine", "", "", "", "", "", _bytes(quarantined_bytes))
+    _print_wide(table)
+
+
+def _listed(found: FoundPage) -> dict[str, Any]:
+    return {
+        "key": found.page.key.hex(),
+        "route_key": f"{found.page.route_key:016x}",
+        "tenant": found.page.namespace.tenant,
+        "epoch": found.page.namespace.epoch,
+        "layout": found.layout.hex(),
+        "writer": found.writer,
+        "bytes": found.num_bytes,
+        "modified_s": found.modified_s,
+        "path": found.path,
+    }
+
+
+def _print_report(report: Report) -> None:
+    if report.faults:
+        table = _plain_table(("cause", "file", "mended"), ("bytes",))
+        for fault in report.faults:
+            table.add_row(*map(escape, (fault.cause, fault.path, fault.mended_to or "")), _bytes(fault.num_bytes))
+        _print_wide(table, width=400)
+        click.echo()
+    said = f"{report.num_pages} pages, {_bytes(report.num_bytes)}: "
+    said += ", ".join(f"{count} {cause}" for cause, count in report.by_cause.items()) or "all whole"
+    if report.num_unchecked:
+        said += f"; {report.num_unchecked} sealed ones by their headers only (--keys)"
+    click.echo(said)
+
+
+def _plain_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in texts:
+        table.add_column(heading, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _print_wide(table: Table, width: int = 200) -> None:
+    # Into a file or a pipe the whole table goes, whatever width a terminal would have.
+    console = Console()
+    (console if console.is_terminal else Console(width=width)).print(table)
 
 
 def _name(given: str | None) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -269,6 +270,47 @@ async def test_a_hanging_read_keeps_its_row_and_a_stopping_keeper_its_word(tmp_p
         assert len(done.succeeded) == 4
 
 
+async def test_rows_that_are_given_back_are_never_written_again(tmp_path: Path, rows: Rows) -> None:
+    """Kills at random moments: a row whose load failed is marked, and the mark stays."""
+    rng = random.Random(11)
+    keeper = KeeperProcess(tmp_path)
+    keeper.start()
+    marked: dict[int, bytes] = {}
+    num_failed = num_loaded = 0
+    try:
+        async with engine_of(keeper, rows) as a:
+            await a.store(PAGES)
+            for _ in range(6):
+                await a.sees(PAGES)
+                job_to_rows: dict[int, range] = {}
+                for first_row in range(0, 64, 16):
+                    for row in range(first_row, first_row + 16):
+                        marked.pop(row, None)
+                    job = a.submit_load(PAGES, first_row=first_row)
+                    job_to_rows[job] = range(first_row, first_row + 16)
+                await asyncio.sleep(rng.random() * 0.02)
+                keeper.kill()
+                for job, its_rows in job_to_rows.items():
+                    done = await a.end_of(job)
+                    for row in its_rows:
+                        i = PAGES[row % 16]
+                        if key_of(i) in done.succeeded:
+                            assert a.holds([i], row)
+                            num_loaded += 1
+                        else:
+                            marked[row] = rows[row] = rng.randbytes(ROW_BYTES)
+                            num_failed += 1
+                keeper.reap()
+                keeper.start()
+                await a.connected()
+                assert all(rows[row] == mark for row, mark in marked.items())
+            assert num_failed
+            assert num_loaded
+            assert len(a.collect()) == a.num_jobs
+    finally:
+        keeper.reap()
+
+
 # What engines say
 
 
@@ -359,6 +401,29 @@ async def test_a_region_that_shrinks_costs_its_own_pages(tmp_path: Path) -> None
             a.client.store(77, Namespace(), [(key_of(50), 0, 50)])
             assert set((await a.end_of(77)).failed.values()) == {Cause.ENGINE_GONE}
             await asyncio.to_thread(a.client.stop)
+
+
+async def test_noise_ends_nothing_but_its_own_connection(tmp_path: Path, rows: Rows) -> None:
+    rng = random.Random(3)
+    hello = messages.encode(messages.Hello(1, "e", LAYOUT.to_json(), 64, ROW_BYTES))
+    async with keeping(tier_config(tmp_path)) as keeper, engine_of(keeper, rows) as a:
+        await a.store(PAGES)
+        for _ in range(300):
+            with socket.socket(socket.AF_UNIX) as broken:
+                broken.connect(str(keeper.socket_path))
+                noise = bytearray(hello)
+                if rng.random() < 0.5:
+                    noise += messages.encode(messages.Load(1, "default", 0, b"".join(map(key_of, PAGES)), [*PAGES]))
+                for _ in range(rng.randrange(4)):
+                    noise[rng.randrange(len(noise))] = rng.randrange(256)
+                with contextlib.suppress(OSError):
+                    socket.send_fds(broken, [bytes(noise[: rng.randrange(1, len(noise))])], [rows.fd])
+                # Or the backlog fills up, and whoever connects waits for this loop.
+                await asyncio.sleep(0)
+        await until(lambda: len(keeper._links) == 1)
+        await until(lambda: keeper.stats.num_regions_mapped == 1)
+        await a.load(PAGES)
+        assert a.holds(PAGES)
 
 
 async def test_only_one_keeper_serves_a_socket(tmp_path: Path, rows: Rows) -> None:

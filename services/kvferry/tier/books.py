@@ -368,17 +368,17 @@ class Books:
                 self._bytes_in_hand += kept.num_bytes
             return file
 
-    def end_quarantine(self, kept: Kept, file: File, moved_to: str | None, *, is_removed: bool = False) -> list[File]:
-        """It lies at `moved_to` now; or it is gone, or abandoned. Returns older ones that are too many, in hand."""
+    def end_quarantine(self, kept: Kept, file: File, moved: File | None, *, is_removed: bool = False) -> list[File]:
+        """It is `moved` now, and no larger; or gone, or abandoned. Returns older ones that are too many, in hand."""
         with self._lock:
             del self._claims[kept.layout, kept.page.key]
-            if moved_to is None:
+            if moved is None:
                 self._put_down(file, is_removed=is_removed)
                 return []
             self._bytes_in_hand -= file.num_bytes
-            self._quarantined_bytes += file.num_bytes - self._quarantined.pop(moved_to, 0)
-            self._quarantined[moved_to] = file.num_bytes
-            return self._surplus(moved_to)
+            self._quarantined_bytes += moved.num_bytes - self._quarantined.pop(moved.path, 0)
+            self._quarantined[moved.path] = moved.num_bytes
+            return self._surplus(moved.path)
 
     # Telling
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from kvferry.config import TierConfig
 from kvferry.errors import TierError
-from kvferry.tier import folder, messages, page_file
+from kvferry.tier import folder, messages
 from kvferry.tier.engine_link import EngineLink, Listener, parts_of
 from kvferry.tier.lane import Cause, Kind, Lane, LaneState, Operation
 from kvferry.tier.layout import LayoutDigest, Namespace, PageId, PageKey, PageLayout
@@ -311,10 +311,7 @@ class Keeper:
             return future
 
         def run() -> str:
-            outcome = lane.volume.read(layout, page, into)
-            if outcome is Outcome.OK:
-                page_file.write_plain_header(header, into, layout, page, 0.0)
-            return outcome
+            return lane.volume.read(layout, page, into, header)
 
         def read(outcome: str) -> None:
             if outcome == Outcome.IO_ERROR:

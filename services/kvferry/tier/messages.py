@@ -140,7 +140,7 @@ def decode_to_keeper(payload: bytes) -> ToKeeper:
     """Raises ProtocolError for what is no message of an engine."""
     try:
         return _to_keeper.decode(payload)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # msgspec's own, and text that is no UTF-8
         raise ProtocolError(f"a message that cannot be read: {error}") from None
 
 
@@ -148,7 +148,7 @@ def decode_to_engine(payload: bytes) -> ToEngine:
     """Raises ProtocolError for what is no message of a keeper."""
     try:
         return _to_engine.decode(payload)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # msgspec's own, and text that is no UTF-8
         raise ProtocolError(f"a message that cannot be read: {error}") from None
 
 

@@ -222,15 +222,23 @@ class Volume:
 
     # Reading
 
-    def read(self, layout: LayoutDigest, page: PageId, into: memoryview) -> Outcome:
+    def read(self, layout: LayoutDigest, page: PageId, into: memoryview, header: memoryview | None = None) -> Outcome:
         """Deliver a page, verified, or say why not; on anything but OK `into` holds anything at all.
 
         `into` is writable, as long as the payload, and starts at a multiple of ALIGNMENT in memory (elsewhere it works,
         slowly). `page.route_key` need not be known. A page whose bytes are not what its name says is quarantined,
         unless the name leads elsewhere by now. Raises ValueError for an `into` of the wrong length, else nothing.
+
+        `header` (HEADER_BYTES), for a page that is delivered, is filled with that of a plain page file, so that whoever
+        gets both can verify them again.
         """
         self._check_payload(layout, into)
         outcome = self._read(layout, page, into)
+        if header is not None and outcome is Outcome.OK:
+            if self._keyring is None:
+                header[:] = self._buffers.header  # as it was read, by this thread
+            else:
+                page_file.write_plain_header(header, into, layout, page, self._clock())
         self._counts.read(outcome, len(into))
         self._tell()
         return outcome
@@ -494,21 +502,15 @@ class Volume:
         if file is None:
             return False
         logger.warning("%s: %s", file.path, outcome.value)
-        is_removed = False
-        moved_to: str | None = None
+        moved: File | None = None
         if file.num_bytes or kept.writer == self._writer:
-            moved_to = f"{self._root}/{naming.quarantine_path(self._writer, kept.layout, kept.page, outcome.value)}"
-            try:
-                self._rename(file.path, moved_to)
+            target = f"{self._root}/{naming.quarantine_path(self._writer, kept.layout, kept.page, outcome.value)}"
+            with contextlib.suppress(OSError):
+                self._rename(file.path, target)
+                moved = File(target, _cut(target, file.num_bytes))
                 self._counts.quarantined()
-            except OSError as error:
-                moved_to = None
-                is_removed = self._is_absent(error)
-                if not is_removed:
-                    is_removed = self._is_removed(file.path)
-        else:
-            is_removed = self._is_removed(file.path)
-        for surplus in self._books.end_quarantine(kept, file, moved_to, is_removed=is_removed):
+        is_removed = moved is None and self._is_removed(file.path)
+        for surplus in self._books.end_quarantine(kept, file, moved, is_removed=is_removed):
             self._books.put_down(surplus, is_removed=self._is_removed(surplus.path))
         return True
 
@@ -633,6 +635,15 @@ class Volume:
 
 def _pages(files: Iterable[FoundPage | ForeignFile]) -> Iterator[FoundPage]:
     return (file for file in files if isinstance(file, FoundPage))
+
+
+def _cut(path: str, num_bytes: int) -> int:
+    """The size of a file after cutting what somebody wrote behind its end."""
+    facts = os.lstat(path)
+    if facts.st_size <= num_bytes or not stat.S_ISREG(facts.st_mode):
+        return facts.st_size
+    os.truncate(path, num_bytes)
+    return num_bytes
 
 
 def _age(found: FoundPage) -> float:

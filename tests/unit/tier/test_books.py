@@ -96,9 +96,11 @@ class Drive:
 
     def _write(self) -> None:
         layout, of = self._some()
+        # One that was removed meanwhile is nobody's any more: its reader finds it gone.
+        kept_pages = self.books.all_kept()
+        pinned = {self.books.path_of(kept) for kept in self._pinned if kept in kept_pages}
         room = self.books.begin_write(layout, of, DIGEST_TO_BYTES[layout], 0.0)
         if isinstance(room, Room):
-            pinned = {self.books.path_of(kept) for kept in self._pinned}
             assert room.recycled is None or room.recycled.path not in pinned, "a page that is being read is recycled"
             self._at_work.append(Writer(room))
         else:
@@ -138,7 +140,8 @@ class Drive:
                 self._number += 1
                 target = f"/v/quarantine/{kept.page.namespace}/{self._number}"
                 is_moved = self._rename(file.path, target)
-                for old in self.books.end_quarantine(kept, file, target if is_moved else None, is_removed=False):
+                moved = File(target, kept.num_bytes) if is_moved else None
+                for old in self.books.end_quarantine(kept, file, moved):
                     self.books.put_down(old, is_removed=self._unlink(old.path))
             case Writer(room, False):
                 self._clear(work, room)
@@ -295,7 +298,7 @@ def test_quarantine_takes_a_sixteenth_but_always_the_newest() -> None:
         assert books.add(kept, 0.0)
         file = books.begin_quarantine(kept)
         assert file is not None
-        surplus = books.end_quarantine(kept, file, f"/v/quarantine/{number}")
+        surplus = books.end_quarantine(kept, file, File(f"/v/quarantine/{number}", UNIT))
         assert [old.path for old in surplus] == ([f"/v/quarantine/{number - 2}"] if number >= 2 else [])
         for old in surplus:
             books.put_down(old, is_removed=True)

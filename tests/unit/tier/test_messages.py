@@ -48,7 +48,9 @@ def test_a_frame_beyond_the_limit_is_refused_at_its_length() -> None:
         list(messages.FrameReader().feed((messages.MAX_FRAME_BYTES + 1).to_bytes(4, "little")))
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01\x02\x03", messages.encode(messages.Pulse())[4:]])
+@pytest.mark.parametrize(
+    "payload", [b"\x92\xa2\xff\xff\xc0", b"", b"\xc1", b"\x93\x01\x02\x03", messages.encode(messages.Pulse())[4:]]
+)
 def test_what_no_engine_says_is_refused(payload: bytes) -> None:
     with pytest.raises(messages.ProtocolError):
         messages.decode_to_keeper(payload)

@@ -123,38 +123,26 @@ def page_of(number: int, epoch: int) -> PageId:
     return _PAGES[number, epoch]
 
 
-def memory_folder(tmp_path: Path) -> Path:
-    """A folder in memory, if there is one: 100,000 operations of a real drive take half a minute."""
-    shared_memory = Path("/dev/shm")
-    return shared_memory / f"kvf-test-{os.getpid()}-{tmp_path.name}" if os.access(shared_memory, os.W_OK) else tmp_path
-
-
-def test_capacity_is_kept_at_every_moment_of_100_000_operations(tmp_path: Path) -> None:
-    folder = memory_folder(tmp_path)
+def test_capacity_is_kept_at_every_moment_of_100_000_operations(memory_path: Path) -> None:
     io = LedgerIo()
     capacity_bytes = 20 * PAGE_BYTES + 777
-    volume = Volume(folder / "v", capacity_bytes=capacity_bytes, io=io)
-    try:
-        volume.open()
-        io.sizes.clear()
-        io.bytes_now = io.bytes_peak = 0
-        threads = Threads(volume, 100_000)
-        threads.run()
-        assert not threads.wrong
-        assert io.bytes_peak <= capacity_bytes
-        assert io.bytes_peak > capacity_bytes - page_file_bytes(LARGER.payload_bytes)
-        assert set(threads.outcomes) <= {Outcome.OK, Outcome.MISSING, Outcome.WRONG_NAMESPACE, Outcome.GONE}
-        assert threads.outcomes[Outcome.OK] > 5_000
-        assert volume.stats.evicted > 5_000
-        assert not quarantined(volume.path)
-        volume.check()
-        assert sum(io.sizes.values()) == volume.stats.bytes_used
-        assert threads.told == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
-    finally:
-        volume.close()
-        subprocess.run(["rm", "-rf", str(folder / "v")], check=True)
-        if folder != tmp_path:
-            folder.rmdir()
+    volume = Volume(memory_path / "v", capacity_bytes=capacity_bytes, io=io)
+    volume.open()
+    io.sizes.clear()
+    io.bytes_now = io.bytes_peak = 0
+    threads = Threads(volume, 100_000)
+    threads.run()
+    assert not threads.wrong
+    assert io.bytes_peak <= capacity_bytes
+    assert io.bytes_peak > capacity_bytes - page_file_bytes(LARGER.payload_bytes)
+    assert set(threads.outcomes) <= {Outcome.OK, Outcome.MISSING, Outcome.WRONG_NAMESPACE, Outcome.GONE}
+    assert threads.outcomes[Outcome.OK] > 5_000
+    assert volume.stats.evicted > 5_000
+    assert not quarantined(volume.path)
+    volume.check()
+    assert sum(io.sizes.values()) == volume.stats.bytes_used
+    assert threads.told == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
+    volume.close()
 
 
 def test_capacity_is_kept_on_a_drive_that_keeps_failing(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""A short run of the fuzzer, and proof that it sees a wrong page when there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvferry.tier.books import Kept
+from kvferry.tier.volume import Outcome, Volume
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "fuzz_tier.py"
+
+
+@pytest.fixture(scope="module")
+def fuzzer() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("fuzz_tier", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fuzz_tier"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["fuzz_tier"]
+
+
+class Unverified(Volume):
+    """As most page stores are."""
+
+    def _verify(
+        self, raw_header: memoryview, payload: memoryview, kept: Kept, into: memoryview, key: bytes | None
+    ) -> Outcome:
+        if key is not None:
+            into[:] = payload
+        return Outcome.OK
+
+
+def test_no_mutation_of_a_page_gets_a_wrong_byte_out_of_a_volume(fuzzer: ModuleType, memory_path: Path) -> None:
+    results = fuzzer.fuzz(2000, memory_path)
+    assert results["mutations"] == 2000
+    assert (results["wrong_pages"], results["crashes"]) == (0, 0), results["first_crashes"]
+    by_cause = results["by_cause"]
+    assert sum(sum(outcomes.values()) for outcomes in by_cause.values()) == 2000
+    seen = {outcome for outcomes in by_cause.values() for outcome in outcomes}
+    assert seen >= set(Outcome) - {Outcome.REFUSED, Outcome.EXISTS}
+    # What must never be delivered, whatever else becomes of it.
+    for cause, outcomes in by_cause.items():
+        if cause.startswith(("flip", "another", "header of one", "truncate", "extend", "swap", "sealed")):
+            assert "ok" not in outcomes, cause
+
+
+def test_a_volume_that_does_not_verify_is_found_out(fuzzer: ModuleType, memory_path: Path) -> None:
+    results = fuzzer.fuzz(300, memory_path, volume_class=Unverified)
+    assert results["wrong_pages"] > 100
+
+
+def test_the_last_line_is_json_and_the_exit_code_tells(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--mutations", "60", "--folder", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["mutations"] == 60
+    assert {"wrong_pages", "crashes", "by_cause", "seconds", "machine"} <= results.keys()
+    assert not list(tmp_path.iterdir())
