@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -186,44 +185,6 @@ def test_after_a_kill_of_everything_down_cleans_and_up_starts_anew(machine: Mach
     assert machine.down().returncode == 0
     assert_nothing_left(machine, second, ports)
     assert not left_recorded & shm_files()
-
-
-def volume_series(machine: Machine) -> dict[str, float]:
-    """The last label's keeper and the pages of each volume, as the gateway knows them."""
-    text = httpx.get(f"{machine.url}/metrics", trust_env=False).text
-    found = re.findall(r'^kvferry_volume_pages\{keeper="([^"]+)",volume="[^"]+"\} (\S+)$', text, re.MULTILINE)
-    return {keeper: float(pages) for keeper, pages in found}
-
-
-def test_a_killed_keeper_is_started_again_with_its_pages(machine: Machine, tmp_path: Path) -> None:
-    volume = tmp_path / "volume"
-    tier = ["--set", "tier.enabled=true", "--set", f"tier.volumes=[{{path: {volume}, capacity_gib: 0.1}}]"]
-    up = machine.up("--no-ask", *tier)
-    assert up.returncode == 0, up.stdout + up.stderr
-    prompt = " ".join(f"word{i}" for i in range(400))
-    body = {"model": "SmolLM2-135M-Instruct", "prompt": prompt, "max_tokens": 4}
-    wait_until(lambda: len(volume_series(machine)) == 1, timeout_s=30, what="the gateway follows the keeper")
-    assert httpx.post(f"{machine.url}/v1/completions", json=body, trust_env=False).status_code == 200
-    wait_until(lambda: sum(volume_series(machine).values()) >= 12, timeout_s=30, what="the prompt's pages are kept")
-    (before,) = volume_series(machine)
-    status = json.loads(machine.run("status", "--json", timeout_s=60).stdout)
-    (keeper,) = (member for member in status["members"] if member["kind"] == "keeper")
-    assert keeper["member_id"] == before
-    os.kill(keeper["pid"], signal.SIGKILL)
-    wait_until(
-        lambda: before not in volume_series(machine) and sum(volume_series(machine).values()) >= 12,
-        timeout_s=60,
-        what="another keeper has found the pages",
-    )
-    assert httpx.post(f"{machine.url}/v1/completions", json=body, trust_env=False).status_code == 200
-
-    looked = machine.run("tier", "fsck", str(volume), timeout_s=60)
-    assert looked.returncode == 0, looked.stdout + looked.stderr
-    processes = machine.processes()
-    ports = listening_ports(processes)
-    assert {port: ip for port, ip in ports.items() if not ip.removeprefix("::ffff:").startswith("127.")} == {}
-    assert machine.down().returncode == 0
-    assert_nothing_left(machine, processes, ports)
 
 
 def test_orphans_of_a_killed_ray_are_ended(machine: Machine) -> None:
