@@ -5,15 +5,35 @@ This folder is on the import path, so that helpers such as `etcd_server` are imp
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator
 
 import hypothesis
+import pytest
 import pytest_asyncio
 from vllm_engines import VllmPair, start_pair
 
 # A machine that does other work too is slow, not wrong.
 hypothesis.settings.register_profile("kvferry", deadline=None)
 hypothesis.settings.load_profile("kvferry")
+
+
+_exit_status = 0
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    global _exit_status
+    _exit_status = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A process that had NIXL loaded ends without destructors: those of the libnl in its wheel (1.5.1) crash."""
+    if "nixl" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_status)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -104,6 +104,7 @@ class World:
     tier: TierConfig
     decode: VllmEngine
     mirror: Mirror
+    others: frozenset[int]  # processes of engines that other tests share
 
     @property
     def volume(self) -> Path:
@@ -129,6 +130,7 @@ class World:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("tier", numbered=True)
+    others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     keeper = KeeperProcess(folder, io_timeout_s=2.0, cpu_gib=0.25, volume={"capacity_gib": 1.0})
     tier = keeper.config
     keeper.start()
@@ -153,7 +155,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     try:
         await decode.start()
         listening = asyncio.create_task(listen())
-        yield World(keeper, tier, decode, mirror)
+        yield World(keeper, tier, decode, mirror, others)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
     finally:
@@ -249,7 +251,7 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World)
         assert prefilling.load().num_steps - steps < 150
         await prefilling.release(kept)
         await until(lambda: prefilling.load().num_pages_used == 0)
-        workers = [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
+        workers = workers_of(world)
         assert len(workers) == 2
         for worker in workers:
             assert os.sched_getaffinity(worker.pid) == os.sched_getaffinity(0)  # nixl.py
@@ -294,8 +296,13 @@ async def test_a_keeper_that_is_killed_is_a_miss_and_comes_back(world: World) ->
 
 
 def worker_of(world: World) -> psutil.Process:
-    (worker,) = (child for child in psutil.Process().children(recursive=True) if is_worker(child))
+    (worker,) = workers_of(world)
     return worker
+
+
+def workers_of(world: World) -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.pid not in world.others and is_worker(child)]
 
 
 def region_of(world: World) -> int:
