@@ -64,7 +64,7 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix-only --exit-zero
 	@$(BIN)/ruff format
 
-proto: $(STAMP) ## Generate services/kvferry/wire from proto/
+proto: $(STAMP) ## Generate code from proto/
 	@$(BIN)/python tools/generate_wire.py
 
 bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import hypothesis
 import pytest_asyncio
 from vllm_engines import VllmPair, start_pair
+
+# A machine that does other work too is slow, not wrong.
+hypothesis.settings.register_profile("kvferry", deadline=None)
+hypothesis.settings.load_profile("kvferry")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

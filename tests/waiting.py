@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 
@@ -11,3 +12,11 @@ async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: 
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
         await asyncio.sleep(0.002)
+
+
+def wait_until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
+    """`until` for tests without an event loop."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what or condition}"
+        time.sleep(0.002)

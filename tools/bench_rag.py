@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 from deployments import DEPLOYMENTS, DeploymentFailed, Settings
+from machine_turn import machine_turn
 from rich.console import Console
 
 from kvferry_loadtest.cli import load, run_once
@@ -58,7 +59,7 @@ def main() -> int:
     parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of it")
     parser.add_argument("--out", type=Path, default=Path("loadtest-results/rag"), help="folder for results and report")
     arguments = parser.parse_args()
-    names = arguments.only or [name for name in DEPLOYMENTS if name != "kvferry-sim"]
+    names = arguments.only or [name for name, deployment in DEPLOYMENTS.items() if not deployment.is_twin]
     scaled = arguments.scenario == "rag-chat"
     try:
         scenario = load(arguments.scenario, [*OVERRIDES, *arguments.set] if scaled else arguments.set, None)
@@ -76,6 +77,7 @@ def main() -> int:
             seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
             try:
                 with contextlib.ExitStack() as stack:
+                    stack.enter_context(machine_turn(console))
                     with console.status(f"{name} starts ..."):
                         running = stack.enter_context(deployment.up(Settings()))
                     target = Target(

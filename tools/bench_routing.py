@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from chaos.fleet import Fleet, fleet
 
 from kvferry.config import parse
-from kvferry.membership.base import MemberKind
+from kvferry.membership.base import WORKER_KINDS, MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.wire.v1 import worker_pb2, worker_pb2_grpc
 
@@ -139,7 +139,7 @@ async def computed_tokens(running: Fleet) -> dict[str, int]:
     config = parse(running.processes[0].config)
     membership = EtcdMembership(config.membership)
     try:
-        members = [m for m in await membership.members() if m.kind is not MemberKind.GATEWAY]
+        members = [m for m in await membership.members() if m.kind in WORKER_KINDS]
     finally:
         await membership.close()
     computed = {}

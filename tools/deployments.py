@@ -43,6 +43,7 @@ class Settings:
 
     max_model_len: int = 2048
     kv_cache_gib: int = 1  # of each of the two engines
+    volume_gib: float = 8.0  # of a tier on files, where a deployment has one
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,23 @@ class Deployment:
     name: str
     description: str
     up: Callable[[Settings], contextlib.AbstractContextManager[Running]]
+    is_twin: bool = False  # its engines compute nothing: of use for counts, not for times
 
 
 @contextlib.contextmanager
 def kvferry(settings: Settings) -> Iterator[Running]:
     """One prefill and one decode worker, as `make up` starts them."""
-    values = {
-        "model.dtype": "float32",
-        "model.max_model_len": settings.max_model_len,
-        "engine.kv_cache_gib": settings.kv_cache_gib,
-        "engine.block_size": BLOCK_SIZE,
-        "engine.max_num_seqs": MAX_NUM_SEQS,
-        "engine.threads": 1,
-    }
-    with kvferry_up(values) as running:
+    with kvferry_up(engines(settings)) as running:
         yield running
+
+
+@contextlib.contextmanager
+def kvferry_tier(settings: Settings) -> Iterator[Running]:
+    """The same two with their CPU tiers and a volume behind a keeper."""
+    with temporary_folder() as folder:
+        tier = {"tier.cpu_gib": CPU_TIER_BYTES / (1 << 30), **volume(settings, folder)}
+        with kvferry_up({**engines(settings), **tier}) as running:
+            yield running
 
 
 @contextlib.contextmanager
@@ -81,6 +84,25 @@ def kvferry_sim(settings: Settings) -> Iterator[Running]:
     """The same on twins of the engines: up within seconds, and of no use for figures of engines."""
     with kvferry_up({"engine.kind": "sim", "sim.max_model_len": settings.max_model_len}) as running:
         yield running
+
+
+@contextlib.contextmanager
+def kvferry_sim_tier(settings: Settings) -> Iterator[Running]:
+    """Twins with pages of 16 tokens, real CPU tiers and a real volume: prompts of any length, and true counts of pages.
+
+    Engine and CPU tier hold a few prompts each; the rest has to come from the volume.
+    """
+    with temporary_folder() as folder:
+        values = {
+            "engine.kind": "sim",
+            "engine.block_size": 16,
+            "sim.max_model_len": 16_384,
+            "sim.num_pages": 8_192,
+            "sim.cpu_pages": 4_096,
+            **volume(settings, folder),
+        }
+        with kvferry_up(values) as running:
+            yield running
 
 
 @contextlib.contextmanager
@@ -147,12 +169,30 @@ DEPLOYMENTS = {
     deployment.name: deployment
     for deployment in (
         Deployment("kvferry", "kvferry: 1 prefill and 1 decode worker", kvferry),
-        Deployment("kvferry-sim", "kvferry on sim engines", kvferry_sim),
+        Deployment("kvferry-tier", "kvferry with its NVMe tier: 1 prefill and 1 decode worker", kvferry_tier),
+        Deployment("kvferry-sim", "kvferry on sim engines", kvferry_sim, is_twin=True),
+        Deployment("kvferry-sim-tier", "kvferry with its NVMe tier on sim engines", kvferry_sim_tier, is_twin=True),
         Deployment("vllm-rr", "2 × vllm serve, round robin", vllm_round_robin),
         Deployment("vllm-rr-fs", "2 × vllm serve with vLLM's file-system tier, round robin", vllm_file_tier),
         Deployment("serve-llm", "ray.serve.llm: 1 prefill and 1 decode replica", serve_llm),
     )
 }
+
+
+def engines(settings: Settings) -> dict[str, object]:
+    return {
+        "model.dtype": "float32",
+        "model.max_model_len": settings.max_model_len,
+        "engine.kv_cache_gib": settings.kv_cache_gib,
+        "engine.block_size": BLOCK_SIZE,
+        "engine.max_num_seqs": MAX_NUM_SEQS,
+        "engine.threads": 1,
+    }
+
+
+def volume(settings: Settings, folder: Path) -> dict[str, object]:
+    volumes = [{"path": str(folder / "volume"), "capacity_gib": settings.volume_gib}]
+    return {"tier.enabled": True, "tier.volumes": json.dumps(volumes)}
 
 
 @contextlib.contextmanager

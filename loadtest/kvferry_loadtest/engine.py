@@ -14,15 +14,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
-
-from kvferry_loadtest import content
-from kvferry_loadtest.http_client import Exchange, HttpClient
+from kvferry_loadtest.apis import Api, Exchange, Reader, Sampling
 from kvferry_loadtest.plan import AnswerOf, Plan, PlannedRequest, RequestId
 from kvferry_loadtest.record import Outcome, Record
-from kvferry_loadtest.stream import StreamReader, error_text
+from kvferry_loadtest.stream import error_text
 
 # Bodies made ahead of their time: enough for a burst, little enough for memory.
 NUM_PREPARED = 64
@@ -33,22 +30,13 @@ REFUSALS = (429, 503)
 MAX_ERROR_BYTES = 1 << 16
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What every request of a run has alike."""
-
-    model: str
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    timeout_s: float = 120.0
-
-
 class Engine:
     """One run of one plan. `run` may be called once."""
 
     def __init__(
         self,
         plan: Plan,
-        clients: Sequence[HttpClient],
+        apis: Sequence[Api],
         sampling: Sampling,
         *,
         loop_kind: Literal["open", "closed"],
@@ -74,13 +62,13 @@ class Engine:
         self.num_ended = 0
         self.num_ok = 0
         self._ended: deque[Record] = deque(maxlen=1000)
-        self._clients = itertools.cycle(clients)  # several servers are asked in turn
+        self._apis = apis  # that speak alike
+        self._in_turn = itertools.cycle(apis)
         self._sampling = sampling
         self._loop_kind = loop_kind
         self._num_users = num_users
         self._keys = dict(tenant_to_key or {})
         self._default_key = default_key
-        self._heads: dict[tuple[HttpClient, str, str], bytes] = {}
         self._bodies: dict[RequestId, bytes] = {}
         self._due: list[tuple[float, RequestId]] = []
         self._to_prepare: deque[RequestId] = deque()  # by the time they are due
@@ -208,56 +196,19 @@ class Engine:
                 self._bodies[request_id] = self._body(self.plan.requests[request_id])
 
     def _body(self, request: PlannedRequest) -> bytes:
-        sampling = self._sampling
-        fields: dict[str, Any] = {
-            "model": sampling.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": request.max_tokens,
-            "temperature": sampling.temperature,
-        }
-        if sampling.ignore_eos:
-            fields["ignore_eos"] = True
-        if request.tokens:
-            fields["prompt"] = [token for segment in request.tokens for token in content.token_ids_of(segment)]
-        else:
-            fields["messages"] = [
-                {
-                    "role": message.role,
-                    "content": "".join(
-                        self._answers[part.request_id] if isinstance(part, AnswerOf) else content.text_of(part)
-                        for part in message.parts
-                    ),
-                }
-                for message in request.messages
-            ]
-        if request.tools:
-            fields["tools"] = content.TOOLS
-            fields["tool_choice"] = (
-                "none"  # answers are of fixed length; the definitions are in the prompt all the same
-            )
-        return msgspec.json.encode(fields)
-
-    def _head(self, request: PlannedRequest, client: HttpClient) -> bytes:
-        path = "/v1/completions" if request.tokens else "/v1/chat/completions"
-        head = self._heads.get((client, request.tenant, path))
-        if head is None:
-            headers = {"content-type": "application/json", "accept": "text/event-stream"}
-            if key := self._keys.get(request.tenant, self._default_key):
-                headers["authorization"] = f"Bearer {key}"
-            head = self._heads[client, request.tenant, path] = client.request_head("POST", path, headers)
-        return head
+        return self._apis[0].body(request, self._sampling, self._answers.__getitem__)
 
     def _send(self, request: PlannedRequest) -> None:
         body = self._bodies.pop(request.request_id, None) or self._body(request)
-        exchange = _Exchange(self, self.records[request.request_id])
+        api = next(self._in_turn)
+        exchange = _Exchange(self, self.records[request.request_id], api.reader())
         self._exchanges.add(exchange)
         self.num_sent += 1
         self.num_in_flight += 1
         # "Sent" includes opening a connection: the client is not late for what the server's backlog costs.
         exchange.record.sent_s = self.now_s()
-        client = next(self._clients)
-        exchange.begin(client.send(self._head(request, client), body, exchange), self._sampling.timeout_s)
+        key = self._keys.get(request.tenant, self._default_key)
+        exchange.begin(api.send(request, body, key, exchange), self._sampling.timeout_s)
 
     # What exchanges call.
 
@@ -310,10 +261,10 @@ class Engine:
 class _Exchange:
     """A Receiver that fills its record."""
 
-    def __init__(self, engine: Engine, record: Record) -> None:
+    def __init__(self, engine: Engine, record: Record, reader: Reader) -> None:
         self.record = record
         self._engine = engine
-        self._reader = StreamReader()
+        self._reader = reader
         self._error_body = b""
         self._exchange: Exchange | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -368,8 +319,7 @@ class _Exchange:
         if (usage := reader.usage) is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.completion_tokens = usage.completion_tokens
-            if usage.prompt_tokens_details is not None:
-                record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+            record.cached_tokens = usage.cached_tokens
         self._engine.ended(self, reader.text)
 
 

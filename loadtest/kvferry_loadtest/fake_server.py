@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that answers after known delays: what the harness is measured against.
+"""An OpenAI endpoint, and one over gRPC, that answer after known delays: what the harness is measured against.
 
     python -m kvferry_loadtest.fake_server --ttft-ms 50 --itl-ms 5
 
@@ -15,11 +15,16 @@ import gc
 import random
 import sys
 import time
-from typing import cast
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
+import grpc
 import httptools
 import msgspec
 import uvloop
+
+from kvferry_loadtest.grpc_api import SERVICE
+from kvferry_loadtest.wire import inference_pb2 as pb
 
 MODEL = "fake"
 _HEAD = b"HTTP/1.1 %d %s\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
@@ -203,6 +208,63 @@ class _Connection(asyncio.Protocol):
         )
 
 
+class FakeGrpc:
+    """The same answers over gRPC, with the delays and counts of `server`."""
+
+    def __init__(self, server: FakeServer) -> None:
+        self._fake = server
+        self._server = grpc.aio.server()
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "GenerateStream": grpc.unary_stream_rpc_method_handler(
+                self._generate, pb.GenerateRequest.FromString, pb.GenerateChunk.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self._models, pb.ListModelsRequest.FromString, pb.ListModelsResponse.SerializeToString
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def start(self) -> int:
+        """The port."""
+        port: int = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return port
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def _models(self, request: Any, context: Any) -> pb.ListModelsResponse:
+        await self._check_key(context)
+        return pb.ListModelsResponse(models=[pb.Model(name=self._fake.answering.model)])
+
+    async def _generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateChunk]:
+        came_s = time.perf_counter()
+        fake, answering = self._fake, self._fake.answering
+        await self._check_key(context)
+        fake.came()
+        if answering.keep_bodies:
+            fake.bodies.append(request.SerializeToString())
+        if answering.refuse_every and fake.num_requests % answering.refuse_every == 0:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too much at once")
+        factor = fake.random.lognormvariate(0.0, answering.ttft_spread) if answering.ttft_spread else 1.0
+        wrote_s, delay_s, count = came_s, answering.ttft_ms * factor / 1e3, request.sampling.max_tokens
+        for i in range(count):
+            await asyncio.sleep(max(0.0, wrote_s + delay_s - time.perf_counter()))
+            now_s = time.perf_counter()
+            (fake.itl_us if i else fake.ttft_us).append(round((now_s - wrote_s) * 1e6))
+            wrote_s, delay_s = now_s, answering.itl_ms / 1e3
+            chunk = pb.GenerateChunk(text=" x")
+            if i == count - 1:
+                chunk.finish_reason = pb.FINISH_REASON_LENGTH
+                chunk.usage.prompt_tokens, chunk.usage.completion_tokens = 1, count
+            yield chunk
+
+    async def _check_key(self, context: Any) -> None:
+        key = self._fake.answering.api_key
+        if key and ("authorization", f"Bearer {key}") not in (context.invocation_metadata() or ()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this key is not known")
+
+
 def _chunked(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -220,15 +282,22 @@ def main() -> None:
     parser.add_argument("--stall-for-s", type=float, default=2.0)
     parser.add_argument("--api-key", default="", help="refuse requests without it")
     parser.add_argument("--refuse-every", type=int, default=0, help="answer each n-th request with 429")
+    parser.add_argument("--grpc", action="store_true", help="answer over gRPC too, at the second address printed")
     arguments = vars(parser.parse_args())
-    port = arguments.pop("port")
+    port, with_grpc = arguments.pop("port"), arguments.pop("grpc")
 
     async def serve() -> None:
         server = await FakeServer(Answering(**arguments)).start(port)
-        print(f"http://127.0.0.1:{server.port}", flush=True)
+        addresses = [f"http://127.0.0.1:{server.port}"]
+        over_grpc = FakeGrpc(server) if with_grpc else None
+        if over_grpc is not None:
+            addresses.append(f"grpc://127.0.0.1:{await over_grpc.start()}")
+        print(*addresses, flush=True)
         gc.freeze()  # a collection is a delay that nobody asked for
         # Whoever started it has gone when its input ends.
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        if over_grpc is not None:
+            await over_grpc.stop()
         await server.stop()
 
     uvloop.run(serve())

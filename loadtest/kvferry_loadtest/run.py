@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-import msgspec
 import uvloop
 
 from kvferry_loadtest import __version__, measures
-from kvferry_loadtest.engine import Engine, Sampling
-from kvferry_loadtest.errors import ScenarioError, TargetError
+from kvferry_loadtest.apis import Api, Sampling
+from kvferry_loadtest.engine import Engine
+from kvferry_loadtest.errors import KeyRefused, ScenarioError, TargetError
 from kvferry_loadtest.floor import floor_of
+from kvferry_loadtest.grpc_api import SCHEMES, GrpcApi
 from kvferry_loadtest.http_client import Endpoint, HttpClient
 from kvferry_loadtest.machine import machine_line
+from kvferry_loadtest.openai_api import OpenAiApi
 from kvferry_loadtest.plan import Plan
 from kvferry_loadtest.record import Record
 from kvferry_loadtest.result import Result
 from kvferry_loadtest.scenario import Scenario
 from kvferry_loadtest.server_metrics import Sampler, server_of
-from kvferry_loadtest.stream import error_text
 from kvferry_loadtest.watch import Watch, punctual
 
 PROGRESS_EVERY_S = 0.25
@@ -92,22 +93,22 @@ async def _run(
     repeat: int,
     on_progress: Callable[[Progress], None],
 ) -> Outcomes:
-    endpoints = [Endpoint(url) for url in target.urls]
-    clients = [HttpClient(endpoint) for endpoint in endpoints]
+    apis = apis_of(target.urls)
     headers = {"authorization": f"Bearer {default_key}"} if default_key else {}
     urls = target.metrics_urls
     if urls is None:
-        urls = [f"{endpoint.url}/metrics" for endpoint in endpoints]
+        # Whoever speaks gRPC tells its metrics elsewhere.
+        urls = [f"{api.url}/metrics" for api in apis if isinstance(api, OpenAiApi)]
     metrics_clients = [HttpClient(Endpoint(url)) for url in urls]
     watch = Watch()
     try:
         model = target.model
-        for client in clients:
+        for api in apis:
             # The first one's choice is asked of all.
-            model = await look_at(client, dataclasses.replace(target, model=model), headers)
+            model = await look_at(api, model, default_key, target.api_key_env)
         engine = Engine(
             plan,
-            clients,
+            apis,
             Sampling(
                 model=model,
                 temperature=scenario.temperature,
@@ -136,8 +137,10 @@ async def _run(
             await asyncio.gather(shown, return_exceptions=True)
         on_progress(_progress(engine))
     finally:
-        for each in (*clients, *metrics_clients):
-            await each.close()
+        for api in apis:
+            await api.close()
+        for client in metrics_clients:
+            await client.close()
 
     counted = [record for record in records if not record.warmup]
     length_s = measures.duration_s(counted)
@@ -149,7 +152,7 @@ async def _run(
         seed=plan.seed,
         repeat=repeat,
         loop=scenario.loop,
-        target={"url": " ".join(endpoint.url for endpoint in endpoints), "model": model},
+        target={"url": " ".join(api.url for api in apis), "model": model},
         machine=machine_line(),
         started_at=started_at.isoformat(timespec="seconds"),
         duration_s=length_s,
@@ -171,35 +174,26 @@ async def _run(
     return Outcomes(result, records)
 
 
-async def look_at(client: HttpClient, target: Target, headers: Mapping[str, str]) -> str:
+def apis_of(urls: Sequence[str]) -> list[Api]:
+    """Raises TargetError for what is no URL, and for HTTP and gRPC in one run."""
+    kinds = {urlsplit(url).scheme in SCHEMES for url in urls}
+    if len(kinds) > 1:
+        raise TargetError("servers that are asked in turn speak one protocol: HTTP or gRPC")
+    return [GrpcApi(url) for url in urls] if kinds == {True} else [OpenAiApi(Endpoint(url)) for url in urls]
+
+
+async def look_at(api: Api, model: str, key: str, key_name: str) -> str:
     """The model to ask for. Raises TargetError: unreachable, refuses the key, does not serve the model."""
-    url = client.endpoint.url
     try:
-        status, body = await client.fetch("/v1/models", dict(headers))
-    except OSError as error:
-        raise TargetError(f"{url}: {error}") from None
-    if status in (401, 403):
-        which = f"the key in ${target.api_key_env}" if target.api_key_env else "requests without a key (--api-key-env)"
-        raise TargetError(f"{url}: refuses {which}: {status}: {error_text(body)}")
-    if status != 200:
-        raise TargetError(f"{url}: GET /v1/models answers {status}: {error_text(body)}")
-    try:
-        models = [model.id for model in msgspec.json.decode(body, type=_Models).data]
-    except msgspec.MsgspecError as error:
-        raise TargetError(f"{url}: GET /v1/models is no list of models: {error}") from None
+        models = await api.models(key)
+    except KeyRefused as error:
+        which = f"the key in ${key_name}" if key_name else "requests without a key (--api-key-env)"
+        raise TargetError(f"{api.url}: refuses {which}: {error.reason}") from None
     if not models:
-        raise TargetError(f"{url}: serves no model")
-    if target.model and target.model not in models:
-        raise TargetError(f"{url}: does not serve {target.model!r}, but {', '.join(models)}")
-    return target.model or models[0]
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
+        raise TargetError(f"{api.url}: serves no model")
+    if model and model not in models:
+        raise TargetError(f"{api.url}: does not serve {model!r}, but {', '.join(models)}")
+    return model or models[0]
 
 
 async def _show(engine: Engine, on_progress: Callable[[Progress], None]) -> None:

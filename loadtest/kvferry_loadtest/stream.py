@@ -6,6 +6,8 @@ import contextlib
 
 import msgspec
 
+from kvferry_loadtest.apis import Usage
+
 MAX_ERROR_CHARS = 200
 
 
@@ -26,7 +28,7 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
@@ -34,7 +36,7 @@ class Usage(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw()
 
 
@@ -88,7 +90,9 @@ class StreamReader:
         if bytes(chunk.error) not in (b"", b"null"):
             self.error = self.error or error_text(bytes(chunk.error))
         if chunk.usage is not None:
-            self.usage = chunk.usage
+            told = chunk.usage
+            cached = told.prompt_tokens_details.cached_tokens if told.prompt_tokens_details is not None else None
+            self.usage = Usage(told.prompt_tokens, told.completion_tokens, cached)
         has_text = False
         for choice in chunk.choices:
             if choice.finish_reason:

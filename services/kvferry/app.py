@@ -3,12 +3,20 @@
 Serve places replicas, restarts, health-checks and scales them. No token and no page passes a Serve proxy or handle:
 each replica hosts its own server and is found through membership.
 
+Where there are volumes, each node with a worker has a keeper too: a detached actor, pinned to the node, that the first
+worker to start there makes and Ray restarts. It outlives workers, whose engines find it again by its socket, and ends
+by itself once the application is gone.
+
     python -m kvferry.app deploy --config cluster.yaml --ray-address 127.0.0.1:6379
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -17,16 +25,22 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application, RunTarget
 from ray.serve._private import replica
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kvferry import __version__
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, RoleConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.host import GatewayHost
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
+from kvferry.tier.socket_path import socket_path
 from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.keeper_host import KeeperHost
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +50,14 @@ HEALTH_TIMEOUT_S = 30.0
 # Time for a stopping replica beyond its own drain: ending engines and servers.
 STOP_MARGIN_S = 30.0
 
+KEEPER_NAMESPACE = "kvferry"
+# How long a worker waits for its node's keeper; it starts without it then, and finds it later.
+KEEPER_START_S = 60.0
+KEEPER_RETRY_S = 5.0  # after a start that failed, such as on a volume that another keeper still has
+# A keeper looks this often whether the application is still there, and ends when it was not so many times.
+KEEPER_LOOK_S = 10.0
+KEEPER_LOOKS = 3
+
 
 class _WorkerReplica:
     """One worker in one Serve replica. Serve calls `check_health`, and the finalizer when it stops the replica."""
@@ -44,7 +66,11 @@ class _WorkerReplica:
 
     async def __init__(self, values: dict[str, Any], model_folder: str) -> None:  # type: ignore[misc]
         config = _in_replica(values)
-        engine = build_engine(config, self.kind, model_folder)
+        keeper_socket = ""
+        if config.tier.volumes:
+            await ensure_keeper(values)
+            keeper_socket = str(socket_path(config.tier))
+        engine = build_engine(config, self.kind, model_folder, keeper_socket=keeper_socket)
         self._host = WorkerHost(config, self.kind, engine, _membership(config))
         try:
             await self._host.start()
@@ -97,6 +123,120 @@ class Gateway:
         if hasattr(self, "_host"):
             await self._host.drain()
             await self._host.stop()
+
+
+class KeeperActor:
+    """A node's keeper in an actor that never fails to be made: what cannot start now is tried again."""
+
+    async def __init__(self, values: dict[str, Any]) -> None:  # type: ignore[misc]
+        self._config = _in_replica(values)
+        self._settings = keeper_settings(values)
+        self._fault = "it has not started yet"
+        self._host: KeeperHost | None = None
+        self._settled = asyncio.Event()  # it serves, or could not at first
+        self._serving = asyncio.get_running_loop().create_task(self._serve())
+
+    async def settings(self) -> str:
+        return self._settings
+
+    async def started(self) -> str:
+        """Why it does not serve; empty when it does."""
+        await self._settled.wait()
+        return self._fault
+
+    async def stop(self) -> None:
+        """Leave orderly: registered no more, every page at rest."""
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        if self._host is not None:
+            await self._host.stop()
+
+    async def _serve(self) -> None:
+        while self._fault:
+            host = self._host = KeeperHost(self._config, _membership(self._config))
+            try:
+                await host.start()
+                self._fault = ""
+                self._settled.set()
+            except KvferryError as error:
+                if error.message != self._fault:
+                    log.error("the keeper cannot start, and tries again: %s", error.message)
+                self._fault = error.message
+                self._settled.set()
+                await host.stop()
+                await asyncio.sleep(KEEPER_RETRY_S)
+        num_missed = 0
+        while num_missed < KEEPER_LOOKS:
+            for _ in range(round(KEEPER_LOOK_S / HEALTH_PERIOD_S)):
+                await asyncio.sleep(HEALTH_PERIOD_S)
+                try:
+                    await host.check_health()
+                except KvferryError as error:
+                    # What hangs in it cannot be ended otherwise; Ray starts it anew.
+                    log.error("the keeper ends: %s", error.message)
+                    os._exit(1)
+            num_missed = 0 if await asyncio.to_thread(_is_deployed) else num_missed + 1
+        log.info("the keeper ends: the application is gone")
+        await host.stop()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def keeper_settings(values: dict[str, Any]) -> str:
+    """A digest of everything that a keeper is made from: one with other settings is not the keeper that is wanted."""
+    parts = [values["tier"], values["membership"], values["worker"]["tls"], values["engine"]["device"], __version__]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+async def ensure_keeper(values: dict[str, Any]) -> None:
+    """See that this node has a keeper with these settings, and wait for it a while.
+
+    Raises nothing: engines serve without it, and find it when it is there.
+    """
+    # By its import path, not by value, as this module is `__main__` where the application is deployed from.
+    from kvferry.app import KeeperActor as Keeper
+
+    node_id = ray.get_runtime_context().get_node_id()
+    fault = "it is replaced again and again"
+    try:
+        async with asyncio.timeout(KEEPER_START_S):
+            while True:
+                keeper = (
+                    ray.remote(Keeper)
+                    .options(
+                        name=f"keeper-{node_id}",
+                        namespace=KEEPER_NAMESPACE,
+                        get_if_exists=True,
+                        lifetime="detached",
+                        max_restarts=-1,
+                        num_cpus=0,
+                        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                    )
+                    .remote(values)
+                )
+                with contextlib.suppress(RayError):
+                    if await keeper.settings.remote() == keeper_settings(values):
+                        fault = await keeper.started.remote()
+                        break
+                    log.warning("this node's keeper has other settings, of an earlier deployment: it is replaced")
+                    await keeper.stop.remote()
+                    ray.kill(keeper, no_restart=True)
+                await asyncio.sleep(HEALTH_PERIOD_S)  # until its name is free
+    except TimeoutError:
+        pass
+    if fault:
+        log.error("this node's keeper does not serve: %s; pages of volumes are computed until it does", fault)
+
+
+def _is_deployed() -> bool:
+    """Whether Serve has the application, or cannot be asked just now."""
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        return APPLICATION in serve.status().applications
+    except ValueError:
+        return False  # Serve is gone
+    except Exception as error:
+        log.warning("Serve cannot be asked for its applications: %s", error)
+        return True
 
 
 def build(config: ClusterConfig, model_folder: str) -> Application:

@@ -10,10 +10,10 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvferry.addresses import require_loopback
 from kvferry.errors import ConfigError
@@ -29,6 +29,12 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ValueError("expected an absolute path: every process of a node must find the same folder")
+    return path
+
+
 class ModelConfig(_Section):
     """Which model, and under which name clients know it."""
 
@@ -39,6 +45,8 @@ class ModelConfig(_Section):
     )
     max_model_len: int | None = Field(None, ge=64)  # tokens of prompt and answer; empty: the model's own
     trust_remote_code: bool = False
+    # Names these weights in pages that outlive an engine. Empty: a digest of the weight files, taken once per machine.
+    revision: str = ""
     # Which of vLLM's parsers take this model's answers apart. Empty: no tools; reasoning stays part of the content.
     tool_parser: str = ""
     reasoning_parser: str = ""
@@ -160,6 +168,66 @@ class SimConfig(_Section):
     max_model_len: int = Field(8192, ge=64)
     answer_tokens: int = Field(64, ge=1)  # mean length of an answer that nothing else ends
     transfer_lease_s: float = Field(30.0, gt=0)
+    cpu_pages: int = Field(4096, ge=2)  # pages of the CPU tier, where tier.enabled
+    tier_page_ms: float = Field(0.5, ge=0)  # to load one page from the CPU tier
+
+
+class VolumeConfig(_Section):
+    """A directory on NVMe that keeps pages: local to one node, or a mount that nodes share."""
+
+    path: Path  # absolute; made at the first start
+    capacity_gib: float = Field(gt=0, allow_inf_nan=False)
+    shared: bool = False  # mounted by other nodes too, whose keepers read and write it
+    write_gib_per_day: float | None = Field(None, gt=0, allow_inf_nan=False)  # empty: as much as comes
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        return _absolute(path)
+
+
+# What the system takes for the address of a Unix socket, less the names that keepers give theirs.
+_MAX_SOCKET_DIR_BYTES = 107 - 40
+
+
+class TierConfig(_Section):
+    """Pages beyond an engine's own memory: a CPU tier per engine, and volumes behind one keeper per node."""
+
+    enabled: bool = False  # the CPU tier, and a keeper where there are volumes
+    cpu_gib: float = Field(1.0, gt=0, allow_inf_nan=False)  # CPU tier per engine, in /dev/shm
+    # Engine pages in one page of the tiers. Empty: until it has 1 MiB, but no more than 256 tokens; 1 for sim.
+    blocks_per_chunk: int | None = Field(None, ge=1)
+    volumes: tuple[VolumeConfig, ...] = ()
+    socket_dir: Path | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
+    host: str = "127.0.0.1"  # where keepers answer gateways and each other
+    io_threads: int = Field(4, ge=1, le=64)
+    io_timeout_s: float = Field(10.0, gt=0)  # for one page
+    queue_mib: int = Field(512, ge=1)  # pages that wait to be written; beyond it they are skipped
+    breaker_failures: int = Field(3, ge=1)  # in a row, until a volume is left alone
+    breaker_retry_s: float = Field(5.0, gt=0)
+    encryption_keys_file: Path | None = None
+
+    @field_validator("socket_dir")
+    @classmethod
+    def _socket_dir_fits(cls, path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        if len(os.fsencode(path)) > _MAX_SOCKET_DIR_BYTES:
+            raise ValueError(f"at most {_MAX_SOCKET_DIR_BYTES} bytes, or no socket in it could be addressed")
+        return _absolute(path)
+
+    @model_validator(mode="after")
+    def _volumes_make_sense(self) -> TierConfig:
+        if self.volumes and not self.enabled:
+            raise ValueError("volumes are read through the CPU tier: say enabled: true, or leave them out")
+        paths = [Path(os.path.normpath(volume.path)) for volume in self.volumes]
+        for i, path in enumerate(paths):
+            for j, other in enumerate(paths):
+                if i < j and path == other:
+                    raise ValueError(f"volumes {i} and {j} are the same directory, {path}")
+                if i != j and other in path.parents:
+                    raise ValueError(f"volume {i} ({path}) lies inside volume {j} ({other})")
+        return self
 
 
 class ClusterConfig(_Section):
@@ -175,6 +243,7 @@ class ClusterConfig(_Section):
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()
+    tier: TierConfig = TierConfig()
     sim: SimConfig = SimConfig()
 
     @property
@@ -189,6 +258,7 @@ class ClusterConfig(_Section):
         if not self.worker.tls.enabled:
             require_loopback("worker.host", self.worker.host, insecure=self.insecure, remedy="configure worker.tls")
         require_loopback("engine.side_channel_host", self.engine.side_channel_host, insecure=self.insecure)
+        require_loopback("tier.host", self.tier.host, insecure=self.insecure)
 
 
 def load(
@@ -276,7 +346,11 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
 def _keys_beside(path: Sequence[str]) -> list[str]:
     section: type[BaseModel] = ClusterConfig
     for part in path[:-1]:
+        if part.isdecimal():
+            continue  # an entry of the list before it
         annotation = section.model_fields[part].annotation
+        if get_origin(annotation) is tuple:
+            annotation = get_args(annotation)[0]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         section = annotation

@@ -51,14 +51,33 @@ class WorkerSample:
     num_pages_used: int
     num_pages: int
     prompt_tokens_by_source: dict[str, int]
+    cached_tokens_by_tier: dict[str, int]
     ferried_bytes: int
     num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeSample:
+    """One volume, through one keeper, as this gateway last heard of it."""
+
+    volume_id: str
+    keeper_id: str
+    readable: bool
+    num_pages: int
+    used_bytes: int
+    capacity_bytes: int
+    queued_read_bytes: int
+    read_bytes_per_s: float
 
 
 class Metrics:
     """The metrics of one gateway, in a registry of their own."""
 
-    def __init__(self, read_workers: Callable[[], Sequence[WorkerSample]] = tuple) -> None:
+    def __init__(
+        self,
+        read_workers: Callable[[], Sequence[WorkerSample]] = tuple,
+        read_volumes: Callable[[], Sequence[VolumeSample]] = tuple,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_requests",
@@ -89,6 +108,11 @@ class Metrics:
         )
         self.placements = Counter(
             "kvferry_placements", "Placement decisions, by reason.", ["reason"], registry=self.registry
+        )
+        self.skipped_volume_loads = Counter(
+            "kvferry_skipped_volume_loads",
+            "Placements for which pages on a volume were left there, because computing them costs less.",
+            registry=self.registry,
         )
         self.prefill_fallbacks = Counter(
             "kvferry_prefill_fallbacks",
@@ -126,6 +150,7 @@ class Metrics:
         for cause in FALLBACK_CAUSES:
             self.prefill_fallbacks.labels(cause=cause)
         self.registry.register(_Workers(read_workers))
+        self.registry.register(_Volumes(read_volumes))
 
     def render(self) -> bytes:
         """The text exposition of everything."""
@@ -154,6 +179,11 @@ class _Workers(Collector):
             "Prompt tokens, by where their KV came from.",
             labels=[*labels, "source"],
         )
+        cached = CounterMetricFamily(
+            "kvferry_worker_cached_prompt_tokens",
+            "Prompt tokens whose KV was there already, by the tier that had it.",
+            labels=[*labels, "tier"],
+        )
         ferried = CounterMetricFamily(
             "kvferry_worker_ferried_bytes", "Bytes its engine pulled from others.", labels=labels
         )
@@ -169,6 +199,41 @@ class _Workers(Collector):
             pages.add_metric(key, worker.num_pages)
             for source, tokens in worker.prompt_tokens_by_source.items():
                 prompt.add_metric([*key, source], tokens)
+            for tier, tokens in worker.cached_tokens_by_tier.items():
+                cached.add_metric([*key, tier], tokens)
             ferried.add_metric(key, worker.ferried_bytes)
             generated.add_metric(key, worker.num_generated_tokens)
-        return (up, running, waiting, used, pages, prompt, ferried, generated)
+        return (up, running, waiting, used, pages, prompt, cached, ferried, generated)
+
+
+class _Volumes(Collector):
+    """What keepers report of their volumes, read when scraped."""
+
+    def __init__(self, read: Callable[[], Sequence[VolumeSample]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["volume", "keeper"]
+        readable = GaugeMetricFamily(
+            "kvferry_volume_readable", "1 while the keeper reads from it; 0 while its breaker is open.", labels=labels
+        )
+        pages = GaugeMetricFamily("kvferry_volume_pages", "Pages kept.", labels=labels)
+        used = GaugeMetricFamily("kvferry_volume_used_bytes", "Bytes of their files.", labels=labels)
+        capacity = GaugeMetricFamily("kvferry_volume_capacity_bytes", "What the keeper may use.", labels=labels)
+        queued = GaugeMetricFamily(
+            "kvferry_volume_queued_read_bytes", "Waiting to be read, or being read.", labels=labels
+        )
+        rate = GaugeMetricFamily(
+            "kvferry_volume_read_bytes_per_second",
+            "How fast it read lately, while it read; 0 before any.",
+            labels=labels,
+        )
+        for volume in self._read():
+            key = [volume.volume_id, volume.keeper_id]
+            readable.add_metric(key, int(volume.readable))
+            pages.add_metric(key, volume.num_pages)
+            used.add_metric(key, volume.used_bytes)
+            capacity.add_metric(key, volume.capacity_bytes)
+            queued.add_metric(key, volume.queued_read_bytes)
+            rate.add_metric(key, volume.read_bytes_per_s)
+        return (readable, pages, used, capacity, queued, rate)

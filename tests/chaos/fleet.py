@@ -18,7 +18,7 @@ import httpx
 from etcd_server import EtcdServer
 
 from kvferry.addresses import free_port
-from kvferry.membership.base import MemberKind
+from kvferry.membership.base import WORKER_KINDS, MemberKind
 
 START_TIMEOUT_S = 60.0
 
@@ -108,7 +108,7 @@ class Fleet:
 
     async def complete(self, within_s: float = 60.0) -> None:
         """Wait until every gateway has a link to every worker, and to no other."""
-        workers = {process.member_id for process in self.processes if process.kind is not MemberKind.GATEWAY}
+        workers = {process.member_id for process in self.processes if process.kind in WORKER_KINDS}
         async with httpx.AsyncClient(timeout=5) as http, asyncio.timeout(within_s):
             for process in self.of(MemberKind.GATEWAY):
                 members: set[str] = set()

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
-from kvferry.config import SimConfig
+from kvferry.config import SimConfig, TierConfig
 from kvferry.engine.base import (
     Continued,
     Engine,
@@ -70,8 +70,21 @@ class SimPair:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def sim_pair() -> AsyncIterator[SimPair]:
+    async with _sim_pair(TierConfig()) as pair:
+        yield pair
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def sim_tier_pair() -> AsyncIterator[SimPair]:
+    """Each engine with a CPU tier."""
+    async with _sim_pair(TierConfig(enabled=True)) as pair:
+        yield pair
+
+
+@contextlib.asynccontextmanager
+async def _sim_pair(tier: TierConfig) -> AsyncIterator[SimPair]:
     sim = SimConfig(step_ms=1.0, prefill_tokens_per_s=200_000, num_pages=256, page_bytes=512, max_model_len=2048)
-    pair = SimPair(*(SimEngine("tiny", sim, block_size=32, max_num_seqs=16) for _ in range(2)))
+    pair = SimPair(*(SimEngine("tiny", sim, block_size=32, max_num_seqs=16, tier=tier) for _ in range(2)))
     try:
         await pair.prefill.start()
         await pair.decode.start()
@@ -83,7 +96,7 @@ async def sim_pair() -> AsyncIterator[SimPair]:
         await pair.decode.stop()
 
 
-@pytest.fixture(scope="session", params=["sim", pytest.param("vllm", marks=pytest.mark.model)])
+@pytest.fixture(scope="session", params=["sim", "sim_tier", pytest.param("vllm", marks=pytest.mark.model)])
 def engine_pair(request: pytest.FixtureRequest) -> EnginePair:
     # Not an async fixture: it could not ask for another one while the loop runs.
     pair: EnginePair = request.getfixturevalue(f"{request.param}_pair")

@@ -12,9 +12,11 @@ import pytest
 from waiting import until
 
 from kvferry_loadtest import content
-from kvferry_loadtest.engine import Engine, Sampling
+from kvferry_loadtest.apis import Sampling
+from kvferry_loadtest.engine import Engine
 from kvferry_loadtest.fake_server import Answering, FakeServer
-from kvferry_loadtest.http_client import Endpoint, HttpClient
+from kvferry_loadtest.http_client import Endpoint
+from kvferry_loadtest.openai_api import OpenAiApi
 from kvferry_loadtest.plan import AnswerOf, Message, Plan, PlannedRequest, RequestId, Segment
 from kvferry_loadtest.record import Outcome, Record
 
@@ -51,7 +53,7 @@ async def run(
     sampling: Sampling = Sampling(model="fake"),  # noqa: B008
     **values: Any,
 ) -> list[Record]:
-    client = HttpClient(Endpoint(f"127.0.0.1:{server.port}"))
+    client = OpenAiApi(Endpoint(f"127.0.0.1:{server.port}"))
     try:
         async with asyncio.timeout(60):
             return await Engine(plan, [client], sampling, loop_kind=loop_kind, **values).run(after_warmup)
@@ -193,7 +195,7 @@ async def test_token_prompts_go_to_completions() -> None:
 
 async def test_several_servers_are_asked_in_turn() -> None:
     async with serving() as one, serving() as other:
-        clients = [HttpClient(Endpoint(f"127.0.0.1:{server.port}")) for server in (one, other)]
+        clients = [OpenAiApi(Endpoint(f"127.0.0.1:{server.port}")) for server in (one, other)]
         plan = planned(*({"arrival_s": 0.0} for _ in range(6)))
         records = await Engine(plan, clients, Sampling(model="fake"), loop_kind="open").run()
         assert all(record.outcome is Outcome.OK for record in records)
@@ -231,7 +233,7 @@ async def test_nobody_listening_is_a_failure_of_every_request_and_no_hang() -> N
 
 async def test_a_cancelled_run_leaves_nothing_open() -> None:
     async with serving(ttft_ms=60_000.0) as server:
-        client = HttpClient(Endpoint(f"127.0.0.1:{server.port}"))
+        client = OpenAiApi(Endpoint(f"127.0.0.1:{server.port}"))
         engine = Engine(planned({"arrival_s": 0.0}), [client], Sampling(model="fake"), loop_kind="open")
         task = asyncio.create_task(engine.run())
         await until(lambda: server.num_requests == 1)

@@ -83,6 +83,37 @@ def test_a_configuration_cannot_be_changed() -> None:
         ({"membership": {"lease_ttl_s": 1}}, ["membership.lease_ttl_s", "1", "greater than or equal to 2"]),
         ({"membership": {"cert_file": "c.pem"}}, ["membership", "cert_file and key_file"]),
         ({"membership": {"user": "u"}}, ["membership", "user and password_file"]),
+        ({"tier": {"volumes": [{"path": "/a", "capacity_gib": 1}]}}, ["tier", "volumes", "enabled: true"]),
+        (
+            {"tier": {"enabled": True, "volumes": [{"path": "pages", "capacity_gib": 1}]}},
+            ["tier.volumes.0.path", "absolute path", "pages"],
+        ),
+        (
+            {"tier": {"enabled": True, "volumes": [{"path": "/a", "capacity_gib": 0}]}},
+            ["tier.volumes.0.capacity_gib", "greater than 0"],
+        ),
+        (
+            {
+                "tier": {
+                    "enabled": True,
+                    "volumes": [{"path": "/a", "capacity_gib": 1}, {"path": "/b/../a", "capacity_gib": 2}],
+                }
+            },
+            ["tier", "volumes 0 and 1", "the same directory", "/a"],
+        ),
+        (
+            {
+                "tier": {
+                    "enabled": True,
+                    "volumes": [{"path": "/a/b", "capacity_gib": 1}, {"path": "/a", "capacity_gib": 2}],
+                }
+            },
+            ["tier", "volume 0 (/a/b) lies inside volume 1 (/a)"],
+        ),
+        ({"tier": {"cpu_gib": float("inf")}}, ["tier.cpu_gib", "finite"]),
+        ({"tier": {"socket_dir": "run"}}, ["tier.socket_dir", "absolute path"]),
+        ({"tier": {"socket_dir": "/" + "d" * 80}}, ["tier.socket_dir", "at most 67 bytes"]),
+        ({"tier": {"host": "0.0.0.0"}}, ["tier.host", "0.0.0.0", "loopback"]),
         ({"name": "No Spaces"}, ["name", "'No Spaces'", "pattern"]),
         ({"gateway": 5}, ["gateway", "5"]),
     ],
@@ -100,6 +131,20 @@ def test_an_unknown_key_is_named_with_the_keys_beside_it_and_the_closest() -> No
     assert "8001" in message
     assert "did you mean 'http_port'?" in message
     assert "max_body_bytes" in message
+
+
+def test_an_unknown_key_of_an_entry_is_named_with_the_keys_beside_it() -> None:
+    message = fault(tier={"enabled": True, "volumes": [{"path": "/a", "capacity_gb": 1}]})
+    assert "tier.volumes.0.capacity_gb" in message
+    assert "did you mean 'capacity_gib'?" in message
+    assert "write_gib_per_day" in message
+
+
+def test_volumes_can_be_dumped_and_read_again() -> None:
+    volume = "{path: /a, capacity_gib: 1.5, shared: true, write_gib_per_day: 100}"
+    config = load(environ={"KVFERRY__TIER__VOLUMES": f"[{volume}]"}, flags=["tier.enabled=true"])
+    assert config.tier.volumes[0].path == Path("/a")
+    assert parse(config.model_dump(mode="json")) == config
 
 
 def test_an_unknown_section_is_named_with_the_sections() -> None:

@@ -19,6 +19,7 @@ SAMPLE = WorkerSample(
     num_pages_used=5,
     num_pages=64,
     prompt_tokens_by_source={"local_compute": 3, "local_cache_hit": 0, "external_kv_transfer": 41},
+    cached_tokens_by_tier={"device": 0, "cpu": 0, "volume": 32, "ferry": 41},
     ferried_bytes=4096,
     num_generated_tokens=17,
 )

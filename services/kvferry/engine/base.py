@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
 import msgspec
 
 from kvferry.errors import InvalidRequest
+from kvferry.tier.layout import DEFAULT_NAMESPACE, Namespace
 
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
@@ -107,6 +108,20 @@ class AnswerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True, slots=True)
+class TierHints:
+    """Where a request's pages belong, and where they are said to lie on volumes.
+
+    `volumes` are hints: volume id -> how many pages of the prompt, from its start, lie there. An engine may ask its
+    keeper for pages that only a hint names; pages that are not there after all are computed. Not `load`: computing them
+    costs less, and nothing is to be loaded from volumes.
+    """
+
+    namespace: Namespace = DEFAULT_NAMESPACE
+    volumes: Mapping[str, int] = field(default_factory=dict)
+    load: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt to compute. `keep_for_transfer` and `transfer_params` exclude each other."""
 
@@ -118,6 +133,7 @@ class EngineRequest:
     cache_salt: str = ""
     continued: Continued | None = None
     parse: Parse | None = None
+    tier: TierHints | None = None  # None: the default namespace, and nothing known of volumes
 
 
 def check_continued(request: EngineRequest) -> None:
@@ -159,6 +175,24 @@ class PromptSources:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens whose pages were there already, by where (vLLM's `prompt_tokens_cached_by_source`).
+
+    Counted when a request is admitted: what then fails to arrive is computed, and counted here nevertheless.
+    """
+
+    device: int = 0  # in the engine's own memory
+    cpu: int = 0  # in its CPU tier
+    volume: int = 0  # on NVMe, through the CPU tier
+    ferry: int = 0  # in another engine
+
+    def __add__(self, other: CachedTokens) -> CachedTokens:
+        return CachedTokens(
+            self.device + other.device, self.cpu + other.cpu, self.volume + other.volume, self.ferry + other.ferry
+        )
+
+
 @dataclass(slots=True)
 class EngineOutput:
     """What one engine step added to one request: new tokens and new text only, never the whole.
@@ -190,6 +224,7 @@ class EngineInfo:
     page_bytes: int  # bytes of one KV page over all layers
     num_pages: int
     kv_cache_dtype: str
+    num_cpu_pages: int = 0  # that fit in its CPU tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +236,7 @@ class EngineLoad:
     num_pages_used: int = 0
     num_pages: int = 0
     prompt_tokens: PromptSources = PromptSources()
+    cached_tokens: CachedTokens = CachedTokens()
     ferried_bytes: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0  # finished; one that stands still while requests wait is an engine that hangs
@@ -210,7 +246,9 @@ class EngineLoad:
 class PagesStored:
     """Pages became findable by prefix.
 
-    `token_ids` holds block_size ids per page; `parent_hash` is None at a prompt's start.
+    `token_ids` holds block_size ids per page; `parent_hash` is None at a prompt's start. Where `route_keys` are given,
+    one per page, they stand instead of tokens, size, parent and salt: pages that came from slower tiers may come in any
+    order, without what is before them.
     """
 
     page_hashes: Sequence[int]
@@ -219,6 +257,7 @@ class PagesStored:
     block_size: int
     cache_salt: str | None = None
     medium: str = "GPU"
+    route_keys: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvferry.engine.base import PromptSources
+from kvferry.engine.base import CachedTokens, PromptSources
 
 
 class Counters(StatLoggerBase):  # type: ignore[misc]
@@ -21,6 +22,7 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         self.num_waiting = 0
         self.kv_cache_usage = 0.0  # share of pages in use, 0 to 1
         self.prompt_tokens = PromptSources()
+        self.cached_tokens = CachedTokens()
         self.num_generated_tokens = 0
         self.ferried_bytes = 0
         self.num_failed_transfers = 0
@@ -35,9 +37,18 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
             self.num_running = scheduler_stats.num_running_reqs
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
-            if transfers := scheduler_stats.kv_connector_stats:
-                self.ferried_bytes += int(sum(transfers.get("bytes_transferred", ())))
-                self.num_failed_transfers += len(transfers.get("num_failed_transfers", ()))
+            if scheduler_stats.kv_connector_stats:
+                self._record_transfers(scheduler_stats.kv_connector_stats)
+            external = scheduler_stats.connector_prefix_cache_stats
+            num_local = scheduler_stats.prefix_cache_stats.hits if scheduler_stats.prefix_cache_stats else 0
+            if num_local or (external is not None and external.hits):
+                by_source = external.hits_by_source if external is not None else {}
+                self.cached_tokens += CachedTokens(
+                    device=num_local,
+                    cpu=by_source.get(CacheHitSource.HOST, 0),
+                    volume=by_source.get(CacheHitSource.DISK, 0),
+                    ferry=by_source.get(CacheHitSource.P2P, 0),
+                )
         if iteration_stats is not None:
             self.num_generated_tokens += iteration_stats.num_generation_tokens
             prompt = iteration_stats.prompt_token_stats
@@ -45,6 +56,12 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
                 self.prompt_tokens += PromptSources(
                     prompt.computed, prompt.local_cache_hit, prompt.external_kv_transfer
                 )
+
+    def _record_transfers(self, stats: dict[str, Any]) -> None:
+        """Of the ferry: alone, or under its name where several connectors are joined."""
+        transfers = stats.get("FerryConnector", stats)
+        self.ferried_bytes += int(sum(transfers.get("bytes_transferred", ())))
+        self.num_failed_transfers += len(transfers.get("num_failed_transfers", ()))
 
     def log_engine_initialized(self) -> None:
         """Nothing to announce: the worker says when it serves."""

@@ -7,6 +7,7 @@ its children inherit it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.addresses import free_port
-from kvferry.config import EngineConfig, ModelConfig
+from kvferry.config import EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import (
     EngineId,
     EngineInfo,
@@ -33,6 +34,7 @@ from kvferry.engine.base import (
     TransferParams,
     check_continued,
 )
+from kvferry.engine.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.model_folder import cache_folder
 
@@ -40,6 +42,10 @@ log = logging.getLogger(__name__)
 
 CONNECTOR_MODULE = "kvferry.engine.vllm_plugins.nixl"
 CONNECTOR_CLASS = "FerryConnector"
+TIER_CONNECTOR_MODULE = "kvferry.engine.vllm_plugins.offloading"
+TIER_CONNECTOR_CLASS = "TierConnector"
+CPU_TIER_MODULE = "kvferry.engine.vllm_plugins.cpu_tier"
+CPU_TIER_CLASS = "CpuTierSpec"
 RELEASE_EXTENSION = "kvferry.engine.vllm_plugins.release.ReleaseExtension"
 
 # A request that has just finished is kept from the next step on; a release may come before that.
@@ -52,10 +58,24 @@ _FINISH_REASONS: dict[str | None, FinishReason] = {reason.value: reason for reas
 class VllmEngine:
     """One AsyncLLM that can hand over and pull pages through NIXL, for either role.
 
+    With `tier.enabled` it has a CPU tier, and behind it the volumes of the keeper at `keeper_socket`, if that is named.
     Owns the engine's processes, its event socket folder and its NIXL side-channel port from `start` to `stop`.
     """
 
-    def __init__(self, model_folder: str, model: ModelConfig, engine: EngineConfig, *, producer: bool) -> None:
+    def __init__(
+        self,
+        model_folder: str,
+        model: ModelConfig,
+        engine: EngineConfig,
+        *,
+        producer: bool,
+        tier: TierConfig | None = None,
+        keeper_socket: str = "",
+    ) -> None:
+        self._tier = tier if tier is not None else TierConfig()
+        self._keeper_socket = keeper_socket
+        self._engine_id: EngineId | None = None
+        self._revision = ""
         self._model_folder = model_folder
         self._model = model
         self._config = engine
@@ -76,7 +96,11 @@ class VllmEngine:
 
     async def start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="engine-", dir=os.environ.get("KVFERRY_RUN_DIR")))
-        engine_id = EngineId(secrets.token_hex(16))
+        self._engine_id = engine_id = EngineId(secrets.token_hex(16))
+        if self._tier.enabled:
+            self._revision = self._model.revision or await asyncio.to_thread(
+                weights_revision, Path(self._model_folder), cache_folder() / "weights"
+            )
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
         try:
             await asyncio.wait_for(asyncio.to_thread(self._build, engine_id), self._config.start_timeout_s)
@@ -105,6 +129,10 @@ class VllmEngine:
         from kvferry.engine.vllm_parsing import Parsers, check_names
 
         check_names(self._model)
+        if self._tier.enabled:
+            from kvferry.engine.vllm_plugins.offloading import register_connectors
+
+            register_connectors({CONNECTOR_CLASS: CONNECTOR_MODULE, TIER_CONNECTOR_CLASS: TIER_CONNECTOR_MODULE})
         counters: list[Counters] = []
 
         def make_counters(vllm_config: Any, engine_index: int) -> Counters:
@@ -120,7 +148,8 @@ class VllmEngine:
         self._tap = OutputTap(self._llm.output_processor)
         self._continuations = Continuations(self._llm.output_processor)
         self._parsers = Parsers(self._model, self._llm.output_processor.tokenizer, self._llm.model_config)
-        self._info = describe(self._llm.vllm_config, engine_id, self._model_folder)
+        cpu_bytes = int(self._tier.cpu_gib * (1 << 30)) if self._tier.enabled else 0
+        self._info = describe(self._llm.vllm_config, engine_id, self._model_folder, cpu_bytes=cpu_bytes)
 
     def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
         on_cpu = self._config.device == "cpu"
@@ -150,20 +179,11 @@ class VllmEngine:
             "enable_log_requests": False,
             "worker_extension_cls": RELEASE_EXTENSION,
             "kv_transfer_config": {
-                "kv_connector": CONNECTOR_CLASS,
-                "kv_connector_module_path": CONNECTOR_MODULE,
-                "kv_role": "kv_producer" if self._producer else "kv_consumer",
-                "kv_buffer_device": "cpu" if on_cpu else "cuda",
+                **(self._ferry_and_tier() if self._tier.enabled else self._ferry()),
                 # Fresh on every start: a peer never re-handshakes an engine id it knows, so a restarted engine under
                 # its old id would be recomputed for, silently and for ever.
                 "engine_id": engine_id,
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "kv_lease_duration": self._config.transfer_lease_s,
-                    # With the 4 threads that vLLM asks NIXL for, a decode engine that had read many descriptors kept
-                    # 0.97 of a core busy with nothing to do; without them 0.03.
-                    **({"num_threads": 0} if on_cpu else {}),
-                },
             },
             "kv_events_config": {
                 "enable_kv_cache_events": True,
@@ -172,6 +192,53 @@ class VllmEngine:
                 "topic": "kv",
             },
             **{name: value for name, value in optional.items() if value is not None},
+        }
+
+    @property
+    def _role(self) -> str:
+        return "kv_producer" if self._producer else "kv_consumer"
+
+    def _ferry(self) -> dict[str, Any]:
+        on_cpu = self._config.device == "cpu"
+        return {
+            "kv_connector": CONNECTOR_CLASS,
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": self._role,
+            "kv_buffer_device": "cpu" if on_cpu else "cuda",
+            "kv_connector_extra_config": {
+                "kv_lease_duration": self._config.transfer_lease_s,
+                # With the 4 threads that vLLM asks NIXL for, a decode engine that had read many descriptors kept 0.97
+                # of a core busy with nothing to do; without them 0.03.
+                **({"num_threads": 0} if on_cpu else {}),
+            },
+        }
+
+    def _ferry_and_tier(self) -> dict[str, Any]:
+        """The ferry first: of two that have a prompt's pages, vLLM takes the first.
+
+        What is joined has no engine id of its own: vLLM gives it the whole's, and refuses two.
+        """
+        tier = {
+            "kv_connector": TIER_CONNECTOR_CLASS,
+            "kv_connector_module_path": TIER_CONNECTOR_MODULE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": CPU_TIER_CLASS,
+                "spec_module_path": CPU_TIER_MODULE,
+                "cpu_bytes_to_use": int(self._tier.cpu_gib * (1 << 30)),
+                # A follow-up sends the answer again.
+                "offload_prompt_only": False,
+                "blocks_per_chunk": self._tier.blocks_per_chunk,
+                "keeper_socket": self._keeper_socket,
+                "patience_s": self._tier.io_timeout_s,
+                "model_name": Path(self._model_folder).name,
+                "weights_revision": self._revision,
+            },
+        }
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": self._role,
+            "kv_connector_extra_config": {"connectors": [self._ferry(), tier]},
         }
 
     def _events_endpoint(self) -> str:
@@ -200,11 +267,16 @@ class VllmEngine:
             self._continuations.expect(request_id, continued, request.sampling.min_tokens)
         try:
             params = to_vllm(sampling, transfer_params=transfer)
-            answer, more = None, {}
+            answer = None
+            more: dict[str, Any] = {}
             if request.parse is not None:
                 whole = params if continued is None else to_vllm(request.sampling, transfer_params=None)
                 begun = self._parsers.begin(request, whole)
-                answer, more = begun.answer, begun.engine_arguments
+                answer, more = begun.answer, dict(begun.engine_arguments)
+            if request.tier is not None and self._tier.enabled:
+                from kvferry.engine.vllm_plugins.offloading import to_kv_hints
+
+                more["kv_hints"] = to_kv_hints(request_id, request.tier)
             async for output in llm.generate(prompt, params, request_id, **more):
                 completion = output.outputs[0]
                 token_ids = completion.token_ids
@@ -274,6 +346,7 @@ class VllmEngine:
             num_pages_used=round(counters.kv_cache_usage * info.num_pages),
             num_pages=info.num_pages,
             prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
             ferried_bytes=counters.ferried_bytes,
             num_generated_tokens=counters.num_generated_tokens,
             num_steps=counters.num_steps,
@@ -294,6 +367,10 @@ class VllmEngine:
             await asyncio.to_thread(llm.shutdown)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._engine_id is not None:
+            # The CPU tier's, of a start that ended before all had it mapped: later there is none.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"/dev/shm/vllm_offload_{self._engine_id}.mmap")  # noqa: PTH108
 
 
 def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None:
@@ -310,6 +387,8 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
             # Engines share this machine: vLLM's own binding would put them all on the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "UCX_TLS": config.ucx_tls,
+            # KV pages in huge pages of memory, where the system has them: moving and reading them costs less.
+            "THP_MEM_ALLOC_ENABLE": "1",
             # What was compiled once is not compiled again, whatever folder is temporary this time.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
         }
@@ -323,8 +402,8 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
 
 
-def describe(vllm_config: Any, engine_id: EngineId, model_folder: str) -> EngineInfo:
-    """Facts of a started engine; `page_bytes` by attention geometry.
+def describe(vllm_config: Any, engine_id: EngineId, model_folder: str, *, cpu_bytes: int = 0) -> EngineInfo:
+    """Facts of a started engine with `cpu_bytes` of CPU tier; `page_bytes` by attention geometry.
 
     2 x layers x KV heads x head size x block size x bytes.
     """
@@ -349,6 +428,7 @@ def describe(vllm_config: Any, engine_id: EngineId, model_folder: str) -> Engine
         page_bytes=per_token * cache.block_size,
         num_pages=cache.num_gpu_blocks,
         kv_cache_dtype=str(dtype).removeprefix("torch."),
+        num_cpu_pages=cpu_bytes // (per_token * cache.block_size),
     )
 
 

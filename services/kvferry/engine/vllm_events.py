@@ -16,6 +16,8 @@ import zmq.asyncio
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
+from kvferry.engine.vllm_plugins.event_keys import ROUTE_KEYS_TAG
+from kvferry.pages.keys import unpack_keys
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,10 @@ def _translate(event: Any) -> KvEvent:
     match event:
         case BlockStored():
             extra = event.extra_keys[0] if event.extra_keys else None
+            if extra and extra[0] == ROUTE_KEYS_TAG:
+                return PagesStored(
+                    event.block_hashes, None, (), 0, medium=event.medium or "CPU", route_keys=unpack_keys(extra[1])
+                )
             return PagesStored(
                 page_hashes=event.block_hashes,
                 parent_hash=event.parent_block_hash,

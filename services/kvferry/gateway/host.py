@@ -28,19 +28,26 @@ from kvferry.errors import KvferryError
 from kvferry.gateway.asgi import HttpApp, Readiness
 from kvferry.gateway.connection import HttpProtocol
 from kvferry.gateway.openai import OpenAI
-from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
+from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
+from kvferry.router.keeper_stream import follow_over
+from kvferry.router.keepers import Keepers, keeper_of, volume_of
 from kvferry.router.policy import InTurns, Policy, Priced
 from kvferry.router.residents import Residents
-from kvferry.router.roster import WORKER_KINDS, Roster
-from kvferry.telemetry import Metrics, WorkerSample
+from kvferry.router.roster import Roster
+from kvferry.telemetry import Metrics, VolumeSample, WorkerSample
 
 log = logging.getLogger(__name__)
 
 # A request leaves some objects behind that live on (what `explain` is asked for): at Python's 700 that is a collection
 # every few dozen requests, 7 % of their time, and the full ones among them hold up all streams.
 GC_THRESHOLD = 10_000
+
+# libuv takes one connection from a listening socket in each turn of the loop, and a turn is milliseconds long while
+# hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So it has the
+# socket several times.
+ACCEPTS_PER_TURN = 32
 
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
@@ -72,7 +79,7 @@ class GatewayHost:
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
-        self.metrics = Metrics(self._sample_workers)
+        self.metrics = Metrics(self._sample_workers, self._sample_volumes)
         self.residents = Residents(ResidencyIndex())
         priced = config.gateway.placement == "priced"
         self.policy: Policy = Priced(self.residents.index) if priced else InTurns()
@@ -84,6 +91,7 @@ class GatewayHost:
             on_down=self.residents.gone,
             on_gone=self.policy.forget,
         )
+        self.keepers = Keepers(membership, self.residents.index, follow_over(config.worker.tls))
         self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
         self._server = _Server(
             uvicorn.Config(
@@ -112,10 +120,14 @@ class GatewayHost:
         # asyncio sets it only where the socket names its protocol, which create_server leaves open.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
+        self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
         self.roster.start()
+        self.keepers.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
-        dispatcher = Dispatcher(self.roster, self.policy, self.metrics, self._config.gateway)
+        dispatcher = Dispatcher(
+            self.roster, self.policy, self.metrics, self._config.gateway, volumes=self.keepers.views
+        )
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
         self._registering = asyncio.create_task(self._register())
@@ -162,6 +174,7 @@ class GatewayHost:
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self.roster.close()
+        await self.keepers.close()
         # Requests end with their workers' links; whoever waits for a client that does not read would stay.
         left = list(self._server.server_state.tasks)
         for task in left:
@@ -207,11 +220,27 @@ class GatewayHost:
                 num_pages_used=link.load.num_pages_used,
                 num_pages=link.load.num_pages,
                 prompt_tokens_by_source=dataclasses.asdict(link.load.prompt_tokens),
+                cached_tokens_by_tier=dataclasses.asdict(link.load.cached_tokens),
                 ferried_bytes=link.load.ferried_bytes,
                 num_generated_tokens=link.load.num_generated_tokens,
             )
             for kind in WORKER_KINDS
             for link in self.roster.links(kind)
+        ]
+
+    def _sample_volumes(self) -> Sequence[VolumeSample]:
+        return [
+            VolumeSample(
+                volume_id=volume_of(name),
+                keeper_id=keeper_of(name),
+                readable=state.is_readable,
+                num_pages=state.num_pages,
+                used_bytes=state.used_bytes,
+                capacity_bytes=state.capacity_bytes,
+                queued_read_bytes=state.queued_read_bytes,
+                read_bytes_per_s=state.read_bytes_per_s,
+            )
+            for name, state in sorted(self.keepers.states().items())
         ]
 
 

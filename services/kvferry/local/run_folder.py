@@ -95,6 +95,11 @@ class RunFolder:
         return self.path / RECORDS_FOLDER
 
     @property
+    def keeper(self) -> Path:
+        """Where the keeper has its socket (tier/socket_path.py)."""
+        return self.path / "keeper"
+
+    @property
     def temporary(self) -> Path:
         """TMPDIR of every process of the cluster: sockets that engines leave behind lie here and go with the folder."""
         return self.path / "tmp"
@@ -175,7 +180,7 @@ class RunFolder:
         else:
             shutil.rmtree(self.logs, ignore_errors=True)
         engines = self.path.glob("engine-*")  # what an engine keeps its sockets in
-        for folder in (self.etcd, self.ray, self.shm, self.temporary, self.work, *engines):
+        for folder in (self.etcd, self.ray, self.shm, self.temporary, self.work, self.keeper, *engines):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.record_file, self.config_file, self.token_file, self.ray_token_file):
             file.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from kvferry.config import ClusterConfig, parse
 from kvferry.errors import LocalError, UnavailableError
 from kvferry.local.cluster import is_alive
 from kvferry.local.run_folder import ClusterRecord, RunFolder
-from kvferry.membership.base import Member, MemberKind
+from kvferry.membership.base import WORKER_KINDS, Member, MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.wire.v1 import worker_pb2, worker_pb2_grpc
 
@@ -44,7 +44,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member; `load` is None for gateways and for workers that do not answer, and `fault` then says why."""
+    """One member; `load` is None for all but workers, and for workers that do not answer, where `fault` says why."""
 
     member_id: str
     kind: str
@@ -117,7 +117,7 @@ async def _look(record: ClusterRecord, config: ClusterConfig) -> ClusterStatus:
 
 async def _look_at(member: Member, now_unix_s: float) -> MemberStatus:
     load, fault = None, ""
-    if member.kind is not MemberKind.GATEWAY:
+    if member.kind in WORKER_KINDS:
         try:
             load = await _describe(member.address)
         except grpc.RpcError as error:

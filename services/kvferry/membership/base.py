@@ -21,6 +21,11 @@ class MemberKind(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     GATEWAY = "gateway"
+    KEEPER = "keeper"
+
+
+# Those that have an engine and take requests.
+WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +33,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: MemberKind
     member_id: MemberId  # fresh on every start of the process
-    address: str  # host:port of its gRPC server (workers) or HTTP listener (gateways)
+    address: str  # host:port of its gRPC server (workers, keepers) or HTTP listener (gateways)
     link_address: str = ""  # host:port where a worker takes links as frames; empty: only over gRPC
     model: str
     version: str
@@ -38,6 +43,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0  # tokens per KV page
     page_bytes: int = 0
     kv_cache_dtype: str = ""
+    volumes: tuple[str, ...] = ()  # ids of those that a keeper serves
+    socket_path: str = ""  # where a keeper takes the engines of its node
     started_unix_s: float = 0.0
 
 

@@ -19,7 +19,7 @@ import secrets
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -32,6 +32,7 @@ from kvferry.engine.base import (
     PromptSources,
     RequestId,
     Sampling,
+    TierHints,
     TransferParams,
 )
 from kvferry.errors import (
@@ -46,10 +47,11 @@ from kvferry.errors import (
 )
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
+from kvferry.router.keepers import volume_of
 from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
-from kvferry.router.pricing import PlacementRequest, WorkerView
+from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, VolumeView, WorkerView
 from kvferry.router.roster import Roster, candidate_of
 from kvferry.telemetry import FALLBACK_CAUSES, Metrics
 
@@ -104,14 +106,16 @@ class Dispatcher:
         metrics: Metrics,
         config: GatewayConfig,
         *,
+        volumes: Callable[[], Mapping[str, VolumeView]] = lambda: NO_VOLUMES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` in seconds; the same that the roster's views are stamped with."""
+        """`volumes` are those that can be read now. `clock` in seconds; the same that the roster's views have."""
         self._roster = roster
         self._policy = policy
         self._metrics = metrics
         self._prefill_timeout_s = config.prefill_timeout_s
         self._worker_wait_s = config.worker_wait_s
+        self._volumes = volumes
         self._clock = clock
         self._recent: deque[Journey] = deque(maxlen=NUM_RECENT)
         self._num_placed = 0
@@ -180,16 +184,20 @@ class Dispatcher:
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
-                    attempt if kept is None else dataclasses.replace(attempt, transfer_params=kept.params),
+                    _with_hints(attempt, placed.choice)
+                    if kept is None
+                    else dataclasses.replace(attempt, transfer_params=kept.params),
                     answer.take,
                     answer.take_text,
                 )
                 unused.kept = None
                 last = await remote.wait()
                 num_generated = len(answer.token_ids)
+                ferried = kept is not None
                 if last.sources is not None:
-                    self._arrived(last.sources, decode, journey)
-                self._policy.learn(decode.member.member_id, answer.measure(submitted_s, placed, decode, last))
+                    self._arrived(last.sources, decode, journey, ferried=ferried)
+                measured = answer.measure(submitted_s, placed, decode, last, ferried=ferried)
+                self._policy.learn(decode.member.member_id, measured)
                 return
             except (UnavailableError, Overloaded) as error:
                 if remote is None or decode is None:
@@ -253,10 +261,12 @@ class Dispatcher:
         now_s = self._clock()
         self._num_placed += 1
         request = _placement_request(attempt, decode[0].candidate.block_size, self._num_placed)
-        choice = self._policy.place(request, prefill, decode, now_s, may_be_alone=may_be_alone)
+        choice = self._policy.place(request, prefill, decode, now_s, volumes=self._volumes(), may_be_alone=may_be_alone)
         assert choice is not None
         self._policy.began(request, choice, now_s)
         journey.choices = [*journey.choices[-(MAX_CHOICES - 1) :], choice]
+        if isinstance(choice, Decision) and choice.skipped_pages:
+            self._metrics.skipped_volume_loads.inc()
         if kept is None:
             journey.reason = choice.reason.value
             self._metrics.placements.labels(reason=choice.reason.value).inc()
@@ -267,7 +277,12 @@ class Dispatcher:
         worker = placed.choice.prefill
         assert worker is not None
         prompt = dataclasses.replace(
-            request, sampling=prompt_only(request.sampling), keep_for_transfer=True, continued=None, parse=None
+            request,
+            sampling=prompt_only(request.sampling),
+            keep_for_transfer=True,
+            continued=None,
+            parse=None,
+            tier=tier_hints(placed.choice),
         )
         began_s = self._clock()
         link = self._roster.link(worker)
@@ -320,8 +335,10 @@ class Dispatcher:
         self._metrics.prefill_fallbacks.labels(cause=cause).inc()
         journey.prefill_failure = message
 
-    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey) -> None:
+    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey, *, ferried: bool) -> None:
         journey.sources = sources
+        if not ferried:
+            return
         journey.ferried_pages = pages_of(sources, decode.member.block_size)
         journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
         self._metrics.ferried_pages.inc(journey.ferried_pages)
@@ -392,18 +409,23 @@ class _Answer:
         self._clock, self._first_s = clock, None
         self._num_before = len(self.token_ids)
 
-    def measure(self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput) -> Measured:
-        """What the attempt that just ended took."""
+    def measure(
+        self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput, *, ferried: bool
+    ) -> Measured:
+        """What the attempt that just ended took. `ferried`: its worker was told to pull the prompt's pages."""
         now_s = self._clock()
         first_s = self._first_s if self._first_s is not None else now_s
         num_steps = len(self.token_ids) - self._num_before - 1
         sources = last.sources or PromptSources()
-        queue_tokens = getattr(placed.choice, "queue_tokens", 0) if placed.choice.prefill is None else 0
+        choice = placed.choice
+        alone = choice if isinstance(choice, Decision) and choice.prefill is None else None
         return Measured(
             first_token_ms=(first_s - submitted_s) * 1e3,
+            load_ms=alone.price.load_ms if alone is not None else 0.0,
             computed_tokens=sources.local_compute,
-            ferried_pages=pages_of(sources, decode.member.block_size),
-            queue_tokens=queue_tokens,
+            # What came from outside without a ferry came from a slower tier.
+            ferried_pages=pages_of(sources, decode.member.block_size) if ferried else 0,
+            queue_tokens=alone.queue_tokens if alone is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.load.num_running),
         )
@@ -541,6 +563,20 @@ def _replayable(request: EngineRequest) -> EngineRequest:
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request
     return dataclasses.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))
+
+
+def tier_hints(choice: Choice) -> TierHints | None:
+    """For the worker that computes the prompt. None where there is nothing to say."""
+    if not isinstance(choice, Decision):
+        return None
+    if choice.volume:
+        return TierHints(volumes={volume_of(choice.volume): choice.volume_pages})
+    return TierHints(load=False) if choice.skipped_pages else None
+
+
+def _with_hints(attempt: EngineRequest, choice: Choice) -> EngineRequest:
+    hints = tier_hints(choice) if choice.prefill is None else None
+    return attempt if hints is None else dataclasses.replace(attempt, tier=hints)
 
 
 def _unread(output: EngineOutput) -> None:

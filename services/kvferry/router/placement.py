@@ -29,6 +29,7 @@ class Candidate:
     model: str
     block_size: int
     kv_cache_dtype: str
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from kvferry.engine.base import RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Reason, RoundRobin
-from kvferry.router.pricing import Decision, PlacementRequest, Placer, WorkerView
+from kvferry.router.pricing import Decision, PlacementRequest, Placer, VolumeView, WorkerView
 from kvferry.router.rates import Priors
 
 
@@ -32,6 +32,7 @@ class Measured:
     """What one attempt took on its decode worker, for what the policy may learn. Times in ms."""
 
     first_token_ms: float
+    load_ms: float  # of it, what pages from slower tiers were expected to take, when it computed alone
     computed_tokens: int  # by the decode worker
     ferried_pages: int
     queue_tokens: int  # that were before it, when it computed alone
@@ -49,6 +50,7 @@ class Policy(Protocol):
         decode: Sequence[WorkerView],
         now_s: float,
         *,
+        volumes: Mapping[str, VolumeView],
         may_be_alone: bool,
     ) -> Choice | None: ...
 
@@ -83,15 +85,20 @@ class Priced:
         self.placer.began(request, choice, now_s)
 
     def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, choice: Choice) -> None:
-        queue_tokens = choice.queue_tokens if isinstance(choice, Decision) else 0
-        self.placer.observed_prefill(worker, computed_tokens, elapsed_ms, queue_tokens)
+        queue_tokens, load_ms = (
+            (choice.queue_tokens, choice.price.load_ms) if isinstance(choice, Decision) else (0, 0.0)
+        )
+        self.placer.observed_prefill(worker, computed_tokens, elapsed_ms - load_ms, queue_tokens)
 
     def learn(self, worker: MemberId, measured: Measured) -> None:
         if measured.ferried_pages:
             self.placer.observed_ferry(worker, measured.ferried_pages, measured.first_token_ms)
         elif measured.computed_tokens:
             self.placer.observed_prefill(
-                worker, measured.computed_tokens, measured.first_token_ms, measured.queue_tokens
+                worker,
+                measured.computed_tokens,
+                measured.first_token_ms - measured.load_ms,
+                measured.queue_tokens,
             )
         if measured.step_ms is not None:
             self.placer.observed_step(worker, measured.step_ms, measured.num_streams)
@@ -110,6 +117,7 @@ class InTurns:
         decode: Sequence[WorkerView],
         now_s: float,
         *,
+        volumes: Mapping[str, VolumeView],
         may_be_alone: bool,
     ) -> Choice | None:
         return self._round_robin.place([view.candidate for view in prefill], [view.candidate for view in decode])
@@ -143,6 +151,7 @@ def explain(choice: Choice) -> dict[str, Any]:
         values |= {
             "expected_ttft_ms": round(choice.expected_ttft_ms, 3),
             "missing_tokens": choice.missing_tokens,
+            "skipped_pages": choice.skipped_pages,
             "price": _price(choice.price),
             "runners_up": [_price(price) for price in choice.runners_up()],
         }

@@ -10,6 +10,9 @@ There are two ways to serve a prompt:
     compute(D)    = queue + load + compute x (1 + work_weight + interference_weight x (streams + 1))
     streams(D)    = this answer's steps, and what it adds to the steps of those running there, waiting, full memory
 
+"Load" brings pages from the CPU tier and from a volume: the one that saves most, read by the keeper of the worker's own
+node or, dearer, through another node's. Where computing its pages costs less, the worker is told to leave them.
+
 What D lacks does not depend on P, so the cheapest pair is the cheapest P and the cheapest D, as long as they can
 exchange pages: prices are P + D sums, not P x D. Workers that can exchange pages form a group, and each group is priced
 apart.
@@ -24,10 +27,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kvferry.engine.base import EngineLoad, RequestId
 from kvferry.membership.base import MemberId
@@ -44,6 +47,8 @@ _STEP_TOKENS = 2048
 
 _NUM_RUNNERS_UP = 4
 
+NO_VOLUMES: Mapping[str, VolumeView] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
@@ -56,6 +61,15 @@ class WorkerView:
     candidate: Candidate
     load: EngineLoad = field(default_factory=EngineLoad)
     reported_s: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeView:
+    """A volume that can be read now, as its keepers last said."""
+
+    nodes: frozenset[str]  # whose keepers read it themselves; others' workers get its pages through one of those
+    page_ms: float  # one page, at the rate last measured
+    queue_ms: float  # of the reads before a new one
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +110,7 @@ class Price:
     ferry_ms: float
     streams_ms: float  # the answer's steps and what they cost other streams
     matched: Matched
+    volume: str = ""  # where pages are loaded from; empty: none are
 
     @property
     def total_ms(self) -> float:
@@ -116,6 +131,11 @@ class Decision:
     queue_tokens: int
     lacking_pages: int  # to ferry; 0 when alone
     expected_ttft_ms: float
+    # Of the worker that computes the prompt. It is to load from `volume`, where `volume_pages` from the prompt's start
+    # lie; `skipped_pages` lie on volumes and cost more to load than to compute.
+    volume: str
+    volume_pages: int
+    skipped_pages: int
     _rows: _Rows = field(repr=False, compare=False)
 
     @property
@@ -133,13 +153,22 @@ class Decision:
         return self._rows.runners_up()
 
 
+# What a worker does about volumes: the one it loads from, pages that lie there from the prompt's start, pages that it
+# does not load.
+_Load = tuple[str, int, int]
+_NO_LOAD: Final[_Load] = ("", 0, 0)
+
 # A priced prefill worker: (cost, order, worker, queue_ms, load_ms, compute_ms, missing tokens, pages held on the GPU,
-# on the CPU, on volumes, expected). A priced decode worker: the same of computing alone, where cost is that of a ferry,
-# then (cost alone, streams_ms, ferry_ms, lacking pages). Tuples, since hundreds are made for each decision.
-_PrefillRow = tuple[float, int, "_Worker", float, float, float, int, int, int, int, int]
-_DecodeRow = tuple[float, int, "_Worker", float, float, float, int, int, int, int, int, float, float, float, int]
+# on the CPU, on volumes, expected, load). A priced decode worker: the same of computing alone, where cost is that of a
+# ferry, then (cost alone, streams_ms, ferry_ms, lacking pages). Tuples, since hundreds are made for each decision.
+_PrefillRow = tuple[float, int, "_Worker", float, float, float, int, int, int, int, int, _Load]
+_DecodeRow = tuple[float, int, "_Worker", float, float, float, int, int, int, int, int, _Load, float, float, float, int]
 _COST: Final = 0
-_ALONE: Final = 11
+_LOAD: Final = 11
+_ALONE: Final = 12
+_STREAMS: Final = 13
+_FERRY: Final = 14
+_LACKING: Final = 15
 _Row = TypeVar("_Row", bound=tuple[Any, ...])
 
 
@@ -156,9 +185,10 @@ class _Rows:
     work_weight: float
 
     def price_of(self, prefill: _PrefillRow | None, decode: _DecodeRow) -> Price:
-        alone, streams_ms, ferry_ms = decode[_ALONE], decode[12], decode[13]
-        queue_ms, load_ms, compute_ms = (decode if prefill is None else prefill)[3:6]
-        matched = Matched(*(pages * self.block_size for pages in (decode if prefill is None else prefill)[7:11]))
+        alone, streams_ms, ferry_ms = decode[_ALONE], decode[_STREAMS], decode[_FERRY]
+        computing = decode if prefill is None else prefill
+        queue_ms, load_ms, compute_ms = computing[3:6]
+        matched = Matched(*(pages * self.block_size for pages in computing[7:11]))
         if prefill is None:
             others_ms, ferry_ms = alone - queue_ms - load_ms - compute_ms - streams_ms, 0.0
         else:
@@ -173,6 +203,7 @@ class _Rows:
             ferry_ms,
             streams_ms,
             matched,
+            computing[_LOAD][0],
         )
 
     def runners_up(self) -> list[Price]:
@@ -207,6 +238,7 @@ class _Worker:
         "member_id",
         "ms_per_step",
         "ms_per_token",
+        "node",
         "prefills",
         "queued_tokens",
         "rates",
@@ -222,6 +254,7 @@ class _Worker:
         self.member_id = member_id
         self.rates = rates
         self.group = 0
+        self.node = ""
         # Prompts being computed here, first come first: request -> tokens. `queued_tokens` is their sum.
         self.prefills: dict[RequestId, int] = {}
         self.queued_tokens = 0
@@ -337,35 +370,40 @@ class Placer:
         decode: Sequence[WorkerView],
         now_s: float,
         *,
+        volumes: Mapping[str, VolumeView] = NO_VOLUMES,
         may_be_alone: bool = True,
     ) -> Decision | None:
         """The cheapest placement, or one near it by chance. None when there is nobody to decode.
 
         Not `may_be_alone`: a decode worker computes the prompt only where no prefill worker can.
 
-        `prefill` and `decode` are those that may be given requests now. Changes no account. O(P + D), with a probe of
-        the index for each.
+        `prefill` and `decode` are those that may be given requests now, `volumes` those that may be read, by id; what
+        the index knows of others does not count. Changes no account. O(P + D), with a probe of the index for each.
         """
         if not decode:
             return None
         self._fade(now_s)
         found = self._index.find(request.keys)
-        volume = max(found.volumes.values(), default=0)
-        decode_rows = self._price_decode(request, decode, found, volume, now_s)
-        prefill_rows = self._price_prefill(request, prefill, found, volume, now_s)
+        offers = [
+            _Offer(depth, volume_id, volumes[volume_id])
+            for volume_id, depth in found.volumes.items()
+            if volume_id in volumes
+        ]
+        decode_rows = self._price_decode(request, decode, found, offers, now_s)
+        prefill_rows = self._price_prefill(request, prefill, found, offers, now_s)
         alone = min(decode_rows, key=itemgetter(_ALONE))
         p_rows, d_rows = self._cheapest_pair(prefill_rows, decode_rows)
         prefill_row: _PrefillRow | None = None
         computing: _PrefillRow | _DecodeRow
         # How near is near depends on what is at stake: not on the answer's own steps, which cost the same anywhere.
         if p_rows and (not may_be_alone or p_rows[0][_COST] + d_rows[0][_COST] <= alone[_ALONE]):
-            margin = self.priors.near_ms + self.priors.near_share * (p_rows[0][_COST] + d_rows[0][13])
+            margin = self.priors.near_ms + self.priors.near_share * (p_rows[0][_COST] + d_rows[0][_FERRY])
             prefill_row = computing = self._among_near(p_rows, _COST, margin)
             decode_row = self._among_near(d_rows, _COST, margin)
             reason = Reason.SIBLING if prefill_row[10] else Reason.DISAGGREGATED
-            lacking, ferry_ms = decode_row[14], decode_row[13]
+            lacking, ferry_ms = decode_row[_LACKING], decode_row[_FERRY]
         else:
-            margin = self.priors.near_ms + self.priors.near_share * (alone[_ALONE] - alone[12])
+            margin = self.priors.near_ms + self.priors.near_share * (alone[_ALONE] - alone[_STREAMS])
             by_cost = sorted(decode_rows, key=itemgetter(_ALONE))
             decode_row = computing = self._among_near(by_cost, _ALONE, margin)
             reason = self._why_alone(request, prefill_rows, p_rows, d_rows, decode_row)
@@ -388,6 +426,7 @@ class Placer:
             computing[2].queued_tokens,
             lacking,
             computing[3] + computing[4] + computing[5] + ferry_ms + on.wait_ms + on.step_ms,
+            *computing[_LOAD],
             rows,
         )
 
@@ -516,12 +555,12 @@ class Placer:
     # --- prices
 
     def _price_prefill(
-        self, request: PlacementRequest, views: Sequence[WorkerView], found: Found, volume: int, now_s: float
+        self, request: PlacementRequest, views: Sequence[WorkerView], found: Found, offers: list[_Offer], now_s: float
     ) -> list[_PrefillRow]:
         priors, worker_of, gpu, cpu = self.priors, self._prefill.get, found.gpu, found.cpu
-        beyond = bool(cpu or volume)
+        beyond = bool(cpu or offers)
         num_tokens, block_size, keys = request.num_tokens, request.block_size, request.keys
-        cpu_page_ms, volume_page_ms, fixed_ms = priors.cpu_page_ms, priors.volume_page_ms, priors.prefill_fixed_ms
+        cpu_page_ms, fixed_ms = priors.cpu_page_ms, priors.prefill_fixed_ms
         charged = 1.0 + priors.work_weight
         rows: list[_PrefillRow] = []
         for order, view in enumerate(views):
@@ -537,32 +576,36 @@ class Placer:
             on_gpu = held = gpu.get(member_id, 0)
             on_cpu = on_volume = expected = 0
             load_ms = 0.0
+            load = _NO_LOAD
             if beyond or worker.expected:
                 if (reach := cpu.get(member_id, 0)) > held:
                     on_cpu, held = reach - held, reach
                     load_ms = on_cpu * cpu_page_ms
                 if worker.expected and (reach := _reach(worker.expected, keys, held)) > held:
                     expected, held = reach - held, reach
-                if volume > held:
-                    on_volume, held = volume - held, volume
-                    load_ms += on_volume * volume_page_ms
+                if offers:
+                    page_compute_ms = block_size * ms_per_token * charged
+                    load, volume_ms = _best_load(offers, held, worker.node, page_compute_ms, priors.remote_page_ms)
+                    if load[1]:
+                        on_volume, held = load[1] - held, load[1]
+                        load_ms += volume_ms
             # An engine computes the last token whatever it holds.
             missing = num_tokens - held * block_size or 1
             compute_ms = fixed_ms + missing * ms_per_token
             cost = queue_ms + load_ms + compute_ms * charged
             rows.append(
-                (cost, order, worker, queue_ms, load_ms, compute_ms, missing, on_gpu, on_cpu, on_volume, expected)
+                (cost, order, worker, queue_ms, load_ms, compute_ms, missing, on_gpu, on_cpu, on_volume, expected, load)
             )
         return rows
 
     def _price_decode(
-        self, request: PlacementRequest, views: Sequence[WorkerView], found: Found, volume: int, now_s: float
+        self, request: PlacementRequest, views: Sequence[WorkerView], found: Found, offers: list[_Offer], now_s: float
     ) -> list[_DecodeRow]:
         priors, worker_of, gpu, cpu = self.priors, self._decode.get, found.gpu, found.cpu
         beyond = bool(cpu)
         num_tokens, block_size, keys = request.num_tokens, request.block_size, request.keys
         num_pages = -(-num_tokens // block_size)
-        cpu_page_ms, volume_page_ms, fixed_ms = priors.cpu_page_ms, priors.volume_page_ms, priors.prefill_fixed_ms
+        cpu_page_ms, fixed_ms = priors.cpu_page_ms, priors.prefill_fixed_ms
         handoff_ms = priors.handoff_ms
         steps = min(float(request.max_tokens), self._output_tokens)
         wanted_pages = num_pages + int(steps) // block_size
@@ -585,9 +628,13 @@ class Placer:
             # is there in time for this one's, and too late for computing alone.
             lacking = num_pages - (_reach(worker.arriving, keys, held) if worker.arriving else held)
             ferry_ms = handoff_ms + lacking * worker.ferry_page_ms + load_ms
-            if volume > held:
-                on_volume, held = volume - held, volume
-                load_ms += on_volume * volume_page_ms
+            load = _NO_LOAD
+            if offers:
+                page_compute_ms = block_size * worker.ms_per_token * worker.compute_weight
+                load, volume_ms = _best_load(offers, held, worker.node, page_compute_ms, priors.remote_page_ms)
+                if load[1]:
+                    on_volume, held = load[1] - held, load[1]
+                    load_ms += volume_ms
             streams_ms = steps * worker.ms_per_step + worker.wait_ms
             tight_pages = wanted_pages * (worker.unheard + 1) - worker.room_pages
             if tight_pages > 0:
@@ -609,6 +656,7 @@ class Placer:
                     on_cpu,
                     on_volume,
                     expected,
+                    load,
                     alone,
                     streams_ms,
                     ferry_ms,
@@ -667,6 +715,7 @@ class Placer:
         # What `placement.can_exchange` compares.
         facts = (candidate.model, candidate.block_size, candidate.kv_cache_dtype)
         worker.group = self._groups.setdefault(facts, len(self._groups))
+        worker.node = candidate.node
         worker.sum_up(view, self.priors, self._output_tokens)
         return worker
 
@@ -711,6 +760,37 @@ class Placer:
         fading = self._fading
         while fading and fading[0][0] <= now_s:
             _unnote(fading.popleft()[1])
+
+
+class _Offer(NamedTuple):
+    """A volume that holds this many pages from the prompt's start."""
+
+    depth: int
+    volume_id: str
+    view: VolumeView
+
+
+def _best_load(
+    offers: list[_Offer], held: int, node: str, page_compute_ms: float, remote_page_ms: float
+) -> tuple[_Load, float]:
+    """What a worker that holds `held` pages best loads, and how long that takes, in ms.
+
+    Computing a page costs `page_compute_ms`, in what it is charged with: where no load costs less, none is made.
+    """
+    most_saved_ms, best, best_ms, most_pages = 0.0, "", 0.0, held
+    depth = 0
+    for offer in offers:
+        num_pages = offer.depth - held
+        if num_pages <= 0:
+            continue
+        most_pages = max(most_pages, offer.depth)
+        view = offer.view
+        page_ms = view.page_ms if node in view.nodes else view.page_ms + remote_page_ms
+        load_ms = view.queue_ms + num_pages * page_ms
+        saved_ms = num_pages * page_compute_ms - load_ms
+        if saved_ms > most_saved_ms:
+            most_saved_ms, best, best_ms, depth = saved_ms, offer.volume_id, load_ms, offer.depth
+    return (best, depth, 0 if best else most_pages - held), best_ms
 
 
 def _queue_ms(worker: _Worker, ms_per_token: float, fixed_ms: float, now_s: float) -> float:

@@ -18,6 +18,7 @@ class Priors:
     prefill_fixed_ms: float = 5.0  # a step's cost apart from its tokens
     cpu_page_ms: float = 0.02  # 1 MiB at 50 GB/s
     volume_page_ms: float = 0.25  # 1 MiB at 4 GB/s, verified
+    remote_page_ms: float = 0.1  # more, where another node's keeper has to send it: 1 MiB at 10 GB/s
     ferry_page_ms: float = 0.05  # 1 MiB at 20 GB/s
     handoff_ms: float = 5.0  # of every ferry, whatever its size
     step_ms: float = 10.0  # a decode step of no stream

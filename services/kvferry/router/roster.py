@@ -12,7 +12,17 @@ import time
 from collections.abc import Callable
 
 from kvferry.config import WorkerConfig
-from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Membership, Snapshot
+from kvferry.membership.base import (
+    WORKER_KINDS,
+    Joined,
+    Left,
+    Member,
+    MemberChange,
+    MemberId,
+    MemberKind,
+    Membership,
+    Snapshot,
+)
 from kvferry.router.link import WorkerLink
 from kvferry.router.placement import Candidate
 from kvferry.router.pricing import WorkerView
@@ -20,8 +30,6 @@ from kvferry.router.pricing import WorkerView
 log = logging.getLogger(__name__)
 
 REWATCH_S = 1.0
-
-WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
 
 
 class Roster:
@@ -181,7 +189,7 @@ class Roster:
 
 
 def candidate_of(member: Member) -> Candidate:
-    return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype)
+    return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype, member.node)
 
 
 def _addresses(member: Member) -> tuple[str, str]:

@@ -225,15 +225,23 @@ class Volume:
 
     # Reading
 
-    def read(self, layout: LayoutDigest, page: PageId, into: memoryview) -> Outcome:
+    def read(self, layout: LayoutDigest, page: PageId, into: memoryview, header: memoryview | None = None) -> Outcome:
         """Deliver a page, verified, or say why not; on anything but OK `into` holds anything at all.
 
         `into` is writable, as long as the payload, and starts at a multiple of ALIGNMENT in memory (elsewhere it works,
         slowly). `page.route_key` need not be known. A page whose bytes are not what its name says is quarantined,
         unless the name leads elsewhere by now. Raises ValueError for an `into` of the wrong length, else nothing.
+
+        `header` (HEADER_BYTES), for a page that is delivered, is filled with that of a plain page file, so that whoever
+        gets both can verify them again.
         """
         self._check_payload(layout, into)
         outcome = self._read(layout, page, into)
+        if header is not None and outcome is Outcome.OK:
+            if self._keyring is None:
+                header[:] = self._buffers.header  # as it was read, by this thread
+            else:
+                page_file.write_plain_header(header, into, layout, page, self._clock())
         self._counts.read(outcome, len(into))
         self._tell()
         return outcome

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from kvferry.engine.base import (
     AnswerDelta,
+    CachedTokens,
     Continued,
     EngineLoad,
     EngineOutput,
@@ -25,6 +26,7 @@ from kvferry.engine.base import (
     PromptSources,
     RequestId,
     Sampling,
+    TierHints,
     TokenLogprob,
     ToolCallDelta,
 )
@@ -32,6 +34,7 @@ from kvferry.errors import EngineError, KvferryError, by_code
 from kvferry.pages.keys import pack_keys, unpack_keys
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Tier
+from kvferry.tier.layout import Namespace
 from kvferry.wire.v1 import worker_pb2 as pb
 
 _FINISH_TO_WIRE = {
@@ -90,10 +93,17 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.parse.request = request.parse.request
         submit.parse.num_tokens_before = request.parse.num_tokens_before
         submit.parse.num_chars_before = request.parse.num_chars_before
+    if request.tier is not None:
+        submit.tier.tenant = request.tier.namespace.tenant
+        submit.tier.epoch = request.tier.namespace.epoch
+        submit.tier.no_load = not request.tier.load
+        for volume_id, num_pages in request.tier.volumes.items():
+            submit.tier.volumes.add(volume_id=volume_id, num_pages=num_pages)
     return message
 
 
 def submit_from_wire(message: pb.Submit) -> EngineRequest:
+    """Raises ValueError for what cannot be read."""
     return EngineRequest(
         request_id=RequestId(message.request_id),
         prompt_token_ids=list(message.prompt_token_ids),
@@ -105,11 +115,17 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         if message.HasField("continued")
         else None,
         parse=_parse_from_wire(message.parse) if message.HasField("parse") else None,
+        tier=_tier_hints_from_wire(message.tier) if message.HasField("tier") else None,
     )
 
 
 def _parse_from_wire(message: pb.Parse) -> Parse:
     return Parse(message.request, message.num_tokens_before, message.num_chars_before)
+
+
+def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
+    volumes = {entry.volume_id: entry.num_pages for entry in message.volumes}
+    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load)
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
@@ -275,6 +291,10 @@ def sources_from_wire(message: pb.PromptSources) -> PromptSources:
     return PromptSources(message.local_compute, message.local_cache_hit, message.external_kv_transfer)
 
 
+def _cached_to_wire(cached: CachedTokens) -> pb.CachedTokens:
+    return pb.CachedTokens(device=cached.device, cpu=cached.cpu, volume=cached.volume, ferry=cached.ferry)
+
+
 def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
     return pb.Load(
         num_running=load.num_running,
@@ -283,6 +303,7 @@ def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
         num_pages=load.num_pages,
         draining=draining,
         prompt_tokens=sources_to_wire(load.prompt_tokens),
+        cached_tokens=_cached_to_wire(load.cached_tokens),
         ferried_bytes=load.ferried_bytes,
         num_generated_tokens=load.num_generated_tokens,
         num_steps=load.num_steps,
@@ -290,12 +311,14 @@ def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
 
 
 def load_from_wire(message: pb.Load) -> EngineLoad:
+    cached = message.cached_tokens
     return EngineLoad(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_pages_used=message.num_pages_used,
         num_pages=message.num_pages,
         prompt_tokens=sources_from_wire(message.prompt_tokens),
+        cached_tokens=CachedTokens(cached.device, cached.cpu, cached.volume, cached.ferry),
         ferried_bytes=message.ferried_bytes,
         num_generated_tokens=message.num_generated_tokens,
         num_steps=message.num_steps,

@@ -29,8 +29,11 @@ log = logging.getLogger(__name__)
 HEALTH_PERIOD_S = 0.5
 
 
-def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str) -> Engine:
-    """The engine that `config.engine.kind` names, not yet started."""
+def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, keeper_socket: str = "") -> Engine:
+    """The engine that `config.engine.kind` names, not yet started.
+
+    `keeper_socket` is where the keeper of this node answers; empty where it has none.
+    """
     if config.engine.kind == "sim":
         return SimEngine(
             model_folder,
@@ -38,8 +41,17 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str) -> 
             block_size=config.engine.block_size,
             max_num_seqs=config.engine.max_num_seqs,
             host=config.engine.side_channel_host,
+            tier=config.tier,
+            keeper_socket=keeper_socket,
         )
-    return VllmEngine(model_folder, config.model, config.engine, producer=kind is MemberKind.PREFILL)
+    return VllmEngine(
+        model_folder,
+        config.model,
+        config.engine,
+        producer=kind is MemberKind.PREFILL,
+        tier=config.tier,
+        keeper_socket=keeper_socket,
+    )
 
 
 class WorkerHost:

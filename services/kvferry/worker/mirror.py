@@ -15,8 +15,10 @@ from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.feed import Delta, SnapshotPart, snapshot_parts
 from kvferry.residency.index import Tier
 
-# What engines call their tiers. Their own NVMe tiers are not here: keepers tell of volumes.
+# What engines call their tiers.
 _MEDIUM_TO_TIER = {"GPU": Tier.GPU, "CPU": Tier.CPU}
+# Keepers tell of volumes, and of one volume only one keeper: what an engine says of it here is not passed on.
+_NOT_OURS = "STORAGE"
 
 
 class Mirror:
@@ -26,7 +28,7 @@ class Mirror:
       known nothing is told: it is counted in `num_unknown`.
     - A hash stored twice is held once, and gone when it is removed once. (vLLM may cache equal pages twice: then less
       is told than there is, never more.)
-    - A removed page is remembered: engines announce to the CPU tier what has just left the GPU, by hash alone.
+    - A removed page is remembered: engines may announce to the CPU tier what has just left the GPU, by hash alone.
     - Beyond `max_pages` the remembered ones are forgotten first, then the pages stored longest ago; these are told as
       removed and counted in `num_forgotten`.
     - Lost batches make everything unknown: told as `cleared`, counted in `num_gaps`.
@@ -121,10 +123,14 @@ class Mirror:
     def _store(self, event: PagesStored) -> None:
         tier = _MEDIUM_TO_TIER.get(event.medium.upper())
         if tier is None:
-            self.num_unknown += len(event.page_hashes)
+            if event.medium.upper() != _NOT_OURS:
+                self.num_unknown += len(event.page_hashes)
             return
         held = self._tier_to_keys[tier]
-        new = self._named(event) if event.token_ids else self._known(event.page_hashes)
+        if event.route_keys is not None:
+            new = dict(zip(event.page_hashes, event.route_keys, strict=True))
+        else:
+            new = self._named(event) if event.token_ids else self._known(event.page_hashes)
         # Announced again is not stored again: what was told stays told, and its age starts anew.
         changed = new.keys() - held.keys() if not held.keys().isdisjoint(new) else new.keys()
         changes = self._changes[tier]

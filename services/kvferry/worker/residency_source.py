@@ -20,7 +20,7 @@ MAX_SNAPSHOT_KEYS = 65_536
 # gateway as much as several tokens. Until then gateways expect the pages of their own requests anyway.
 FLUSH_AFTER_S = 0.05
 
-# Room for the pages of a slower tier, and for hashes that the engine may name again.
+# Room for hashes that the engine may name again, beside the pages it holds.
 _PAGES_PER_ENGINE_PAGE = 4
 
 
@@ -41,7 +41,7 @@ class ResidencySource:
 
     def start(self) -> None:
         info = self._engine.info
-        self.mirror = Mirror(info.block_size, _PAGES_PER_ENGINE_PAGE * info.num_pages)
+        self.mirror = Mirror(info.block_size, _PAGES_PER_ENGINE_PAGE * info.num_pages + info.num_cpu_pages)
         self._task = asyncio.create_task(self._follow(self.mirror))
 
     async def stop(self) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import heapq
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -14,7 +14,7 @@ from kvferry.membership.base import MemberId
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.placement import Candidate, Reason
-from kvferry.router.pricing import Decision, PlacementRequest, Placer, WorkerView
+from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, Placer, VolumeView, WorkerView
 from kvferry.router.rates import Priors
 
 BLOCK_SIZE = 16
@@ -50,10 +50,18 @@ def gpu(name: str) -> Holder:
     return Holder(name, Tier.GPU)
 
 
+def volume(*nodes: str, page_ms: float = PRIORS.volume_page_ms, queue_ms: float = 0.0) -> VolumeView:
+    return VolumeView(frozenset(nodes), page_ms, queue_ms)
+
+
 def placed(
-    placer: Placer, request: PlacementRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]
+    placer: Placer,
+    request: PlacementRequest,
+    prefill: Sequence[WorkerView],
+    decode: Sequence[WorkerView],
+    volumes: Mapping[str, VolumeView] = NO_VOLUMES,
 ) -> Decision:
-    decision = placer.place(request, prefill, decode, 0.0)
+    decision = placer.place(request, prefill, decode, 0.0, volumes=volumes)
     assert decision is not None
     return decision
 
@@ -136,11 +144,64 @@ def test_slower_tiers_count_for_what_loading_costs() -> None:
     index.store(gpu("p0"), request.keys[:128])
     index.store(Holder("p0", Tier.CPU), request.keys[128:256])
     index.store(Holder("v", Tier.VOLUME), request.keys[:384])
-    price = placed(Placer(index, seed=1), request, views("p", 2), views("d", 1)).price
+    volumes = {"v": volume("")}
+    price = placed(Placer(index, seed=1), request, views("p", 2), views("d", 1), volumes).price
     assert price.prefill == "p0"
     assert (price.matched.gpu, price.matched.cpu, price.matched.volume) == (2048, 2048, 2048)
     assert price.load_ms == pytest.approx(128 * PRIORS.cpu_page_ms + 128 * PRIORS.volume_page_ms)
     assert price.compute_ms == pytest.approx(PRIORS.prefill_fixed_ms + 2048 * PRIORS.prefill_ms_per_token)
+    assert price.volume == "v"
+
+
+def on_volumes(request: PlacementRequest, **depths: int) -> ResidencyIndex:
+    index = ResidencyIndex()
+    for volume_id, depth in depths.items():
+        index.store(Holder(volume_id, Tier.VOLUME), request.keys[:depth])
+    return index
+
+
+def test_a_worker_near_the_pages_is_preferred() -> None:
+    request = fresh_request(8192)
+    prefill = [view(f"p{i}", node=f"n{i}") for i in range(4)]
+    decision = placed(Placer(on_volumes(request, v=512), seed=1), request, prefill, views("d", 1), {"v": volume("n2")})
+    assert (decision.prefill, decision.volume, decision.volume_pages) == ("p2", "v", 512)
+    far = placed(Placer(on_volumes(request, v=512), seed=1), request, prefill[:1], views("d", 1), {"v": volume("n2")})
+    assert far.price.load_ms == pytest.approx(512 * (PRIORS.volume_page_ms + PRIORS.remote_page_ms))
+
+
+def test_pages_that_cost_less_to_compute_than_to_load_are_left_where_they_are() -> None:
+    request = fresh_request(8192)
+    slow = volume("", page_ms=100 * BLOCK_SIZE * PRIORS.prefill_ms_per_token)
+    for prefill in (views("p", 2), []):
+        decision = placed(Placer(on_volumes(request, v=384), seed=1), request, prefill, views("d", 1), {"v": slow})
+        assert (decision.volume, decision.volume_pages, decision.skipped_pages) == ("", 0, 384)
+        assert decision.missing_tokens == 8192
+        assert decision.matched.volume == 0
+
+
+def test_of_two_volumes_the_one_that_saves_most_is_read() -> None:
+    request = fresh_request(8192)
+    index = on_volumes(request, deep=500, idle=400)
+    busy, idle = volume("", queue_ms=10_000.0), volume("")
+    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 1), {"deep": busy, "idle": idle})
+    assert (decision.volume, decision.volume_pages) == ("idle", 400)
+    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 1), {"deep": idle, "idle": idle})
+    assert (decision.volume, decision.volume_pages) == ("deep", 500)
+
+
+def test_a_volume_that_nobody_can_read_does_not_count() -> None:
+    request = fresh_request(8192)
+    decision = placed(Placer(on_volumes(request, v=500), seed=1), request, views("p", 1), views("d", 1))
+    assert (decision.volume, decision.skipped_pages, decision.missing_tokens) == ("", 0, 8192)
+
+
+def test_what_a_worker_holds_itself_is_not_loaded() -> None:
+    request = fresh_request(8192)
+    index = on_volumes(request, v=300)
+    index.store(gpu("p0"), request.keys[:400])
+    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 1), {"v": volume("")})
+    assert (decision.volume, decision.skipped_pages, decision.price.load_ms) == ("", 0, 0.0)
+    assert decision.missing_tokens == 8192 - 400 * BLOCK_SIZE
 
 
 def test_a_decode_worker_with_more_streams_costs_more_and_one_without_memory_most() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from waiting import until
 
 from kvferry.membership.base import Joined, Member, MemberChange, MemberId, MemberKind, Snapshot
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
@@ -42,5 +43,31 @@ async def test_a_watch_that_fails_is_opened_anew(monkeypatch: pytest.MonkeyPatch
             while len(roster.links(MemberKind.DECODE)) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert membership.num_watches == 2
+    finally:
+        await roster.close()
+
+
+async def test_keepers_are_no_workers() -> None:
+    registry = MemoryRegistry()
+    membership = MemoryMembership(registry)
+    keeper = Member(
+        kind=MemberKind.KEEPER,
+        member_id=MemberId("keeper-1"),
+        address="127.0.0.1:1",
+        model="m",
+        version="0",
+        volumes=("v-1",),
+        socket_path="/run/keeper.sock",
+    )
+    registration = await membership.register(keeper)
+    roster = Roster(MemoryMembership(registry), "g")
+    roster.start()
+    try:
+        await membership.register(member("w"))
+        await until(lambda: bool(roster.links(MemberKind.DECODE)))
+        assert not roster.links(MemberKind.KEEPER)
+        await registration.revoke()
+        await membership.register(member("v"))
+        await until(lambda: len(roster.links(MemberKind.DECODE)) == 2)
     finally:
         await roster.close()

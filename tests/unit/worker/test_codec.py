@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.engine.base import (
     AnswerDelta,
+    CachedTokens,
     Continued,
     EngineLoad,
     EngineOutput,
@@ -15,10 +16,12 @@ from kvferry.engine.base import (
     PromptSources,
     RequestId,
     Sampling,
+    TierHints,
     TokenLogprob,
     ToolCallDelta,
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, Overloaded
+from kvferry.tier.layout import Namespace
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker import codec
 
@@ -70,6 +73,22 @@ def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | N
     message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
     assert message.submit.number == 9
     assert codec.submit_from_wire(message.submit) == request
+
+
+@pytest.mark.parametrize(
+    "hints", [TierHints(), TierHints(Namespace("acme", 3), {"volume-a": 7, "volume-b": 0})], ids=["default", "full"]
+)
+def test_what_is_known_of_tiers_survives_the_wire(hints: TierHints) -> None:
+    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, tier=hints)
+    message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
+    assert codec.submit_from_wire(message.submit) == request
+
+
+def test_a_tenant_that_is_none_cannot_be_read() -> None:
+    message = codec.submit_to_wire(9, EngineRequest(RequestId("r-1"), [5], FULL, tier=TierHints()))
+    message.submit.tier.tenant = "../acme"
+    with pytest.raises(ValueError, match="tenant"):
+        codec.submit_from_wire(message.submit)
 
 
 def test_what_a_parser_needs_and_where_it_goes_on_survive_the_wire() -> None:
@@ -204,7 +223,7 @@ def test_an_error_stays_itself_across_the_wire(error: KvferryError) -> None:
 
 
 def test_load_survives_the_wire() -> None:
-    load = EngineLoad(1, 2, 3, 4, PromptSources(5, 6, 7), 8, 9, 10)
+    load = EngineLoad(1, 2, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14)
     message = codec.load_to_wire(load, draining=True)
     assert message.draining
     assert codec.load_from_wire(pb.Load.FromString(message.SerializeToString())) == load

@@ -104,9 +104,27 @@ def test_what_follows_an_unknown_page_is_not_told() -> None:
 
 def test_pages_of_another_size_and_of_an_unknown_medium_are_not_told() -> None:
     told = Told()
-    told.feed(PagesStored([1], None, [1, 2, 3], 3), stored(medium="STORAGE"), PagesRemoved(HASHES, "STORAGE"))
+    told.feed(PagesStored([1], None, [1, 2, 3], 3), stored(medium="TAPE"), PagesRemoved(HASHES, "TAPE"))
     assert told.take() is None
     assert told.mirror.num_unknown == 4
+
+
+def test_what_an_engine_says_of_volumes_is_left_to_their_keepers() -> None:
+    told = Told()
+    told.feed(stored(medium="STORAGE"), PagesRemoved(HASHES, "STORAGE"))
+    assert told.take() is None
+    assert told.mirror.num_unknown == 0
+
+
+def test_pages_that_bring_their_keys_need_nothing_before_them() -> None:
+    told = Told()
+    told.feed(PagesStored(HASHES[1:], None, (), 0, medium="CPU", route_keys=KEYS[1:]))
+    assert told.take() == Delta(1, stored={Tier.CPU: KEYS[1:]})
+    # What follows one of them on another tier is known through it.
+    told.feed(PagesStored([777], HASHES[2], [1, 2], BLOCK_SIZE))
+    assert told.take() == Delta(2, stored={Tier.GPU: route_keys([1, 2], BLOCK_SIZE, KEYS[2])})
+    told.feed(PagesRemoved(HASHES[1:], "CPU"))
+    assert told.take() == Delta(3, removed={Tier.CPU: KEYS[1:]})
 
 
 def test_a_page_may_be_on_two_tiers() -> None:

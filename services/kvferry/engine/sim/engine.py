@@ -18,8 +18,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.config import SimConfig
+from kvferry.config import SimConfig, TierConfig
 from kvferry.engine.base import (
+    CachedTokens,
     EngineId,
     EngineInfo,
     EngineLoad,
@@ -48,9 +49,11 @@ from kvferry.engine.sim.mailbox import Mailbox
 from kvferry.engine.sim.page_memory import PageMemory, layout_digest
 from kvferry.engine.sim.parsing import SimParser
 from kvferry.engine.sim.sequence import Phase, TokenSequence
+from kvferry.engine.sim.tier import SimTier, sim_layout
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.pages.keys import TOKEN_BYTES, pack_tokens
+from kvferry.residency.index import Tier
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +76,8 @@ class SimEngine:
     """An Engine. `sim` is the timing model and the sizes; all randomness comes from `seed` and from requests.
 
     `seed` stands in for a request's own where it has none: two engines of one seed answer alike at every temperature.
-    `clock` and `sleep` pace the steps only.
+    `clock` and `sleep` pace the steps and the tier's loads only. With `tier.enabled` it has a CPU tier of
+    `sim.cpu_pages`, and behind it the volumes of the keeper at `keeper_socket`, if that is named.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class SimEngine:
         block_size: int,
         max_num_seqs: int,
         host: str = "127.0.0.1",
+        tier: TierConfig | None = None,
+        keeper_socket: str = "",
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -93,6 +99,8 @@ class SimEngine:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._host = host
+        self._tier_config = tier if tier is not None else TierConfig()
+        self._keeper_socket = keeper_socket
         self._seed = seed
         self._clock = clock
         self._sleep = sleep
@@ -121,10 +129,14 @@ class SimEngine:
         self._listener: Mailbox[KvEventBatch] | None = None
         self._event_sequence = 0
         self._prompt_tokens = PromptSources()
+        self._cached_tokens = CachedTokens()
+        self._tier: SimTier | None = None
+        self._tier_end: asyncio.Task[None] | None = None
         self._num_generated_tokens = 0
         self._num_steps = 0
         self._ferried_bytes = 0
         self.num_preemptions = 0
+        self.num_wrong_pages = 0  # that a tier brought, and that were computed instead
 
     def __repr__(self) -> str:
         state = "dead" if self._failure else "alive" if self._loop_task else "not started"
@@ -174,6 +186,14 @@ class SimEngine:
             await self._ferry.start()
         except OSError as error:
             raise UnsupportedEngine(f"the sim engine cannot listen on {self._host!r}: {error.strerror}") from None
+        if self._tier_config.enabled:
+            self._tier = SimTier(
+                sim_layout(self._model, block_size=self._block_size, page_bytes=self._sim.page_bytes),
+                page_bytes=self._sim.page_bytes,
+                num_rows=self._sim.cpu_pages,
+                engine_id=engine_id,
+                keeper_socket=self._keeper_socket,
+            )
         self._info = EngineInfo(
             engine_id=engine_id,
             model=self._model,
@@ -182,12 +202,13 @@ class SimEngine:
             page_bytes=self._sim.page_bytes,
             num_pages=self._sim.num_pages,
             kv_cache_dtype=KV_CACHE_DTYPE,
+            num_cpu_pages=self._sim.cpu_pages if self._tier is not None else 0,
         )
         self._loop_task = asyncio.create_task(self._run(), name=f"sim engine {engine_id[:8]}")
 
     async def stop(self) -> None:
         self._die("the engine was stopped")
-        tasks = [task for task in (self._loop_task, *self._background) if task is not None]
+        tasks = [task for task in (self._loop_task, self._tier_end, *self._background) if task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._ferry is not None:
             await self._ferry.wait_closed()
@@ -210,6 +231,7 @@ class SimEngine:
             num_pages_used=self._pool.num_used,
             num_pages=self._pool.num_pages,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
             ferried_bytes=self._ferried_bytes,
             num_generated_tokens=self._num_generated_tokens,
             num_steps=self._num_steps,
@@ -218,6 +240,8 @@ class SimEngine:
     def check(self) -> None:
         """The conservation laws of the whole engine. Raises AssertionError."""
         self._pool.check()
+        if self._tier is not None and self._failure is None:
+            self._tier.check()
         where = {Phase.WAITING: self._waiting, Phase.PULLING: self._pulling, Phase.RUNNING: self._running}
         for phase, sequences in where.items():
             assert all(sequence.phase is phase for sequence in sequences), f"a sequence among {phase} is not"
@@ -382,6 +406,8 @@ class SimEngine:
             task.cancel()
         if self._ferry is not None:
             self._ferry.close()
+        if self._tier is not None:
+            self._tier_end = asyncio.get_running_loop().create_task(self._tier.stop())
         for sequence in self._id_to_sequence.values():
             sequence.phase = Phase.ENDED
             sequence.mailbox.fail(EngineDead(reason))
@@ -458,16 +484,19 @@ class SimEngine:
                 budget -= num_now
                 plan.append((sequence, num_now))
                 being_computed = being_computed.union(sequence.page_hashes[sequence.num_stored :])
+            elif sequence.bringing:
+                being_computed = being_computed.union(sequence.bringing)
         return plan
 
     def _being_computed(self) -> frozenset[PageHash]:
-        """Pages that sequences now compute for their prompts."""
-        return frozenset(
+        """Pages that sequences now compute for their prompts, or bring from slower tiers."""
+        computed = (
             page_hash
             for sequence in self._running
             if sequence.num_computed < sequence.num_prompt
             for page_hash in sequence.page_hashes[sequence.num_stored :]
         )
+        return frozenset(computed).union(*(sequence.bringing for sequence in self._pulling))
 
     def _next_page(self, sequence: TokenSequence) -> PageHash | None:
         """The first page that a waiting sequence would have to compute, of those that others may find."""
@@ -489,12 +518,19 @@ class SimEngine:
         sequence.capacity = len(sequence.pages) * block_size
         sequence.num_stored = len(found)
         sequence.num_computed = num_cached = len(found) * block_size
-        if sequence.sources is None:
+        is_first = sequence.sources is None
+        if is_first:
             sequence.sources = PromptSources(sequence.num_prompt - num_cached, num_cached, 0)
+            sequence.cached = CachedTokens(device=num_cached)
         if sequence.ticket is not None:
             sequence.phase = Phase.PULLING
             self._pulling.add(sequence)
             sequence.pull = self._spawn(self._pull(sequence, sequence.ticket))
+        elif self._tier is not None and (end := self._end_in_tier(self._tier, sequence)) > len(found):
+            sequence.phase = Phase.PULLING
+            sequence.bringing = sequence.page_hashes[len(found) : end]
+            self._pulling.add(sequence)
+            sequence.pull = self._spawn(self._load(self._tier, sequence, is_first=is_first))
         else:
             sequence.phase = Phase.RUNNING
             self._running.append(sequence)
@@ -545,6 +581,7 @@ class SimEngine:
             logprobs = (answer.logprobs(before, token_id),)
         if sequence.num_tokens == sequence.num_prompt and sequence.sources is not None:
             self._prompt_tokens += sequence.sources
+            self._cached_tokens += sequence.cached
         sequence.append(token_id)
         self._num_generated_tokens += 1
         output = EngineOutput((token_id,), answer.text, logprobs)
@@ -581,6 +618,12 @@ class SimEngine:
             cache_salt=sequence.request.cache_salt,
         )
         sequence.num_stored = end
+        if self._tier is not None:
+            names, pages = sequence.names(first, end), sequence.pages[first:end]
+            self._tier.store(
+                [(named, self._memory.read(page)) for named, page in zip(names, pages, strict=True)],
+                sequence.namespace,
+            )
 
     def _offer(self, sequence: TokenSequence) -> TransferParams | None:
         """Hand the hold on the prompt's pages to the ferry."""
@@ -652,7 +695,57 @@ class SimEngine:
         if num_full > first:
             self._publish_stored(sequence, first, num_full)
         sequence.sources = PromptSources(sequence.num_prompt - num_covered, num_cached, num_covered - num_cached)
+        sequence.cached = CachedTokens(device=num_cached, ferry=num_covered - num_cached)
         sequence.num_computed = min(num_covered, sequence.num_prompt - 1)
+        sequence.phase = Phase.RUNNING
+        self._pulling.discard(sequence)
+        self._running.append(sequence)
+        self._work.set()
+
+    def _end_in_tier(self, tier: SimTier, sequence: TokenSequence) -> int:
+        """The end of the run of pages after the stored ones that slower tiers have."""
+        end = sequence.num_stored
+        findable = sequence.findable()
+        hints = sequence.request.tier
+        from_volumes = hints is None or hints.load
+        while end < len(findable) and tier.has(findable[end], sequence.volume_of(end), from_volumes=from_volumes):
+            end += 1
+        return end
+
+    async def _load(self, tier: SimTier, sequence: TokenSequence, *, is_first: bool) -> None:
+        """Fetch what slower tiers have of a prompt. Whatever does not come, or is wrong, is computed instead."""
+        first = sequence.num_stored
+        names = sequence.names(first, first + len(sequence.bringing))
+        pages = [(named, sequence.volume_of(first + i)) for i, named in enumerate(names)]
+        from_tier = {Tier.CPU: 0, Tier.VOLUME: 0}
+        try:
+            loaded = await tier.load(pages, sequence.namespace, patience_s=self._tier_config.io_timeout_s)
+            await self._sleep(len(loaded) * self._sim.tier_page_ms / 1000)
+            for named, page, (content, where) in zip(names, sequence.pages[first:], loaded, strict=False):
+                if content != self._memory.expected(named.page_hash):
+                    self.num_wrong_pages += 1
+                    log.error("request %s: a wrong page came from %s", sequence.request.request_id, where.value)
+                    break
+                self._memory.write(page, content)
+                from_tier[where] += 1
+        finally:
+            sequence.bringing = []
+            # As with pulls: nobody else would ever take the sequence out of PULLING.
+            if sequence.phase is Phase.PULLING:
+                num_loaded = sum(from_tier.values())
+                if is_first and sequence.sources is not None:
+                    num_tokens = num_loaded * self._block_size
+                    sequence.sources += PromptSources(-num_tokens, 0, num_tokens)
+                    sequence.cached += CachedTokens(
+                        cpu=from_tier[Tier.CPU] * self._block_size, volume=from_tier[Tier.VOLUME] * self._block_size
+                    )
+                self._resume(sequence, first + num_loaded)
+
+    def _resume(self, sequence: TokenSequence, num_pages: int) -> None:
+        """A sequence whose first `num_pages` pages are there goes on with computing."""
+        if num_pages > sequence.num_stored:
+            self._publish_stored(sequence, sequence.num_stored, num_pages)
+        sequence.num_computed = num_pages * self._block_size
         sequence.phase = Phase.RUNNING
         self._pulling.discard(sequence)
         self._running.append(sequence)
@@ -672,6 +765,8 @@ class SimEngine:
 
     def _publish(self) -> None:
         events = self._pool.take_events()
+        if self._tier is not None:
+            events += self._tier.take_events()
         if not events:
             return
         batch = KvEventBatch(self._event_sequence, events)

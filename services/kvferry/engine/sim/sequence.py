@@ -6,19 +6,21 @@ import asyncio
 import enum
 from array import array
 
-from kvferry.engine.base import EngineOutput, EngineRequest, PromptSources
+from kvferry.engine.base import CachedTokens, EngineOutput, EngineRequest, PromptSources
 from kvferry.engine.sim.answer import Answer
 from kvferry.engine.sim.block_pool import PageHash, PageId, chain_hash, root_hash
 from kvferry.engine.sim.ferry import Ticket
 from kvferry.engine.sim.mailbox import Mailbox
-from kvferry.pages.keys import TOKEN_BYTES
+from kvferry.engine.sim.tier import Named
+from kvferry.pages.keys import TOKEN_BYTES, route_keys, seed_of
+from kvferry.tier.layout import DEFAULT_NAMESPACE, Namespace
 
 
 class Phase(enum.Enum):
     """Where a sequence is. The engine moves it, and whoever moves it moves the pages with it."""
 
     WAITING = enum.auto()  # in line, holds no pages
-    PULLING = enum.auto()  # holds pages for its whole prompt, being filled from another engine
+    PULLING = enum.auto()  # holds pages for all it knows, being filled from another engine or a slower tier
     RUNNING = enum.auto()  # holds pages for what is computed and for the next token
     ENDED = enum.auto()  # nowhere; its pages are given back or offered
 
@@ -31,8 +33,9 @@ class TokenSequence:
     """
 
     __slots__ = (
-        "answer", "block_size", "capacity", "mailbox", "max_tokens_total", "num_computed", "num_prompt", "num_stored",
-        "num_tokens", "packed", "page_hashes", "pages", "phase", "pull", "request", "root", "sources", "ticket",
+        "_route_keys", "answer", "block_size", "bringing", "cached", "capacity", "mailbox", "max_tokens_total",
+        "num_computed", "num_prompt", "num_stored", "num_tokens", "packed", "page_hashes", "pages", "phase", "pull",
+        "request", "root", "sources", "ticket",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +62,9 @@ class TokenSequence:
         self.num_computed = 0
         self.num_stored = 0
         self.sources: PromptSources | None = None  # known once the sequence was given pages
+        self.cached = CachedTokens()  # the same, by tier
+        self.bringing: list[PageHash] = []  # pages on their way from a slower tier
+        self._route_keys: list[int] = []
         self.phase = Phase.WAITING
         self.pull: asyncio.Task[None] | None = None
         self.mailbox: Mailbox[EngineOutput] = Mailbox()
@@ -93,6 +99,25 @@ class TokenSequence:
         parent = self.page_hashes[num_full - 1] if num_full else self.root
         start = TOKEN_BYTES * num_full * self.block_size
         return chain_hash(parent, self.packed[start : TOKEN_BYTES * self.num_prompt])
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.request.tier.namespace if self.request.tier is not None else DEFAULT_NAMESPACE
+
+    def names(self, first: int, end: int) -> list[Named]:
+        """Of pages [first, end), whose hashes are known."""
+        known = self._route_keys
+        if len(known) < end:
+            parent = known[-1] if known else seed_of(self.request.cache_salt)
+            step = TOKEN_BYTES * self.block_size
+            tokens = array("I", bytes(self.packed[len(known) * step : end * step]))
+            known += route_keys(tokens, self.block_size, parent)
+        return [Named(self.page_hashes[i], known[i]) for i in range(first, end)]
+
+    def volume_of(self, page: int) -> str | None:
+        """Where a page of the prompt is said to lie."""
+        volumes = self.request.tier.volumes if self.request.tier is not None else {}
+        return next((volume_id for volume_id, num_pages in volumes.items() if page < num_pages), None)
 
     def tokens_of_pages(self, first: int, end: int) -> list[int]:
         step = TOKEN_BYTES * self.block_size

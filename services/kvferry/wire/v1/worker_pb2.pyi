@@ -81,7 +81,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CONTINUED_FIELD_NUMBER: _ClassVar[int]
     PARSE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -100,7 +101,28 @@ class Submit(_message.Message):
     cache_salt: str
     continued: Continued
     parse: Parse
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ...) -> None: ...
+    tier: Tier
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ...) -> None: ...
+
+class Tier(_message.Message):
+    __slots__ = ("tenant", "epoch", "volumes", "no_load")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    NO_LOAD_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    epoch: int
+    volumes: _containers.RepeatedCompositeFieldContainer[VolumePages]
+    no_load: bool
+    def __init__(self, tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumePages, _Mapping]]] = ..., no_load: _Optional[bool] = ...) -> None: ...
+
+class VolumePages(_message.Message):
+    __slots__ = ("volume_id", "num_pages")
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    num_pages: int
+    def __init__(self, volume_id: _Optional[str] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class Parse(_message.Message):
     __slots__ = ("request", "num_tokens_before", "num_chars_before")
@@ -314,7 +336,7 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "ferried_bytes", "num_generated_tokens", "num_steps")
+    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "ferried_bytes", "num_generated_tokens", "num_steps", "cached_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -324,6 +346,7 @@ class Load(_message.Message):
     FERRIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pages_used: int
@@ -333,4 +356,17 @@ class Load(_message.Message):
     ferried_bytes: int
     num_generated_tokens: int
     num_steps: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., ferried_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    cached_tokens: CachedTokens
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., ferried_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
+
+class CachedTokens(_message.Message):
+    __slots__ = ("device", "cpu", "volume", "ferry")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CPU_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    FERRY_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    cpu: int
+    volume: int
+    ferry: int
+    def __init__(self, device: _Optional[int] = ..., cpu: _Optional[int] = ..., volume: _Optional[int] = ..., ferry: _Optional[int] = ...) -> None: ...

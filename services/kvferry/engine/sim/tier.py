@@ -1,0 +1,288 @@
+"""The twin's CPU tier: finished pages in shared memory, and behind it the volumes of a keeper, through the real client.
+
+What vLLM's tiers do, page for page: a page that becomes full is copied here and handed to the keeper; a page that is
+wanted and not here is brought by the keeper into a row first. Rows are forgotten least recently used first, but never
+while somebody reads or writes them: the engine, or a keeper that has not said that it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.engine.base import KvEvent, PagesRemoved, PagesStored
+from kvferry.engine.sim.block_pool import PageHash
+from kvferry.residency.index import Tier
+from kvferry.tier.client import JobDone, KeeperClient, Region
+from kvferry.tier.layout import ALIGNMENT, PAGE_KEY_BYTES, Namespace, PageKey, PageLayout
+
+# Neither vLLM nor its twin is told when a job ends: both look. vLLM once a step, of which an idle engine takes one a
+# millisecond.
+_LOOK_EVERY_S = 0.001
+
+_MEDIUM = "CPU"
+
+
+class Named(NamedTuple):
+    """A page by its engine's hash and the key that gateways know it by."""
+
+    page_hash: PageHash
+    route_key: int
+
+
+class Loaded(NamedTuple):
+    content: bytes
+    tier: Tier  # where it lay: CPU or VOLUME
+
+
+def page_key(page_hash: PageHash) -> PageKey:
+    return PageKey(page_hash.to_bytes(PAGE_KEY_BYTES - 4, "big") + bytes(4))
+
+
+def sim_layout(model: str, *, block_size: int, page_bytes: int) -> PageLayout:
+    """What sim pages mean; the row of a page is filled up to what drives can read."""
+    return PageLayout(
+        model=model,
+        weights_revision="sim",
+        dtype="sim",
+        kv_cache_dtype="sim",
+        tokens_per_block=block_size,
+        blocks_per_chunk=1,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=1,
+        isa="sim",
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        kv_layout=f"sim-{page_bytes}",
+        payload_bytes=-(-page_bytes // ALIGNMENT) * ALIGNMENT,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    pages: Sequence[tuple[Named, int]]  # with their rows
+    reader: asyncio.Future[None] | None = None  # of a load: who waits for it, if still anybody does
+
+
+class SimTier:
+    """Of one engine, on one event loop. Owns its memory and its client from creation to `stop`."""
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        *,
+        page_bytes: int,
+        num_rows: int,
+        engine_id: str,
+        keeper_socket: str = "",
+    ) -> None:
+        """Without `keeper_socket` there are no volumes."""
+        self.num_rows = num_rows
+        self._page_bytes = page_bytes
+        self._row_bytes = layout.payload_bytes
+        self._fd = os.memfd_create("kvferry-sim-tier", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, num_rows * self._row_bytes)
+        self._memory = mmap.mmap(self._fd, num_rows * self._row_bytes)
+        self._free = list(range(num_rows))
+        self._pins = [0] * num_rows
+        self._ready: OrderedDict[PageHash, int] = OrderedDict()  # -> row; least recently used first
+        self._coming: dict[PageHash, int] = {}  # -> the row that the keeper fills
+        self._given_up: set[int] = set()  # rows that hold no page, and that whoever asked for one still looks at
+        self._jobs: dict[int, _Job] = {}
+        self._num_jobs = 0
+        self._num_readers = 0
+        self._events: list[KvEvent] = []
+        self._look: asyncio.Task[None] | None = None
+        self._client: KeeperClient | None = None
+        if keeper_socket:
+            region = Region(self._fd, num_rows, self._row_bytes)
+            self._client = KeeperClient(keeper_socket, region, layout, engine_id=engine_id)
+            self._client.start()
+
+    def __repr__(self) -> str:
+        return f"<SimTier {len(self._ready)}/{self.num_rows} ready, {len(self._coming)} coming, {len(self._jobs)} jobs>"
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a keeper to ask."""
+        return self._client is not None and self._client.connected
+
+    @property
+    def num_jobs(self) -> int:
+        """That the keeper has not ended."""
+        return len(self._jobs)
+
+    def has(self, page_hash: PageHash, volume_id: str | None = None, *, from_volumes: bool = True) -> bool:
+        """Whether a load may bring it. `volume_id`: where it is said to lie. Not `from_volumes`: only what is here."""
+        if page_hash in self._ready:
+            return True
+        client = self._client
+        if client is None or page_hash in self._coming or not from_volumes:
+            return False
+        return client.contains(page_key(page_hash)) or (volume_id is not None and client.connected)
+
+    def store(self, pages: Sequence[tuple[Named, bytes]], namespace: Namespace) -> None:
+        """Copy pages in, as far as there is room, and have the keeper keep them."""
+        new: list[tuple[Named, int]] = []
+        for named, content in pages:
+            if named.page_hash in self._ready:
+                self._ready.move_to_end(named.page_hash)
+                continue
+            if named.page_hash in self._coming or (row := self._allocate()) is None:
+                continue
+            start = row * self._row_bytes
+            self._memory[start : start + self._page_bytes] = content
+            self._add(named, row)
+            new.append((named, row))
+        if self._client is None:
+            return
+        kept = [(named, row) for named, row in new if not self._client.contains(page_key(named.page_hash))]
+        if kept:
+            job = self._begin(_Job(kept))
+            self._client.store(
+                job, namespace, [(page_key(named.page_hash), named.route_key, row) for named, row in kept]
+            )
+
+    async def load(
+        self, pages: Sequence[tuple[Named, str | None]], namespace: Namespace, *, patience_s: float
+    ) -> list[Loaded]:
+        """What can be had of a run of pages, from its start: shorter than asked where one is missing.
+
+        With each page comes the volume on which it is said to lie. What the keeper does not bring within `patience_s`
+        is missing too; its rows stay the keeper's until it is done with them.
+        """
+        run: list[tuple[Named, int, Tier]] = []
+        wanted: list[tuple[Named, int]] = []
+        volumes: dict[PageKey, str] = {}
+        for named, volume_id in pages:
+            if not self.has(named.page_hash, volume_id):
+                break
+            ready = self._ready.get(named.page_hash)
+            if ready is not None:
+                self._ready.move_to_end(named.page_hash)
+                self._pins[ready] += 1
+                run.append((named, ready, Tier.CPU))
+                continue
+            row = self._allocate()
+            if row is None:
+                break
+            self._coming[named.page_hash] = row
+            self._pins[row] += 1  # the reader's; the keeper's comes with the job
+            wanted.append((named, row))
+            run.append((named, row, Tier.VOLUME))
+            if volume_id is not None:
+                volumes[page_key(named.page_hash)] = volume_id
+        self._num_readers += 1
+        try:
+            if wanted:
+                await self._bring(wanted, volumes, namespace, patience_s)
+            loaded: list[Loaded] = []
+            for named, row, tier in run:
+                if self._ready.get(named.page_hash) != row:
+                    break
+                start = row * self._row_bytes
+                loaded.append(Loaded(self._memory[start : start + self._page_bytes], tier))
+            return loaded
+        finally:
+            self._num_readers -= 1
+            for _, row, _ in run:
+                self._unpin(row)
+
+    async def _bring(
+        self, wanted: Sequence[tuple[Named, int]], volumes: dict[PageKey, str], namespace: Namespace, patience_s: float
+    ) -> None:
+        assert self._client is not None
+        reader = asyncio.get_running_loop().create_future()
+        job = self._begin(_Job(wanted, reader))
+        self._client.load(job, namespace, [(page_key(named.page_hash), row) for named, row in wanted], volumes)
+        await asyncio.wait([reader], timeout=patience_s)
+
+    def take_events(self) -> list[KvEvent]:
+        """What came and went since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    async def stop(self) -> None:
+        """May be repeated."""
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
+            self._look = None
+        client, self._client = self._client, None
+        if client is not None:
+            await asyncio.to_thread(client.stop)
+        if self._fd >= 0:
+            self._memory.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def check(self) -> None:
+        """The conservation laws. Raises AssertionError."""
+        rows = [*self._free, *self._ready.values(), *self._coming.values(), *self._given_up]
+        assert len(set(rows)) == len(rows), "a row holds two pages"
+        assert set(rows) == set(range(self.num_rows)), "a row is lost"
+        assert all(self._pins[row] == 0 for row in self._free), "a free row is in use"
+        if not self._jobs:
+            assert not self._coming, "a page is coming, and nobody brings it"
+            assert self._num_readers or not any(self._pins), "a row is in use, and nobody uses it"
+
+    # Rows.
+
+    def _allocate(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for page_hash, row in self._ready.items():
+            if not self._pins[row]:
+                del self._ready[page_hash]
+                self._events.append(PagesRemoved([page_hash], _MEDIUM))
+                return row
+        return None
+
+    def _unpin(self, row: int) -> None:
+        self._pins[row] -= 1
+        assert self._pins[row] >= 0, f"row {row} was let go twice"
+        if not self._pins[row] and row in self._given_up:
+            self._given_up.remove(row)
+            self._free.append(row)
+
+    def _add(self, named: Named, row: int) -> None:
+        self._ready[named.page_hash] = row
+        self._events.append(PagesStored([named.page_hash], None, (), 0, medium=_MEDIUM, route_keys=[named.route_key]))
+
+    # Jobs.
+
+    def _begin(self, job: _Job) -> int:
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = job
+        for _, row in job.pages:
+            self._pins[row] += 1
+        if self._look is None or self._look.done():
+            self._look = asyncio.get_running_loop().create_task(self._look_after_jobs())
+        return self._num_jobs
+
+    async def _look_after_jobs(self) -> None:
+        client = self._client
+        while client is not None and self._jobs:
+            for done in client.finished():
+                self._end(done)
+            if self._jobs:
+                await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _end(self, done: JobDone) -> None:
+        job = self._jobs.pop(done.job)
+        for named, row in job.pages:
+            if done.is_load:
+                del self._coming[named.page_hash]
+                if page_key(named.page_hash) in done.succeeded:
+                    self._add(named, row)
+                else:
+                    self._given_up.add(row)
+            self._unpin(row)
+        if job.reader is not None and not job.reader.done():
+            job.reader.set_result(None)

@@ -1,0 +1,87 @@
+"""Which weights a folder holds, as a name that pages can carry: pages of other weights are other pages.
+
+The name is a digest of what the files hold, not of where they lie or what they are called by, so that it is the same on
+every node and after every copy, and another as soon as one byte is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from kvferry.errors import ConfigError
+
+# What a model computes with: weights, their configuration, and code that comes with them.
+_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".json", ".py"})
+_READ_BYTES = 8 << 20
+_THREADS = 4
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """What a file was when its digest was taken."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int  # a copy may keep the time of modification
+    digest: str
+
+
+def weights_revision(folder: Path, cache: Path) -> str:
+    """32 hexadecimal digits for the model files of `folder` (those in it, not in folders below).
+
+    Reads them once and remembers digests in `cache` by path, size and times; a cache that cannot be read or written
+    costs another reading. Raises ConfigError when there is no model in the folder, or it cannot be read.
+    """
+    record = cache / f"{xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))}.json"
+    known = _read(record)
+    try:
+        files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+        with ThreadPoolExecutor(_THREADS) as threads:
+            now = dict(zip((f.name for f in files), threads.map(lambda f: _digest(f, known), files), strict=True))
+    except OSError as error:
+        raise ConfigError(f"model.path: {folder} cannot be read: {error.strerror}", param="model.path") from None
+    if not now:
+        raise ConfigError(f"model.path: {folder} holds no model files", param="model.path")
+    if now != known:
+        _write(record, now)
+    whole = xxhash.xxh3_128()
+    for name, entry in now.items():
+        whole.update(f"{name}\0{entry.digest}\0".encode())
+    return whole.hexdigest()
+
+
+def _digest(file: Path, known: Mapping[str, _Known]) -> _Known:
+    with file.open("rb", buffering=0) as opened:
+        status = os.fstat(opened.fileno())
+        before = known.get(file.name)
+        here = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if before is not None and (before.size, before.modified_ns, before.changed_ns) == here:
+            return before
+        digest = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(_READ_BYTES, status.st_size or 1)))
+        while num_read := opened.readinto(buffer):
+            digest.update(buffer[:num_read])
+    return _Known(*here, digest.hexdigest())
+
+
+def _read(record: Path) -> dict[str, _Known]:
+    try:
+        return msgspec.json.decode(record.read_bytes(), type=dict[str, _Known])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _write(record: Path, known: Mapping[str, _Known]) -> None:
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=record.parent)
+        with os.fdopen(handle, "wb") as out:
+            out.write(msgspec.json.encode(known))
+        os.replace(name, record)  # noqa: PTH105

@@ -1,0 +1,68 @@
+"""How a keeper tells a gateway of one volume: a gRPC stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvferry.config import TlsConfig
+from kvferry.membership.base import Member
+from kvferry.router.keepers import FollowVolume, VolumeState, VolumeUpdate
+from kvferry.wire.v1 import keeper_pb2 as pb
+from kvferry.worker import codec
+from kvferry.worker import tls as worker_tls
+from kvferry.worker.grpc_server import CHANNEL_OPTIONS
+
+_FOLLOW = "/kvferry.wire.v1.Keeper/Follow"
+
+
+def follow_over(tls: TlsConfig) -> FollowVolume:
+    """Streams of keepers that are dialled as workers are. They raise ConnectionError when they break."""
+
+    async def follow(member: Member, volume_id: str) -> AsyncIterator[VolumeUpdate]:
+        if tls.enabled:
+            options: list[tuple[str, object]] = list(CHANNEL_OPTIONS)
+            if tls.server_name:
+                options.append(("grpc.ssl_target_name_override", tls.server_name))
+            channel = grpc.aio.secure_channel(member.address, worker_tls.channel_credentials(tls), options=options)
+        else:
+            channel = grpc.aio.insecure_channel(member.address, options=CHANNEL_OPTIONS)
+        async with channel:
+            call: Any = channel.unary_stream(
+                _FOLLOW,
+                request_serializer=pb.FollowRequest.SerializeToString,
+                response_deserializer=pb.VolumeUpdate.FromString,
+            )(pb.FollowRequest(volume_id=volume_id))
+            try:
+                async for message in call:
+                    yield update_from_wire(message)
+            except grpc.aio.AioRpcError as error:
+                raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+            except ValueError as error:
+                raise ConnectionError(f"a message that cannot be read: {error}") from None
+            finally:
+                call.cancel()
+
+    return follow
+
+
+def update_from_wire(message: pb.VolumeUpdate) -> VolumeUpdate:
+    """Raises ValueError."""
+    match message.WhichOneof("kind"):
+        case "residency":
+            return codec.residency_from_wire(message.residency)
+        case "state":
+            state = message.state
+            return VolumeState(
+                page_bytes=state.page_bytes,
+                read_bytes_per_s=state.read_bytes_per_s,
+                queued_read_bytes=state.queue_bytes,
+                is_readable=not state.breaker_open,
+                num_pages=state.num_pages,
+                used_bytes=state.used_bytes,
+                capacity_bytes=state.capacity_bytes,
+            )
+        case _:
+            raise ValueError("an empty update")

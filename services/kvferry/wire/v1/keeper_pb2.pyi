@@ -1,0 +1,108 @@
+from kvferry.wire.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FollowRequest(_message.Message):
+    __slots__ = ("volume_id",)
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    def __init__(self, volume_id: _Optional[str] = ...) -> None: ...
+
+class VolumeUpdate(_message.Message):
+    __slots__ = ("residency", "state")
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    residency: _worker_pb2.Residency
+    state: VolumeState
+    def __init__(self, residency: _Optional[_Union[_worker_pb2.Residency, _Mapping]] = ..., state: _Optional[_Union[VolumeState, _Mapping]] = ...) -> None: ...
+
+class VolumeState(_message.Message):
+    __slots__ = ("volume_id", "read_bytes_per_s", "queue_bytes", "page_bytes", "breaker_open", "capacity_bytes", "used_bytes", "num_pages", "shared")
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    read_bytes_per_s: float
+    queue_bytes: int
+    page_bytes: int
+    breaker_open: bool
+    capacity_bytes: int
+    used_bytes: int
+    num_pages: int
+    shared: bool
+    def __init__(self, volume_id: _Optional[str] = ..., read_bytes_per_s: _Optional[float] = ..., queue_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., breaker_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., shared: _Optional[bool] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("volume_id", "layout", "payload_bytes", "tenant", "epoch", "keys", "agent")
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    layout: bytes
+    payload_bytes: int
+    tenant: str
+    epoch: int
+    keys: bytes
+    agent: str
+    def __init__(self, volume_id: _Optional[str] = ..., layout: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., agent: _Optional[str] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("lease", "pages", "agent", "agent_metadata")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    pages: _containers.RepeatedCompositeFieldContainer[FetchedPage]
+    agent: str
+    agent_metadata: bytes
+    def __init__(self, lease: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[FetchedPage, _Mapping]]] = ..., agent: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+
+class FetchedPage(_message.Message):
+    __slots__ = ("cause", "address", "header")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    address: int
+    header: bytes
+    def __init__(self, cause: _Optional[str] = ..., address: _Optional[int] = ..., header: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    def __init__(self, lease: _Optional[int] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KeeperDescription(_message.Message):
+    __slots__ = ("keeper_id", "version", "node", "num_engines", "volumes")
+    KEEPER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    keeper_id: str
+    version: str
+    node: str
+    num_engines: int
+    volumes: _containers.RepeatedCompositeFieldContainer[VolumeState]
+    def __init__(self, keeper_id: _Optional[str] = ..., version: _Optional[str] = ..., node: _Optional[str] = ..., num_engines: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeState, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,215 @@
+"""A cluster with keepers: what one worker computed another one loads, from here or from another node."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from waiting import until
+
+from kvferry import config as configuration
+from kvferry.config import ClusterConfig
+from kvferry.engine.sim import SimEngine
+from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.keeper_host import KeeperHost
+
+from .conftest import MODEL, SimCluster
+
+PROMPT = " ".join(f"word{i}" for i in range(300))
+PAGE = 16
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    # Short: the path of a Unix socket has a limit.
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def config_with(volume: Path, sockets: Path, **values: object) -> ClusterConfig:
+    return configuration.parse(
+        {
+            "model": {"path": MODEL},
+            "engine": {"kind": "sim", "block_size": PAGE},
+            "prefill": {"replicas": 0},
+            "decode": {"replicas": 1},
+            "worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5},
+            "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 2_000.0, "tier_page_ms": 0.05},
+            "gateway": {"http_port": 0},
+            "tier": {
+                "enabled": True,
+                "volumes": [{"path": str(volume), "capacity_gib": 0.1}],
+                "socket_dir": str(sockets),
+                **values,
+            },
+        }
+    )
+
+
+@asynccontextmanager
+async def keeper(config: ClusterConfig, registry: MemoryRegistry, node: str = "") -> AsyncIterator[KeeperHost]:
+    host = KeeperHost(config, MemoryMembership(registry), node=node)
+    await host.start()
+    try:
+        yield host
+    finally:
+        await host.stop()
+
+
+async def add_worker(cluster: SimCluster, kept: KeeperHost) -> tuple[WorkerHost, SimEngine]:
+    config = cluster.config
+    engine = build_engine(config, MemberKind.DECODE, MODEL, keeper_socket=kept.member.socket_path)
+    assert isinstance(engine, SimEngine)
+    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(cluster.registry))
+    await host.start()
+    cluster.workers.append((host, engine))
+    return host, engine
+
+
+def has_keeper(engine: SimEngine) -> bool:
+    return engine._tier is not None and engine._tier.connected
+
+
+async def end_workers(cluster: SimCluster) -> None:
+    for host, _ in cluster.workers:
+        await host.stop()
+    cluster.workers.clear()
+
+
+async def ask(cluster: SimCluster, prompt: str = PROMPT) -> tuple[str, dict[str, object]]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        answered = await http.post("/v1/completions", json=body, headers={"x-kvferry-debug": "1"})
+    assert answered.status_code == 200, answered.text
+    values = answered.json()
+    return values["choices"][0]["text"], values
+
+
+@asynccontextmanager
+async def gateway_over(config: ClusterConfig) -> AsyncIterator[SimCluster]:
+    cluster = SimCluster(config, MemoryRegistry())
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+async def until_known(cluster: SimCluster, num_pages: int) -> None:
+    gateway = cluster.gateway
+    assert gateway is not None
+    await until(
+        lambda: (
+            bool(gateway.keepers.views())
+            and sum(state.num_pages for state in gateway.keepers.states().values()) >= num_pages
+        )
+    )
+    index = gateway.residents.index
+    await until(lambda: any(holder.tier.value == "volume" for holder in index.holders()))
+
+
+async def test_what_a_worker_computed_is_loaded_after_all_engines_were_restarted(tmp_path: Path, sockets: Path) -> None:
+    config = config_with(tmp_path / "volume", sockets)
+    async with gateway_over(config) as cluster, keeper(config, cluster.registry) as kept:
+        _, engine = await add_worker(cluster, kept)
+        await until(lambda: has_keeper(engine))
+        await cluster.add_gateway()
+        await cluster.ready(1)
+        uncached, values = await ask(cluster)
+        num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
+        await until_known(cluster, num_prompt // PAGE)
+        await end_workers(cluster)
+        _, fresh = await add_worker(cluster, kept)
+        await until(lambda: has_keeper(fresh))
+        await cluster.ready(1)
+        again, _ = await ask(cluster)
+        assert again == uncached
+        loaded = fresh.load().cached_tokens.volume
+        assert loaded >= 0.95 * num_prompt
+        assert fresh.load().prompt_tokens.local_compute == num_prompt - loaded
+        await until(
+            lambda: (
+                sum(
+                    cluster.metric(
+                        f'kvferry_worker_cached_prompt_tokens_total{{role="decode",tier="volume",worker="{host.worker_id}"}}'
+                    )
+                    for host, _ in cluster.workers
+                )
+                == loaded
+            )
+        )
+
+
+async def test_a_keeper_started_again_finds_its_pages(tmp_path: Path, sockets: Path) -> None:
+    config = config_with(tmp_path / "volume", sockets)
+    async with gateway_over(config) as cluster:
+        async with keeper(config, cluster.registry) as kept:
+            _, engine = await add_worker(cluster, kept)
+            await until(lambda: has_keeper(engine))
+            await cluster.add_gateway()
+            await cluster.ready(1)
+            uncached, values = await ask(cluster)
+            num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
+            await until_known(cluster, num_prompt // PAGE)
+            await end_workers(cluster)
+        async with keeper(config, cluster.registry) as kept:
+            _, fresh = await add_worker(cluster, kept)
+            await until(lambda: has_keeper(fresh))
+            await cluster.ready(1)
+            assert (await ask(cluster))[0] == uncached
+            assert fresh.load().cached_tokens.volume >= 0.95 * num_prompt
+
+
+async def test_pages_of_another_nodes_volume_come_through_its_keeper(tmp_path: Path, sockets: Path) -> None:
+    here = config_with(tmp_path / "here", sockets / "here")
+    there = config_with(tmp_path / "there", sockets / "there")
+    async with (
+        gateway_over(here) as cluster,
+        keeper(there, cluster.registry, node="elsewhere") as far,
+        keeper(here, cluster.registry) as near,
+    ):
+        _, engine = await add_worker(cluster, far)
+        await until(lambda: has_keeper(engine))
+        await cluster.add_gateway()
+        await cluster.ready(1)
+        uncached, values = await ask(cluster)
+        num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
+        await until_known(cluster, num_prompt // PAGE)
+        await end_workers(cluster)
+        _, fresh = await add_worker(cluster, near)
+        await until(lambda: has_keeper(fresh))
+        await cluster.ready(1)
+        again, _ = await ask(cluster)
+        assert again == uncached
+        assert fresh.load().cached_tokens.volume >= 0.95 * num_prompt
+        assert near.keeper.stats.remote_loads.get("ok", 0) >= num_prompt // PAGE - 1
+
+
+async def test_what_costs_less_to_compute_is_not_loaded(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_with(tmp_path / "volume", sockets)
+    async with gateway_over(config) as cluster, keeper(config, cluster.registry) as kept:
+        _, engine = await add_worker(cluster, kept)
+        await until(lambda: has_keeper(engine))
+        gateway = await cluster.add_gateway()
+        await cluster.ready(1)
+        _, values = await ask(cluster)
+        num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
+        await until_known(cluster, num_prompt // PAGE)
+        await end_workers(cluster)
+        (name,) = gateway.keepers.views()
+        slow = {name: gateway.keepers.views()[name].__class__(frozenset(), 10_000.0, 0.0)}
+        monkeypatch.setattr(gateway.app.openai._dispatcher, "_volumes", lambda: slow)  # type: ignore[union-attr]
+        _, fresh = await add_worker(cluster, kept)
+        await until(lambda: has_keeper(fresh))
+        await cluster.ready(1)
+        await ask(cluster)
+        assert fresh.load().cached_tokens.volume == 0
+        assert fresh.load().prompt_tokens.local_compute == num_prompt
+        assert cluster.metric("kvferry_skipped_volume_loads_total") == 1

@@ -1,0 +1,323 @@
+"""Real engines with a CPU tier and a keeper's volume: what was computed once is not computed again, and never wrong.
+
+One prefill engine computes prompts and ends; a decode engine that never saw them goes on. The tests share it, in order:
+the last one kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+from tier_keeper import KeeperProcess
+from tier_pages import page_files
+from waiting import until
+
+from kvferry import model_folder
+from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.engine.base import (
+    CachedTokens,
+    Engine,
+    EngineOutput,
+    EngineRequest,
+    PromptSources,
+    RequestId,
+    Sampling,
+    TierHints,
+    TransferParams,
+)
+from kvferry.engine.vllm_engine import VllmEngine
+from kvferry.errors import EngineDead
+from kvferry.pages.keys import route_keys, seed_of
+from kvferry.residency.index import Tier
+from kvferry.tier.layout import Namespace
+from kvferry.worker.mirror import Mirror
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+pytest.importorskip("vllm")
+
+BLOCK_SIZE = 32
+NUM_PAGES = 12
+PROMPT_TOKENS = NUM_PAGES * BLOCK_SIZE + 13
+NUM_TOKENS = 16
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+ACME = TierHints(Namespace("acme", 3))
+SALT = "acme's"
+
+_fresh = itertools.count()
+
+
+def prompt_of(i: int) -> list[int]:
+    seeded = random.Random(i)
+    return [seeded.randrange(200, 40_000) for _ in range(PROMPT_TOKENS)]
+
+
+async def run(engine: Engine, prompt: Sequence[int], **values: object) -> tuple[list[int], EngineOutput]:
+    values = {"cache_salt": SALT, "tier": ACME} | values
+    tokens: list[int] = []
+    last = EngineOutput((), "")
+    async with asyncio.timeout(120):
+        async for last in engine.generate(
+            EngineRequest(RequestId(f"r{next(_fresh)}"), prompt, GREEDY, **values)  # type: ignore[arg-type]
+        ):
+            tokens += last.token_ids
+    return tokens, last
+
+
+async def prefill(engine: Engine, prompt: Sequence[int]) -> TransferParams:
+    sampling = Sampling(max_tokens=1, temperature=0.0)
+    request = EngineRequest(
+        RequestId(f"r{next(_fresh)}"), prompt, sampling, keep_for_transfer=True, cache_salt=SALT, tier=ACME
+    )
+    transfer = None
+    async for output in engine.generate(request):
+        transfer = output.transfer_params
+    assert transfer is not None
+    return transfer
+
+
+def engine_of(tier: TierConfig, socket: Path, *, producer: bool) -> VllmEngine:
+    folder = str(model_folder.resolve("default"))
+    model, engine = ModelConfig(path=folder), EngineConfig(threads=1)
+    return VllmEngine(folder, model, engine, producer=producer, tier=tier, keeper_socket=str(socket))
+
+
+def minus(after: CachedTokens, before: CachedTokens) -> CachedTokens:
+    return CachedTokens(
+        after.device - before.device, after.cpu - before.cpu, after.volume - before.volume, after.ferry - before.ferry
+    )
+
+
+@dataclass
+class World:
+    keeper: KeeperProcess
+    tier: TierConfig
+    decode: VllmEngine
+    mirror: Mirror
+
+    @property
+    def volume(self) -> Path:
+        return self.keeper.folder / "v0"
+
+    def file_of(self, prompt: Sequence[int], page: int) -> Path:
+        """Of a page of a prompt under SALT: the name ends with the route key."""
+        key = route_keys(prompt, BLOCK_SIZE, seed_of(SALT))[page]
+        (file,) = (file for file in page_files(self.volume) if file.stem.endswith(f"-{key:016x}"))
+        return file
+
+    async def expected(self, prompt: Sequence[int]) -> list[int]:
+        """The answer of an engine that has nothing of the prompt."""
+        tokens, last = await run(self.decode, prompt, cache_salt=f"nobody's {next(_fresh)}", tier=None)
+        assert last.sources == PromptSources(local_compute=len(prompt))
+        return tokens
+
+    def bytes_read(self) -> int:
+        """What the keeper has read from its drive."""
+        return int(psutil.Process(self.keeper.pid).io_counters().read_bytes)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    folder = tmp_path_factory.mktemp("tier", numbered=True)
+    keeper = KeeperProcess(folder, io_timeout_s=2.0, cpu_gib=0.25, volume={"capacity_gib": 1.0})
+    tier = keeper.config
+    keeper.start()
+    first = engine_of(tier, keeper.socket_path, producer=True)
+    try:
+        await first.start()
+        for i in range(7):
+            sampling = Sampling(max_tokens=1, temperature=0.0)
+            request = EngineRequest(RequestId(f"first-{i}"), prompt_of(i), sampling, cache_salt=SALT, tier=ACME)
+            async for _ in first.generate(request):
+                pass
+        await until(lambda: len(page_files(folder / "v0")) == 7 * NUM_PAGES, what="pages kept")
+    finally:
+        await first.stop()
+    decode = engine_of(tier, keeper.socket_path, producer=False)
+    mirror = Mirror(BLOCK_SIZE, 10_000)
+
+    async def listen() -> None:
+        async for batch in decode.kv_events():
+            mirror.feed(batch)
+
+    try:
+        await decode.start()
+        listening = asyncio.create_task(listen())
+        yield World(keeper, tier, decode, mirror)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+    finally:
+        await decode.stop()
+        keeper.reap()
+
+
+async def test_after_all_engines_ended_a_prompt_comes_from_the_volume(world: World) -> None:
+    prompt = prompt_of(0)
+    expected = await world.expected(prompt)
+    before = world.decode.load().cached_tokens
+    tokens, last = await run(world.decode, prompt)
+    assert tokens == expected
+    cached = minus(world.decode.load().cached_tokens, before)
+    assert cached == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
+    assert cached.volume >= 0.95 * len(prompt)
+    assert last.sources == PromptSources(len(prompt) - cached.volume, 0, cached.volume)
+    # Gateways hear that it is in this engine's memory, and in its CPU tier.
+    keys = set(route_keys(prompt, BLOCK_SIZE, seed_of(SALT)))
+    await until(lambda: keys <= world.mirror.keys_of(Tier.GPU) and keys <= world.mirror.keys_of(Tier.CPU))
+
+
+async def test_pages_lie_under_their_tenant(world: World) -> None:
+    assert world.file_of(prompt_of(0), 3).parent.parent.name == "acme.3"
+
+
+async def test_a_corrupted_page_is_computed_and_put_aside(world: World) -> None:
+    prompt = prompt_of(1)
+    expected = await world.expected(prompt)
+    file = world.file_of(prompt, 7)
+    content = bytearray(file.read_bytes())
+    content[4096 + 1000] ^= 1
+    file.write_bytes(content)
+    before = world.decode.load().cached_tokens
+    tokens, last = await run(world.decode, prompt)
+    assert tokens == expected
+    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(volume=7 * BLOCK_SIZE)
+    assert last.sources == PromptSources(len(prompt) - 7 * BLOCK_SIZE, 0, 7 * BLOCK_SIZE)
+    assert len(list((world.volume / "quarantine").iterdir())) == 1
+    # Computed, it is kept anew.
+    await until(lambda: file.exists() and file.stat().st_size == len(content), what="the page again")
+
+
+async def test_answers_are_kept_and_the_cpu_tier_has_what_the_engine_gave_away(world: World) -> None:
+    prompt = prompt_of(0)
+    answer, _ = await run(world.decode, prompt)
+    whole = [*prompt, *answer, *prompt_of(77)[:20]]
+    expected = await world.expected(whole)
+    first, _ = await run(world.decode, whole)
+    assert first == expected
+    assert await world.decode._llm.reset_prefix_cache()
+    before = world.decode.load().cached_tokens
+    again, last = await run(world.decode, whole)
+    assert again == expected
+    num_cached = len(whole) // BLOCK_SIZE * BLOCK_SIZE
+    assert num_cached > NUM_PAGES * BLOCK_SIZE
+    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(cpu=num_cached)
+    assert last.sources == PromptSources(len(whole) - num_cached, 0, num_cached)
+
+
+async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World) -> None:
+    """And everything that is mended in the ferry still is, joined with a tier."""
+    prompt, other = prompt_of(2), prompt_of(3)
+    expected, expected_other = await world.expected(prompt), await world.expected(other)
+    prefilling = engine_of(world.tier, world.keeper.socket_path, producer=True)
+    try:
+        await prefilling.start()
+        transfer = await prefill(prefilling, prompt)
+        assert prefilling.load().cached_tokens == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
+        assert "remote_blocks_expiry_time" in transfer  # nixl_lease.py
+        read, before = world.bytes_read(), world.decode.load().cached_tokens
+        ferried_bytes = world.decode.load().ferried_bytes
+        tokens, last = await run(world.decode, prompt, transfer_params=transfer)
+        assert tokens == expected
+        assert last.sources == PromptSources(external_kv_transfer=len(prompt))
+        assert minus(world.decode.load().cached_tokens, before) == CachedTokens(ferry=len(prompt))
+        assert world.bytes_read() == read
+        await until(
+            lambda: world.decode.load().ferried_bytes - ferried_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
+        )
+        # Where the ferry fails, the volume has its turn.
+        kept = await prefill(prefilling, other)
+        gone = {**kept, "remote_engine_id": "0" * 32, "remote_port": 1}
+        before = world.decode.load().cached_tokens
+        tokens, last = await run(world.decode, other, transfer_params=gone)
+        assert tokens == expected_other
+        assert last.sources == PromptSources(len(other) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
+        assert minus(world.decode.load().cached_tokens, before).volume == NUM_PAGES * BLOCK_SIZE
+        # An engine that only keeps pages naps (nixl_keeping.py), until they are released (release.py).
+        steps, num_used = prefilling.load().num_steps, prefilling.load().num_pages_used
+        assert num_used > NUM_PAGES
+        await asyncio.sleep(1.0)  # the window of the measurement
+        assert prefilling.load().num_steps - steps < 150
+        await prefilling.release(kept)
+        await until(lambda: prefilling.load().num_pages_used == 0)
+        workers = [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
+        assert len(workers) == 2
+        for worker in workers:
+            assert os.sched_getaffinity(worker.pid) == os.sched_getaffinity(0)  # nixl.py
+    finally:
+        await prefilling.stop()
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return "VLLM::Worker" in " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
+
+
+async def test_a_volume_that_hangs_holds_nobody_up_for_long(world: World) -> None:
+    prompt = prompt_of(4)
+    expected = await world.expected(prompt)
+    world.keeper.stall()
+    begun_s = asyncio.get_running_loop().time()
+    tokens, last = await run(world.decode, prompt)
+    took_s = asyncio.get_running_loop().time() - begun_s
+    assert tokens == expected
+    assert last.sources == PromptSources(local_compute=len(prompt))
+    assert took_s < 30
+    assert world.keeper.num_stalled > 0
+    world.keeper.go_on()
+
+
+async def test_a_keeper_that_is_killed_is_a_miss_and_comes_back(world: World) -> None:
+    prompt, later = prompt_of(5), prompt_of(6)
+    expected = await world.expected(later)
+    world.keeper.kill()
+    world.keeper.reap()
+    tokens, last = await run(world.decode, prompt)
+    assert last.sources == PromptSources(local_compute=len(prompt))
+    world.keeper.start()
+    # The engine finds it again by itself, and what it has.
+    await until(lambda: world.keeper.maps(region_of(world)), what="the engine at the keeper")
+    tokens, last = await run(world.decode, later)
+    assert tokens == expected
+    assert last.sources == PromptSources(len(later) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
+
+
+def worker_of(world: World) -> psutil.Process:
+    (worker,) = (child for child in psutil.Process().children(recursive=True) if is_worker(child))
+    return worker
+
+
+def region_of(world: World) -> int:
+    """The inode of the decode engine's CPU tier."""
+    lines = Path(f"/proc/{worker_of(world).pid}/maps").read_text().splitlines()
+    (inode,) = {int(line.split()[4]) for line in lines if f"vllm_offload_{world.decode.info.engine_id}" in line}
+    return inode
+
+
+async def test_killing_an_engine_leaves_no_name_in_shared_memory(world: World) -> None:
+    def names() -> list[str]:
+        return [file.name for file in Path("/dev/shm").iterdir() if world.decode.info.engine_id in file.name]
+
+    assert names() == []
+    worker, inode = worker_of(world), region_of(world)
+    family = [worker, *worker.parents()]
+    family = [process for process in family if "VLLM::" in " ".join(process.cmdline())]
+    assert len(family) == 2
+    assert world.keeper.maps(inode)
+    for process in family:
+        os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        await run(world.decode, prompt_of(0))
+    assert names() == []
+    await until(lambda: not world.keeper.maps(inode), what="the keeper has let go of the region")

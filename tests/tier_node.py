@@ -1,0 +1,131 @@
+"""Keepers of several nodes on one machine: hosts in this process or in their own, and a registry that both can see."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tier_keeper import tier_config
+
+from kvferry import config as configuration
+from kvferry.config import ClusterConfig, TlsConfig
+from kvferry.membership.base import Member, MemberChange, Membership, Snapshot
+from kvferry.worker.keeper_host import KeeperHost
+
+
+def node_config(folder: Path, *, tls: TlsConfig | None = None, **options: Any) -> ClusterConfig:
+    """A node with its volumes below `folder`."""
+    config = configuration.parse({"model": {"path": "m"}, "engine": {"kind": "sim"}})
+    worker = config.worker.model_copy(update={"tls": tls}) if tls is not None else config.worker
+    return config.model_copy(update={"tier": tier_config(folder, **options), "worker": worker})
+
+
+@contextlib.asynccontextmanager
+async def hosting(config: ClusterConfig, membership: Membership, node: str) -> AsyncIterator[KeeperHost]:
+    host = KeeperHost(config, membership, node=node)
+    try:
+        await host.start()
+        yield host
+    finally:
+        await host.stop()
+
+
+class FolderRegistration:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.fenced = False
+
+    async def update(self, member: Member) -> None:
+        draft = self._file.with_suffix(".draft")
+        draft.write_bytes(msgspec.json.encode(member))
+        draft.rename(self._file)
+
+    async def revoke(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+
+class FolderMembership:
+    """Membership as files, without leases: a process that is killed stays a member."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def register(self, member: Member) -> FolderRegistration:
+        registration = FolderRegistration(self._folder / f"{member.member_id}.json")
+        await registration.update(member)
+        return registration
+
+    async def members(self) -> tuple[Member, ...]:
+        members = []
+        for file in sorted(self._folder.glob("*.json")):
+            with contextlib.suppress(FileNotFoundError):
+                members.append(msgspec.json.decode(file.read_bytes(), type=Member))
+        return tuple(members)
+
+    async def watch(self) -> AsyncIterator[MemberChange]:
+        known: tuple[Member, ...] | None = None
+        while True:
+            members = await self.members()
+            if members != known:
+                known = members
+                yield Snapshot(members)
+            await asyncio.sleep(0.2)
+
+    async def close(self) -> None:
+        pass
+
+
+class NodeProcess:
+    """A host in a process of its own."""
+
+    def __init__(self, folder: Path, registry: Path, node: str, **options: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self._arguments = [str(folder), str(registry), node, json.dumps(options)]
+        self.process: subprocess.Popen[str] | None = None
+        self.member: Member
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, __file__, *self._arguments], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.member = msgspec.json.decode(self.process.stdout.readline(), type=Member)
+
+    @property
+    def socket_path(self) -> str:
+        return self.member.socket_path
+
+    @property
+    def volume_id(self) -> str:
+        return self.member.volumes[0]
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+async def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("registry", type=Path)
+    parser.add_argument("node")
+    parser.add_argument("options", type=json.loads)
+    arguments = parser.parse_args()
+    config = node_config(arguments.folder, **arguments.options)
+    async with hosting(config, FolderMembership(arguments.registry), arguments.node) as host:
+        print(msgspec.json.encode(host.member).decode(), flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("UCX_TLS", "tcp,cma,sm,self")
+    asyncio.run(_main())
