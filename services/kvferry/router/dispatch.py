@@ -46,7 +46,7 @@ from kvferry.errors import (
 )
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
-from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
+from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, ferried_pages
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
 from kvferry.router.pricing import PlacementRequest, WorkerView
@@ -188,7 +188,7 @@ class Dispatcher:
                 last = await remote.wait()
                 num_generated = len(answer.token_ids)
                 if last.sources is not None:
-                    self._arrived(last.sources, decode, journey)
+                    self._arrived(last.sources, last, decode, journey)
                 self._policy.learn(decode.member.member_id, answer.measure(submitted_s, placed, decode, last))
                 return
             except (UnavailableError, Overloaded) as error:
@@ -320,9 +320,9 @@ class Dispatcher:
         self._metrics.prefill_fallbacks.labels(cause=cause).inc()
         journey.prefill_failure = message
 
-    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey) -> None:
+    def _arrived(self, sources: PromptSources, last: EngineOutput, decode: WorkerLink, journey: Journey) -> None:
         journey.sources = sources
-        journey.ferried_pages = pages_of(sources, decode.member.block_size)
+        journey.ferried_pages = ferried_pages(last, decode.member.block_size)
         journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
         self._metrics.ferried_pages.inc(journey.ferried_pages)
 
@@ -402,7 +402,7 @@ class _Answer:
         return Measured(
             first_token_ms=(first_s - submitted_s) * 1e3,
             computed_tokens=sources.local_compute,
-            ferried_pages=pages_of(sources, decode.member.block_size),
+            ferried_pages=ferried_pages(last, decode.member.block_size),
             queue_tokens=queue_tokens,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.load.num_running),
