@@ -173,6 +173,7 @@ async def test_after_all_engines_ended_a_prompt_comes_from_the_volume(world: Wor
     assert cached == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
     assert cached.volume >= 0.95 * len(prompt)
     assert last.sources == PromptSources(len(prompt) - cached.volume, 0, cached.volume)
+    assert last.cached == cached
     # Gateways hear that it is in this engine's memory, and in its CPU tier.
     keys = set(route_keys(prompt, BLOCK_SIZE, seed_of(SALT)))
     await until(lambda: keys <= world.mirror.keys_of(Tier.GPU) and keys <= world.mirror.keys_of(Tier.CPU))
@@ -212,7 +213,7 @@ async def test_answers_are_kept_and_the_cpu_tier_has_what_the_engine_gave_away(w
     assert again == expected
     num_cached = len(whole) // BLOCK_SIZE * BLOCK_SIZE
     assert num_cached > NUM_PAGES * BLOCK_SIZE
-    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(cpu=num_cached)
+    assert minus(world.decode.load().cached_tokens, before) == last.cached == CachedTokens(cpu=num_cached)
     assert last.sources == PromptSources(len(whole) - num_cached, 0, num_cached)
 
 
@@ -225,13 +226,14 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World)
         await prefilling.start()
         transfer = await prefill(prefilling, prompt)
         assert prefilling.load().cached_tokens == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
+        assert not any("kvferry" in name for name in transfer)  # what the tier says is not for other engines
         assert "remote_blocks_expiry_time" in transfer  # nixl_lease.py
         read, before = world.bytes_read(), world.decode.load().cached_tokens
         ferried_bytes = world.decode.load().ferried_bytes
         tokens, last = await run(world.decode, prompt, transfer_params=transfer)
         assert tokens == expected
         assert last.sources == PromptSources(external_kv_transfer=len(prompt))
-        assert minus(world.decode.load().cached_tokens, before) == CachedTokens(ferry=len(prompt))
+        assert minus(world.decode.load().cached_tokens, before) == last.cached == CachedTokens(ferry=len(prompt))
         assert world.bytes_read() == read
         await until(
             lambda: world.decode.load().ferried_bytes - ferried_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes

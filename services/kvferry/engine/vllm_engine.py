@@ -250,6 +250,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from kvferry.engine.vllm_continuation import rest_of
+        from kvferry.engine.vllm_plugins.side_channel import CACHED_PARAMETER, cached_tokens
         from kvferry.engine.vllm_sampling import to_vllm
 
         llm, request_id = self._llm, request.request_id
@@ -293,7 +294,9 @@ class VllmEngine:
                         raise EngineError(f"the engine ended the request with {completion.finish_reason!r}")
                     result.stop_reason = completion.stop_reason
                     result.sources = self._tap.take(request_id) or PromptSources()
-                    result.transfer_params = output.kv_transfer_params
+                    transfer_params = dict(output.kv_transfer_params or {})
+                    result.cached = cached_tokens(result.sources, transfer_params.pop(CACHED_PARAMETER, None))
+                    result.transfer_params = transfer_params or None
                 if answer is not None and result.finish_reason is not FinishReason.ABORT:
                     result.delta = answer.take(token_ids, completion.text, finished=finished)
                 yield result

@@ -48,7 +48,7 @@ from kvferry.errors import (
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.keepers import volume_of
-from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
+from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, ferried_pages
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, VolumeView, WorkerView
@@ -193,11 +193,9 @@ class Dispatcher:
                 unused.kept = None
                 last = await remote.wait()
                 num_generated = len(answer.token_ids)
-                ferried = kept is not None
                 if last.sources is not None:
-                    self._arrived(last.sources, decode, journey, ferried=ferried)
-                measured = answer.measure(submitted_s, placed, decode, last, ferried=ferried)
-                self._policy.learn(decode.member.member_id, measured)
+                    self._arrived(last.sources, last, decode, journey)
+                self._policy.learn(decode.member.member_id, answer.measure(submitted_s, placed, decode, last))
                 return
             except (UnavailableError, Overloaded) as error:
                 if remote is None or decode is None:
@@ -335,11 +333,9 @@ class Dispatcher:
         self._metrics.prefill_fallbacks.labels(cause=cause).inc()
         journey.prefill_failure = message
 
-    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey, *, ferried: bool) -> None:
+    def _arrived(self, sources: PromptSources, last: EngineOutput, decode: WorkerLink, journey: Journey) -> None:
         journey.sources = sources
-        if not ferried:
-            return
-        journey.ferried_pages = pages_of(sources, decode.member.block_size)
+        journey.ferried_pages = ferried_pages(last, decode.member.block_size)
         journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
         self._metrics.ferried_pages.inc(journey.ferried_pages)
 
@@ -423,8 +419,7 @@ class _Answer:
             first_token_ms=(first_s - submitted_s) * 1e3,
             load_ms=alone.price.load_ms if alone is not None else 0.0,
             computed_tokens=sources.local_compute,
-            # What came from outside without a ferry came from a slower tier.
-            ferried_pages=pages_of(sources, decode.member.block_size) if ferried else 0,
+            ferried_pages=ferried_pages(last, decode.member.block_size),
             queue_tokens=alone.queue_tokens if alone is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.load.num_running),
