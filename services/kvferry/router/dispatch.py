@@ -405,10 +405,8 @@ class _Answer:
         self._clock, self._first_s = clock, None
         self._num_before = len(self.token_ids)
 
-    def measure(
-        self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput, *, ferried: bool
-    ) -> Measured:
-        """What the attempt that just ended took. `ferried`: its worker was told to pull the prompt's pages."""
+    def measure(self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput) -> Measured:
+        """What the attempt that just ended took."""
         now_s = self._clock()
         first_s = self._first_s if self._first_s is not None else now_s
         num_steps = len(self.token_ids) - self._num_before - 1
