@@ -63,6 +63,8 @@ class VolumeSample:
     volume_id: str
     keeper_id: str
     readable: bool
+    writable: bool
+    num_trips: int
     num_pages: int
     used_bytes: int
     capacity_bytes: int
@@ -217,6 +219,12 @@ class _Volumes(Collector):
         readable = GaugeMetricFamily(
             "kvferry_volume_readable", "1 while the keeper reads from it; 0 while its breaker is open.", labels=labels
         )
+        writable = GaugeMetricFamily(
+            "kvferry_volume_writable", "1 while the keeper writes to it; 0 while it fails or is full.", labels=labels
+        )
+        trips = CounterMetricFamily(
+            "kvferry_volume_breaker_trips", "How often either breaker opened, since its keeper started.", labels=labels
+        )
         pages = GaugeMetricFamily("kvferry_volume_pages", "Pages kept.", labels=labels)
         used = GaugeMetricFamily("kvferry_volume_used_bytes", "Bytes of their files.", labels=labels)
         capacity = GaugeMetricFamily("kvferry_volume_capacity_bytes", "What the keeper may use.", labels=labels)
@@ -231,9 +239,11 @@ class _Volumes(Collector):
         for volume in self._read():
             key = [volume.volume_id, volume.keeper_id]
             readable.add_metric(key, int(volume.readable))
+            writable.add_metric(key, int(volume.writable))
+            trips.add_metric(key, volume.num_trips)
             pages.add_metric(key, volume.num_pages)
             used.add_metric(key, volume.used_bytes)
             capacity.add_metric(key, volume.capacity_bytes)
             queued.add_metric(key, volume.queued_read_bytes)
             rate.add_metric(key, volume.read_bytes_per_s)
-        return (readable, pages, used, capacity, queued, rate)
+        return (readable, writable, trips, pages, used, capacity, queued, rate)

@@ -38,6 +38,8 @@ class VolumeState:
     read_bytes_per_s: float  # lately; 0 before anything was read
     queued_read_bytes: int
     is_readable: bool = True
+    is_writable: bool = True
+    num_trips: int = 0  # of its breakers
     num_pages: int = 0
     used_bytes: int = 0
     capacity_bytes: int = 0

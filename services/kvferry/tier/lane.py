@@ -97,6 +97,7 @@ class LaneState:
     breaker: BreakerState  # of reads; while it is not closed the volume's pages are misses
     write_breaker: BreakerState
     num_trips: int
+    is_full: bool  # its drive had no room for the last write
     capacity_bytes: int
     bytes_used: int
     num_pages: int
@@ -146,6 +147,7 @@ class Lane:
         self.reading = Breaker(config.breaker_failures, config.breaker_retry_s)
         self.writing = Breaker(config.breaker_failures, config.breaker_retry_s)
         self._no_space_until_s = now_s
+        self._is_full = False
         self._rescan_at_s = now_s + _RESCAN_PERIOD_S
         self._suspects: list[tuple[LayoutDigest, PageId]] = []
         self._outcomes: Counter[tuple[str, str]] = Counter()
@@ -319,6 +321,7 @@ class Lane:
             breaker=self.reading.state,
             write_breaker=self.writing.state,
             num_trips=self.reading.num_trips + self.writing.num_trips,
+            is_full=self._is_full,
             capacity_bytes=stats.capacity_bytes,
             bytes_used=stats.bytes_used,
             num_pages=stats.num_pages,
@@ -407,7 +410,10 @@ class Lane:
         if outcome == Outcome.NO_SPACE:
             # Each write that the drive has no room for may cost a page that would have been recycled for it.
             self._no_space_until_s = now_s + self._retry_s
+            self._is_full = True
             self._drop(lambda other: other.kind is Kind.WRITE, Outcome.NO_SPACE)
+        if operation.kind is Kind.WRITE and outcome == Outcome.OK:
+            self._is_full = False
         if outcome != Outcome.IO_ERROR:
             if breaker.succeeded() and breaker is self.reading:
                 log.warning("volume %s answers again", self.volume_id)

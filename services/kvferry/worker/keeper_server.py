@@ -131,4 +131,7 @@ def state_to_wire(state: LaneState) -> pb.VolumeState:
         used_bytes=state.bytes_used,
         num_pages=state.num_pages,
         shared=state.is_shared,
+        write_breaker_open=state.write_breaker is not BreakerState.CLOSED,
+        trips=state.num_trips,
+        full=state.is_full,
     )
