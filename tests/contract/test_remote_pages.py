@@ -427,6 +427,7 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
             assert len((await writer.load(range(50, 60))).succeeded) == 10
         await until(lambda: states[-1].read_bytes_per_s > 0)
         assert not states[-1].breaker_open
+        assert states[-1].stride == LAYOUT.blocks_per_chunk
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: not b.keeper._feeds[volume_id].num_followers)

@@ -102,6 +102,7 @@ class LaneState:
     bytes_used: int
     num_pages: int
     page_bytes: int  # of a page's file, on average
+    stride: int  # pages of an engine in one page, in the layout that was used last
     read_bytes_per_s: float  # while it reads, lately; 0 before any
     queued_read_bytes: int  # waiting or being read
     queued_write_bytes: int
@@ -156,6 +157,7 @@ class Lane:
         self._read_bytes_per_s = 0.0
         self._probes = random.Random(volume.volume_id)
         self.layout_to_payload_bytes: dict[LayoutDigest, int] = {}
+        self._stride = 1
 
         # Guarded by the condition's lock, which is held for microseconds.
         self._work = threading.Condition()
@@ -200,6 +202,7 @@ class Lane:
         """Which layouts the folder knows. Blocks; before `start`, on any thread."""
         for digest, layout in folder.load_layouts(self.volume.path).items():
             self.layout_to_payload_bytes[digest] = layout.payload_bytes
+            self._stride = layout.blocks_per_chunk
 
     def start(self) -> None:
         """Begin to work."""
@@ -226,6 +229,7 @@ class Lane:
 
     def add_layout(self, layout: PageLayout) -> None:
         """Engines use this layout here."""
+        self._stride = layout.blocks_per_chunk
         if self.layout_to_payload_bytes.get(layout.digest) == layout.payload_bytes:
             return
         self.layout_to_payload_bytes[layout.digest] = layout.payload_bytes
@@ -326,6 +330,7 @@ class Lane:
             bytes_used=stats.bytes_used,
             num_pages=stats.num_pages,
             page_bytes=stats.bytes_used // stats.num_pages if stats.num_pages else 0,
+            stride=self._stride,
             read_bytes_per_s=self._read_bytes_per_s,
             queued_read_bytes=self._queued_bytes[Kind.READ],
             queued_write_bytes=self._queued_bytes[Kind.WRITE],

@@ -126,6 +126,7 @@ def state_to_wire(state: LaneState) -> pb.VolumeState:
         read_bytes_per_s=state.read_bytes_per_s,
         queue_bytes=state.queued_read_bytes,
         page_bytes=state.page_bytes,
+        stride=state.stride,
         breaker_open=state.breaker is not BreakerState.CLOSED,
         capacity_bytes=state.capacity_bytes,
         used_bytes=state.bytes_used,
