@@ -183,7 +183,8 @@ class KeeperActor:
 
 def keeper_settings(values: dict[str, Any]) -> str:
     """A digest of everything that a keeper is made from: one with other settings is not the keeper that is wanted."""
-    parts = [values["tier"], values["membership"], values["worker"]["tls"], values["engine"]["device"], __version__]
+    sections = [values[section] for section in ("tier", "membership", "metrics", "tracing")]
+    parts = [*sections, values["worker"]["tls"], values["engine"]["device"], __version__]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

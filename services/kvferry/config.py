@@ -230,6 +230,41 @@ class TierConfig(_Section):
         return self
 
 
+class MetricsConfig(_Section):
+    """Where gateways, workers and keepers answer Prometheus, each on a listener of its own.
+
+    A port that is not 0 is the first of 16 to try: several processes of one kind may share a machine.
+    """
+
+    host: str = "127.0.0.1"
+    gateway_port: int = Field(0, ge=0, le=65520)
+    worker_port: int = Field(0, ge=0, le=65520)
+    keeper_port: int = Field(0, ge=0, le=65520)
+    tls: TlsConfig = TlsConfig()  # mutual: who scrapes shows a certificate
+
+
+class TracingConfig(_Section):
+    """Where traces go."""
+
+    # OTLP over gRPC: host:port, or http://host:port or https://host:port. Empty: no traces.
+    endpoint: str = Field("", pattern=r"^((https?://)?[^/\s:]+:[0-9]{1,5}|(https?://)?\[[0-9A-Fa-f:.]+\]:[0-9]{1,5})?$")
+    sample_ratio: float = Field(1.0, ge=0, le=1)  # of requests whose client did not decide
+    prompts: bool = False  # put what clients ask and what they are answered into spans
+    ca_file: Path | None = None  # who signed the collector's certificate; empty, with https: who the system trusts
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.endpoint.startswith("https://") or self.ca_file is not None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> TracingConfig:
+        if not self.endpoint and (self.prompts or self.ca_file is not None):
+            raise ValueError("prompts and ca_file need an endpoint")
+        if self.ca_file is not None and self.endpoint.startswith("http://"):
+            raise ValueError("ca_file needs an endpoint with https://")
+        return self
+
+
 class ClusterConfig(_Section):
     """The whole: one per cluster, the same on every node."""
 
@@ -244,6 +279,8 @@ class ClusterConfig(_Section):
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()
     tier: TierConfig = TierConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     sim: SimConfig = SimConfig()
 
     @property
@@ -259,6 +296,8 @@ class ClusterConfig(_Section):
             require_loopback("worker.host", self.worker.host, insecure=self.insecure, remedy="configure worker.tls")
         require_loopback("engine.side_channel_host", self.engine.side_channel_host, insecure=self.insecure)
         require_loopback("tier.host", self.tier.host, insecure=self.insecure)
+        if not self.metrics.tls.enabled:
+            require_loopback("metrics.host", self.metrics.host, insecure=self.insecure, remedy="configure metrics.tls")
 
 
 def load(

@@ -31,7 +31,9 @@ from kvferry.gateway.answers import DONE, error_body, error_chunk
 from kvferry.gateway.connection import Exchange, exchange_of
 from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.outlet import Outlet, open_outlet
-from kvferry.telemetry import Metrics
+from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
+from kvferry.telemetry import CONTENT_TYPE, Metrics
+from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +83,10 @@ class HttpApp:
         served_name: str,
         metrics: Metrics,
         read_readiness: Callable[[], Readiness],
+        read_targets: Callable[[], Awaitable[bytes]],
     ) -> None:
         self.openai: OpenAI | None = None
+        self.tracing: Tracing | None = None
         self.max_model_len: int | None = None
         self.draining = False
         self.num_in_flight = 0
@@ -92,6 +96,7 @@ class HttpApp:
         self._served_name = served_name
         self._metrics = metrics
         self._read_readiness = read_readiness
+        self._read_targets = read_targets
         self._started_unix_s = int(time.time())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -116,8 +121,11 @@ class HttpApp:
                     await _respond(send, 200 if readiness.ready else 503, msgspec.json.encode(readiness))
                 case "/metrics":
                     _allow(method, "GET")
-                    kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+                    kind = (b"content-type", CONTENT_TYPE.encode())
                     await _respond(send, 200, self._metrics.render(), [kind])
+                case "/kvferry/v1/targets":
+                    _allow(method, "GET")
+                    await _respond(send, 200, await self._read_targets())
                 case _ if path.startswith(EXPLAIN_PATH):
                     _allow(method, "GET")
                     await _respond(send, 200, self._explain(path.removeprefix(EXPLAIN_PATH)))
@@ -150,6 +158,8 @@ class HttpApp:
 
     async def _generate(self, endpoint: str, scope: Message, receive: Receive, send: Send) -> None:
         status = "500"
+        started_s = time.perf_counter()
+        trace = self._begin_trace(endpoint, scope) if self.tracing is not None else None
         self.num_in_flight += 1
         self.idle.clear()
         self._metrics.requests_in_flight.inc()
@@ -165,12 +175,14 @@ class HttpApp:
             raw = await self._read_body(scope, exchange, receive)
             debug = _read_debug(scope["headers"])
             async with _Presence(exchange, receive) as presence:
-                status = await self._serve(endpoint, raw, exchange, send, presence, debug=debug)
-        except _ClientGone:
+                status = await self._serve(endpoint, raw, exchange, send, presence, debug=debug, trace=trace)
+        except _ClientGone as error:
             status = "499"
+            self._note_failure(error, trace)
             self._metrics.cancelled.inc()
-        except _ClientSlow:
+        except _ClientSlow as error:
             status = "499"
+            self._note_failure(error, trace)
             self._metrics.slow_clients.inc()
             log.warning(
                 "a client of %s left more than %d bytes of its answer unread and was cut",
@@ -179,25 +191,50 @@ class HttpApp:
             )
         except (BodyTooLarge, BodyTimeout) as error:
             status = str(error.http_status)
+            self._note_failure(error, trace)
             await _refuse_body(receive, send, error)
         except KvferryError as error:
             status = str(error.http_status)
-            await _respond_error(send, error)
-        except Exception:
+            self._note_failure(error, trace)
+            await _respond_error(send, error, trace)
+        except Exception as error:
             log.exception("a request to %s failed", scope["path"])
-            await _respond_error(send, EngineError("the gateway failed on this request; its log says why"))
+            self._note_failure(error, trace)
+            await _respond_error(send, EngineError("the gateway failed on this request; its log says why"), trace)
         finally:
             self.num_in_flight -= 1
             if not self.num_in_flight:
                 self.idle.set()
             self._metrics.requests_in_flight.dec()
             self._metrics.requests.labels(endpoint=endpoint, status=status).inc()
+            self._metrics.request_seconds.labels(endpoint=endpoint).observe(time.perf_counter() - started_s)
+            if trace is not None:
+                trace.end(status)
+
+    def _begin_trace(self, endpoint: str, scope: Message) -> RequestTrace:
+        assert self.tracing is not None
+        attributes = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
+        return begin_trace(self.tracing, trace_headers(scope["headers"]), endpoint, self._served_name, attributes)
+
+    def _note_failure(self, error: Exception, trace: RequestTrace | None) -> None:
+        if isinstance(error, KvferryError):
+            self._metrics.note_refusal(error.code)
+        if trace is not None:
+            trace.failed(error)
 
     def _missing(self) -> str:
         return "waiting for " + (", ".join(self._read_readiness().waiting_for) or "the renderer")
 
     async def _serve(
-        self, endpoint: str, raw: bytes, exchange: Exchange | None, send: Send, presence: _Presence, *, debug: Debug
+        self,
+        endpoint: str,
+        raw: bytes,
+        exchange: Exchange | None,
+        send: Send,
+        presence: _Presence,
+        *,
+        debug: Debug,
+        trace: RequestTrace | None,
     ) -> str:
         """Answer; returns the status for the metric. Raises a KvferryError while no byte was sent."""
         assert self.openai is not None
@@ -206,19 +243,19 @@ class HttpApp:
         outlet: Outlet | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await read(raw, debug=debug)
-                request_id = (b"x-request-id", answer.answer_id.encode())
+                answer = await read(raw, debug=debug, trace=trace)
+                named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
                     body = await answer.whole()
                     if exchange is not None:
-                        await exchange.respond(200, _with_length(body, [_JSON, request_id]), body)
+                        await exchange.respond(200, _with_length(body, [_JSON, *named]), body)
                     else:
-                        await _respond(send, 200, body, [_JSON, request_id])
+                        await _respond(send, 200, body, [_JSON, *named])
                     return "200"
                 outlet = open_outlet(
                     exchange,
                     send,
-                    [*_STREAM_HEADERS, request_id],
+                    [*_STREAM_HEADERS, *named],
                     self._config.max_write_buffer_bytes,
                     lambda: presence.end(_ClientSlow()),
                 )
@@ -334,8 +371,13 @@ def _with_length(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Sequenc
     return [*headers, (b"content-length", str(len(body)).encode())]
 
 
-async def _respond_error(send: Send, error: KvferryError) -> None:
-    headers = [_JSON]
+def _trace_headers(trace: RequestTrace | None) -> list[tuple[bytes, bytes]]:
+    """How the client finds its request among the traces."""
+    return [] if trace is None else [(name.encode(), value.encode()) for name, value in trace.headers.items()]
+
+
+async def _respond_error(send: Send, error: KvferryError, trace: RequestTrace | None = None) -> None:
+    headers = [_JSON, *_trace_headers(trace)]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, MethodNotAllowed) and error.param:

@@ -23,6 +23,7 @@ from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, 
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.outlet import Outlet
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat, ParsedChoice
+from kvferry.gateway.request_trace import RequestTrace, Take, TakeText
 from kvferry.router.dispatch import Dispatcher, Journey
 from kvferry.router.policy import explain
 from kvferry.telemetry import Metrics
@@ -53,8 +54,9 @@ class OpenAI:
         self._metrics = metrics
         self._served_name = served_name
 
-    async def chat(self, raw: bytes, *, debug: Debug) -> Answer:
+    async def chat(self, raw: bytes, *, debug: Debug, trace: RequestTrace | None = None) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
+        begun_ns = time.time_ns()
         body = read_chat(raw)
         self._check_model(body)
         rendered = await self._renderer.render_chat(for_renderer(body))
@@ -66,14 +68,17 @@ class OpenAI:
                 # They would spell the reasoning out.
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
-        return self._answer(body, [rendered], num_top, fmt, "chatcmpl", debug=debug)
+        return self._answer(body, [rendered], num_top, fmt, "chatcmpl", debug=debug, trace=trace, begun_ns=begun_ns)
 
-    async def completion(self, raw: bytes, *, debug: Debug) -> Answer:
+    async def completion(self, raw: bytes, *, debug: Debug, trace: RequestTrace | None = None) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
+        begun_ns = time.time_ns()
         body = read_completion(raw)
         self._check_model(body)
         rendered = await self._renderer.render_completion(for_renderer(body))
-        return self._answer(body, list(rendered), body.logprobs, CompletionFormat, "cmpl", debug=debug)
+        return self._answer(
+            body, list(rendered), body.logprobs, CompletionFormat, "cmpl", debug=debug, trace=trace, begun_ns=begun_ns
+        )
 
     def explain(self, answer_id: str) -> list[dict[str, Any]]:
         """What is remembered of an answer, one entry per choice; empty when nothing is."""
@@ -101,13 +106,18 @@ class OpenAI:
         prefix: str,
         *,
         debug: Debug,
+        trace: RequestTrace | None,
+        begun_ns: int,
     ) -> Answer:
         answer_id = f"{prefix}-{secrets.token_hex(12)}"
+        requests = _choices(answer_id, rendered, body.n or 1)
+        if trace is not None:
+            trace.rendered(body, requests, begun_ns)
         options = body.stream_options
         with_usage = bool(options and options.include_usage)
         return Answer(
             answer_id,
-            _choices(answer_id, rendered, body.n or 1),
+            requests,
             sum(len(prompt.token_ids) for prompt in rendered),
             kind(answer_id, int(time.time()), self._served_name, with_usage=with_usage, num_top=num_top),
             self._dispatcher,
@@ -115,6 +125,7 @@ class OpenAI:
             streamed=bool(body.stream),
             with_usage=with_usage,
             debug=debug,
+            trace=trace,
         )
 
 
@@ -158,6 +169,7 @@ class Answer:
         streamed: bool,
         with_usage: bool,
         debug: Debug,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.answer_id = answer_id
         self.streamed = streamed
@@ -168,7 +180,9 @@ class Answer:
         self._metrics = metrics
         self._with_usage = with_usage
         self._debug = debug
-        self._journeys = [Journey() for _ in requests]
+        self._trace = trace
+        span = trace.span if trace is not None else None
+        self._journeys = [Journey(trace=span) for _ in requests]
         self._choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
@@ -190,11 +204,15 @@ class Answer:
         except KvferryError as error:
             if not outlet.started:
                 raise
+            if self._trace is not None:
+                self._trace.failed(error)
             await outlet.close(error_chunk(error) + DONE)
             return
-        except Exception:
+        except Exception as error:
             if not outlet.started:
                 raise
+            if self._trace is not None:
+                self._trace.failed(error)
             log.exception("answer %s failed", self.answer_id)
             await outlet.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
             return
@@ -222,21 +240,21 @@ class Answer:
     async def _run(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
         """All choices at once; the first failure ends the answer."""
         if len(sinks) == 1:
-            await self._dispatch(self._requests[0], self._journeys[0], sinks[0])
+            await self._dispatch(0, sinks[0])
         else:
             await self._run_several(sinks)
         self._settle()
 
-    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: _Gathered | _Streamed) -> None:
+    async def _dispatch(self, index: int, sink: _Gathered | _Streamed) -> None:
+        sinks: tuple[Take, TakeText] = (sink.take, sink.take_text)
+        if self._trace is not None:
+            sinks = self._trace.listen(index, *sinks)
         await self._dispatcher.run(
-            request, journey, sink.take, sink.take_text, may_be_alone=not self._debug.disaggregate
+            self._requests[index], self._journeys[index], *sinks, may_be_alone=not self._debug.disaggregate
         )
 
     async def _run_several(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
-        tasks = [
-            asyncio.create_task(self._dispatch(request, journey, sink))
-            for request, journey, sink in zip(self._requests, self._journeys, sinks, strict=True)
-        ]
+        tasks = [asyncio.create_task(self._dispatch(index, sink)) for index, sink in enumerate(sinks)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -253,6 +271,16 @@ class Answer:
         num_after_first = max(choice.num_tokens for choice in self._choices) - 1
         if self._first_token_s is not None and num_after_first > 0:
             self._metrics.inter_token.observe((time.perf_counter() - self._first_token_s) / num_after_first)
+        if self._trace is not None:
+            first_s = self._first_token_s
+            self._trace.answered(
+                self.answer_id,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                generated_tokens=usage.completion_tokens,
+                finish_reasons=[choice.finish_reason for choice in self._choices],
+                first_token_s=None if first_s is None else first_s - self._started_s,
+            )
 
     def _usage(self) -> Usage:
         return Usage(

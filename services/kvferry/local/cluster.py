@@ -279,6 +279,8 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
     config = _changed(config, "membership", **files)
     if (keys := config.tier.encryption_keys_file) is not None:
         config = _changed(config, "tier", encryption_keys_file=str(keys.expanduser().absolute()))
+    if (authority := config.tracing.ca_file) is not None:
+        config = _changed(config, "tracing", ca_file=str(authority.expanduser().absolute()))
     if config.engine.kind != "vllm":
         return config
     with progress.step(f"model {config.model.path}"):
