@@ -65,6 +65,7 @@ class MetricsListener:
         tls = self._config.tls
         config = uvicorn.Config(
             self._answer,
+            interface="asgi3",
             http="httptools",
             ws="none",
             lifespan="off",

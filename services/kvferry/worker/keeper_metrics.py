@@ -75,6 +75,9 @@ def _of_volume(state: LaneState) -> Iterator[Reading]:
     yield Reading(telemetry.TIER_QUEUE, (volume, "write"), state.queued_write_bytes)
     yield Reading(telemetry.TIER_RUNNING, (volume,), state.num_running)
     yield Reading(telemetry.TIER_OVERDUE, (volume,), state.num_overdue)
+    # At zero: what comes after may say otherwise. Or a volume that nothing happened on would have no series of these.
+    yield Reading(telemetry.TIER_OPERATIONS, (volume, "read", "ok"), 0)
+    yield Reading(telemetry.TIER_VERIFICATION_FAILURES, (volume, VERIFICATION_FAILURES[0]), 0)
     for (direction, outcome), count in state.outcomes.items():
         if direction not in telemetry.DIRECTIONS:
             continue  # a look at the folder that hung

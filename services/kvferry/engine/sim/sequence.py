@@ -95,7 +95,9 @@ class TokenSequence:
 
     def times(self) -> EngineTimes:
         """With its last token."""
-        return EngineTimes(self.queued_s, self.scheduled_s, self.first_token_s, time.monotonic(), self.ferry, self.load)
+        is_first = self.num_tokens == self.num_prompt + 1
+        last_s = self.first_token_s if is_first else time.monotonic()
+        return EngineTimes(self.queued_s, self.scheduled_s, self.first_token_s, last_s, self.ferry, self.load)
 
     def extend_hashes(self, num_pages: int) -> None:
         """Know the hashes of the first `num_pages` pages, all of them full of known tokens."""
