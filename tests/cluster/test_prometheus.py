@@ -54,7 +54,7 @@ async def cluster(tmp_path: Path, sockets: Path) -> AsyncIterator[SimCluster]:
     """A prefill worker, a decode worker, a gateway, and a keeper with one volume."""
     plain = config_with(tmp_path / "volume", sockets).model_dump(mode="json")
     config = configuration.parse(
-        {**plain, "prefill": {"replicas": 1}, "gateway": {"http_port": 0, "placement": "round_robin"}}
+        {**plain, "prefill": {"replicas": 1}, "gateway": {"http_port": 0, "grpc_port": 0, "placement": "round_robin"}}
     )
     async with gateway_over(config) as cluster, keeper(config, cluster.registry) as kept:
         for kind in (MemberKind.PREFILL, MemberKind.DECODE):

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
@@ -23,6 +24,8 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.engine.base import Engine
 from kvferry.gateway.host import GatewayHost
+from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.host import WorkerHost
@@ -107,7 +110,7 @@ async def vllm_cluster(pair: VllmPair, endpoint: str) -> AsyncIterator[str]:
     config = configuration.parse(
         {
             "model": {"path": folder, "served_name": MODEL},
-            "gateway": {"http_port": 0, "placement": "round_robin"},
+            "gateway": {"http_port": 0, "grpc_port": 0, "placement": "round_robin"},
             "tracing": {"endpoint": endpoint},
         }
     )
@@ -262,6 +265,30 @@ async def test_pages_of_another_node_are_in_the_trace_too(tmp_path: Path, socket
         assert lend.kind == "server"
 
 
+async def test_a_grpc_call_is_traced_as_http_is(collector: Collector) -> None:
+    async with running(sim=SLOW, tracing={"endpoint": collector.endpoint}) as cluster:
+        assert cluster.gateway is not None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.gateway.grpc.port}") as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            request = pb.GenerateRequest(model=MODEL, text=PROMPT, sampling=pb.Sampling(max_tokens=4))
+            trace_id, span_id, headers = a_parent()
+            call = stub.Generate(request, metadata=tuple(headers.items()))
+            await call
+            root = await tree_of(collector, trace_id, span_id)
+            assert dict(await call.initial_metadata())["traceparent"] == f"00-{trace_id}-{root.span_id}-01"
+            assert (root.name, root.kind) == (f"generate_content {MODEL}", "server")
+            assert root.attributes["rpc.method"] == "Generate"
+            assert root.attributes["gen_ai.usage.output_tokens"] == 4
+            assert "http.response.status_code" not in root.attributes
+            assert [span.name for span in root.children] == ["render", "route", "prefill", "decode"]
+            trace_id, span_id, headers = a_parent()
+            request.model = "other"
+            with pytest.raises(grpc.RpcError):
+                await stub.Generate(request, metadata=tuple(headers.items()))
+            refused = await tree_of(collector, trace_id, span_id)
+            assert refused.attributes["error.type"] == "model_not_found"
+
+
 async def test_a_request_without_a_parent_begins_a_trace(collector: Collector) -> None:
     async with sim_cluster(collector.endpoint) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "n": 2, "seed": 3}
@@ -366,7 +393,7 @@ async def test_without_an_endpoint_there_is_no_trace_of_tracing(cluster: SimClus
     assert "traceparent" not in answer.headers
     assert trace_id not in str(answer.headers)
     assert cluster.gateway is not None
-    assert cluster.gateway.app.tracing is None
+    assert cluster.gateway.admission.tracing is None
     assert all(host.server.observer.tracing is None for host, _ in cluster.workers)
     await asyncio.sleep(0)
     assert cluster.metric('kvferry_trace_spans_total{outcome="exported"}') == 0

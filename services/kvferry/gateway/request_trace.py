@@ -40,7 +40,7 @@ def begin_trace(
             "gen_ai.request.model": model,
         },
     )
-    return RequestTrace(span, prompts=tracing.prompts)
+    return RequestTrace(span, prompts=tracing.prompts, is_http="http.request.method" in attributes)
 
 
 def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -59,8 +59,9 @@ def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 class RequestTrace:
     """From a request's arrival until `end`."""
 
-    def __init__(self, span: Span, *, prompts: bool) -> None:
+    def __init__(self, span: Span, *, prompts: bool, is_http: bool) -> None:
         self._span = span
+        self._is_http = is_http
         self._prompts = prompts and span.is_sampled
         self._texts: list[list[str]] = []
         self.headers = span.context.headers()  # for the answer
@@ -70,7 +71,13 @@ class RequestTrace:
         """For what is done for this request; None where nobody will see it."""
         return self._span if self._span.is_sampled else None
 
-    def rendered(self, body: ChatBody | CompletionBody, requests: Sequence[EngineRequest], begun_ns: int) -> None:
+    def rendered(
+        self,
+        answer_id: str,
+        body: ChatBody | CompletionBody,
+        requests: Sequence[EngineRequest],
+        begun_ns: int,
+    ) -> None:
         """The body became these requests, one per choice; that began at `begun_ns` (Unix time)."""
         if not self._span.is_sampled:
             return
@@ -78,8 +85,9 @@ class RequestTrace:
         self._span.record("render", begun_ns, time.time_ns())
         self._span.set(
             {
+                "gen_ai.response.id": answer_id,
                 "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
-                "gen_ai.request.stream": bool(body.stream),
+                "gen_ai.request.stream": bool(body.stream) if self._is_http else None,  # else the method says it
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
@@ -108,7 +116,6 @@ class RequestTrace:
 
     def answered(
         self,
-        answer_id: str,
         *,
         prompt_tokens: int,
         cached_tokens: int,
@@ -121,7 +128,6 @@ class RequestTrace:
             return
         self._span.set(
             {
-                "gen_ai.response.id": answer_id,
                 "gen_ai.response.finish_reasons": [reason or "" for reason in finish_reasons],
                 "gen_ai.response.time_to_first_chunk": first_token_s,
                 "gen_ai.usage.input_tokens": prompt_tokens,
@@ -150,7 +156,8 @@ class RequestTrace:
 
     def end(self, status: str) -> None:
         """`status` is the one it is counted under."""
-        self._span.set({"http.response.status_code": int(status)})
+        if self._is_http:
+            self._span.set({"http.response.status_code": int(status)})
         self._span.end()
 
 
