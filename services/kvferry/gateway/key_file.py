@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -152,12 +153,14 @@ def new_key(file: Path, tenant: str, name: str) -> str:
 def _write(file: Path, keys: Sequence[ApiKey]) -> None:
     """All at once: a gateway that reads now sees the old file or the new one."""
     lines = [f"- {{tenant: {key.tenant.name!r}, name: {key.name!r}, sha256: {key.sha256!r}}}\n" for key in keys]
-    comments = []
+    comments, mode = [], 0o600
     if file.exists():
+        mode = stat.S_IMODE(file.stat().st_mode)
         comments = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line[:1] == "#"]
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as written:
+            os.fchmod(written.fileno(), mode)
             written.writelines((*comments, *lines))
             written.flush()
             os.fsync(written.fileno())
@@ -189,7 +192,7 @@ def _by_digest(keys: Sequence[ApiKey]) -> dict[bytes, ApiKey]:
 
 def _signature(file: Path) -> tuple[int, int, int]:
     try:
-        stat = file.stat()
+        seen = file.stat()
     except OSError as error:
         raise ConfigError(f"gateway.keys_file: {file}: {error.strerror}", param="gateway.keys_file") from None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return seen.st_ino, seen.st_mtime_ns, seen.st_size

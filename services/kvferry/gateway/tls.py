@@ -11,6 +11,7 @@ import grpc
 
 from kvferry.config import ServerTlsConfig
 from kvferry.errors import ConfigError
+from kvferry.worker.tls import TellingSslObject
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class GatewayTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
+        context.sslobject_class = TellingSslObject
         try:
             context.load_cert_chain(self._cert_file, self._key_file)
             if client_ca is not None:
