@@ -17,6 +17,8 @@ import httpx
 import pytest
 import pytest_asyncio
 from otlp_collector import Collector, SpanNode
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from vllm_engines import VllmPair
 from waiting import until
 
@@ -201,6 +203,61 @@ async def test_a_request_is_one_tree_over_all_processes(traced_url: str, collect
     assert root.find("route").attributes["kvferry.reason"] == "disaggregated"
     assert decode.find("ferry").attributes["kvferry.tokens"] == num_prompt
     check_times(root, end_to_end_s)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("pair", ["sim", pytest.param("vllm", marks=pytest.mark.model)], indirect=True)
+async def test_workers_export_what_their_engines_did(traced_url: str, pair: VllmPair | None) -> None:
+    async with httpx.AsyncClient(base_url=traced_url, timeout=300) as http:
+        body = {**BODY, "model": MODEL, "max_tokens": 4, "prompt": f"metrics {PROMPT}"}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        targets = {target["labels"]["kind"]: target for target in (await http.get("/kvferry/v1/targets")).json()}
+        for role in ("prefill", "decode"):
+            samples = await samples_of(http, targets[role]["targets"][0], with_ferry=role == "decode")
+            identity = {"role": role, "worker": targets[role]["labels"]["member"]}
+            assert all(identity.items() <= sample.labels.items() for sample in samples)
+            value = {(sample.name, sample.labels.get("reason")): sample.value for sample in samples}
+            assert value["kvferry_engine_requests_total", "length"] == 1
+            assert value["kvferry_engine_prefill_seconds_count", None] == 1
+            assert value["kvferry_engine_prefill_seconds_sum", None] > 0
+            assert (value["kvferry_ferry_seconds_count", None] > 0) == (role == "decode")
+            theirs = [sample for sample in samples if sample.name.startswith("vllm:")]
+            assert bool(theirs) == (pair is not None)
+            assert all("model_name" in sample.labels for sample in theirs)
+
+
+async def samples_of(http: httpx.AsyncClient, address: str, *, with_ferry: bool) -> list[Sample]:
+    """What is scraped there; `with_ferry`: once a transfer is counted, which vLLM tells with a later step."""
+    async with asyncio.timeout(30):
+        while True:
+            text = (await http.get(f"http://{address}/metrics")).text
+            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            if not with_ferry or any(sample.name == "kvferry_ferry_bytes_total" and sample.value for sample in samples):
+                return samples
+            await asyncio.sleep(0.05)
+
+
+async def test_each_try_of_a_request_has_its_span(collector: Collector) -> None:
+    async with running(decode=2, sim={"step_ms": 20.0}, tracing={"endpoint": collector.endpoint}) as cluster:
+        trace_id, span_id, headers = a_parent()
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+            body = {**BODY, "model": MODEL, "max_tokens": 30, "stream": True}
+            async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                pieces = answer.aiter_bytes()
+                await anext(pieces)
+                (busy,) = (engine for engine in cluster.engines(MemberKind.DECODE) if engine.load().num_running)
+                busy.kill()
+                assert b"[DONE]" in b"".join([piece async for piece in pieces])
+        await until(lambda: len([span for span in collector.spans(trace_id) if span.name == "worker decode"]) == 2)
+        root = await tree_of(collector, trace_id, span_id)
+        first, second = (span for span in root.children if span.name == "decode")
+        assert first.is_error
+        assert first.attributes["error.type"] == first.find("worker decode").attributes["error.type"] == "engine_dead"
+        assert not second.is_error
+        assert first.attributes["kvferry.worker"] != second.attributes["kvferry.worker"]
+        assert not root.is_error
+        assert root.attributes["gen_ai.usage.output_tokens"] == 30
 
 
 async def test_a_load_from_a_volume_is_in_the_trace(tmp_path: Path, sockets: Path, collector: Collector) -> None:

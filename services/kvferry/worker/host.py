@@ -148,8 +148,8 @@ class WorkerHost:
             await self._registration.revoke()
         await self.server.stop()
         await self.residency.stop()
-        await self._engine.stop()
         await self._listener.stop()
+        await self._engine.stop()
         if self._tracing is not None:
             await self._tracing.close()
         await self._membership.close()
