@@ -721,7 +721,9 @@ class Metrics:
         self.refused = exposition.counter(REQUESTS_REFUSED)
         self.cancelled = exposition.counter(REQUESTS_CANCELLED)
         self.requests_in_flight = exposition.gauge(REQUESTS_IN_FLIGHT)
-        self.request_seconds = exposition.histogram(REQUEST_SECONDS)
+        request_seconds = exposition.histogram(REQUEST_SECONDS)
+        # Looking a series up costs as much as counting.
+        self.request_seconds = {endpoint: request_seconds.labels(endpoint=endpoint) for endpoint in ENDPOINTS}
         self.time_to_first_token = exposition.histogram(TIME_TO_FIRST_TOKEN)
         self.inter_token = exposition.histogram(INTER_TOKEN)
         self.prompt_tokens = exposition.counter(PROMPT_TOKENS)

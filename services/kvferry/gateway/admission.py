@@ -85,7 +85,7 @@ class Admission:
                 self.idle.set()
             self._metrics.requests_in_flight.dec()
             self._metrics.requests.labels(endpoint=endpoint, status=visit.status).inc()
-            self._metrics.request_seconds.labels(endpoint=endpoint).observe(time.perf_counter() - begun_s)
+            self._metrics.request_seconds[endpoint].observe(time.perf_counter() - begun_s)
             if visit.error is not None:
                 self._metrics.note_refusal(visit.error.code)
             if visit.trace is not None:

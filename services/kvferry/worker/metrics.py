@@ -38,16 +38,22 @@ class WorkerMetrics:
         self._server = server
         self._read_span_counts = read_span_counts
         self.exposition = Exposition(Exporter.WORKER, {"worker": worker_id, "role": role})
-        self.requests = self.exposition.counter(telemetry.ENGINE_REQUESTS)
+        requests = self.exposition.counter(telemetry.ENGINE_REQUESTS)
+        # Looking a series up costs as much as counting.
+        self._reason_to_count = {reason: requests.labels(reason=reason) for reason in telemetry.END_REASONS}
         self._queue_seconds = self.exposition.histogram(telemetry.ENGINE_QUEUE_SECONDS)
         self._prefill_seconds = self.exposition.histogram(telemetry.ENGINE_PREFILL_SECONDS)
         self._decode_seconds = self.exposition.histogram(telemetry.ENGINE_DECODE_SECONDS)
         self.exposition.read(_READ, self._read)
 
+    def count(self, reason: str) -> None:
+        """A request ended, for one of telemetry.END_REASONS."""
+        self._reason_to_count[reason].inc()
+
     def observe(self, times: EngineTimes) -> None:
-        """A request ended."""
-        waits_s = [begin_s for wait in (times.ferry, times.load) if wait is not None for begin_s in wait[:1]]
-        self._queue_seconds.observe(max(0.0, min([times.scheduled_s, *waits_s]) - times.queued_s))
+        """A request ended well."""
+        begun_s = min(wait[0] for wait in (times.ferry, times.load, (times.scheduled_s,)) if wait is not None)
+        self._queue_seconds.observe(max(0.0, begun_s - times.queued_s))
         self._prefill_seconds.observe(max(0.0, times.first_token_s - times.scheduled_s))
         self._decode_seconds.observe(max(0.0, times.last_token_s - times.first_token_s))
 

@@ -26,7 +26,7 @@ class Observer:
     def refused(self) -> None:
         """A request that the engine never saw."""
         if self.metrics is not None:
-            self.metrics.requests.labels(reason="refused").inc()
+            self.metrics.count("refused")
 
     def begin(self, request: EngineRequest) -> Observed:
         """A request that is about to go to the engine."""
@@ -57,7 +57,7 @@ class Observed:
         assert last.finish_reason is not None
         times, metrics = last.times, self._observer.metrics
         if metrics is not None:
-            metrics.requests.labels(reason=last.finish_reason.value).inc()
+            metrics.count(last.finish_reason.value)
             if times is not None and last.finish_reason is not FinishReason.ABORT:
                 metrics.observe(times)
         if self.span is not None:
@@ -69,8 +69,7 @@ class Observed:
     def failed(self, error: BaseException) -> None:
         """It ended without a last output: cancelled, or with a KvferryError or a fault of ours."""
         if self._observer.metrics is not None:
-            reason = "error" if isinstance(error, Exception) else "abort"
-            self._observer.metrics.requests.labels(reason=reason).inc()
+            self._observer.metrics.count("error" if isinstance(error, Exception) else "abort")
         if self.span is not None:
             self.span.fail(error_type(error))
             self.span.end()
