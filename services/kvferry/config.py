@@ -161,6 +161,12 @@ class GatewayConfig(_Section):
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
     drain_timeout_s: float = Field(30, ge=0)
 
+    @model_validator(mode="after")
+    def _two_ports(self) -> GatewayConfig:
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ValueError(f"http_port and grpc_port are both {self.http_port}; each needs its own")
+        return self
+
 
 class MembershipConfig(_Section):
     endpoints: tuple[str, ...] = ()  # host:port of etcd; empty: `kvferry up` starts one
