@@ -77,6 +77,8 @@ class Generation:
         self.requests = requests
         self._trace = trace
         span = trace.span if trace is not None else None
+        if span is not None:
+            span.set({"kvferry.tenant": tenant.name})
         self.journeys = [Journey(tenant=tenant.name, trace=span) for _ in requests]
         self.choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
         self._num_prompt_tokens = num_prompt_tokens
