@@ -223,9 +223,8 @@ async def test_workers_export_what_their_engines_did(traced_url: str, pair: Vllm
             assert value["kvferry_engine_prefill_seconds_count", None] == 1
             assert value["kvferry_engine_prefill_seconds_sum", None] > 0
             assert (value["kvferry_ferry_seconds_count", None] > 0) == (role == "decode")
-            theirs = [sample for sample in samples if sample.name.startswith("vllm:")]
-            assert bool(theirs) == (pair is not None)
-            assert all("model_name" in sample.labels for sample in theirs)
+            # Real engines make hundreds of their own, in one registry a process: here that of the last one started.
+            assert (value.get(("vllm:prompt_tokens_total", None), 0) > 0) == (pair is not None)
 
 
 async def samples_of(http: httpx.AsyncClient, address: str, *, with_ferry: bool) -> list[Sample]:
