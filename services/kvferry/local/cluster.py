@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from kvferry import model_folder, shared_memory
-from kvferry.addresses import free_port, join_host_port
+from kvferry.addresses import free_port, join_host_port, node_address
 from kvferry.config import ClusterConfig, parse
 from kvferry.errors import ConfigError, LocalError
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
@@ -270,6 +270,7 @@ def _ask_in_steps(url: str, model: str, pace: Pace, timeout_s: float) -> FirstAn
 
 def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig:
     """The configuration as the application gets it: folders absolute, a port that is free, the model at hand."""
+    config = config.on_node(node_address())
     config = _changed(config, "gateway", http_port=_choose_port(config))
     files = {
         key: str(Path(value).expanduser().absolute())
