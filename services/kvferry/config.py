@@ -125,8 +125,28 @@ class TlsConfig(_Section):
         return self
 
 
+class ServerTlsConfig(_Section):
+    """TLS of what clients talk to. With `client_ca_file` they have to show a certificate that it signed."""
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    client_ca_file: Path | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.cert_file is not None
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ServerTlsConfig:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        if self.client_ca_file is not None and self.cert_file is None:
+            raise ValueError("client_ca_file needs cert_file and key_file: clients show certificates over TLS only")
+        return self
+
+
 class WorkerConfig(_Section):
-    """What every prefill and decode worker shares, and gateways that dial them."""
+    """What every prefill and decode worker shares, and gateways that dial them; `tls` is that of keepers too."""
 
     host: str = "127.0.0.1"  # address its listeners bind to and register; auto: this node's
     link: Literal["frames", "grpc"] = "frames"  # what carries requests and steps; Describe is always gRPC
@@ -145,6 +165,9 @@ class GatewayConfig(_Section):
     resources: dict[str, float] = Field(default_factory=dict)
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int | None = Field(9000, ge=0, le=65535)  # 0: any that is free; empty: no gRPC
+    keys_file: Path | None = None  # API keys, hashed (`kvferry key new`); read again when it changes
+    tls: ServerTlsConfig = ServerTlsConfig()  # of HTTP and gRPC; files may be replaced while it serves
     max_body_bytes: int = Field(8 << 20, ge=1024)
     max_requests: int = Field(1024, ge=1)  # in flight at once; more get 429
     max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more unread is cut
@@ -246,11 +269,16 @@ class TierConfig(_Section):
         return self
 
 
+# What listens, by the key that says where.
+Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host"]
+
+
 class ClusterConfig(_Section):
     """The whole: one per cluster, the same on every node."""
 
     name: str = Field("kvferry", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
-    insecure: bool = False  # allow listeners off loopback without authentication
+    # Allow listeners off loopback without authentication: all of them, or those that are named.
+    insecure: bool | tuple[Listener, ...] = False
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
@@ -285,11 +313,19 @@ class ClusterConfig(_Section):
 
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener that others could reach without authentication."""
-        require_loopback("gateway.host", self.gateway.host, insecure=self.insecure)
-        if not self.worker.tls.enabled:
-            require_loopback("worker.host", self.worker.host, insecure=self.insecure, remedy="configure worker.tls")
-        require_loopback("engine.side_channel_host", self.engine.side_channel_host, insecure=self.insecure)
-        require_loopback("tier.host", self.tier.host, insecure=self.insecure)
+        gateway, has_mutual_tls = self.gateway, self.worker.tls.enabled
+        has_access = gateway.keys_file is not None or gateway.tls.client_ca_file is not None
+        listeners: tuple[tuple[Listener, str, bool, str], ...] = (
+            ("gateway.host", gateway.host, has_access, "configure gateway.keys_file or gateway.tls.client_ca_file"),
+            ("worker.host", self.worker.host, has_mutual_tls, "configure worker.tls"),
+            # vLLM answers whoever asks.
+            ("engine.side_channel_host", self.engine.side_channel_host, False, ""),
+            ("tier.host", self.tier.host, has_mutual_tls, "configure worker.tls"),
+        )
+        for key, host, authenticates, remedy in listeners:
+            is_allowed = self.insecure if isinstance(self.insecure, bool) else key in self.insecure
+            if not authenticates:
+                require_loopback(key, host, insecure=is_allowed, remedy=remedy)
 
 
 def load(
