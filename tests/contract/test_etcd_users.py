@@ -46,5 +46,5 @@ async def test_members_get_their_rights_and_a_new_password_and_nobody_else_gets_
 async def test_an_etcd_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("x")
     config = MembershipConfig(endpoints=("127.0.0.1:1",), user="kvferry", password_file=tmp_path / "password")
-    with pytest.raises(UnavailableError, match="127.0.0.1:1"):
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         await ensure_users(config, "root's", wait_s=0)
