@@ -15,7 +15,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck check fmt proto build ci
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck helm-check check fmt proto build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ check: $(STAMP) ## Lint, format, types, import contract, generated code
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/generate_wire.py --check
+
+helm-check: $(STAMP) ## Check the chart and the manifests without a cluster; ARGS="--update" writes what follows from them
+	@$(BIN)/python tools/helm_check.py $(ARGS)
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix-only --exit-zero
