@@ -26,7 +26,7 @@ help: ## Show this list
 setup: ## Make the environment in .venv; nothing to do when it is up to date
 	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
 
-$(STAMP): pyproject.toml loadtest/pyproject.toml tools/setup_environment.py
+$(STAMP): pyproject.toml loadtest/pyproject.toml tools/setup_environment.py tools/fetch_helm.py
 	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
 
 up: $(STAMP) ## Start a cluster on this machine and ask it one question
