@@ -84,7 +84,7 @@ def bench_config(arguments: argparse.Namespace) -> ClusterConfig:
             "engine": {"kind": "sim", "block_size": 16, "max_num_seqs": 512},
             "prefill": {"replicas": arguments.prefill},
             "decode": {"replicas": arguments.decode},
-            "gateway": {"http_port": 0},
+            "gateway": {"http_port": 0, "grpc_port": None},
             "sim": {"step_ms": arguments.step_ms, "prefill_tokens_per_s": 1_000_000, "num_pages": 32_768},
         }
     )

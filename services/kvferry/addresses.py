@@ -36,7 +36,7 @@ def require_loopback(key: str, host: str, *, insecure: bool, remedy: str = "") -
         raise ConfigError(
             f"{key}: {host!r} can be reached from other machines and this listener has no authentication; "
             f"use a loopback address such as 127.0.0.1, {f'{remedy}, ' if remedy else ''}"
-            "or say insecure: true (--insecure)",
+            f"or say insecure: [{key}] (--insecure: for all listeners)",
             param=key,
         )
 

@@ -14,7 +14,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-ENDPOINTS = ("chat_completions", "completions")
+ENDPOINTS = (
+    "chat_completions",
+    "completions",
+    "grpc_generate",
+    "grpc_generate_stream",
+    "grpc_tokenize",
+    "grpc_list_models",
+)
 PLACEMENT_REASONS = (
     "disaggregated",
     "sibling",

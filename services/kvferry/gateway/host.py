@@ -25,9 +25,14 @@ from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm_renderer import VllmRenderer
 from kvferry.errors import KvferryError
-from kvferry.gateway.asgi import HttpApp, Readiness
+from kvferry.gateway.access import Access
+from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.asgi import HttpApp
 from kvferry.gateway.connection import HttpProtocol
+from kvferry.gateway.grpc_server import GrpcEndpoint
+from kvferry.gateway.inference import Inference
 from kvferry.gateway.openai import OpenAI
+from kvferry.gateway.tls import GatewayTls
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
@@ -61,7 +66,7 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
 
 
 class GatewayHost:
-    """Owns listener, roster and registration of one gateway."""
+    """Owns listeners, roster and registration of one gateway."""
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class GatewayHost:
         membership: Membership,
         make_renderer: Callable[[ClusterConfig, str], Renderer] = build_renderer,
     ) -> None:
+        """Raises ConfigError for keys or certificates that cannot be used."""
         self._make_renderer = make_renderer
         self._config = config
         self._model_folder = model_folder
@@ -91,9 +97,17 @@ class GatewayHost:
             on_up=self.residents.linked,
             on_down=self.residents.gone,
             on_gone=self.policy.forget,
+            on_change=self._note_readiness,
         )
         self.keepers = Keepers(membership, self.residents.index, follow_over(config.worker.tls))
-        self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
+        access = Access(config.gateway)
+        self.admission = Admission(config.gateway, self.metrics, self.readiness)
+        self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.admission, self.readiness, access)
+        self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access)
+        self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
+        self._readiness_changed = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+        tls = self._tls
         self._server = _Server(
             uvicorn.Config(
                 self.app,
@@ -106,6 +120,7 @@ class GatewayHost:
                 proxy_headers=False,  # nothing here asks who the client is
                 timeout_keep_alive=75,
                 h11_max_incomplete_event_size=64 << 10,
+                ssl_context_factory=None if tls is None else lambda _config, _make: tls.http_context(),
             )
         )
 
@@ -124,6 +139,9 @@ class GatewayHost:
         self.port = listener.getsockname()[1]
         listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
         self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
+        if gateway.grpc_port is not None:
+            await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
+            self._telling = asyncio.create_task(self._tell_readiness())
         self.roster.start()
         self.keepers.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
@@ -132,8 +150,16 @@ class GatewayHost:
         )
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
+        self.grpc.inference = Inference(renderer, dispatcher, self.metrics, self._config.served_name)
+        self._note_readiness()
         self._registering = asyncio.create_task(self._register())
-        log.info("%s listens on %s:%d", self.gateway_id, self._config.gateway.host, self.port)
+        log.info(
+            "%s listens on %s:%d%s",
+            self.gateway_id,
+            gateway.host,
+            self.port,
+            f" and, for gRPC, on :{self.grpc.port}" if self.grpc.port else "",
+        )
 
     async def check_health(self) -> None:
         """Raises KvferryError when the listener is gone."""
@@ -156,22 +182,28 @@ class GatewayHost:
             if missing > 0:
                 waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
         return Readiness(
-            ready=self.app.openai is not None and bool(self.roster.usable(MemberKind.DECODE)) and not self.app.draining,
+            ready=self.app.openai is not None
+            and bool(self.roster.usable(MemberKind.DECODE))
+            and not self.admission.draining,
             waiting_for=waiting,
             members=[link.member.member_id for kind in WORKER_KINDS for link in self.roster.usable(kind)],
         )
 
     async def drain(self) -> None:
         """Refuse new requests, let those in flight finish, at most `gateway.drain_timeout_s`."""
-        self.app.draining = True
+        self._refuse_new()
         await self._deregister()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.gateway.drain_timeout_s):
-                await self.app.idle.wait()
+                await self.admission.idle.wait()
 
     async def stop(self) -> None:
         """End everything; may be repeated."""
-        self.app.draining = True
+        self._refuse_new()
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
+        await self.grpc.stop()
         self._server.should_exit = True
         self._server.force_exit = True
         if self._serving is not None:
@@ -185,6 +217,20 @@ class GatewayHost:
         await asyncio.gather(*left, return_exceptions=True)
         await self._deregister()
         await self._membership.close()
+
+    def _refuse_new(self) -> None:
+        self.admission.draining = True
+        self._note_readiness()
+
+    def _note_readiness(self) -> None:
+        self._readiness_changed.set()
+
+    async def _tell_readiness(self) -> None:
+        """To those who watch the health of the gRPC endpoint."""
+        while True:
+            await self._readiness_changed.wait()
+            self._readiness_changed.clear()
+            await self.grpc.note_readiness()
 
     async def _deregister(self) -> None:
         if self._registering is not None:

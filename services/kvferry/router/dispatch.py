@@ -62,12 +62,15 @@ MAX_CHOICES = 8  # kept per request
 MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
 MIN_STEPS = 8  # fewer say little about the time of a step
 
+_NO_HINTS = TierHints()
+
 
 @dataclass(slots=True)
 class Journey:
     """Where one request went; filled in as it goes, complete when its outputs ended."""
 
     request_id: str = ""
+    tenant: str = ""
     reason: str = ""
     prefill_worker: MemberId | None = None
     decode_worker: MemberId | None = None
@@ -282,7 +285,7 @@ class Dispatcher:
             keep_for_transfer=True,
             continued=None,
             parse=None,
-            tier=tier_hints(placed.choice),
+            tier=tier_hints(placed.choice, request.tier),
         )
         began_s = self._clock()
         link = self._roster.link(worker)
@@ -565,18 +568,20 @@ def _replayable(request: EngineRequest) -> EngineRequest:
     return dataclasses.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))
 
 
-def tier_hints(choice: Choice) -> TierHints | None:
-    """For the worker that computes the prompt. None where there is nothing to say."""
+def tier_hints(choice: Choice, known: TierHints | None) -> TierHints | None:
+    """For the worker that computes the prompt: `known`, which says whose pages they are, with what the choice adds."""
     if not isinstance(choice, Decision):
-        return None
+        return known
     if choice.volume:
-        return TierHints(volumes={volume_of(choice.volume): choice.volume_pages})
-    return TierHints(load=False) if choice.skipped_pages else None
+        return dataclasses.replace(known or _NO_HINTS, volumes={volume_of(choice.volume): choice.volume_pages})
+    return dataclasses.replace(known or _NO_HINTS, load=False) if choice.skipped_pages else known
 
 
 def _with_hints(attempt: EngineRequest, choice: Choice) -> EngineRequest:
-    hints = tier_hints(choice) if choice.prefill is None else None
-    return attempt if hints is None else dataclasses.replace(attempt, tier=hints)
+    if choice.prefill is not None:
+        return attempt
+    hints = tier_hints(choice, attempt.tier)
+    return attempt if hints is attempt.tier else dataclasses.replace(attempt, tier=hints)
 
 
 def _unread(output: EngineOutput) -> None:

@@ -151,12 +151,7 @@ class KeeperHost:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
     def _dial(self, address: str) -> grpc.aio.Channel:
-        options: list[tuple[str, object]] = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]
-        if self._tls is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        if self._tls.server_name:
-            options.append(("grpc.ssl_target_name_override", self._tls.server_name))
-        return grpc.aio.secure_channel(address, tls.channel_credentials(self._tls), options=options)
+        return tls.channel_to(address, self._config.worker.tls, (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)))
 
     async def _follow_others(self) -> None:
         """For ever: a watch that fails is a fault of ours, and must not leave this keeper with yesterday's members."""
