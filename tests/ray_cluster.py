@@ -84,16 +84,19 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def a_ray_cluster(*, num_cpus: int = 12, resources: Mapping[str, float] | None = None) -> Iterator[RayCluster]:
-    """Started here, gone afterwards with everything that belongs to it."""
+def a_ray_cluster(
+    *, num_cpus: int = 12, resources: Mapping[str, float] | None = None, environ: Mapping[str, str] | None = None
+) -> Iterator[RayCluster]:
+    """Started here, gone afterwards with everything that belongs to it. `environ` is added for all its processes."""
     root = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp")).resolve()
     folder = RunFolder(root / "r")
     folder.prepare()
     folder.new_tokens()
     services = Path(__file__).resolve().parent.parent / "services"
-    environ = ray_environment(folder) | {"PYTHONPATH": f"{services}:{os.environ.get('PYTHONPATH', '')}"}
+    path = os.pathsep.join(filter(None, (str(services), os.environ.get("PYTHONPATH", ""))))
+    everywhere = ray_environment(folder) | {"PYTHONPATH": path} | dict(environ or {})
     port, dashboard_port, agent_port, client_port, agent_grpc = (free_port() for _ in range(5))
-    cluster = RayCluster(folder, port, dashboard_port, environ)
+    cluster = RayCluster(folder, port, dashboard_port, everywhere)
     try:
         cluster.run(
             *("ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}"),
