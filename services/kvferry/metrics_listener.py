@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from kvferry.addresses import join_host_port
+from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import MetricsConfig
 from kvferry.errors import ConfigError
 from kvferry.telemetry import CONTENT_TYPE
@@ -55,8 +55,8 @@ class MetricsListener:
 
     @property
     def address(self) -> str:
-        """host:port; empty before `start`."""
-        return join_host_port(self._config.host, self._port) if self._port else ""
+        """host:port for whoever scrapes; empty before `start`."""
+        return join_host_port(reachable_host(self._config.host), self._port) if self._port else ""
 
     async def start(self) -> None:
         """Raises ConfigError where it cannot listen, or for TLS files that cannot be used."""

@@ -345,8 +345,8 @@ def _options(config: GatewayConfig) -> tuple[tuple[str, int], ...]:
     return (
         # Up to this, a message that is too large is refused by name; beyond it, by gRPC.
         ("grpc.max_receive_message_length", 2 * config.max_body_bytes),
-        # Several gateways of one node share the port; one that is alone must not share it unawares.
-        ("grpc.so_reuseport", int(config.replicas > 1 and config.grpc_port != 0)),
+        # As HTTP's: several gateways of one node share the port, and so do one that comes and one that goes.
+        ("grpc.so_reuseport", int(config.grpc_port != 0)),
         # A client that vanished is found within a minute, and its requests end.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),

@@ -14,12 +14,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
 
 from kvferry import __version__
-from kvferry.addresses import join_host_port
+from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimRenderer
@@ -88,6 +88,7 @@ class GatewayHost:
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
+        self._num_expected = {MemberKind.PREFILL: config.prefill.replicas, MemberKind.DECODE: config.decode.replicas}
         self.metrics = Metrics(
             self._sample_workers,
             self._sample_volumes,
@@ -139,9 +140,10 @@ class GatewayHost:
         """Listen, then become ready. Returns when requests can be rendered; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
         gateway = self._config.gateway
-        # Several gateways of one node share the port; the kernel spreads connections over those that live.
+        # Several gateways of one node share the port, and so do one that comes and one that goes; the kernel spreads
+        # connections over those that live.
         listener = socket.create_server(
-            (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.replicas > 1 and gateway.http_port != 0
+            (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.http_port != 0
         )
         # Accepted sockets inherit it. Without it a chunk waits for the client's delayed acknowledgement, about 40 ms;
         # asyncio sets it only where the socket names its protocol, which create_server leaves open.
@@ -183,17 +185,18 @@ class GatewayHost:
                 cause = self._serving.exception()
             raise KvferryError("the HTTP listener ended") from cause
 
+    def expect(self, num_workers: Mapping[str, int]) -> None:
+        """How many workers of each role there will be, for who asks what is missing."""
+        self._num_expected = {kind: num_workers.get(kind.value, 0) for kind in WORKER_KINDS}
+
     def readiness(self) -> Readiness:
         waiting = []
         if self.app.openai is None:
             waiting.append("renderer")
-        for kind, role in (
-            (MemberKind.PREFILL, self._config.prefill),
-            (MemberKind.DECODE, self._config.decode),
-        ):
-            missing = role.replicas - len(self.roster.usable(kind))
+        for kind, num_expected in self._num_expected.items():
+            missing = num_expected - len(self.roster.usable(kind))
             if missing > 0:
-                waiting.append(f"{kind.value} worker" if role.replicas == 1 else f"{missing} {kind.value} workers")
+                waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
         return Readiness(
             ready=self.app.openai is not None
             and bool(self.roster.usable(MemberKind.DECODE))
@@ -260,7 +263,7 @@ class GatewayHost:
         member = Member(
             kind=MemberKind.GATEWAY,
             member_id=self.gateway_id,
-            address=join_host_port(self._config.gateway.host, self.port),
+            address=join_host_port(reachable_host(self._config.gateway.host), self.port),
             model=self._model_folder,
             version=__version__,
             node=socket.gethostname(),

@@ -38,20 +38,21 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, 
 
     `keeper_socket` is where the keeper of this node answers; empty where it has none.
     """
-    if config.engine.kind == "sim":
+    engine = config.engine_of(kind.value)
+    if engine.kind == "sim":
         return SimEngine(
             model_folder,
             config.sim,
-            block_size=config.engine.block_size,
-            max_num_seqs=config.engine.max_num_seqs,
-            host=config.engine.side_channel_host,
+            block_size=engine.block_size,
+            max_num_seqs=engine.max_num_seqs,
+            host=engine.side_channel_host,
             tier=config.tier,
             keeper_socket=keeper_socket,
         )
     return VllmEngine(
         model_folder,
         config.model,
-        config.engine,
+        engine,
         producer=kind is MemberKind.PREFILL,
         tier=config.tier,
         keeper_socket=keeper_socket,
