@@ -227,13 +227,13 @@ class Authority:
         )
         self.ca_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> tuple[Path, Path]:
-        """(certificate, key) for a server on loopback or a client."""
+    def issue(self, name: str, *, expired: bool = False) -> tuple[Path, Path]:
+        """(certificate, key) for a server on loopback or a client; the same name again overwrites the files."""
         key = ec.generate_private_key(ec.SECP256R1())
         loopback = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
-            _builder(_name(name), self._name, key.public_key())
+            _builder(_name(name), self._name, key.public_key(), expired=expired)
             .add_extension(x509.SubjectAlternativeName(loopback), critical=False)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .sign(self._key, hashes.SHA256())
@@ -267,8 +267,10 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, expired: bool = False
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC) - timedelta(days=2 if expired else 0)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -40,7 +40,17 @@ class Machine:
 
     @property
     def up_arguments(self) -> tuple[str, ...]:
-        return ("up", "--engine", self.engine, "--http-port", str(self.port), "--timeout", str(UP_TIMEOUT_S))
+        return (
+            "up",
+            "--engine",
+            self.engine,
+            "--http-port",
+            str(self.port),
+            "--grpc-port",
+            "0",
+            "--timeout",
+            str(UP_TIMEOUT_S),
+        )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Its output goes where a test may read it while it runs, outside the run folder."""

@@ -201,7 +201,8 @@ def kvferry_up(values: Mapping[str, object]) -> Iterator[Running]:
     with temporary_folder() as folder:
         environment = {**os.environ, "KVFERRY_RUN_DIR": str(folder)}
         command = [str(BIN / "kvferry"), "up", "--no-ask", "--timeout", f"{START_TIMEOUT_S:g}"]
-        for key, value in {**values, "gateway.http_port": port, "model.served_name": MODEL_NAME}.items():
+        own = {"gateway.http_port": port, "gateway.grpc_port": 0, "model.served_name": MODEL_NAME}
+        for key, value in {**values, **own}.items():
             command += ["--set", f"{key}={value}"]
         try:
             done = subprocess.run(

@@ -1,8 +1,9 @@
 """Generate code from proto/, or with --check fail when the committed code differs.
 
-What passes between kvferry's own processes becomes services/kvferry/wire: its proto package is kvferry.wire.v1 and the
-modules live at the same path, so the generator's absolute imports are right without any rewriting. Of the public
-endpoint the load-test harness, which knows nothing of kvferry, has messages of its own.
+What passes between kvferry's own processes becomes services/kvferry/wire, the public endpoint becomes
+services/kvferry/inference: proto packages and modules have the same path, so the generator's absolute imports are right
+without any rewriting. Of the public endpoint the load-test harness, which knows nothing of kvferry, has messages of its
+own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("kvferry/wire", "kvferry/inference")
 INFERENCE = Path("kvferry/inference/v1")
 HARNESS = Path("loadtest/kvferry_loadtest/wire")
 
@@ -25,13 +27,15 @@ HARNESS = Path("loadtest/kvferry_loadtest/wire")
 def generate(into: Path) -> list[Path]:
     """Write *_pb2.py, *_pb2.pyi and *_pb2_grpc.py under `into`, as under the repository; returns what was written."""
     services = into / "services"
-    run_protoc("kvferry/wire", services, "python_out", "pyi_out", "grpc_python_out")
+    for folder in ROOMS:
+        run_protoc(folder, services, "python_out", "pyi_out", "grpc_python_out")
     with tempfile.TemporaryDirectory() as folder:
         run_protoc(str(INFERENCE), Path(folder), "python_out", "pyi_out")
         (into / HARNESS).mkdir(parents=True, exist_ok=True)
         for path in (Path(folder) / INFERENCE).iterdir():
             shutil.copy(path, into / HARNESS / path.name)
-    written = [*(services / "kvferry/wire").rglob("*_pb2*"), *(into / HARNESS).rglob("*_pb2*")]
+    folders = (*(services / room for room in ROOMS), into / HARNESS)
+    written = [path for folder in folders for path in folder.rglob("*_pb2*")]
     return sorted(path.relative_to(into) for path in written if path.is_file() and "__pycache__" not in path.parts)
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
+from kvferry.addresses import join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
 
@@ -70,6 +71,7 @@ def _configured(command: Callable[..., R]) -> Callable[..., R]:
     )
     @click.option("--etcd", multiple=True, metavar="HOST:PORT", help="A running etcd; without it one is started.")
     @click.option("--http-port", type=int, help="Where the gateway listens; 0: any free port.")
+    @click.option("--grpc-port", type=int, help="Where it answers gRPC; 0: any free port.")
     @click.option("--insecure", is_flag=True, help="Allow listeners that others can reach, without authentication.")
     @functools.wraps(command)
     def wrapper(
@@ -80,6 +82,7 @@ def _configured(command: Callable[..., R]) -> Callable[..., R]:
         settings: Sequence[str],
         etcd: Sequence[str],
         http_port: int | None,
+        grpc_port: int | None,
         insecure: bool,
         **kwargs: Any,
     ) -> R:
@@ -92,6 +95,8 @@ def _configured(command: Callable[..., R]) -> Callable[..., R]:
             flags.append(f"membership.endpoints={json.dumps(list(etcd))}")
         if http_port is not None:
             flags.append(f"gateway.http_port={http_port}")
+        if grpc_port is not None:
+            flags.append(f"gateway.grpc_port={grpc_port}")
         if insecure:
             flags.append("insecure=true")
         return command(*args, config=configuration.load(file, flags=flags), **kwargs)
@@ -114,10 +119,13 @@ def up(config: ClusterConfig, ask: bool, timeout_s: float | None) -> None:
     if running.first_answer is not None:
         _print_first_answer(console, running.first_answer)
     body = {"model": running.config.served_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
-    click.echo(f"\nkvferry serves {running.config.served_name} at {running.url}\n")
-    click.echo(
-        f"  curl {running.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'"
-    )
+    gateway = running.config.gateway
+    grpc_says = f", gRPC at {join_host_port(gateway.host, gateway.grpc_port)}" if gateway.grpc_port is not None else ""
+    click.echo(f"\nkvferry serves {running.config.served_name} at {running.url}{grpc_says}\n")
+    options = " -H 'content-type: application/json'"
+    if gateway.keys_file is not None:
+        options += ' -H "authorization: Bearer $KVFERRY_API_KEY"'
+    click.echo(f"  curl {running.url}/v1/chat/completions{options} \\\n    -d '{json.dumps(body)}'")
     click.echo("\nEnd it with: make down   (or: kvferry down)")
 
 
@@ -208,6 +216,29 @@ def down(name: str | None) -> None:
 def show_config(config: ClusterConfig) -> None:
     """Print the effective configuration as YAML."""
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+
+
+@main.group()
+def key() -> None:
+    """Make API keys."""
+
+
+@key.command(name="new")
+@click.option("--tenant", required=True, help="Whose key: lower-case letters, digits and dashes.")
+@click.option("--name", required=True, help="What to call it, to tell it from the tenant's other keys.")
+@click.option("--file", "into", type=click.Path(path_type=Path), help="Where to add it; by default gateway.keys_file.")
+@_reported
+def new_key(tenant: str, name: str, into: Path | None) -> None:
+    """Print a new key, once, and add its hash to a file of keys.
+
+    Gateways that use the file take the key within a second. To end a key, remove its line.
+    """
+    from kvferry.gateway import key_file
+
+    file = into or configuration.load().gateway.keys_file
+    if file is None:
+        raise ConfigError("--file is needed: no gateway.keys_file is configured (KVFERRY__GATEWAY__KEYS_FILE)")
+    click.echo(key_file.new_key(file, tenant, name))
 
 
 @main.group()

@@ -6,7 +6,9 @@
     ├── RequestError                 the client's to mend
     │   ├── InvalidRequest           400  INVALID_ARGUMENT
     │   │   └── ContextLengthExceeded
-    │   ├── BodyTooLarge             413  RESOURCE_EXHAUSTED
+    │   ├── Unauthenticated          401  UNAUTHENTICATED
+    │   ├── PermissionDenied         403  PERMISSION_DENIED
+    │   ├── BodyTooLarge             413  INVALID_ARGUMENT
     │   ├── BodyTimeout              408  DEADLINE_EXCEEDED
     │   ├── ModelNotFound            404  NOT_FOUND
     │   ├── RouteNotFound            404  UNIMPLEMENTED
@@ -80,11 +82,29 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class Unauthenticated(RequestError):
+    """Nobody who may ask: no key, one that is not known, or no client certificate. Never repeats what was shown."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    code = "invalid_api_key"
+
+
+class PermissionDenied(RequestError):
+    """Somebody who is known, and may not."""
+
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+    openai_type = "permission_error"
+    code = "permission_denied"
+
+
 class BodyTooLarge(RequestError):
     """The body is over the gateway's limit."""
 
     http_status = 413
-    grpc_status = "RESOURCE_EXHAUSTED"
+    # Not RESOURCE_EXHAUSTED: that asks clients to send it again.
+    grpc_status = "INVALID_ARGUMENT"
     code = "body_too_large"
 
 

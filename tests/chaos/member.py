@@ -26,7 +26,9 @@ async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
     config = configuration.parse(values)
     membership = EtcdMembership(config.membership)
     if kind is MemberKind.GATEWAY:
-        config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"http_port": port})})
+        config = config.model_copy(
+            update={"gateway": config.gateway.model_copy(update={"http_port": port, "grpc_port": None})}
+        )
         gateway = GatewayHost(config, config.model.path, membership)
         await gateway.start()
         print(json.dumps({"member_id": gateway.gateway_id}), flush=True)

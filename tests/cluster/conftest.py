@@ -119,7 +119,7 @@ async def running(
             "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 200_000.0},
             **values,
             # In turns: every prompt is prefilled on one worker and decoded on another, however short.
-            "gateway": {"http_port": 0, "placement": "round_robin", **gateway},
+            "gateway": {"http_port": 0, "grpc_port": 0, "placement": "round_robin", **gateway},
         }
     )
     cluster = SimCluster(config, MemoryRegistry(clock=clock))

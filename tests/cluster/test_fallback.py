@@ -392,7 +392,7 @@ async def test_without_another_decode_worker_a_stream_ends_in_an_error_event(n: 
         events = await streamed_events(cluster, lose_it, max_tokens=5000, n=n)
         assert events[-1]["error"]["code"] == "no_decode_worker"
         assert all("error" not in event for event in events[:-1])
-        await until(lambda: cluster.gateway is not None and cluster.gateway.app.num_in_flight == 0)
+        await until(lambda: cluster.gateway is not None and cluster.gateway.admission.num_in_flight == 0)
         await until(lambda: the(cluster, MemberKind.PREFILL).num_offers == 0)
 
 
@@ -507,7 +507,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(
         asked.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asked
-        await until(lambda: gateway.app.num_in_flight == 0, what="the gateway let go")
+        await until(lambda: gateway.admission.num_in_flight == 0, what="the gateway let go")
         relay.backward.set()
         if when in ("prefilled", "prefilling"):
             prefill.faults = Faults()

@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_cancels_on_both_workers(cluster: SimCluster)
     await until(lambda: decode.load().num_running == 0, what="the decode engine dropped the request")
     await until(lambda: prefill.load().num_running == 0, what="the prefill engine dropped the request")
     gateway = cluster.gateway
-    await until(lambda: gateway.app.num_in_flight == 0)
+    await until(lambda: gateway.admission.num_in_flight == 0)
     assert b'kvferry_requests_total{endpoint="completions",status="499"} 1.0' in gateway.metrics.render()
 
 

@@ -56,7 +56,7 @@ async def test_a_client_that_never_reads_does_not_keep_its_place(monkeypatch: py
         app, client = cluster.gateway.app, Client(BODY, reads=3)
         async with asyncio.timeout(5):
             await app(client.scope(), client.receive, client.send)
-        assert app.num_in_flight == 0
+        assert cluster.gateway.admission.num_in_flight == 0
         await cluster.until_quiet()
 
 
@@ -84,11 +84,11 @@ async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(head + body)
-    await until(lambda: gateway.app.num_in_flight == 1)
+    await until(lambda: gateway.admission.num_in_flight == 1)
     async with asyncio.timeout(5):
         await gateway.stop()
     assert not gateway._server.server_state.tasks
-    assert gateway.app.num_in_flight == 0
+    assert gateway.admission.num_in_flight == 0
     writer.transport.abort()
 
 

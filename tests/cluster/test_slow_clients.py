@@ -46,11 +46,11 @@ async def test_it_is_cut_and_counted_and_its_request_ends_on_the_workers(
 ) -> None:
     async with running(gateway=LEAST, sim={"step_ms": 0.0}) as cluster:
         assert cluster.gateway is not None
-        app = cluster.gateway.app
+        admission = cluster.gateway.admission
         client = await connect_without_reading(cluster, {**BODY, "n": n})
         try:
             await until(lambda: cluster.metric("kvferry_slow_clients_total") == 1, what="the client was cut")
-            await until(lambda: app.num_in_flight == 0)
+            await until(lambda: admission.num_in_flight == 0)
             await cluster.until_quiet()
             assert cluster.metric('kvferry_requests_total{endpoint="completions",status="499"}') == 1
             assert "unread" in caplog.text
@@ -64,14 +64,14 @@ async def test_others_are_served_meanwhile(caplog: pytest.LogCaptureFixture) -> 
         assert cluster.gateway is not None
         clients = [await connect_without_reading(cluster, BODY) for _ in range(3)]
         try:
-            await until(lambda: cluster.gateway is not None and cluster.gateway.app.num_in_flight == 3)
+            await until(lambda: cluster.gateway is not None and cluster.gateway.admission.num_in_flight == 3)
             answer = await http.post("/v1/completions", json={**BODY, "max_tokens": 50, "logprobs": None})
             assert answer.text.endswith("data: [DONE]\n\n")
             assert cluster.metric("kvferry_slow_clients_total") == 0
         finally:
             for client in clients:
                 client.close()
-        await until(lambda: cluster.gateway is not None and cluster.gateway.app.num_in_flight == 0)
+        await until(lambda: cluster.gateway is not None and cluster.gateway.admission.num_in_flight == 0)
         await cluster.until_quiet()
 
 

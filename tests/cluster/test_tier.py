@@ -46,7 +46,7 @@ def config_with(volume: Path, sockets: Path, **values: object) -> ClusterConfig:
             "decode": {"replicas": 1},
             "worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5},
             "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 2_000.0, "tier_page_ms": 0.05},
-            "gateway": {"http_port": 0},
+            "gateway": {"http_port": 0, "grpc_port": None},
             "tier": {
                 "enabled": True,
                 "volumes": [{"path": str(volume), "capacity_gib": 0.1}],

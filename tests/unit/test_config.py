@@ -226,10 +226,66 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given(model: dict[s
 TLS = {"cert_file": "a.pem", "key_file": "a.key", "ca_file": "ca.pem"}
 
 
+def test_insecure_may_name_its_listeners() -> None:
+    config = parse(
+        {
+            "insecure": ["engine.side_channel_host"],
+            "engine": {"side_channel_host": "10.0.0.1"},
+            "worker": {"host": "10.0.0.1", "tls": TLS},
+            "tier": {"host": "10.0.0.1"},
+        }
+    )
+    assert config.insecure == ("engine.side_channel_host",)
+    assert parse(config.model_dump(mode="json")) == config
+    # Of the others it says nothing.
+    assert "worker.host" in fault(insecure=["engine.side_channel_host"], worker={"host": "10.0.0.1"})
+    message = fault(insecure=["gateway"])
+    for said in ("insecure", "gateway", "gateway.host", "engine.side_channel_host"):
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [
+        {"keys_file": "keys.yaml"},
+        {"tls": {"cert_file": "a.pem", "key_file": "a.key", "client_ca_file": "ca.pem"}},
+    ],
+    ids=["keys", "client certificates"],
+)
+def test_a_gateway_may_be_reached_by_whoever_shows_something(gateway: dict[str, object]) -> None:
+    assert parse({"gateway": {"host": "0.0.0.0", **gateway}}).gateway.host == "0.0.0.0"
+
+
+def test_tls_alone_keeps_nobody_out() -> None:
+    message = fault(gateway={"host": "0.0.0.0", "tls": {"cert_file": "a.pem", "key_file": "a.key"}})
+    for said in ("gateway.host", "0.0.0.0", "gateway.keys_file", "gateway.tls.client_ca_file", "insecure"):
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("tls", "said"),
+    [
+        ({"cert_file": "a.pem"}, "cert_file and key_file go together"),
+        ({"client_ca_file": "ca.pem"}, "client_ca_file needs cert_file and key_file"),
+    ],
+)
+def test_files_of_a_gateways_tls_go_together(tls: dict[str, str], said: str) -> None:
+    message = fault(gateway={"tls": tls})
+    assert "gateway.tls" in message
+    assert said in message
+
+
+def test_grpc_may_be_left_out_and_may_have_any_port() -> None:
+    assert load(environ={}, flags=["gateway.grpc_port=null"]).gateway.grpc_port is None
+    assert load(environ={}, flags=["gateway.grpc_port=0"]).gateway.grpc_port == 0
+    assert "gateway.grpc_port" in fault(gateway={"grpc_port": 70000})
+
+
 def test_workers_may_be_reached_behind_mutual_tls() -> None:
     config = parse({"worker": {"host": "10.0.0.1", "tls": TLS}})
     assert config.worker.tls.enabled
     assert "worker.tls" in fault(worker={"host": "10.0.0.1"})
+    assert "worker.tls" in fault(tier={"host": "10.0.0.1"})
     # It says nothing about the other listeners.
     assert "gateway.host" in fault(gateway={"host": "10.0.0.1"}, worker={"tls": TLS})
 
@@ -248,3 +304,23 @@ def test_the_link_is_one_of_two() -> None:
 
 def test_an_unknown_tls_key_is_named() -> None:
     assert "server_name" in fault(worker={"tls": {"servername": "x"}})
+
+
+def test_auto_is_the_address_of_each_node() -> None:
+    hosts = {"gateway": {"host": "auto"}, "worker": {"host": "auto"}, "engine": {"side_channel_host": "auto"}}
+    config = parse({"insecure": True, **hosts})
+    here = config.on_node("10.0.0.7")
+    assert (here.gateway.host, here.worker.host, here.engine.side_channel_host) == ("10.0.0.7",) * 3
+    assert here.tier.host == "127.0.0.1"
+    # It is not loopback, so it needs what other addresses need.
+    assert "worker.host" in fault(worker={"host": "auto"})
+
+
+def test_a_role_has_an_engine_of_its_own_where_it_says_so() -> None:
+    config = parse(
+        {"engine": {"max_num_seqs": 32}, "decode": {"engine": {"max_num_seqs": 256, "enforce_eager": False}}}
+    )
+    assert config.engine_of("prefill").max_num_seqs == 32
+    assert config.engine_of("decode").max_num_seqs == 256
+    assert config.engine_of("decode").enforce_eager is False
+    assert "decode.engine.block_size" in fault(decode={"engine": {"block_size": 16}})

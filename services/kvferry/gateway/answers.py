@@ -8,66 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from kvferry.engine.base import EngineOutput, TokenLogprob
 from kvferry.errors import KvferryError
+from kvferry.gateway.choices import Choice, Usage
 
 DONE = b"data: [DONE]\n\n"
 
 # JSON has no infinity; vLLM's own server writes this for it.
 LOWEST_LOGPROB = -9999.0
-
-
-@dataclass(slots=True)
-class Usage:
-    """Token counts over all choices of an answer; prompts are counted once however many choices share them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice, gathered."""
-
-    text: list[str] = field(default_factory=list)
-    logprobs: list[Sequence[TokenLogprob]] = field(default_factory=list)
-    num_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, output: EngineOutput) -> None:
-        """Keep everything, for an answer that is sent whole."""
-        if output.text:
-            self.text.append(output.text)
-        if output.logprobs is not None:
-            self.logprobs.extend(output.logprobs)
-        self.note(output)
-
-    def add_text(self, token_ids: Sequence[int], text: str) -> None:
-        """`add` of tokens and text alone."""
-        self.num_tokens += len(token_ids)
-        self.text.append(text)
-
-    def note(self, output: EngineOutput) -> None:
-        """Keep counts and the end, for an answer whose text was sent already."""
-        self.num_tokens += len(output.token_ids)
-        if output.finish_reason is not None:
-            self.finish_reason = output.finish_reason.value
-            self.stop_reason = output.stop_reason
 
 
 class Format(Protocol):
@@ -131,7 +83,7 @@ class _Chunks:
     def closing_chunk(self, usage: Usage | None, debug: dict[str, Any] | None) -> bytes:
         values: dict[str, Any] = {**self._identity, "choices": []}
         if usage is not None:
-            values["usage"] = usage.as_json()
+            values["usage"] = _usage_json(usage)
         if debug is not None:
             values["kvferry"] = debug
         return b"data: " + encode(values) + b"\n\n"
@@ -171,7 +123,7 @@ class ChatFormat(_Chunks):
                 }
                 for index, choice in enumerate(choices)
             ],
-            "usage": usage.as_json(),
+            "usage": _usage_json(usage),
         }
         if debug is not None:
             values["kvferry"] = debug
@@ -235,7 +187,7 @@ class CompletionFormat(_Chunks):
                 }
                 for index, choice in enumerate(choices)
             ],
-            "usage": usage.as_json(),
+            "usage": _usage_json(usage),
         }
         if debug is not None:
             values["kvferry"] = debug
@@ -288,6 +240,15 @@ def encode(value: Any) -> bytes:
     except UnicodeEncodeError:
         # A lone surrogate has no UTF-8; JSON can spell it.
         return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
 
 
 def _logprob(entry: TokenLogprob) -> float:

@@ -23,15 +23,19 @@ from kvferry.errors import (
     KvferryError,
     MethodNotAllowed,
     ModelNotFound,
-    NotReady,
-    Overloaded,
     RouteNotFound,
+    Unauthenticated,
 )
+from kvferry.gateway.access import Access
+from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.answers import DONE, error_body, error_chunk
 from kvferry.gateway.connection import Exchange, exchange_of
 from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.outlet import Outlet, open_outlet
-from kvferry.telemetry import Metrics
+from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
+from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
+from kvferry.telemetry import CONTENT_TYPE, Metrics
+from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +65,6 @@ class _ClientSlow(Exception):
     """The client did not read its answer, and was cut."""
 
 
-class Readiness(msgspec.Struct, frozen=True):
-    """`/readyz`.
-
-    Ready means that a request sent now can be answered; `waiting_for` names what is configured and not there yet.
-    """
-
-    ready: bool
-    waiting_for: Sequence[str]
-    members: Sequence[str]
-
-
 class HttpApp:
     """The ASGI application. `openai` is None until the gateway can render; until then requests get 503."""
 
@@ -80,18 +73,20 @@ class HttpApp:
         config: GatewayConfig,
         served_name: str,
         metrics: Metrics,
+        admission: Admission,
         read_readiness: Callable[[], Readiness],
+        access: Access,
+        read_targets: Callable[[], Awaitable[bytes]],
     ) -> None:
         self.openai: OpenAI | None = None
         self.max_model_len: int | None = None
-        self.draining = False
-        self.num_in_flight = 0
-        self.idle = asyncio.Event()  # set while nothing is in flight
-        self.idle.set()
+        self._admission = admission
+        self._access = access
         self._config = config
         self._served_name = served_name
         self._metrics = metrics
         self._read_readiness = read_readiness
+        self._read_targets = read_targets
         self._started_unix_s = int(time.time())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -106,6 +101,7 @@ class HttpApp:
                     await self._generate("completions", scope, receive, send)
                 case "/v1/models":
                     _allow(method, "GET")
+                    self._identify(scope)
                     await _respond(send, 200, msgspec.json.encode({"object": "list", "data": [self._model()]}))
                 case "/healthz":
                     _allow(method, "GET")
@@ -116,13 +112,22 @@ class HttpApp:
                     await _respond(send, 200 if readiness.ready else 503, msgspec.json.encode(readiness))
                 case "/metrics":
                     _allow(method, "GET")
-                    kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+                    if not self._access.metrics_are_open:
+                        self._identify(scope)
+                    kind = (b"content-type", CONTENT_TYPE.encode())
                     await _respond(send, 200, self._metrics.render(), [kind])
+                case "/kvferry/v1/targets":
+                    _allow(method, "GET")
+                    if not self._access.metrics_are_open:
+                        self._identify(scope)
+                    await _respond(send, 200, await self._read_targets())
                 case _ if path.startswith(EXPLAIN_PATH):
                     _allow(method, "GET")
-                    await _respond(send, 200, self._explain(path.removeprefix(EXPLAIN_PATH)))
+                    found = self._explain(path.removeprefix(EXPLAIN_PATH), self._identify(scope))
+                    await _respond(send, 200, found)
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
+                    self._identify(scope)
                     name = path.removeprefix("/v1/models/")
                     if name != self._served_name:
                         raise ModelNotFound(f"the model {name!r} does not exist; served here: {self._served_name}")
@@ -141,84 +146,99 @@ class HttpApp:
             "max_model_len": self.max_model_len,
         }
 
-    def _explain(self, answer_id: str) -> bytes:
+    def _identify(self, scope: Message) -> Tenant:
+        """Whose request this is. Raises Unauthenticated or PermissionDenied."""
+        if self._access.is_open:
+            return DEFAULT_TENANT
+        authorization = None
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                authorization = value.decode("latin-1")
+        exchange = exchange_of(scope)
+        return self._access.identify(authorization, exchange.client_name if exchange is not None else None)
+
+    def _explain(self, answer_id: str, tenant: Tenant) -> bytes:
         """What is remembered of an answer's requests. Raises RouteNotFound for one that is not."""
-        requests = self.openai.explain(answer_id) if self.openai is not None else []
+        requests = self.openai.explain(answer_id, tenant) if self.openai is not None else []
         if not requests:
             raise RouteNotFound(f"this gateway remembers no request {answer_id!r}")
         return msgspec.json.encode({"requests": requests})
 
     async def _generate(self, endpoint: str, scope: Message, receive: Receive, send: Send) -> None:
-        status = "500"
-        self.num_in_flight += 1
-        self.idle.clear()
-        self._metrics.requests_in_flight.inc()
-        try:
-            _allow(scope["method"], "POST")
-            if self.openai is None or self.draining:
-                raise NotReady(
-                    "this gateway is stopping" if self.draining else "this gateway is starting: " + self._missing()
+        with self._admission.visit(endpoint) as visit:
+            if self._admission.tracing is not None:
+                visit.trace = self._begin_trace(self._admission.tracing, endpoint, scope)
+            try:
+                _allow(scope["method"], "POST")
+                tenant = self._identify(scope)
+                self._admission.check(can_render=self.openai is not None)
+                exchange = exchange_of(scope)
+                raw = await self._read_body(scope, exchange, receive)
+                debug = _read_debug(scope["headers"])
+                async with _Presence(exchange, receive) as presence:
+                    await self._serve(
+                        endpoint, raw, exchange, send, presence, tenant=tenant, debug=debug, trace=visit.trace
+                    )
+                visit.status = "200"
+            except _ClientGone as error:
+                visit.left(error)
+                self._metrics.cancelled.inc()
+            except _ClientSlow as error:
+                visit.left(error)
+                self._metrics.slow_clients.inc()
+                log.warning(
+                    "a client of %s left more than %d bytes of its answer unread and was cut",
+                    scope["path"],
+                    self._config.max_write_buffer_bytes,
                 )
-            if self.num_in_flight > self._config.max_requests:
-                raise Overloaded(f"{self._config.max_requests} requests are in flight, the limit of this gateway")
-            exchange = exchange_of(scope)
-            raw = await self._read_body(scope, exchange, receive)
-            debug = _read_debug(scope["headers"])
-            async with _Presence(exchange, receive) as presence:
-                status = await self._serve(endpoint, raw, exchange, send, presence, debug=debug)
-        except _ClientGone:
-            status = "499"
-            self._metrics.cancelled.inc()
-        except _ClientSlow:
-            status = "499"
-            self._metrics.slow_clients.inc()
-            log.warning(
-                "a client of %s left more than %d bytes of its answer unread and was cut",
-                scope["path"],
-                self._config.max_write_buffer_bytes,
-            )
-        except (BodyTooLarge, BodyTimeout) as error:
-            status = str(error.http_status)
-            await _refuse_body(receive, send, error)
-        except KvferryError as error:
-            status = str(error.http_status)
-            await _respond_error(send, error)
-        except Exception:
-            log.exception("a request to %s failed", scope["path"])
-            await _respond_error(send, EngineError("the gateway failed on this request; its log says why"))
-        finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self.idle.set()
-            self._metrics.requests_in_flight.dec()
-            self._metrics.requests.labels(endpoint=endpoint, status=status).inc()
+            except (BodyTooLarge, BodyTimeout) as error:
+                visit.failed(error)
+                await _refuse_body(receive, send, error)
+            except KvferryError as error:
+                visit.failed(error)
+                await _respond_error(send, error, visit.trace)
+            except Exception:
+                log.exception("a request to %s failed", scope["path"])
+                fault = EngineError("the gateway failed on this request; its log says why")
+                visit.failed(fault)
+                await _respond_error(send, fault, visit.trace)
 
-    def _missing(self) -> str:
-        return "waiting for " + (", ".join(self._read_readiness().waiting_for) or "the renderer")
+    def _begin_trace(self, tracing: Tracing, endpoint: str, scope: Message) -> RequestTrace:
+        attributes = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
+        return begin_trace(tracing, trace_headers(scope["headers"]), endpoint, self._served_name, attributes)
 
     async def _serve(
-        self, endpoint: str, raw: bytes, exchange: Exchange | None, send: Send, presence: _Presence, *, debug: Debug
-    ) -> str:
-        """Answer; returns the status for the metric. Raises a KvferryError while no byte was sent."""
+        self,
+        endpoint: str,
+        raw: bytes,
+        exchange: Exchange | None,
+        send: Send,
+        presence: _Presence,
+        *,
+        tenant: Tenant,
+        debug: Debug,
+        trace: RequestTrace | None,
+    ) -> None:
+        """Answer. Raises a KvferryError while no byte was sent."""
         assert self.openai is not None
         read = self.openai.chat if endpoint == "chat_completions" else self.openai.completion
         timeout_s = self._config.request_timeout_s
         outlet: Outlet | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await read(raw, debug=debug)
-                request_id = (b"x-request-id", answer.answer_id.encode())
+                answer = await read(raw, tenant=tenant, debug=debug, trace=trace)
+                named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
                     body = await answer.whole()
                     if exchange is not None:
-                        await exchange.respond(200, _with_length(body, [_JSON, request_id]), body)
+                        await exchange.respond(200, _with_length(body, [_JSON, *named]), body)
                     else:
-                        await _respond(send, 200, body, [_JSON, request_id])
-                    return "200"
+                        await _respond(send, 200, body, [_JSON, *named])
+                    return
                 outlet = open_outlet(
                     exchange,
                     send,
-                    [*_STREAM_HEADERS, request_id],
+                    [*_STREAM_HEADERS, *named],
                     self._config.max_write_buffer_bytes,
                     lambda: presence.end(_ClientSlow()),
                 )
@@ -227,6 +247,8 @@ class HttpApp:
             error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
             if outlet is None or not outlet.started:
                 raise error from None
+            if trace is not None:
+                trace.failed(error)
             # Perhaps the time ran out because the client does not read: it must not keep its place for that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
@@ -234,7 +256,6 @@ class HttpApp:
         finally:
             if outlet is not None:
                 outlet.abandon()
-        return "200"
 
     async def _read_body(self, scope: Message, exchange: Exchange | None, receive: Receive) -> bytes:
         limit = self._config.max_body_bytes
@@ -334,10 +355,17 @@ def _with_length(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Sequenc
     return [*headers, (b"content-length", str(len(body)).encode())]
 
 
-async def _respond_error(send: Send, error: KvferryError) -> None:
-    headers = [_JSON]
+def _trace_headers(trace: RequestTrace | None) -> list[tuple[bytes, bytes]]:
+    """How the client finds its request among the traces."""
+    return [] if trace is None else [(name.encode(), value.encode()) for name, value in trace.headers.items()]
+
+
+async def _respond_error(send: Send, error: KvferryError, trace: RequestTrace | None = None) -> None:
+    headers = [_JSON, *_trace_headers(trace)]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, MethodNotAllowed) and error.param:
         headers.append((b"allow", error.param.encode()))
     await _respond(send, error.http_status, error_body(error), headers)

@@ -59,6 +59,15 @@ class Exchange:
         """
         return not self._flow.write_paused
 
+    @property
+    def client_name(self) -> str | None:
+        """The common name of the client's certificate, "" where it has none; None without a certificate."""
+        certificate = self._transport.get_extra_info("peercert")
+        if not certificate:
+            return None
+        names = (value for part in certificate.get("subject", ()) for name, value in part if name == "commonName")
+        return next(names, "")
+
     def watch(self, tell_lost: Callable[[], None]) -> None:
         """Have `tell_lost` called when the connection is lost; at once when it was."""
         self._protocol.tell_lost = tell_lost

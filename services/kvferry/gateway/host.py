@@ -14,21 +14,28 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
 
 from kvferry import __version__
-from kvferry.addresses import join_host_port
+from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm_renderer import VllmRenderer
 from kvferry.errors import KvferryError
-from kvferry.gateway.asgi import HttpApp, Readiness
+from kvferry.gateway.access import Access
+from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.asgi import HttpApp
 from kvferry.gateway.connection import HttpProtocol
+from kvferry.gateway.grpc_server import GrpcEndpoint
+from kvferry.gateway.inference import Inference
 from kvferry.gateway.openai import OpenAI
+from kvferry.gateway.targets import Targets
+from kvferry.gateway.tls import GatewayTls
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
+from kvferry.metrics_listener import MetricsListener, Server
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.keeper_stream import follow_over
@@ -36,7 +43,8 @@ from kvferry.router.keepers import Keepers, keeper_of, volume_of
 from kvferry.router.policy import InTurns, Policy, Priced
 from kvferry.router.residents import Residents
 from kvferry.router.roster import Roster
-from kvferry.telemetry import Metrics, VolumeSample, WorkerSample
+from kvferry.telemetry import Metrics, SpanCounts, VolumeSample, WorkerSample
+from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +69,7 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
 
 
 class GatewayHost:
-    """Owns listener, roster and registration of one gateway."""
+    """Owns listeners, roster and registration of one gateway."""
 
     def __init__(
         self,
@@ -70,6 +78,7 @@ class GatewayHost:
         membership: Membership,
         make_renderer: Callable[[ClusterConfig, str], Renderer] = build_renderer,
     ) -> None:
+        """Raises ConfigError for keys or certificates that cannot be used."""
         self._make_renderer = make_renderer
         self._config = config
         self._model_folder = model_folder
@@ -79,7 +88,16 @@ class GatewayHost:
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
-        self.metrics = Metrics(self._sample_workers, self._sample_volumes)
+        self._num_expected = {MemberKind.PREFILL: config.prefill.replicas, MemberKind.DECODE: config.decode.replicas}
+        self.metrics = Metrics(
+            self._sample_workers,
+            self._sample_volumes,
+            is_ready=lambda: self.readiness().ready,
+            read_span_counts=self._span_counts,
+        )
+        self._tracing: Tracing | None = None
+        self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
+        targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
         self.residents = Residents(ResidencyIndex())
         priced = config.gateway.placement == "priced"
         self.policy: Policy = Priced(self.residents.index) if priced else InTurns()
@@ -90,10 +108,19 @@ class GatewayHost:
             on_up=self.residents.linked,
             on_down=self.residents.gone,
             on_gone=self.policy.forget,
+            on_change=self._note_readiness,
         )
         self.keepers = Keepers(membership, self.residents.index, follow_over(config.worker.tls))
-        self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.readiness)
-        self._server = _Server(
+        access = Access(config.gateway)
+        self.admission = Admission(config.gateway, self.metrics, self.readiness)
+        name = config.served_name
+        self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
+        self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access, name)
+        self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
+        self._readiness_changed = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+        tls = self._tls
+        self._server = Server(
             uvicorn.Config(
                 self.app,
                 http=HttpProtocol,
@@ -105,6 +132,7 @@ class GatewayHost:
                 proxy_headers=False,  # nothing here asks who the client is
                 timeout_keep_alive=75,
                 h11_max_incomplete_event_size=64 << 10,
+                ssl_context_factory=None if tls is None else lambda _config, _make: tls.http_context(),
             )
         )
 
@@ -112,16 +140,24 @@ class GatewayHost:
         """Listen, then become ready. Returns when requests can be rendered; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
         gateway = self._config.gateway
-        # Several gateways of one node share the port; the kernel spreads connections over those that live.
+        # Several gateways of one node share the port, and so do one that comes and one that goes; the kernel spreads
+        # connections over those that live.
         listener = socket.create_server(
-            (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.replicas > 1 and gateway.http_port != 0
+            (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.http_port != 0
         )
         # Accepted sockets inherit it. Without it a chunk waits for the client's delayed acknowledgement, about 40 ms;
         # asyncio sets it only where the socket names its protocol, which create_server leaves open.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
+        self._tracing = self.admission.tracing = start_tracing(
+            self._config.tracing, service=MemberKind.GATEWAY.value, instance=self.gateway_id
+        )
         self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
+        await self._listener.start()
+        if gateway.grpc_port is not None:
+            await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
+            self._telling = asyncio.create_task(self._tell_readiness())
         self.roster.start()
         self.keepers.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
@@ -130,8 +166,16 @@ class GatewayHost:
         )
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
+        self.grpc.inference = Inference(renderer, dispatcher, self.metrics, self._config.served_name)
+        self._note_readiness()
         self._registering = asyncio.create_task(self._register())
-        log.info("%s listens on %s:%d", self.gateway_id, self._config.gateway.host, self.port)
+        log.info(
+            "%s listens on %s:%d%s",
+            self.gateway_id,
+            gateway.host,
+            self.port,
+            f" and, for gRPC, on :{self.grpc.port}" if self.grpc.port else "",
+        )
 
     async def check_health(self) -> None:
         """Raises KvferryError when the listener is gone."""
@@ -141,34 +185,41 @@ class GatewayHost:
                 cause = self._serving.exception()
             raise KvferryError("the HTTP listener ended") from cause
 
+    def expect(self, num_workers: Mapping[str, int]) -> None:
+        """How many workers of each role there will be, for who asks what is missing."""
+        self._num_expected = {kind: num_workers.get(kind.value, 0) for kind in WORKER_KINDS}
+
     def readiness(self) -> Readiness:
         waiting = []
         if self.app.openai is None:
             waiting.append("renderer")
-        for kind, role in (
-            (MemberKind.PREFILL, self._config.prefill),
-            (MemberKind.DECODE, self._config.decode),
-        ):
-            missing = role.replicas - len(self.roster.usable(kind))
+        for kind, num_expected in self._num_expected.items():
+            missing = num_expected - len(self.roster.usable(kind))
             if missing > 0:
-                waiting.append(f"{kind.value} worker" if role.replicas == 1 else f"{missing} {kind.value} workers")
+                waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
         return Readiness(
-            ready=self.app.openai is not None and bool(self.roster.usable(MemberKind.DECODE)) and not self.app.draining,
+            ready=self.app.openai is not None
+            and bool(self.roster.usable(MemberKind.DECODE))
+            and not self.admission.draining,
             waiting_for=waiting,
             members=[link.member.member_id for kind in WORKER_KINDS for link in self.roster.usable(kind)],
         )
 
     async def drain(self) -> None:
         """Refuse new requests, let those in flight finish, at most `gateway.drain_timeout_s`."""
-        self.app.draining = True
+        self._refuse_new()
         await self._deregister()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.gateway.drain_timeout_s):
-                await self.app.idle.wait()
+                await self.admission.idle.wait()
 
     async def stop(self) -> None:
         """End everything; may be repeated."""
-        self.app.draining = True
+        self._refuse_new()
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
+        await self.grpc.stop()
         self._server.should_exit = True
         self._server.force_exit = True
         if self._serving is not None:
@@ -181,7 +232,24 @@ class GatewayHost:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._deregister()
+        await self._listener.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
         await self._membership.close()
+
+    def _refuse_new(self) -> None:
+        self.admission.draining = True
+        self._note_readiness()
+
+    def _note_readiness(self) -> None:
+        self._readiness_changed.set()
+
+    async def _tell_readiness(self) -> None:
+        """To those who watch the health of the gRPC endpoint."""
+        while True:
+            await self._readiness_changed.wait()
+            self._readiness_changed.clear()
+            await self.grpc.note_readiness()
 
     async def _deregister(self) -> None:
         if self._registering is not None:
@@ -195,11 +263,12 @@ class GatewayHost:
         member = Member(
             kind=MemberKind.GATEWAY,
             member_id=self.gateway_id,
-            address=join_host_port(self._config.gateway.host, self.port),
+            address=join_host_port(reachable_host(self._config.gateway.host), self.port),
             model=self._model_folder,
             version=__version__,
             node=socket.gethostname(),
             pid=os.getpid(),
+            metrics_address=self._listener.address,
             started_unix_s=time.time(),
         )
         while self._registration is None:
@@ -208,6 +277,12 @@ class GatewayHost:
             except KvferryError as error:
                 log.warning("%s cannot register yet: %s", self.gateway_id, error.message)
                 await asyncio.sleep(2.0)
+
+    async def _render_metrics(self) -> bytes:
+        return self.metrics.render()
+
+    def _span_counts(self) -> SpanCounts:
+        return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     def _sample_workers(self) -> Sequence[WorkerSample]:
         return [
@@ -244,11 +319,3 @@ class GatewayHost:
             )
             for name, state in sorted(self.keepers.states().items())
         ]
-
-
-class _Server(uvicorn.Server):
-    """uvicorn inside a replica: its event loop is not the main thread's, so it must leave signals alone."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

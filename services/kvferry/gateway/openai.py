@@ -6,24 +6,25 @@ cancelling either cancels the request on every worker.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import secrets
 import time
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from msgspec import structs
 
-from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, Renderer, RequestId
+from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError, ModelNotFound
-from kvferry.gateway.answers import DONE, ChatFormat, Choice, CompletionFormat, Format, Usage, encode, error_chunk
+from kvferry.gateway.answers import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
+from kvferry.gateway.generation import Gathered, Generation, journey_values, refuse_abort, requests_of
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.outlet import Outlet
-from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat, ParsedChoice
-from kvferry.router.dispatch import Dispatcher, Journey
+from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat
+from kvferry.gateway.request_trace import RequestTrace
+from kvferry.gateway.tenants import Tenant
+from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import explain
 from kvferry.telemetry import Metrics
 
@@ -53,8 +54,9 @@ class OpenAI:
         self._metrics = metrics
         self._served_name = served_name
 
-    async def chat(self, raw: bytes, *, debug: Debug) -> Answer:
+    async def chat(self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
+        begun_ns = time.time_ns()
         body = read_chat(raw)
         self._check_model(body)
         rendered = await self._renderer.render_chat(for_renderer(body))
@@ -66,24 +68,37 @@ class OpenAI:
                 # They would spell the reasoning out.
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
-        return self._answer(body, [rendered], num_top, fmt, "chatcmpl", debug=debug)
+        answer = self._answer(body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, debug=debug, trace=trace)
+        if trace is not None:
+            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
+        return answer
 
-    async def completion(self, raw: bytes, *, debug: Debug) -> Answer:
+    async def completion(
+        self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
+    ) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
+        begun_ns = time.time_ns()
         body = read_completion(raw)
         self._check_model(body)
         rendered = await self._renderer.render_completion(for_renderer(body))
-        return self._answer(body, list(rendered), body.logprobs, CompletionFormat, "cmpl", debug=debug)
+        num_top = body.logprobs
+        answer = self._answer(
+            body, list(rendered), num_top, CompletionFormat, "cmpl", tenant=tenant, debug=debug, trace=trace
+        )
+        if trace is not None:
+            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
+        return answer
 
-    def explain(self, answer_id: str) -> list[dict[str, Any]]:
-        """What is remembered of an answer, one entry per choice; empty when nothing is."""
+    def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
+        """What is remembered of a tenant's answer, one entry per choice; empty when nothing is."""
         return [
             {
                 "request_id": journey.request_id,
-                **_journey_values(journey),
+                **journey_values(journey),
                 "choices": [explain(choice) for choice in journey.choices],
             }
             for journey in self._dispatcher.recent(answer_id)
+            if journey.tenant == tenant.name
         ]
 
     def _check_model(self, body: ChatBody | CompletionBody) -> None:
@@ -100,60 +115,40 @@ class OpenAI:
         kind: type[ChatFormat] | type[CompletionFormat],
         prefix: str,
         *,
+        tenant: Tenant,
         debug: Debug,
+        trace: RequestTrace | None,
     ) -> Answer:
         answer_id = f"{prefix}-{secrets.token_hex(12)}"
         options = body.stream_options
         with_usage = bool(options and options.include_usage)
-        return Answer(
-            answer_id,
-            _choices(answer_id, rendered, body.n or 1),
+        generation = Generation(
+            requests_of(answer_id, rendered, body.n or 1, tenant),
             sum(len(prompt.token_ids) for prompt in rendered),
-            kind(answer_id, int(time.time()), self._served_name, with_usage=with_usage, num_top=num_top),
             self._dispatcher,
             self._metrics,
+            tenant=tenant,
+            may_be_alone=not debug.disaggregate,
+            trace=trace,
+        )
+        return Answer(
+            answer_id,
+            generation,
+            kind(answer_id, int(time.time()), self._served_name, with_usage=with_usage, num_top=num_top),
             streamed=bool(body.stream),
             with_usage=with_usage,
             debug=debug,
         )
 
 
-def _choices(answer_id: str, rendered: list[RenderedPrompt], n: int) -> list[EngineRequest]:
-    """One engine request per choice: `n` of each prompt, numbered as OpenAI numbers them.
-
-    Seeds differ within a prompt. Tokens travel as arrays: keys are made from them in less than half of the time.
-    """
-    requests: list[EngineRequest] = []
-    for prompt in rendered:
-        token_ids = array("I", prompt.token_ids)
-        for i in range(n):
-            sampling = prompt.sampling
-            if sampling.seed is not None and i:
-                sampling = structs.replace(sampling, seed=_wrap_int64(sampling.seed + i))
-            request_id = RequestId(f"{answer_id}-{len(requests)}")
-            requests.append(EngineRequest(request_id, token_ids, sampling, parse=prompt.parse))
-    return requests
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
 class Answer:
-    """One answer on its way. Use either `whole` or `stream`, once.
-
-    What a worker sends is taken by the sinks of its choices, within the reading of the worker's step; the task that
-    asks for the answer sleeps until its end.
-    """
+    """One answer on its way. Use either `whole` or `stream`, once."""
 
     def __init__(
         self,
         answer_id: str,
-        requests: list[EngineRequest],
-        num_prompt_tokens: int,
+        generation: Generation,
         fmt: Format,
-        dispatcher: Dispatcher,
-        metrics: Metrics,
         *,
         streamed: bool,
         with_usage: bool,
@@ -161,150 +156,60 @@ class Answer:
     ) -> None:
         self.answer_id = answer_id
         self.streamed = streamed
-        self._requests = requests
-        self._num_prompt_tokens = num_prompt_tokens
+        self._generation = generation
         self._format = fmt
-        self._dispatcher = dispatcher
-        self._metrics = metrics
         self._with_usage = with_usage
         self._debug = debug
-        self._journeys = [Journey() for _ in requests]
-        self._choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
-        self._started_s = time.perf_counter()
-        self._first_token_s: float | None = None
         self._last_events = b""
 
     async def whole(self) -> bytes:
         """The body. Raises KvferryError."""
-        await self._run([_Gathered(self, choice) for choice in self._choices])
-        return self._format.whole(self._choices, self._usage(), self._debug_values())
+        generation = self._generation
+        await generation.run([Gathered(generation, choice) for choice in generation.choices])
+        return self._format.whole(generation.choices, generation.usage(), self._debug_values())
 
     async def stream(self, outlet: Outlet) -> None:
         """Write everything up to `[DONE]`, which closes the outlet.
 
         Raises KvferryError while nothing was written; later errors are events.
         """
-        streamed = _Streamed if self._requests[0].parse is None else _StreamedParsed
+        generation = self._generation
+        streamed = _Streamed if generation.requests[0].parse is None else _StreamedParsed
         try:
-            await self._run([streamed(self, index, self._format, outlet) for index in range(len(self._choices))])
+            await generation.run(
+                [streamed(self, index, self._format, outlet) for index in range(len(generation.choices))]
+            )
         except KvferryError as error:
             if not outlet.started:
                 raise
+            generation.failed(error)
             await outlet.close(error_chunk(error) + DONE)
             return
-        except Exception:
+        except Exception as error:
             if not outlet.started:
                 raise
+            generation.failed(error)
             log.exception("answer %s failed", self.answer_id)
             await outlet.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
             return
         closing = b""
         if self._with_usage or self._debug.show:
-            closing = self._format.closing_chunk(self._usage() if self._with_usage else None, self._debug_values())
+            closing = self._format.closing_chunk(generation.usage() if self._with_usage else None, self._debug_values())
         await outlet.close(self._last_events + closing + DONE)
 
-    def choice(self, index: int) -> Choice:
-        return self._choices[index]
+    @property
+    def generation(self) -> Generation:
+        return self._generation
 
     def end_choice(self, events: bytes, outlet: Outlet) -> None:
         """Write what a choice ends with; of an only one, together with the end of the answer that follows at once."""
-        if len(self._choices) == 1:
+        if len(self._generation.choices) == 1:
             self._last_events = events
         else:
             outlet.write(events)
 
-    def note_first_token(self) -> None:
-        """Called at the first token of each choice; the first of them counts."""
-        if self._first_token_s is None:
-            self._first_token_s = time.perf_counter()
-            self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
-
-    async def _run(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
-        """All choices at once; the first failure ends the answer."""
-        if len(sinks) == 1:
-            await self._dispatch(self._requests[0], self._journeys[0], sinks[0])
-        else:
-            await self._run_several(sinks)
-        self._settle()
-
-    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: _Gathered | _Streamed) -> None:
-        await self._dispatcher.run(
-            request, journey, sink.take, sink.take_text, may_be_alone=not self._debug.disaggregate
-        )
-
-    async def _run_several(self, sinks: Sequence[_Gathered | _Streamed]) -> None:
-        tasks = [
-            asyncio.create_task(self._dispatch(request, journey, sink))
-            for request, journey, sink in zip(self._requests, self._journeys, sinks, strict=True)
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _settle(self) -> None:
-        usage = self._usage()
-        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.generated_tokens.inc(usage.completion_tokens)
-        num_after_first = max(choice.num_tokens for choice in self._choices) - 1
-        if self._first_token_s is not None and num_after_first > 0:
-            self._metrics.inter_token.observe((time.perf_counter() - self._first_token_s) / num_after_first)
-
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=min(self._num_prompt_tokens, sum(journey.num_cached_tokens for journey in self._journeys)),
-        )
-
     def _debug_values(self) -> dict[str, Any] | None:
-        """The journey of the first choice, for `x-kvferry-debug`."""
-        if not self._debug.show:
-            return None
-        ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
-        return {**_journey_values(self._journeys[0]), "ttft_ms": ttft_ms}
-
-
-def _journey_values(journey: Journey) -> dict[str, Any]:
-    return {
-        "reason": journey.reason,
-        "prefill_worker": journey.prefill_worker,
-        "decode_worker": journey.decode_worker,
-        "prefill_failure": journey.prefill_failure or None,
-        "continued_after": journey.continued_after,
-        "ferried_pages": journey.ferried_pages,
-        "ferried_bytes": journey.ferried_bytes,
-        "prompt_tokens_by_source": dataclasses.asdict(journey.sources),
-    }
-
-
-class _Gathered:
-    """One choice of an answer that is sent whole."""
-
-    __slots__ = ("_answer", "_choice")
-
-    def __init__(self, answer: Answer, choice: Choice) -> None:
-        self._answer = answer
-        self._choice = choice
-
-    def take(self, output: EngineOutput) -> None:
-        """The sink."""
-        if not self._choice.num_tokens and output.token_ids:
-            self._answer.note_first_token()
-        self._choice.add(output)
-        _refuse_abort(output)
-
-    def take_text(self, token_ids: Sequence[int], text: str) -> None:
-        """The sink of tokens and text alone."""
-        choice = self._choice
-        if not choice.num_tokens:
-            self.take(EngineOutput(token_ids, text))
-            return
-        choice.add_text(token_ids, text)
+        return self._generation.debug_values() if self._debug.show else None
 
 
 class _Streamed:
@@ -317,7 +222,7 @@ class _Streamed:
         self._index = index
         self._format = fmt
         self._outlet = outlet
-        self._choice = answer.choice(index)
+        self._choice = answer.generation.choices[index]
         self._begun = False
         self._write_text = outlet.writer(*fmt.around_text(index))
 
@@ -343,9 +248,9 @@ class _Streamed:
     def _take_first_or_last(self, output: EngineOutput) -> None:
         choice = self._choice
         if not choice.num_tokens and output.token_ids:
-            self._answer.note_first_token()
+            self._answer.generation.note_first_token()
         choice.note(output)
-        _refuse_abort(output)
+        refuse_abort(output)
         events = b""
         if not self._begun:
             self._begun = True
@@ -372,8 +277,3 @@ class _StreamedParsed(_Streamed):
 
     def _shows(self, output: EngineOutput) -> bool:
         return output.delta is not None or output.logprobs is not None
-
-
-def _refuse_abort(output: EngineOutput) -> None:
-    if output.finish_reason is FinishReason.ABORT:
-        raise EngineError("the engine aborted the request")

@@ -162,7 +162,12 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 
 def read_chat(raw: bytes) -> ChatBody:
     """Raises InvalidRequest naming the first fault and its place."""
-    body = _read(raw, ChatBody)
+    return chat_of(_object(raw))
+
+
+def chat_of(values: Mapping[str, Any]) -> ChatBody:
+    """`read_chat` of what is an object already."""
+    body = _checked(values, ChatBody)
     for i, message in enumerate(body.messages):
         _check_message(f"messages[{i}]", message)
     if body.top_logprobs and not body.logprobs:
@@ -173,7 +178,12 @@ def read_chat(raw: bytes) -> ChatBody:
 
 def read_completion(raw: bytes) -> CompletionBody:
     """Raises InvalidRequest naming the first fault and its place."""
-    body = _read(raw, CompletionBody)
+    return completion_of(_object(raw))
+
+
+def completion_of(values: Mapping[str, Any]) -> CompletionBody:
+    """`read_completion` of what is an object already."""
+    body = _checked(values, CompletionBody)
     prompt = body.prompt
     if isinstance(prompt, list):
         kinds = {type(part) for part in prompt}
@@ -210,7 +220,7 @@ def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None and key not in _GATEWAY_ONLY}
 
 
-def _read(raw: bytes, kind: type[Body]) -> Body:
+def _object(raw: bytes) -> dict[str, Any]:
     try:
         values = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -219,6 +229,10 @@ def _read(raw: bytes, kind: type[Body]) -> Body:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(values, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_json_type(values)}")
+    return values
+
+
+def _checked(values: Mapping[str, Any], kind: type[Body]) -> Body:
     known: tuple[str, ...] = kind.__struct_fields__
     kept = {key: value for key, value in values.items() if (key in known or key not in IGNORED) and key not in DROPPED}
     for name, not_asked in UNSUPPORTED.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -23,12 +24,14 @@ import psutil
 import yaml
 
 from kvferry import model_folder, shared_memory
-from kvferry.addresses import free_port, join_host_port
-from kvferry.config import ClusterConfig, parse
+from kvferry.addresses import free_port, node_address
+from kvferry.config import ClusterConfig, GatewayConfig, parse
 from kvferry.errors import ConfigError, LocalError
+from kvferry.local.authority import make_certificates
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
 from kvferry.local.etcd_process import Etcd, start_etcd
 from kvferry.local.first_answer import FirstAnswer, ask
+from kvferry.local.gateway_door import context_of, url_of, why_not_to_ask
 from kvferry.local.interesting_lines import newest_fault, newest_line
 from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
@@ -140,7 +143,7 @@ def _start(
 ) -> RunningCluster:
     folder.prepare()
     folder.new_tokens()
-    config = _with_own_places(asked, progress)
+    config = _with_certificates(_with_own_places(asked, progress), folder)
     pace = Pace(progress.tick)
     with _deferred_interrupts(pace):
         etcd = None
@@ -156,7 +159,7 @@ def _start(
             name=config.name,
             ready=False,
             started_unix_s=time.time(),
-            url=f"http://{join_host_port(config.gateway.host, config.gateway.http_port)}",
+            url=url_of(config.gateway),
             etcd_endpoints=config.membership.endpoints,
             ray_address=ray.address,
             pillars=(*ray.pillars, *((etcd.child.identity,) if etcd is not None else ())),
@@ -176,11 +179,13 @@ def _start(
                 folder=folder,
                 environ=ray_environment(folder) | engine_environment(config),
             )
-            _wait_ready(folder, record.url, _Parts(etcd, ray, deploy), progress, pace, timeout_s)
+            _wait_ready(folder, config.gateway, _Parts(etcd, ray, deploy), progress, pace, timeout_s)
         first_answer = None
-        if with_first_answer:
+        if with_first_answer and (reason := why_not_to_ask(config.gateway)):
+            progress.say(f"no first question: {reason}")
+        elif with_first_answer:
             with progress.step("first answer"):
-                first_answer = _ask_in_steps(record.url, config.served_name, pace, timeout_s)
+                first_answer = _ask_in_steps(config, pace, timeout_s)
         record = replace(record, ready=True)
         folder.write_record(record)
         # After this point a signal finds a finished cluster, which is then the user's to end.
@@ -210,7 +215,10 @@ class _Readiness:
     waiting_for: tuple[str, ...]
 
 
-def _wait_ready(folder: RunFolder, url: str, parts: _Parts, progress: Progress, pace: Pace, timeout_s: float) -> None:
+def _wait_ready(
+    folder: RunFolder, gateway: GatewayConfig, parts: _Parts, progress: Progress, pace: Pace, timeout_s: float
+) -> None:
+    url, context = url_of(gateway), context_of(gateway)
     started_s = recorded_s = time.monotonic()
     seen = _Readiness(False, ("gateway",))
 
@@ -221,7 +229,7 @@ def _wait_ready(folder: RunFolder, url: str, parts: _Parts, progress: Progress, 
             # A worker records its own once its engine is up; one that is killed before has only this.
             recorded_s = time.monotonic()
             _record_shared_memory(folder, belonging(folder.marks()))
-        seen = _readiness(url)
+        seen = _readiness(url, context)
         if seen.ready:
             return True
         detail = f"waiting for {', '.join(seen.waiting_for)}"
@@ -240,22 +248,22 @@ def _wait_ready(folder: RunFolder, url: str, parts: _Parts, progress: Progress, 
     )
 
 
-def _readiness(url: str) -> _Readiness:
+def _readiness(url: str, context: ssl.SSLContext | bool) -> _Readiness:
     try:
-        answer = httpx.get(f"{url}/readyz", timeout=2.0, trust_env=False).json()
+        answer = httpx.get(f"{url}/readyz", timeout=2.0, trust_env=False, verify=context).json()
         waiting_for = tuple(str(what) for what in answer.get("waiting_for", ()))
         return _Readiness(bool(answer.get("ready")), waiting_for or ("workers",))
     except (httpx.HTTPError, ValueError, AttributeError):
         return _Readiness(False, ("gateway",))
 
 
-def _ask_in_steps(url: str, model: str, pace: Pace, timeout_s: float) -> FirstAnswer:
+def _ask_in_steps(config: ClusterConfig, pace: Pace, timeout_s: float) -> FirstAnswer:
     """Ask from a thread, so that an interrupt is seen while the answer takes its time."""
     outcome: list[FirstAnswer | Exception] = []
 
     def run() -> None:
         try:
-            outcome.append(ask(url, model, timeout_s=timeout_s))
+            outcome.append(ask(config, timeout_s=timeout_s))
         except Exception as error:
             outcome.append(error)
 
@@ -269,8 +277,14 @@ def _ask_in_steps(url: str, model: str, pace: Pace, timeout_s: float) -> FirstAn
 
 
 def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig:
-    """The configuration as the application gets it: folders absolute, a port that is free, the model at hand."""
-    config = _changed(config, "gateway", http_port=_choose_port(config))
+    """The configuration as the application gets it: folders absolute, ports that are free, the model at hand."""
+    config = config.on_node(node_address())
+    grpc_port = config.gateway.grpc_port
+    http_port = _choose_port(config, "http_port", config.gateway.http_port, taken=grpc_port or 0)
+    if grpc_port is not None:
+        grpc_port = _choose_port(config, "grpc_port", grpc_port, taken=http_port)
+    config = _changed(config, "gateway", http_port=http_port, grpc_port=grpc_port)
+    config = _with_absolute_files(config)
     files = {
         key: str(Path(value).expanduser().absolute())
         for key in ("ca_file", "cert_file", "key_file", "password_file")
@@ -286,16 +300,37 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
     return _changed(config, "model", path=str(path), served_name=config.served_name)
 
 
+def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
+    """Files of access and TLS, which replicas read from other working folders."""
+    dump = config.model_dump(mode="json")
+    sections = (dump["gateway"], *(dump[name]["tls"] for name in ("gateway", "worker", "metrics")), dump["tracing"])
+    for section in sections:
+        for key, value in section.items():
+            if key.endswith("_file") and value is not None:
+                section[key] = str(Path(value).expanduser().absolute())
+    return parse(dump)
+
+
+def _with_certificates(config: ClusterConfig, folder: RunFolder) -> ClusterConfig:
+    """With mutual TLS among gateways, workers and keepers, from certificates made here unless some are configured."""
+    if config.worker.tls.enabled:
+        return config
+    return _changed(config, "worker", tls=make_certificates(folder.tls).model_dump(mode="json"))
+
+
 def _changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfig:
     dump = config.model_dump(mode="json")
     dump[section] |= values
     return parse(dump)
 
 
-def _choose_port(config: ClusterConfig) -> int:
-    host, port = config.gateway.host, config.gateway.http_port
+def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) -> int:
+    """`port` of the gateway, or a free one where it is 0; never the one that is `taken`."""
+    host = config.gateway.host
     if port == 0:
-        return free_port(host)
+        while (chosen := free_port(host)) == taken:
+            pass
+        return chosen
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do: connections of an earlier gateway that are still closing do not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -303,9 +338,9 @@ def _choose_port(config: ClusterConfig) -> int:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"gateway.http_port: {host}:{port} cannot be used: {error.strerror}{_listener_on(port)}; "
-                "choose another with --http-port N (0: any free one)",
-                param="gateway.http_port",
+                f"gateway.{key}: {host}:{port} cannot be used: {error.strerror}{_listener_on(port)}; "
+                f"choose another with --{key.replace('_', '-')} N (0: any free one)",
+                param=f"gateway.{key}",
             ) from None
     return port
 

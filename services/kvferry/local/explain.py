@@ -8,15 +8,20 @@ from urllib.parse import quote
 
 import httpx
 
-from kvferry.config import parse
+from kvferry.config import ClusterConfig, parse
 from kvferry.errors import LocalError
 from kvferry.gateway.asgi import EXPLAIN_PATH
+from kvferry.local.gateway_door import KEY_VARIABLE, context_of, headers_of, url_of
 from kvferry.local.run_folder import RunFolder
 from kvferry.local.status import NotRunning
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
 
 _TIMEOUT_S = 10.0
+
+
+class NotAllowed(LocalError):
+    """The gateway wants to know who asks."""
 
 
 class UnknownRequest(LocalError):
@@ -26,17 +31,24 @@ class UnknownRequest(LocalError):
 def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:
     """What a gateway remembers of a request, one entry per choice of its answer.
 
-    `request_id` is the id in an answer's body or its `x-request-id` header. Raises NotRunning, UnknownRequest.
+    `request_id` is the id in an answer's body or its `x-request-id` header. Raises NotRunning, NotAllowed,
+    UnknownRequest.
     """
     record = folder.record()
     if record is None:
         raise NotRunning("no cluster runs here; start one with `kvferry up` (or `make up`)")
-    addresses = asyncio.run(_gateways(record.config))
+    config = parse(record.config)
+    addresses = asyncio.run(_gateways(config))
+    context, headers = context_of(config.gateway), headers_of()
     for address in addresses:
         try:
-            answer = httpx.get(f"http://{address}{EXPLAIN_PATH}{quote(request_id, safe='')}", timeout=_TIMEOUT_S)
+            url = f"{url_of(config.gateway, address)}{EXPLAIN_PATH}{quote(request_id, safe='')}"
+            answer = httpx.get(url, timeout=_TIMEOUT_S, trust_env=False, verify=context, headers=headers)
         except httpx.TransportError:
             continue
+        if answer.status_code in (401, 403):
+            message = answer.json()["error"]["message"]
+            raise NotAllowed(f"the gateway refuses: {message} ({KEY_VARIABLE} can give a key)")
         if answer.status_code == 200:
             requests: list[dict[str, Any]] = answer.json()["requests"]
             return requests
@@ -46,8 +58,8 @@ def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:
     )
 
 
-async def _gateways(config: Any) -> list[str]:
-    membership = EtcdMembership(parse(config).membership)
+async def _gateways(config: ClusterConfig) -> list[str]:
+    membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             members = await membership.members()

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 
+from kvferry.config import ClusterConfig
 from kvferry.errors import LocalError
+from kvferry.local.gateway_door import context_of, headers_of, url_of
 
 QUESTION = "What does a ferry do? Answer in one short sentence."
 _MAX_TOKENS = 48
@@ -44,8 +46,7 @@ class FirstAnswer:
 
 
 def ask(
-    url: str,
-    model: str,
+    config: ClusterConfig,
     *,
     question: str = QUESTION,
     timeout_s: float = 300.0,
@@ -53,7 +54,7 @@ def ask(
 ) -> FirstAnswer:
     """Ask over the OpenAI endpoint, streamed. Raises FirstAnswerFailed with what the gateway said."""
     body = {
-        "model": model,
+        "model": config.served_name,
         "messages": [{"role": "user", "content": question}],
         "max_tokens": _MAX_TOKENS,
         "temperature": 0,
@@ -63,7 +64,13 @@ def ask(
     started_s = clock()
     try:
         with (
-            httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client,
+            httpx.Client(
+                base_url=url_of(config.gateway),
+                timeout=timeout_s,
+                trust_env=False,
+                verify=context_of(config.gateway),
+                headers=headers_of(),
+            ) as client,
             client.stream("POST", "/v1/chat/completions", json=body, headers=_HEADERS) as response,
         ):
             if response.status_code != 200:

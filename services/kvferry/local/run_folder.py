@@ -100,6 +100,11 @@ class RunFolder:
         return self.path / "keeper"
 
     @property
+    def tls(self) -> Path:
+        """Certificates of this start, of the processes among themselves."""
+        return self.path / "tls"
+
+    @property
     def temporary(self) -> Path:
         """TMPDIR of every process of the cluster: sockets that engines leave behind lie here and go with the folder."""
         return self.path / "tmp"
@@ -180,7 +185,7 @@ class RunFolder:
         else:
             shutil.rmtree(self.logs, ignore_errors=True)
         engines = self.path.glob("engine-*")  # what an engine keeps its sockets in
-        for folder in (self.etcd, self.ray, self.shm, self.temporary, self.work, self.keeper, *engines):
+        for folder in (self.etcd, self.ray, self.shm, self.temporary, self.work, self.keeper, self.tls, *engines):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.record_file, self.config_file, self.token_file, self.ray_token_file):
             file.unlink(missing_ok=True)

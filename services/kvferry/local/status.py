@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
-import grpc.aio
 
-from kvferry.config import ClusterConfig, parse
+from kvferry.config import ClusterConfig, TlsConfig, parse
 from kvferry.errors import LocalError, UnavailableError
 from kvferry.local.cluster import is_alive
 from kvferry.local.run_folder import ClusterRecord, RunFolder
 from kvferry.membership.base import WORKER_KINDS, Member, MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.wire.v1 import worker_pb2, worker_pb2_grpc
+from kvferry.worker.tls import channel_to
 
 _DESCRIBE_TIMEOUT_S = 3.0
 _MEMBERS_TIMEOUT_S = 10.0
@@ -55,6 +55,7 @@ class MemberStatus:
     uptime_s: float
     load: WorkerLoad | None
     fault: str = ""
+    metrics_address: str = ""  # host:port where it answers Prometheus
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +111,16 @@ async def _look(record: ClusterRecord, config: ClusterConfig) -> ClusterStatus:
         engine=config.engine.kind,
         model=config.served_name,
         etcd_endpoints=record.etcd_endpoints,
-        members=tuple(await asyncio.gather(*(_look_at(member, now_unix_s) for member in ordered))),
+        members=tuple(await asyncio.gather(*(_look_at(member, config.worker.tls, now_unix_s) for member in ordered))),
         fault=fault,
     )
 
 
-async def _look_at(member: Member, now_unix_s: float) -> MemberStatus:
+async def _look_at(member: Member, tls: TlsConfig, now_unix_s: float) -> MemberStatus:
     load, fault = None, ""
     if member.kind in WORKER_KINDS:
         try:
-            load = await _describe(member.address)
+            load = await _describe(member.address, tls)
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
             fault = code.name.lower().replace("_", " ") if code is not None else str(error)
@@ -133,11 +134,12 @@ async def _look_at(member: Member, now_unix_s: float) -> MemberStatus:
         uptime_s=max(0.0, now_unix_s - member.started_unix_s) if member.started_unix_s else 0.0,
         load=load,
         fault=fault,
+        metrics_address=member.metrics_address,
     )
 
 
-async def _describe(address: str) -> WorkerLoad:
-    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+async def _describe(address: str, tls: TlsConfig) -> WorkerLoad:
+    async with channel_to(address, tls, (("grpc.enable_http_proxy", 0),)) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         welcome = await stub.Describe(worker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
     load = welcome.load

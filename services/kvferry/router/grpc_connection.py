@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from kvferry.config import TlsConfig
-from kvferry.worker import tls as worker_tls
 from kvferry.worker.grpc_server import CHANNEL_OPTIONS, SERVICE
+from kvferry.worker.tls import channel_to
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +21,7 @@ class GrpcConnection:
 
     def __init__(self, address: str, tls: TlsConfig, receive: Callable[[bytes], None]) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
-        if tls.enabled:
-            options: list[tuple[str, object]] = list(CHANNEL_OPTIONS)
-            if tls.server_name:
-                options.append(("grpc.ssl_target_name_override", tls.server_name))
-            self._channel = grpc.aio.secure_channel(address, worker_tls.channel_credentials(tls), options=options)
-        else:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = channel_to(address, tls, CHANNEL_OPTIONS)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._address = address
         self._receive = receive

@@ -12,8 +12,8 @@ from kvferry.membership.base import Member
 from kvferry.router.keepers import FollowVolume, VolumeState, VolumeUpdate
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.worker import codec
-from kvferry.worker import tls as worker_tls
 from kvferry.worker.grpc_server import CHANNEL_OPTIONS
+from kvferry.worker.tls import channel_to
 
 _FOLLOW = "/kvferry.wire.v1.Keeper/Follow"
 
@@ -22,14 +22,7 @@ def follow_over(tls: TlsConfig) -> FollowVolume:
     """Streams of keepers that are dialled as workers are. They raise ConnectionError when they break."""
 
     async def follow(member: Member, volume_id: str) -> AsyncIterator[VolumeUpdate]:
-        if tls.enabled:
-            options: list[tuple[str, object]] = list(CHANNEL_OPTIONS)
-            if tls.server_name:
-                options.append(("grpc.ssl_target_name_override", tls.server_name))
-            channel = grpc.aio.secure_channel(member.address, worker_tls.channel_credentials(tls), options=options)
-        else:
-            channel = grpc.aio.insecure_channel(member.address, options=CHANNEL_OPTIONS)
-        async with channel:
+        async with channel_to(member.address, tls, CHANNEL_OPTIONS) as channel:
             call: Any = channel.unary_stream(
                 _FOLLOW,
                 request_serializer=pb.FollowRequest.SerializeToString,

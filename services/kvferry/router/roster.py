@@ -44,17 +44,19 @@ class Roster:
         on_up: Callable[[WorkerLink], None] = lambda link: None,
         on_down: Callable[[MemberId], None] = lambda member_id: None,
         on_gone: Callable[[MemberId], None] = lambda member_id: None,
+        on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`worker` says how workers are dialled.
 
         `on_up` and `on_down` are told of every link that came up or went down, `on_gone` of every worker that is
-        forgotten. `clock` stamps views, in seconds.
+        forgotten, `on_change` of everything that `change` waits for. `clock` stamps views, in seconds.
         """
         self._on_up = on_up
         self._on_down = on_down
         self._up: dict[MemberId, int] = {}  # generation of the links that are up
         self._on_gone = on_gone
+        self._tell_change = on_change
         self._clock = clock
         self._membership = membership
         self._gateway_id = gateway_id
@@ -164,6 +166,7 @@ class Roster:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        self._tell_change()
 
     async def _sweep(self) -> None:
         """Drop links of members that left once their streams ended too."""

@@ -1,8 +1,10 @@
-"""Mutual TLS between gateways and workers: each shows a certificate of one authority and accepts no other."""
+"""Mutual TLS among gateways, workers and keepers: each shows a certificate of one authority and accepts no other."""
 
 from __future__ import annotations
 
+import logging
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -10,10 +12,14 @@ import grpc
 from kvferry.config import TlsConfig
 from kvferry.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
     """For a worker's listener. Raises ConfigError naming the file that cannot be used."""
-    return _context(tls, ssl.Purpose.CLIENT_AUTH)
+    context = _context(tls, ssl.Purpose.CLIENT_AUTH)
+    context.sslobject_class = TellingSslObject
+    return context
 
 
 def client_context(tls: TlsConfig) -> ssl.SSLContext:
@@ -37,6 +43,41 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
         _read("ca_file", ca_file), _read("key_file", key_file), _read("cert_file", cert_file)
     )
+
+
+def channel_to(address: str, tls: TlsConfig, options: Sequence[tuple[str, object]] = ()) -> grpc.aio.Channel:
+    """To a worker or a keeper, as `tls` says. Raises ConfigError for TLS files that cannot be used."""
+    if not tls.enabled:
+        return grpc.aio.insecure_channel(address, options=options)
+    if tls.server_name:
+        options = (*options, ("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
+
+
+# What a client with TLS is refused for; one without does not wait for an alert.
+_BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE")
+
+
+class TellingSslObject(ssl.SSLObject):
+    """A server's side that says why it refuses a certificate: to the client, as TLS has it, and to the log.
+
+    Event loops close a connection whose handshake failed before the alert is sent, and say nothing. Made to wait for
+    more instead, they send it; then the client closes, or the time for handshakes is over.
+    """
+
+    _has_failed = False
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, ssl.SSLSyscallError):
+            raise
+        except ssl.SSLError as error:
+            if self._has_failed or error.reason not in _BAD_CERTIFICATE:
+                raise
+            self._has_failed = True
+            log.info("a client was refused: %s", getattr(error, "verify_message", "") or error.reason)
+            raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "refused") from error
 
 
 def _context(tls: TlsConfig, purpose: ssl.Purpose) -> ssl.SSLContext:

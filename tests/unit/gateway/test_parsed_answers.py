@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvferry.engine.base import AnswerDelta, EngineOutput
-from kvferry.gateway.parsed_answers import ParsedChoice
+from kvferry.gateway.choices import ParsedChoice
+from kvferry.gateway.parsed_answers import message_json
 
 
 def test_text_that_the_parser_made_nothing_of_counts_and_is_not_shown() -> None:
@@ -12,4 +13,4 @@ def test_text_that_the_parser_made_nothing_of_counts_and_is_not_shown() -> None:
     choice.add_text([3], "</think>")
     choice.add(EngineOutput([4], "so", delta=AnswerDelta("so")))
     assert choice.num_tokens == 4
-    assert choice.message() == {"role": "assistant", "content": "so", "refusal": None, "reasoning": "why"}
+    assert message_json(choice) == {"role": "assistant", "content": "so", "refusal": None, "reasoning": "why"}

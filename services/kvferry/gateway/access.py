@@ -1,0 +1,69 @@
+"""Who may use a gateway, over whatever protocol: a key or a client certificate becomes a tenant.
+
+| configured | who gets in | the tenant |
+|---|---|---|
+| nothing (loopback only, or `insecure`) | everybody | `default` |
+| `gateway.keys_file` | who shows a key | the key's |
+| `gateway.tls.client_ca_file` | who shows a certificate that it signed | the certificate's common name |
+| both | who shows both | the key's |
+
+Probes (`/healthz`, `/readyz`, grpc.health.v1) need neither. `/metrics` needs what everything else does, unless the
+listener is on loopback.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from kvferry.addresses import is_loopback
+from kvferry.config import GatewayConfig
+from kvferry.errors import PermissionDenied, Unauthenticated
+from kvferry.gateway.key_file import KeyFile
+from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
+
+_SCHEME = "bearer"
+
+
+class Access:
+    """The door of one gateway."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigError for keys that cannot be read."""
+        self._keys = KeyFile(config.keys_file) if config.keys_file is not None else None
+        self._wants_certificate = config.tls.client_ca_file is not None
+        self._tenant_of_certificate = functools.lru_cache(maxsize=4096)(_tenant_named)
+        self.is_open = self._keys is None and not self._wants_certificate
+        self.metrics_are_open = self.is_open or is_loopback(config.host)
+
+    def __repr__(self) -> str:
+        return f"<Access keys={self._keys!r} certificate={self._wants_certificate}>"
+
+    def identify(self, authorization: str | None, client_name: str | None) -> Tenant:
+        """Whose request it is.
+
+        `authorization` is the header or metadata of that name, `client_name` the common name of the certificate that
+        the client proved to have. Raises Unauthenticated, or PermissionDenied for a certificate that names no tenant;
+        neither repeats a key.
+        """
+        if self.is_open:
+            return DEFAULT_TENANT
+        if self._wants_certificate and client_name is None:
+            raise Unauthenticated("a client certificate is required here, and none was shown")
+        if self._keys is None:
+            return self._tenant_of_certificate(client_name or "")
+        if not authorization:
+            raise Unauthenticated("an API key is required: authorization: Bearer KEY")
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != _SCHEME:
+            raise Unauthenticated("authorization: only the scheme Bearer is known here")
+        found = self._keys.find(key.strip())
+        if found is None:
+            raise Unauthenticated("this API key is not known here")
+        return found.tenant
+
+
+def _tenant_named(client_name: str) -> Tenant:
+    try:
+        return Tenant(client_name)
+    except ValueError as error:
+        raise PermissionDenied(f"the client certificate's common name is no tenant: {error}") from None

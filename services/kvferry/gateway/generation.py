@@ -1,0 +1,200 @@
+"""One answer on its way, below any protocol: its choices dispatched together, counted and settled."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, RequestId
+from kvferry.errors import EngineError
+from kvferry.gateway.choices import Choice, ParsedChoice, Usage
+from kvferry.gateway.request_trace import RequestTrace, Take, TakeText
+from kvferry.gateway.tenants import Tenant
+from kvferry.router.dispatch import Dispatcher, Journey
+from kvferry.telemetry import Metrics
+
+
+class Sink(Protocol):
+    """Where the outputs of one choice go, within the reading of a worker's step: it must not wait."""
+
+    def take(self, output: EngineOutput) -> None: ...
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        """`take` of tokens and text alone."""
+        ...
+
+
+def requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant) -> list[EngineRequest]:
+    """One engine request per choice: `n` of each prompt, numbered as OpenAI numbers them.
+
+    Seeds differ within a prompt. Tokens travel as arrays: keys are made from them in less than half of the time.
+    """
+    requests: list[EngineRequest] = []
+    for prompt in rendered:
+        token_ids = array("I", prompt.token_ids)
+        for i in range(n):
+            sampling = prompt.sampling
+            if sampling.seed is not None and i:
+                sampling = structs.replace(sampling, seed=_wrap_int64(sampling.seed + i))
+            requests.append(
+                EngineRequest(
+                    RequestId(f"{answer_id}-{len(requests)}"),
+                    token_ids,
+                    sampling,
+                    cache_salt=tenant.cache_salt,
+                    parse=prompt.parse,
+                    tier=tenant.tier,
+                )
+            )
+    return requests
+
+
+class Generation:
+    """The choices of one answer, run once.
+
+    What a worker sends is taken by the sinks of the choices; the task that runs the generation sleeps until its end.
+    Cancelling that task cancels every request on every worker.
+    """
+
+    def __init__(
+        self,
+        requests: list[EngineRequest],
+        num_prompt_tokens: int,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        *,
+        tenant: Tenant,
+        may_be_alone: bool = True,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        """`num_prompt_tokens` counts each prompt once. Not `may_be_alone`: prefill workers compute the prompts."""
+        self.requests = requests
+        self._trace = trace
+        span = trace.span if trace is not None else None
+        if span is not None:
+            span.set({"kvferry.tenant": tenant.name})
+        self.journeys = [Journey(tenant=tenant.name, trace=span) for _ in requests]
+        self.choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
+        self._num_prompt_tokens = num_prompt_tokens
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._may_be_alone = may_be_alone
+        self._started_s = time.perf_counter()
+        self._first_token_s: float | None = None
+
+    async def run(self, sinks: Sequence[Sink]) -> None:
+        """All choices at once; the first failure ends the answer. Raises KvferryError."""
+        if len(sinks) == 1:
+            await self._dispatch(0, sinks[0])
+        else:
+            await self._run_several(sinks)
+        self._settle()
+
+    def note_first_token(self) -> None:
+        """Called at the first token of each choice; the first of them counts."""
+        if self._first_token_s is None:
+            self._first_token_s = time.perf_counter()
+            self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            cached_tokens=min(self._num_prompt_tokens, sum(journey.num_cached_tokens for journey in self.journeys)),
+        )
+
+    def debug_values(self) -> dict[str, Any]:
+        """The journey of the first choice, for `x-kvferry-debug`."""
+        ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
+        return {**journey_values(self.journeys[0]), "ttft_ms": ttft_ms}
+
+    def failed(self, error: BaseException) -> None:
+        """The answer had begun, and ends with this error."""
+        if self._trace is not None:
+            self._trace.failed(error)
+
+    async def _dispatch(self, index: int, sink: Sink) -> None:
+        takers: tuple[Take, TakeText] = (sink.take, sink.take_text)
+        if self._trace is not None:
+            takers = self._trace.listen(index, *takers)
+        await self._dispatcher.run(self.requests[index], self.journeys[index], *takers, may_be_alone=self._may_be_alone)
+
+    async def _run_several(self, sinks: Sequence[Sink]) -> None:
+        tasks = [asyncio.create_task(self._dispatch(index, sink)) for index, sink in enumerate(sinks)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _settle(self) -> None:
+        usage = self.usage()
+        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self._metrics.generated_tokens.inc(usage.completion_tokens)
+        num_after_first = max(choice.num_tokens for choice in self.choices) - 1
+        if self._first_token_s is not None and num_after_first > 0:
+            self._metrics.inter_token.observe((time.perf_counter() - self._first_token_s) / num_after_first)
+        if self._trace is not None:
+            first_s = self._first_token_s
+            self._trace.answered(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                generated_tokens=usage.completion_tokens,
+                finish_reasons=[choice.finish_reason for choice in self.choices],
+                first_token_s=None if first_s is None else first_s - self._started_s,
+            )
+
+
+class Gathered:
+    """The sink of a choice whose answer is sent whole."""
+
+    __slots__ = ("_choice", "_generation")
+
+    def __init__(self, generation: Generation, choice: Choice) -> None:
+        self._generation = generation
+        self._choice = choice
+
+    def take(self, output: EngineOutput) -> None:
+        if not self._choice.num_tokens and output.token_ids:
+            self._generation.note_first_token()
+        self._choice.add(output)
+        refuse_abort(output)
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        choice = self._choice
+        if not choice.num_tokens:
+            self.take(EngineOutput(token_ids, text))
+            return
+        choice.add_text(token_ids, text)
+
+
+def refuse_abort(output: EngineOutput) -> None:
+    """Raises EngineError for a last output that is no end of an answer."""
+    if output.finish_reason is FinishReason.ABORT:
+        raise EngineError("the engine aborted the request")
+
+
+def journey_values(journey: Journey) -> dict[str, Any]:
+    return {
+        "reason": journey.reason,
+        "prefill_worker": journey.prefill_worker,
+        "decode_worker": journey.decode_worker,
+        "prefill_failure": journey.prefill_failure or None,
+        "continued_after": journey.continued_after,
+        "ferried_pages": journey.ferried_pages,
+        "ferried_bytes": journey.ferried_bytes,
+        "prompt_tokens_by_source": dataclasses.asdict(journey.sources),
+    }
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,358 @@
+"""kvferry.inference.v1 over gRPC, with health and reflection: the same door, admission and answers as HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, NoReturn, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from kvferry.addresses import join_host_port
+from kvferry.config import GatewayConfig
+from kvferry.errors import BodyTooLarge, ConfigError, DeadlineExceeded, EngineError, KvferryError
+from kvferry.gateway.access import Access
+from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.grpc_errors import status_of
+from kvferry.gateway.inference import Chunks, Inference, InferenceAnswer
+from kvferry.gateway.request_trace import RequestTrace, begin_trace
+from kvferry.gateway.tenants import Tenant
+from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry.telemetry import Metrics
+from kvferry.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+SERVICE = "kvferry.inference.v1.Inference"
+HEALTH = "grpc.health.v1.Health"
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+
+REQUEST_ID = "x-request-id"
+# Calls that reach workers; others are over before anybody would look.
+_TRACED = frozenset({"grpc_generate", "grpc_generate_stream"})
+DEBUG = "x-kvferry-debug"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+R = TypeVar("R")
+
+
+class _ClientSlow(Exception):
+    """The client did not read its answer."""
+
+
+class GrpcEndpoint:
+    """Listens from `start` to `stop`. Calls are refused while `inference` is None: until the gateway can render."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        metrics: Metrics,
+        admission: Admission,
+        read_readiness: Callable[[], Readiness],
+        access: Access,
+        served_name: str,
+    ) -> None:
+        self.inference: Inference | None = None
+        self.port = 0
+        self._config = config
+        self._metrics = metrics
+        self._admission = admission
+        self._served_name = served_name
+        self._access = access
+        self._read_readiness = read_readiness
+        self._health = _Health(self._is_ready)
+        self._server: grpc.aio.Server | None = None
+
+    def __repr__(self) -> str:
+        return f"<GrpcEndpoint port={self.port} {self._admission!r}>"
+
+    async def start(self, credentials: grpc.ServerCredentials | None) -> None:
+        """Raises ConfigError for a port that cannot be had."""
+        config = self._config
+        assert config.grpc_port is not None
+        server = grpc.aio.server(options=_options(config))
+        methods: dict[str, Any] = {
+            # Messages as bytes: who asks is known before what they sent is read.
+            "Generate": grpc.unary_unary_rpc_method_handler(
+                self._serve_generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "GenerateStream": grpc.unary_stream_rpc_method_handler(
+                self._serve_stream, response_serializer=pb.GenerateChunk.SerializeToString
+            ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(
+                self._serve_tokenize, response_serializer=pb.TokenizeResponse.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self._serve_models, response_serializer=pb.ListModelsResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            _Reflection((SERVICE, HEALTH, REFLECTION), self._identify), server
+        )
+        address = join_host_port(config.host, config.grpc_port)
+        try:
+            if credentials is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise ConfigError(
+                f"gateway.grpc_port: {address} cannot be used: something else listens there, or it is no address here",
+                param="gateway.grpc_port",
+            ) from None
+        await server.start()
+        self._server = server
+        await self.note_readiness()
+
+    async def note_readiness(self) -> None:
+        """Tell those who watch the health of this endpoint; who asks for it gets the truth of the moment anyway."""
+        await self._health.tell()
+
+    async def stop(self) -> None:
+        """End every call; may be repeated."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    def _is_ready(self) -> bool:
+        return self.inference is not None and self._read_readiness().ready
+
+    # What clients call.
+
+    async def _serve_generate(self, raw: bytes, context: Context) -> pb.GenerateResponse:
+        async def answer(inference: Inference, tenant: Tenant, trace: RequestTrace | None) -> pb.GenerateResponse:
+            answer = await self._begin(inference, raw, tenant, trace, context)
+            return await answer.whole()
+
+        return await self._admitted("grpc_generate", raw, context, answer)
+
+    # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector, and the request
+    # with it.
+    async def _serve_stream(self, raw: bytes, context: Context) -> None:
+        async def answer(inference: Inference, tenant: Tenant, trace: RequestTrace | None) -> None:
+            answer = await self._begin(inference, raw, tenant, trace, context)
+            with _UntilSlow() as until_slow:
+                await _send(answer, Chunks(self._config.max_write_buffer_bytes, until_slow.tell), context)
+
+        await self._admitted("grpc_generate_stream", raw, context, answer)
+
+    async def _serve_tokenize(self, raw: bytes, context: Context) -> pb.TokenizeResponse:
+        async def answer(inference: Inference, tenant: Tenant, _: RequestTrace | None) -> pb.TokenizeResponse:
+            return await inference.tokenize(raw)
+
+        return await self._admitted("grpc_tokenize", raw, context, answer)
+
+    async def _serve_models(self, raw: bytes, context: Context) -> pb.ListModelsResponse:
+        async def answer(inference: Inference, tenant: Tenant, _: RequestTrace | None) -> pb.ListModelsResponse:
+            return inference.models()
+
+        return await self._admitted("grpc_list_models", raw, context, answer)
+
+    async def _begin(
+        self, inference: Inference, raw: bytes, tenant: Tenant, trace: RequestTrace | None, context: Context
+    ) -> InferenceAnswer:
+        disaggregate = _wants_disaggregation(context)
+        answer = await inference.generate(raw, tenant=tenant, disaggregate=disaggregate, trace=trace)
+        traced = trace.headers.items() if trace is not None else ()
+        await context.send_initial_metadata(((REQUEST_ID, answer.answer_id), *traced))
+        return answer
+
+    async def _admitted(
+        self,
+        endpoint: str,
+        raw: bytes,
+        context: Context,
+        answer: Callable[[Inference, Tenant, RequestTrace | None], Awaitable[R]],
+    ) -> R:
+        """`answer`, for somebody who may ask now, within its time; errors become statuses."""
+        with self._admission.visit(endpoint) as visit:
+            if self._admission.tracing is not None and endpoint in _TRACED:
+                visit.trace = self._begin_trace(self._admission.tracing, endpoint, context)
+            try:
+                tenant = self._identify(context)
+                inference = self.inference
+                self._admission.check(can_render=inference is not None)
+                assert inference is not None
+                if len(raw) > self._config.max_body_bytes:
+                    raise BodyTooLarge(
+                        f"the message is {len(raw)} bytes; the limit is {self._config.max_body_bytes}", param="message"
+                    )
+                answered = await self._in_time(answer(inference, tenant, visit.trace), context.time_remaining())
+                visit.status = "200"
+                return answered
+            except asyncio.CancelledError as error:
+                # By gRPC: the client cancelled, left, or its deadline passed.
+                visit.left(error)
+                self._metrics.cancelled.inc()
+                raise
+            except _ClientSlow as error:
+                visit.left(error)
+                self._metrics.slow_clients.inc()
+                unread = f"more than {self._config.max_write_buffer_bytes} bytes of the answer were left unread"
+                log.warning("a client of %s was cut: %s", endpoint, unread)
+                await context.abort(grpc.StatusCode.ABORTED, unread)
+                raise
+            except KvferryError as error:
+                visit.failed(error)
+                await _abort(context, error)
+            except Exception:
+                log.exception("a call of %s failed", endpoint)
+                fault = EngineError("the gateway failed on this request; its log says why")
+                visit.failed(fault)
+                await _abort(context, fault)
+
+    def _begin_trace(self, tracing: Tracing, endpoint: str, context: Context) -> RequestTrace:
+        metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        is_stream = endpoint == "grpc_generate_stream"
+        attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": SERVICE,
+            "rpc.method": "GenerateStream" if is_stream else "Generate",
+            "gen_ai.request.stream": is_stream,
+        }
+        return begin_trace(tracing, metadata, endpoint, self._served_name, attributes)
+
+    async def _in_time(self, answer: Awaitable[R], remaining_s: float | None) -> R:
+        """Raises DeadlineExceeded when the gateway's time or the call's is over."""
+        timeout_s = self._config.request_timeout_s
+        is_ours = remaining_s is None or remaining_s > timeout_s
+        try:
+            async with asyncio.timeout(timeout_s if is_ours else remaining_s):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the request took longer than {timeout_s:g} s" if is_ours else "the deadline of the call passed"
+            ) from None
+
+    def _identify(self, context: Context) -> Tenant:
+        """Whose call this is. Raises Unauthenticated or PermissionDenied."""
+        authorization = None
+        for name, value in context.invocation_metadata() or ():
+            if name == "authorization":
+                authorization = value if isinstance(value, str) else value.decode("latin-1")
+        return self._access.identify(authorization, _client_name(context))
+
+
+class _Health(health.aio.HealthServicer):
+    """Serving means ready. Probes need no key."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_ready = is_ready
+
+    async def tell(self) -> None:
+        for service in ("", SERVICE):
+            await self.set(service, self._status())
+
+    async def Check(  # noqa: N802  gRPC's name
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+        return health_pb2.HealthCheckResponse(status=self._status())
+
+    def _status(self) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+        response = health_pb2.HealthCheckResponse
+        return response.SERVING if self._is_ready() else response.NOT_SERVING
+
+
+class _Reflection(reflection.aio.ReflectionServicer):
+    """What there is to call, for those who may."""
+
+    def __init__(self, services: Iterable[str], identify: Callable[[Context], Tenant]) -> None:
+        super().__init__(services)
+        self._identify = identify
+
+    async def ServerReflectionInfo(  # noqa: N802  gRPC's name
+        self, request_iterator: AsyncIterable[reflection_pb2.ServerReflectionRequest], context: Context
+    ) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
+        try:
+            self._identify(context)
+        except KvferryError as error:
+            await _abort(context, error)
+        async for answer in super().ServerReflectionInfo(request_iterator, context):
+            yield answer
+
+
+class _UntilSlow:
+    """Ends the serving of a stream when `tell` is called: made and left by the task that serves."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._is_slow = False
+
+    def tell(self) -> None:
+        if self._task is not None:
+            self._is_slow = True
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        task, self._task = self._task, None
+        if self._is_slow and task is not None and not task.uncancel() and isinstance(error, asyncio.CancelledError):
+            raise _ClientSlow from None
+
+
+async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> None:
+    """Generate, and write what there is as fast as the client reads it. Raises, at the end, what generating raised."""
+    generating = asyncio.create_task(answer.stream(chunks))
+    generating.add_done_callback(lambda _: chunks.wake())
+    try:
+        while True:
+            await chunks.wait()
+            # In this order: what comes last comes before the end.
+            is_over = generating.done()
+            for chunk in chunks.take():
+                await context.write(chunk)
+            if is_over:
+                break
+        generating.result()
+    except grpc.aio.BaseError:
+        # A write that failed: the client is gone, and gRPC was not the first to say so.
+        raise asyncio.CancelledError from None
+    finally:
+        generating.cancel()
+        await asyncio.gather(generating, return_exceptions=True)
+
+
+async def _abort(context: Context, error: KvferryError) -> NoReturn:
+    status = status_of(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("an aborted call goes on")
+
+
+def _client_name(context: Context) -> str | None:
+    """The common name of the client's certificate, "" where it has none; None without a certificate."""
+    properties = context.auth_context()
+    if "x509_pem_cert" not in properties:
+        return None
+    return next((name.decode("utf-8", "replace") for name in properties.get("x509_common_name", ())), "")
+
+
+def _wants_disaggregation(context: Context) -> bool:
+    """`x-kvferry-debug: disaggregate`, as over HTTP."""
+    return any(pair == (DEBUG, "disaggregate") for pair in context.invocation_metadata() or ())
+
+
+def _options(config: GatewayConfig) -> tuple[tuple[str, int], ...]:
+    return (
+        # Up to this, a message that is too large is refused by name; beyond it, by gRPC.
+        ("grpc.max_receive_message_length", 2 * config.max_body_bytes),
+        # As HTTP's: several gateways of one node share the port, and so do one that comes and one that goes.
+        ("grpc.so_reuseport", int(config.grpc_port != 0)),
+        # A client that vanished is found within a minute, and its requests end.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # How often clients may ask whether this gateway lives.
+        ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
+    )

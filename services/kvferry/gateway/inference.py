@@ -1,0 +1,305 @@
+"""The gRPC endpoint's requests: message in, messages out. Nothing here knows gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
+from kvferry.errors import ModelNotFound, RequestError
+from kvferry.gateway.choices import Choice, ParsedChoice, Usage
+from kvferry.gateway.generation import Gathered, Generation, refuse_abort, requests_of
+from kvferry.gateway.inference_messages import in_fields, read_generate, read_tokenize
+from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
+from kvferry.gateway.request_trace import RequestTrace
+from kvferry.gateway.tenants import Tenant
+from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry.router.dispatch import Dispatcher
+from kvferry.telemetry import Metrics
+
+_FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+# What a token id, and an entry of log-probabilities, take in a message, about.
+_TOKEN_BYTES = 4
+_LOGPROB_BYTES = 24
+
+
+class Inference:
+    """Turns messages into answers, for one served model."""
+
+    def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: Metrics, served_name: str) -> None:
+        self._renderer = renderer
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._served_name = served_name
+
+    async def generate(
+        self, raw: bytes, *, tenant: Tenant, disaggregate: bool = False, trace: RequestTrace | None = None
+    ) -> InferenceAnswer:
+        """Raises a RequestError for anything wrong with the message; its `param` is the field."""
+        begun_ns = time.time_ns()
+        message, body = read_generate(raw)
+        self._check_model(message.model)
+        try:
+            if isinstance(body, ChatBody):
+                rendered = [await self._renderer.render_chat(for_renderer(body))]
+            else:
+                rendered = list(await self._renderer.render_completion(for_renderer(body)))
+        except RequestError as error:
+            raise in_fields(error, message.WhichOneof("prompt")) from None
+        answer_id = f"gen-{secrets.token_hex(12)}"
+        generation = Generation(
+            requests_of(answer_id, rendered, body.n or 1, tenant),
+            sum(len(prompt.token_ids) for prompt in rendered),
+            self._dispatcher,
+            self._metrics,
+            tenant=tenant,
+            may_be_alone=not disaggregate,
+            trace=trace,
+        )
+        if trace is not None:
+            trace.rendered(answer_id, body, generation.requests, begun_ns)
+        return InferenceAnswer(answer_id, self._served_name, generation, with_token_ids=message.return_token_ids)
+
+    async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:
+        """Raises as `generate`."""
+        message, body = read_tokenize(raw)
+        self._check_model(message.model)
+        try:
+            token_ids = await self._token_ids(body)
+        except RequestError as error:
+            raise in_fields(error, message.WhichOneof("prompt")) from None
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._renderer.max_model_len())
+
+    async def _token_ids(self, body: ChatBody | CompletionBody) -> Sequence[int]:
+        if isinstance(body, ChatBody):
+            return (await self._renderer.render_chat(for_renderer(body))).token_ids
+        (rendered,) = await self._renderer.render_completion(for_renderer(body))
+        return rendered.token_ids
+
+    def models(self) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(
+            models=[pb.Model(name=self._served_name, max_model_len=self._renderer.max_model_len())]
+        )
+
+    def _check_model(self, model: str) -> None:
+        if model != self._served_name:
+            raise ModelNotFound(f"the model {model!r} does not exist; served here: {self._served_name}", param="model")
+
+
+class InferenceAnswer:
+    """One answer on its way. Use either `whole` or `stream`, once."""
+
+    def __init__(self, answer_id: str, model: str, generation: Generation, *, with_token_ids: bool) -> None:
+        self.answer_id = answer_id
+        self._model = model
+        self._generation = generation
+        self._with_token_ids = with_token_ids
+
+    async def whole(self) -> pb.GenerateResponse:
+        """Raises KvferryError."""
+        generation = self._generation
+        sinks = [_GatheredWithIds(generation, choice) for choice in generation.choices]
+        await generation.run(sinks)
+        return pb.GenerateResponse(
+            request_id=self.answer_id,
+            model=self._model,
+            answers=[
+                _answer(choice, sink.token_ids if self._with_token_ids else ())
+                for choice, sink in zip(generation.choices, sinks, strict=True)
+            ],
+            usage=_usage(generation.usage()),
+        )
+
+    async def stream(self, chunks: Chunks) -> None:
+        """Fill `chunks`; returns when all is there. Raises KvferryError at any time: what is there is good."""
+        generation = self._generation
+        chunks.begin(self.answer_id)
+        await generation.run(
+            [
+                _Streamed(generation, index, chunks, with_token_ids=self._with_token_ids)
+                for index in range(len(generation.choices))
+            ]
+        )
+        chunks.last().usage.CopyFrom(_usage(generation.usage()))
+
+
+class Chunks:
+    """Chunks that wait for the client to read: at most one of each choice, so a slow reader gets fewer, larger ones.
+
+    `tell_slow` is called once when about `max_unread_bytes` wait; they are dropped then, and so is what follows.
+    """
+
+    def __init__(self, max_unread_bytes: int, tell_slow: Callable[[], None]) -> None:
+        self._max_unread_bytes = max_unread_bytes
+        self._tell_slow = tell_slow
+        self._request_id = ""
+        self._choice_to_chunk: dict[int, pb.GenerateChunk] = {}
+        self._num_bytes = 0
+        self._is_cut = False
+        self._there = asyncio.Event()
+
+    def begin(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def of(self, choice: int, num_bytes: int) -> pb.GenerateChunk:
+        """The waiting chunk of a choice, for about `num_bytes` more."""
+        chunk = self._choice_to_chunk.get(choice)
+        if chunk is None:
+            chunk = pb.GenerateChunk(request_id=self._request_id, choice=choice)
+            if self._is_cut:
+                return chunk
+            self._choice_to_chunk[choice] = chunk
+            self._there.set()
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._max_unread_bytes and not self._is_cut:
+            self._is_cut = True
+            self._choice_to_chunk.clear()
+            self._tell_slow()
+        return chunk
+
+    def last(self) -> pb.GenerateChunk:
+        """The chunk that goes last of those that wait; a new one where none does."""
+        if not self._choice_to_chunk:
+            return self.of(0, 0)
+        return next(reversed(self._choice_to_chunk.values()))
+
+    def wake(self) -> None:
+        """Have `wait` return though nothing may wait."""
+        self._there.set()
+
+    async def wait(self) -> None:
+        """Returns when a chunk waits."""
+        await self._there.wait()
+
+    def take(self) -> list[pb.GenerateChunk]:
+        """All that wait."""
+        self._there.clear()
+        taken = list(self._choice_to_chunk.values())
+        self._choice_to_chunk.clear()
+        self._num_bytes = 0
+        return taken
+
+
+class _GatheredWithIds(Gathered):
+    """The sink of a choice of an answer that is sent whole."""
+
+    __slots__ = ("token_ids",)
+
+    def __init__(self, generation: Generation, choice: Choice) -> None:
+        super().__init__(generation, choice)
+        self.token_ids: list[int] = []
+
+    def take(self, output: EngineOutput) -> None:
+        super().take(output)
+        self.token_ids.extend(output.token_ids)
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        if not self.token_ids:
+            self.take(EngineOutput(token_ids, text))
+            return
+        super().take_text(token_ids, text)
+        self.token_ids.extend(token_ids)
+
+
+class _Streamed:
+    """The sink of a choice of a streamed answer."""
+
+    __slots__ = ("_choice", "_chunks", "_generation", "_index", "_is_parsed", "_with_token_ids")
+
+    def __init__(self, generation: Generation, index: int, chunks: Chunks, *, with_token_ids: bool) -> None:
+        self._generation = generation
+        self._index = index
+        self._choice = generation.choices[index]
+        self._is_parsed = isinstance(self._choice, ParsedChoice)
+        self._chunks = chunks
+        self._with_token_ids = with_token_ids
+
+    def take(self, output: EngineOutput) -> None:
+        choice, delta = self._choice, output.delta
+        if not choice.num_tokens and output.token_ids:
+            self._generation.note_first_token()
+        choice.note(output)
+        refuse_abort(output)
+        text = output.text if not self._is_parsed else delta.content if delta is not None else ""
+        has_ids = self._with_token_ids and bool(output.token_ids)
+        if not (text or delta or has_ids or output.logprobs is not None or output.finish_reason is not None):
+            return
+        num_logprobs = sum(map(len, output.logprobs or ()))
+        chunk = self._chunks.of(
+            self._index, len(output.text) + _TOKEN_BYTES * len(output.token_ids) + _LOGPROB_BYTES * num_logprobs
+        )
+        if text:
+            chunk.text += _utf8(text)
+        if delta is not None:
+            if delta.reasoning:
+                chunk.reasoning += _utf8(delta.reasoning)
+            chunk.tool_calls.extend(map(_call_delta, delta.tool_calls))
+        if has_ids:
+            chunk.token_ids.extend(output.token_ids)
+        if output.logprobs is not None:
+            chunk.logprobs.extend(map(_position, output.logprobs))
+        if output.finish_reason is not None:
+            _end(chunk, choice)
+
+    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+        choice = self._choice
+        if not choice.num_tokens or self._is_parsed or self._with_token_ids:
+            self.take(EngineOutput(token_ids, text))
+            return
+        choice.num_tokens += len(token_ids)
+        if text:
+            self._chunks.of(self._index, len(text)).text += _utf8(text)
+
+
+def _answer(choice: Choice, token_ids: Iterable[int]) -> pb.Answer:
+    answer = pb.Answer(text=_utf8("".join(choice.text)), token_ids=token_ids, logprobs=map(_position, choice.logprobs))
+    if isinstance(choice, ParsedChoice):
+        answer.reasoning = _utf8("".join(choice.reasoning))
+        for _, call in sorted(choice.calls.items()):
+            answer.tool_calls.add(id=call.id, name=call.name, arguments=_utf8("".join(call.arguments)))
+    _end(answer, choice)
+    return answer
+
+
+def _end(message: pb.Answer | pb.GenerateChunk, choice: Choice) -> None:
+    reason = _FINISH_REASONS.get(choice.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED)
+    if reason == pb.FINISH_REASON_STOP and isinstance(choice, ParsedChoice) and choice.made_calls:
+        reason = pb.FINISH_REASON_TOOL_CALLS
+    message.finish_reason = reason
+    if isinstance(choice.stop_reason, str):
+        message.stop_text = _utf8(choice.stop_reason)
+    elif choice.stop_reason is not None:
+        message.stop_token_id = choice.stop_reason
+
+
+def _call_delta(piece: ToolCallDelta) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(
+        index=piece.index, id=piece.id or "", name=piece.name or "", arguments=_utf8(piece.arguments)
+    )
+
+
+def _position(position: Sequence[TokenLogprob]) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        top=[
+            pb.TokenLogprob(token_id=entry.token_id, text=_utf8(entry.text), logprob=entry.logprob)
+            for entry in position
+        ]
+    )
+
+
+def _usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_prompt_tokens=usage.cached_tokens,
+    )
+
+
+def _utf8(text: str) -> str:
+    """Protobuf carries UTF-8 only, which a lone surrogate has not."""
+    if text.isascii():
+        return text
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,198 @@
+"""API keys in a file, hashed: which tenant a key names.
+
+The file is YAML, a list of `{tenant, name, sha256}`; `kvferry key new` adds to it. A key is 32 random bytes, so its
+plain SHA-256 cannot be turned back, and nothing slower is needed. The file is read again when it changes: keys come and
+go without a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from kvferry.errors import ConfigError
+from kvferry.gateway.tenants import Tenant
+
+log = logging.getLogger(__name__)
+
+PREFIX = "kvf_"
+LOOK_INTERVAL_S = 1.0  # the file is looked at no more often
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_FIELDS = ("tenant", "name", "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What the file says of one key; the key itself is nowhere. Raises ValueError for what none may have."""
+
+    tenant: Tenant
+    name: str
+    sha256: str  # of the whole key, prefix included; hexadecimal
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"name {self.name!r}: letters, digits, dots, dashes and underscores, at most 63")
+        if not _SHA256.fullmatch(self.sha256):
+            raise ValueError(f"the sha256 of key {self.name!r} is not 64 hexadecimal digits in lower case")
+
+
+class KeyFile:
+    """The keys of a file, as it is now."""
+
+    def __init__(self, file: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError for a file that cannot be read as one."""
+        self._file = file
+        self._clock = clock
+        self._seen = _signature(file)
+        self._looked_s = clock()
+        self._digest_to_key = _by_digest(read_keys(file))
+        self._fault = ""
+        if not self._digest_to_key:
+            log.warning("%s has no keys: nobody can use this gateway", file)
+
+    def __repr__(self) -> str:
+        return f"<KeyFile {self._file} keys={len(self._digest_to_key)}>"
+
+    def find(self, key: str) -> ApiKey | None:
+        self._look()
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        # Looking a digest up tells nobody how near to a key they are; that it is the right one is compared in
+        # constant time nevertheless.
+        found = self._digest_to_key.get(digest)
+        expected = bytes.fromhex(found.sha256) if found is not None else bytes(32)
+        return found if hmac.compare_digest(expected, digest) else None
+
+    def _look(self) -> None:
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_INTERVAL_S:
+            return
+        self._looked_s = now_s
+        try:
+            signature = _signature(self._file)
+            if signature == self._seen:
+                return
+            self._digest_to_key = _by_digest(read_keys(self._file))
+        except ConfigError as error:
+            # Half a secret on its way to this node must not lock everybody out.
+            if error.message != self._fault:
+                self._fault = error.message
+                log.error("keys stay as they were: %s", error.message)
+            return
+        self._seen, self._fault = signature, ""
+        log.info("%s was read again: %d keys", self._file, len(self._digest_to_key))
+
+
+def read_keys(file: Path) -> list[ApiKey]:
+    """Raises ConfigError naming the file, the entry and what is wrong with it."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"gateway.keys_file: {file}: {error.strerror}", param="gateway.keys_file") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        # Not with YAML's own words, which quote the file.
+        raise ConfigError(f"gateway.keys_file: {file}: not YAML", param="gateway.keys_file") from None
+    if values is None:
+        return []
+    if not isinstance(values, list):
+        raise ConfigError(f"gateway.keys_file: {file}: expected a list of {{tenant, name, sha256}}")
+    keys: list[ApiKey] = []
+    for number, value in enumerate(values, start=1):
+        where = f"gateway.keys_file: {file}: entry {number}"
+        if not isinstance(value, dict) or value.keys() != set(_FIELDS):
+            raise ConfigError(f"{where}: expected exactly {', '.join(_FIELDS)}")
+        if not all(isinstance(value[field], str) for field in _FIELDS):
+            raise ConfigError(f"{where}: {', '.join(_FIELDS)} are strings; quote what YAML takes for a number")
+        try:
+            key = ApiKey(Tenant(value["tenant"]), value["name"], value["sha256"])
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        for other in keys:
+            if (other.tenant.name, other.name) == (key.tenant.name, key.name):
+                raise ConfigError(f"{where}: the tenant {key.tenant.name!r} has a key {key.name!r} already")
+            if other.sha256 == key.sha256:
+                raise ConfigError(f"{where}: the same key as {other.tenant.name}/{other.name}")
+        keys.append(key)
+    return keys
+
+
+def new_key(file: Path, tenant: str, name: str) -> str:
+    """Make a key and add it to the file, which is made where there is none; returns the key, which is nowhere else.
+
+    Raises ConfigError for a file that cannot be used, and for a tenant or name that cannot be one or is taken.
+    """
+    key = PREFIX + secrets.token_urlsafe(32)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    try:
+        added = ApiKey(Tenant(tenant), name, digest)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    with _locked(file):
+        known = read_keys(file) if file.exists() else []
+        if any((entry.tenant.name, entry.name) == (tenant, name) for entry in known):
+            raise ConfigError(f"{file}: the tenant {tenant!r} has a key {name!r} already")
+        _write(file, [*known, added])
+    return key
+
+
+def _write(file: Path, keys: Sequence[ApiKey]) -> None:
+    """All at once: a gateway that reads now sees the old file or the new one."""
+    lines = [f"- {{tenant: {key.tenant.name!r}, name: {key.name!r}, sha256: {key.sha256!r}}}\n" for key in keys]
+    comments, mode = [], 0o600
+    if file.exists():
+        mode = stat.S_IMODE(file.stat().st_mode)
+        comments = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line[:1] == "#"]
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as written:
+            os.fchmod(written.fileno(), mode)
+            written.writelines((*comments, *lines))
+            written.flush()
+            os.fsync(written.fileno())
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """One writer at a time. Raises ConfigError where the folder cannot be written to."""
+    try:
+        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"{file.parent}: {error.strerror}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    finally:
+        os.close(folder)
+
+
+def _by_digest(keys: Sequence[ApiKey]) -> dict[bytes, ApiKey]:
+    return {bytes.fromhex(key.sha256): key for key in keys}
+
+
+def _signature(file: Path) -> tuple[int, int, int]:
+    try:
+        seen = file.stat()
+    except OSError as error:
+        raise ConfigError(f"gateway.keys_file: {file}: {error.strerror}", param="gateway.keys_file") from None
+    return seen.st_ino, seen.st_mtime_ns, seen.st_size

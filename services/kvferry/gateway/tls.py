@@ -1,0 +1,129 @@
+"""TLS of a gateway's listeners, HTTP and gRPC, from one set of files that may be replaced while it serves."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvferry.config import ServerTlsConfig
+from kvferry.errors import ConfigError
+from kvferry.worker.tls import TellingSslObject
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What the files hold now."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
+    context: ssl.SSLContext
+
+
+class GatewayTls:
+    """Certificates of one gateway. New connections get what the files hold; what cannot be used changes nothing.
+
+    Clients of HTTP are asked for a certificate, and the application refuses who has none: probes have none. gRPC
+    refuses them in the handshake.
+    """
+
+    def __init__(self, config: ServerTlsConfig) -> None:
+        """Raises ConfigError naming the file that cannot be used."""
+        assert config.cert_file is not None
+        assert config.key_file is not None
+        self._cert_file, self._key_file = config.cert_file, config.key_file
+        self._client_ca_file = config.client_ca_file
+        self._seen = self._signature()
+        self._files = self._read()
+        self._fault = ""
+
+    def http_context(self) -> ssl.SSLContext:
+        """For a listener; it looks for new files at each handshake."""
+        context = self._files.context
+
+        def at_hello(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            if (newest := self._newest().context) is not context:
+                connection.context = newest
+
+        # Called for every client, whether or not it names a server.
+        context.sni_callback = at_hello
+        return context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """For a listener; it looks for new files at each handshake."""
+        shown = self._files
+
+        def newest() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal shown
+            files = self._newest()
+            if files is shown:
+                return None
+            shown = files
+            return _grpc_certificates(files)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _grpc_certificates(shown),
+            newest,  # type: ignore[arg-type]  # None says that nothing changed, which its stubs do not know
+            require_client_authentication=self._client_ca_file is not None,
+        )
+
+    def _newest(self) -> _Files:
+        """Called from gRPC's threads too: at worst two of them read the same files."""
+        signature = self._signature()
+        if signature != self._seen:
+            self._seen = signature
+            try:
+                self._files = self._read()
+                log.info("gateway.tls: certificates were read again")
+            except ConfigError as error:
+                # Such as a certificate that was replaced before its key: looked at again when the key changes.
+                log.error("certificates stay as they were: %s", error.message)
+        return self._files
+
+    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
+        files = (self._cert_file, self._key_file, self._client_ca_file)
+        return tuple(_signature(file) if file is not None else None for file in files)
+
+    def _read(self) -> _Files:
+        cert = _read("cert_file", self._cert_file)
+        key = _read("key_file", self._key_file)
+        client_ca = _read("client_ca_file", self._client_ca_file) if self._client_ca_file is not None else None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        context.sslobject_class = TellingSslObject
+        try:
+            context.load_cert_chain(self._cert_file, self._key_file)
+            if client_ca is not None:
+                context.load_verify_locations(cadata=client_ca.decode("ascii"))
+                context.verify_mode = ssl.CERT_OPTIONAL
+        except (ssl.SSLError, ValueError) as error:
+            reason = error.reason if isinstance(error, ssl.SSLError) else str(error)
+            files = ", ".join(str(file) for file in (self._cert_file, self._key_file, self._client_ca_file) if file)
+            raise ConfigError(f"gateway.tls: {files} cannot be used: {reason}", param="gateway.tls") from None
+        return _Files(cert, key, client_ca, context)
+
+
+def _grpc_certificates(files: _Files) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(files.key, files.cert)], root_certificates=files.client_ca)
+
+
+def _read(name: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"gateway.tls.{name}: {file}: {error.strerror}", param=f"gateway.tls.{name}") from None
+
+
+def _signature(file: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = file.stat()
+    except OSError:
+        return None  # what reads it says why
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -1,0 +1,1 @@
+"""The public gRPC endpoint, generated from proto/kvferry/inference."""

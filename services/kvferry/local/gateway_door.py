@@ -1,0 +1,43 @@
+"""How commands on this machine get into its gateway: TLS, and the key that a user gives them."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+
+from kvferry.addresses import join_host_port
+from kvferry.config import GatewayConfig
+
+# A key that `kvferry up` and `kvferry explain` show; it is never written anywhere.
+KEY_VARIABLE = "KVFERRY_API_KEY"
+
+
+def url_of(gateway: GatewayConfig, address: str = "") -> str:
+    """Of the gateway, or of the one of several that has this `address` (host:port)."""
+    scheme = "https" if gateway.tls.enabled else "http"
+    return f"{scheme}://{address or join_host_port(gateway.host, gateway.http_port)}"
+
+
+def context_of(gateway: GatewayConfig) -> ssl.SSLContext | bool:
+    """For httpx's `verify`: the configured certificate itself is trusted, whatever its names and its authority."""
+    if gateway.tls.cert_file is None:
+        return True
+    context = ssl.create_default_context(cafile=gateway.tls.cert_file)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    return context
+
+
+def headers_of(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    key = environ.get(KEY_VARIABLE)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def why_not_to_ask(gateway: GatewayConfig, environ: Mapping[str, str] = os.environ) -> str:
+    """Why a command cannot ask a question there; empty when it can."""
+    if gateway.tls.client_ca_file is not None:
+        return "the gateway asks for a client certificate, and this command has none"
+    if gateway.keys_file is not None and not environ.get(KEY_VARIABLE):
+        return f"the gateway asks for a key; {KEY_VARIABLE} can give this command one"
+    return ""

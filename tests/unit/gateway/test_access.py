@@ -1,0 +1,78 @@
+"""Who gets in as whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.config import GatewayConfig, ServerTlsConfig
+from kvferry.engine.base import TierHints
+from kvferry.errors import PermissionDenied, Unauthenticated
+from kvferry.gateway.access import Access
+from kvferry.gateway.key_file import new_key
+from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
+from kvferry.tier.layout import Namespace
+
+CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("ca"))
+
+
+def test_where_nobody_has_to_say_who_they_are_everybody_is_the_default_tenant() -> None:
+    access = Access(GatewayConfig())
+    assert access.is_open
+    assert access.metrics_are_open
+    assert access.identify(None, None) is DEFAULT_TENANT
+    assert (DEFAULT_TENANT.cache_salt, DEFAULT_TENANT.tier) == ("", None)
+
+
+def test_a_key_names_its_tenant(tmp_path: Path) -> None:
+    key = new_key(tmp_path / "keys.yaml", "acme", "ci")
+    access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"))
+    for shown in (f"Bearer {key}", f"bearer {key}", f"Bearer   {key} "):
+        assert access.identify(shown, None) == Tenant("acme")
+
+
+@pytest.mark.parametrize(
+    "shown", [None, "", "Bearer", "Bearer ", "Bearer kvf_wrong-secret", "Basic wrong-secret", "kvf"]
+)
+def test_whoever_shows_no_key_is_refused_and_what_was_shown_is_not_repeated(tmp_path: Path, shown: str | None) -> None:
+    new_key(tmp_path / "keys.yaml", "acme", "ci")
+    access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"))
+    with pytest.raises(Unauthenticated) as refused:
+        access.identify(shown, None)
+    assert "secret" not in refused.value.message
+
+
+def test_a_certificate_names_its_tenant_where_there_are_no_keys() -> None:
+    access = Access(GatewayConfig(tls=CERTIFICATES))
+    assert access.identify(None, "acme") == Tenant("acme")
+    with pytest.raises(Unauthenticated, match="client certificate"):
+        access.identify("Bearer x", None)
+    for name in ("", "Acme Corp", "../etc"):
+        with pytest.raises(PermissionDenied, match="no tenant"):
+            access.identify(None, name)
+
+
+def test_with_both_both_are_needed_and_the_key_names_the_tenant(tmp_path: Path) -> None:
+    key = new_key(tmp_path / "keys.yaml", "acme", "ci")
+    access = Access(GatewayConfig(tls=CERTIFICATES, keys_file=tmp_path / "keys.yaml"))
+    assert access.identify(f"Bearer {key}", "Somebody Else") == Tenant("acme")
+    with pytest.raises(Unauthenticated):
+        access.identify(f"Bearer {key}", None)
+    with pytest.raises(Unauthenticated):
+        access.identify(None, "acme")
+
+
+def test_metrics_are_open_on_loopback_only(tmp_path: Path) -> None:
+    new_key(tmp_path / "keys.yaml", "acme", "ci")
+    keys = {"keys_file": tmp_path / "keys.yaml"}
+    assert Access(GatewayConfig(**keys)).metrics_are_open
+    assert not Access(GatewayConfig(host="10.0.0.1", **keys)).metrics_are_open
+    assert Access(GatewayConfig(host="10.0.0.1")).metrics_are_open
+
+
+def test_two_tenants_share_neither_salt_nor_folder() -> None:
+    acme, beta = Tenant("acme"), Tenant("beta")
+    assert len({acme.cache_salt, beta.cache_salt, DEFAULT_TENANT.cache_salt}) == 3
+    assert acme.tier == TierHints(Namespace("acme"))
+    assert acme.tier != beta.tier
