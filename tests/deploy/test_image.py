@@ -1,4 +1,4 @@
-"""The Containerfile, as far as it can be looked at without building: what it copies is there, what it installs is pinned."""
+"""The Containerfile, without building it: what it copies is there, and what it installs is pinned and asked for."""
 
 from __future__ import annotations
 

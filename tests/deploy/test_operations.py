@@ -89,7 +89,7 @@ def test_every_command_exists(page: Path) -> None:
                 known = OTHERS[program]
                 assert not known or rest[0] in known or set(rest) & known, command
         for word in command:
-            if word.startswith("deploy/") or word.startswith("tools/"):
+            if word.startswith(("deploy/", "tools/")):
                 assert (ROOT / word).exists(), word
     assert num_commands >= 5
 
