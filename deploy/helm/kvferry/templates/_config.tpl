@@ -59,7 +59,7 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- $volumes = append $volumes $volume -}}
 {{- end -}}
 {{- $tier := dict "enabled" true "cpu_gib" $v.tier.cpuGiB "volumes" $volumes "host" "auto" -}}
-{{- if $v.tier.encryptionKeysSecret -}}{{- $_ := set $tier "encryption_keys_file" "/etc/kvferry/tier/keys.yaml" -}}{{- end -}}
+{{- if $v.tier.encryptionKeysSecret -}}{{- $_ := set $tier "encryption_keys_file" "/etc/kvferry/tier/keys.json" -}}{{- end -}}
 {{- $_ := set $config "tier" (merge $tier (default dict $config.tier)) -}}
 {{- end -}}
 {{- toYaml $config -}}
