@@ -43,6 +43,7 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ClusterConfig
 from kvferry.errors import KvferryError
+from kvferry.local.authority import make_certificates
 from kvferry_loadtest.machine import machine_line
 
 MODEL = "bench"
@@ -77,9 +78,12 @@ def cases(scale: float) -> list[Case]:
 # --- The processes of the cluster.
 
 
-def bench_config(arguments: argparse.Namespace) -> ClusterConfig:
+def bench_config(arguments: argparse.Namespace, folder: Path) -> ClusterConfig:
+    """`folder` is for certificates."""
+    tls = {"tls": make_certificates(folder / "tls").model_dump(mode="json")} if arguments.mutual_tls else {}
     return configuration.parse(
         {
+            "worker": tls,
             "model": {"served_name": MODEL},
             "engine": {"kind": "sim", "block_size": 16, "max_num_seqs": 512},
             "prefill": {"replicas": arguments.prefill},
@@ -550,9 +554,9 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
     if not console.is_terminal:
         console = Console(stderr=True, width=120)
     where = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
-    config = bench_config(arguments)
     model = find_model(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
+        config = bench_config(arguments, Path(folder))
         children = Children(Path(folder))
         try:
             shared = {"config": config.model_dump(mode="json"), "loop": arguments.loop}
@@ -611,6 +615,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2, help="runs of each case; the best counts")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--time-limit-s", type=float, default=120.0, help="no new requests in a run after this")
+    parser.add_argument("--mutual-tls", action="store_true", help="between gateway and workers, as `kvferry up` has it")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="event loop of the gateway")
     parser.add_argument("--no-model", action="store_true", help="render with the sim twin")
     parser.add_argument("--no-quick-ack", action="store_true", help="let the client delay its acknowledgements")

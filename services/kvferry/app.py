@@ -200,8 +200,8 @@ class KeeperActor:
 
 def keeper_settings(values: dict[str, Any]) -> str:
     """A digest of everything that a keeper is made from: one with other settings is not the keeper that is wanted."""
-    parts = [values["tier"], values["membership"], values["worker"]["tls"], values["engine"]["device"], __version__]
-    return _digest(parts)
+    sections = [values[section] for section in ("tier", "membership", "metrics", "tracing")]
+    return _digest([*sections, values["worker"]["tls"], values["engine"]["device"], __version__])
 
 
 async def ensure_keeper(values: dict[str, Any]) -> None:

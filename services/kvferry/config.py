@@ -177,6 +177,12 @@ class GatewayConfig(_Section):
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
     drain_timeout_s: float = Field(30, ge=0)
 
+    @model_validator(mode="after")
+    def _two_ports(self) -> GatewayConfig:
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ValueError(f"http_port and grpc_port are both {self.http_port}; each needs its own")
+        return self
+
 
 class MembershipConfig(_Section):
     endpoints: tuple[str, ...] = ()  # host:port of etcd; empty: `kvferry up` starts one
@@ -269,8 +275,43 @@ class TierConfig(_Section):
         return self
 
 
+class MetricsConfig(_Section):
+    """Where gateways, workers and keepers answer Prometheus, each on a listener of its own.
+
+    A port that is not 0 is the first of 16 to try: several processes of one kind may share a machine.
+    """
+
+    host: str = "127.0.0.1"  # auto: this node's address
+    gateway_port: int = Field(0, ge=0, le=65520)
+    worker_port: int = Field(0, ge=0, le=65520)
+    keeper_port: int = Field(0, ge=0, le=65520)
+    tls: TlsConfig = TlsConfig()  # mutual: who scrapes shows a certificate
+
+
+class TracingConfig(_Section):
+    """Where traces go."""
+
+    # OTLP over gRPC: host:port, or http://host:port or https://host:port. Empty: no traces.
+    endpoint: str = Field("", pattern=r"^((https?://)?[^/\s:]+:[0-9]{1,5}|(https?://)?\[[0-9A-Fa-f:.]+\]:[0-9]{1,5})?$")
+    sample_ratio: float = Field(1.0, ge=0, le=1)  # of requests whose client did not decide
+    prompts: bool = False  # put what clients ask and what they are answered into spans
+    ca_file: Path | None = None  # who signed the collector's certificate; empty, with https: who the system trusts
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.endpoint.startswith("https://") or self.ca_file is not None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> TracingConfig:
+        if not self.endpoint and (self.prompts or self.ca_file is not None):
+            raise ValueError("prompts and ca_file need an endpoint")
+        if self.ca_file is not None and self.endpoint.startswith("http://"):
+            raise ValueError("ca_file needs an endpoint with https://")
+        return self
+
+
 # What listens, by the key that says where.
-Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host"]
+Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host", "metrics.host"]
 
 
 class ClusterConfig(_Section):
@@ -288,6 +329,8 @@ class ClusterConfig(_Section):
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()
     tier: TierConfig = TierConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     sim: SimConfig = SimConfig()
 
     @property
@@ -303,7 +346,7 @@ class ClusterConfig(_Section):
             here: _Section = getattr(self, name)
             return here.model_copy(update={key: address}) if getattr(here, key) == AUTO else here
 
-        hosts = {"gateway": "host", "worker": "host", "tier": "host", "engine": "side_channel_host"}
+        hosts = dict.fromkeys(("gateway", "worker", "tier", "metrics"), "host") | {"engine": "side_channel_host"}
         return self.model_copy(update={name: section(name, key) for name, key in hosts.items()})
 
     def engine_of(self, role: str) -> EngineConfig:
@@ -321,6 +364,7 @@ class ClusterConfig(_Section):
             # vLLM answers whoever asks.
             ("engine.side_channel_host", self.engine.side_channel_host, False, ""),
             ("tier.host", self.tier.host, has_mutual_tls, "configure worker.tls"),
+            ("metrics.host", self.metrics.host, self.metrics.tls.enabled, "configure metrics.tls"),
         )
         for key, host, authenticates, remedy in listeners:
             is_allowed = self.insecure if isinstance(self.insecure, bool) else key in self.insecure

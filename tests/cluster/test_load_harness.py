@@ -51,6 +51,16 @@ async def test_a_scenario_on_prefill_and_decode_workers(tmp_path: Path) -> None:
     assert result.floor.prompt_tokens <= result.server.prompt_tokens <= 1.6 * result.floor.prompt_tokens
 
 
+async def test_the_same_over_grpc(tmp_path: Path) -> None:
+    async with running(prefill=1, decode=1) as cluster:
+        assert cluster.gateway is not None
+        result = await load_test(f"grpc://127.0.0.1:{cluster.gateway.grpc.port}", tmp_path, "smoke")
+        assert cluster.metric('kvferry_requests_total{endpoint="grpc_generate_stream",status="200"}') >= 8
+    counts = result.overall.counts
+    assert (counts.planned, counts.ok) == (8, 8)
+    assert result.errors == {}
+
+
 def made_up_trace(file: Path) -> Path:
     """Conversations that grow, some of which share their first blocks; every prompt ends within a block."""
     seeded = random.Random(3)

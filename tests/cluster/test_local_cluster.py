@@ -69,6 +69,16 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
     assert decode["load"]["prompt_tokens_ferried"] > 0
     assert decode["load"]["ferried_bytes"] > 0
     assert gateway["address"] == f"127.0.0.1:{machine.port}"
+
+    # Prometheus finds everybody through the gateway.
+    targets = httpx.get(f"{machine.url}/kvferry/v1/targets").json()
+    addresses = sorted(member["metrics_address"] for member in status["members"])
+    assert sorted(target["targets"][0] for target in targets) == addresses
+    names = {"gateway": "kvferry_requests_total", "prefill": "kvferry_engine_steps_total"}
+    for target in targets:
+        seen = httpx.get(f"http://{target['targets'][0]}/metrics").text
+        assert names.get(target["labels"]["kind"], "kvferry_ferry_bytes_total") in seen
+
     table = machine.run("status", timeout_s=60).stdout
     for member in status["members"]:
         assert member["member_id"] in table

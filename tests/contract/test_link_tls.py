@@ -30,16 +30,19 @@ class Files:
     ours: TlsConfig
     theirs: TlsConfig  # of another authority
     mixed: TlsConfig  # trusts ours, shows a certificate of theirs
+    expired: TlsConfig  # ours, of another day
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     (cert, key), (other_cert, other_key) = ours.issue("node"), theirs.issue("stranger")
+    old_cert, old_key = ours.issue("yesterday", expired=True)
     return Files(
         TlsConfig(cert_file=cert, key_file=key, ca_file=ours.ca_file),
         TlsConfig(cert_file=other_cert, key_file=other_key, ca_file=theirs.ca_file),
         TlsConfig(cert_file=other_cert, key_file=other_key, ca_file=ours.ca_file),
+        TlsConfig(cert_file=old_cert, key_file=old_key, ca_file=ours.ca_file),
     )
 
 
@@ -70,7 +73,7 @@ async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> 
         await until(lambda: not worker.attachments)
 
 
-@pytest.mark.parametrize("shown", ["nothing", "theirs", "mixed", "wrong name"])
+@pytest.mark.parametrize("shown", ["nothing", "theirs", "mixed", "expired", "wrong name"])
 async def test_who_does_not_belong_is_not_linked(
     files: Files, transport: Transport, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,6 +81,7 @@ async def test_who_does_not_belong_is_not_linked(
         "nothing": TlsConfig(),
         "theirs": files.theirs,
         "mixed": files.mixed,
+        "expired": files.expired,
         "wrong name": files.ours.model_copy(update={"server_name": "elsewhere.example"}),
     }[shown]
     async with simulated() as engine, serving(engine, mutual_tls=files.ours) as worker:

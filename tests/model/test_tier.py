@@ -173,6 +173,13 @@ async def test_after_all_engines_ended_a_prompt_comes_from_the_volume(world: Wor
     assert cached == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
     assert cached.volume >= 0.95 * len(prompt)
     assert last.sources == PromptSources(len(prompt) - cached.volume, 0, cached.volume)
+    # How long it waited for them is known, and stays in this process.
+    assert last.transfer_params is None
+    times = last.times
+    assert times is not None
+    assert times.ferry is None
+    assert times.load is not None
+    assert times.queued_s <= times.load[0] < times.load[1] <= times.scheduled_s <= times.first_token_s
     # Gateways hear that it is in this engine's memory, and in its CPU tier.
     keys = set(route_keys(prompt, BLOCK_SIZE, seed_of(SALT)))
     await until(lambda: keys <= world.mirror.keys_of(Tier.GPU) and keys <= world.mirror.keys_of(Tier.CPU))
@@ -231,6 +238,11 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World)
         tokens, last = await run(world.decode, prompt, transfer_params=transfer)
         assert tokens == expected
         assert last.sources == PromptSources(external_kv_transfer=len(prompt))
+        times = last.times
+        assert times is not None
+        assert times.load is None
+        assert times.ferry is not None
+        assert times.queued_s <= times.ferry[0] < times.ferry[1] <= times.scheduled_s
         assert minus(world.decode.load().cached_tokens, before) == CachedTokens(ferry=len(prompt))
         assert world.bytes_read() == read
         await until(

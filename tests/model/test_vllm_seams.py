@@ -800,6 +800,40 @@ class TestOffloading:
         assert KVConnectorFactory.get_connector_class_by_name("TierConnector") is TierConnector
 
 
+class TestTimes:
+    """engine/vllm_plugins/load_times.py, and the statistics of requests that engine/vllm_engine.py reads."""
+
+    def test_connectors_are_told_when_pages_are_waited_for_and_there(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+        from vllm.v1.outputs import KVConnectorOutput
+
+        for name in ("update_state_after_alloc", "update_connector_output", "request_finished"):
+            assert hasattr(KVConnectorBase_V1, name)
+        assert parameters(KVConnectorBase_V1.update_state_after_alloc) == [
+            "self", "request", "blocks", "num_external_tokens",
+        ]  # fmt: skip
+        assert "finished_recving" in {field.name for field in dataclasses.fields(KVConnectorOutput)}
+
+    def test_a_request_has_the_times_that_we_read(self) -> None:
+        from vllm.outputs import RequestOutput
+        from vllm.v1.metrics.stats import RequestStateStats
+
+        from kvferry.engine.vllm_engine import _times
+
+        assert "metrics" in parameters(RequestOutput.__init__)
+        stats = RequestStateStats(queued_ts=1.0, scheduled_ts=2.0, first_token_ts=3.0, last_token_ts=4.0)
+        times = _times(stats, [1.25, 1.75], None)
+        assert times is not None
+        assert (times.queued_s, times.scheduled_s, times.first_token_s, times.last_token_s) == (1.0, 2.0, 3.0, 4.0)
+        assert (times.ferry, times.load) == ((1.25, 1.75), None)
+        assert _times(RequestStateStats(), None, None) is None
+
+    def test_vllm_has_a_registry_of_its_own_metrics(self) -> None:
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        assert callable(get_prometheus_registry().collect)
+
+
 class FakeClient:
     """A KeeperClient whose keeper does nothing by itself."""
 
@@ -915,7 +949,18 @@ class TestKeeperTier:
         tier._client.held = {keys[0], keys[2]}
         tier.submit_load(self.job(5, keys, [7, 8, 9], context, load=True))
         pages = list(zip(keys, [7, 8, 9], strict=True))
-        assert tier._client.calls == [("load", 5, DEFAULT_NAMESPACE, pages, {keys[1]: "far"})]
+        assert tier._client.calls == [("load", 5, DEFAULT_NAMESPACE, pages, {keys[1]: "far"}, None)]
+
+    def test_a_load_says_whose_trace_it_belongs_to(self, tier: Any) -> None:
+        from kvferry.engine.base import TierHints
+        from kvferry.engine.vllm_plugins.offloading import to_kv_hints
+        from kvferry.tracing import TraceContext
+
+        trace = TraceContext("00-" + 32 * "a" + "-" + 16 * "b" + "-01", "shop=7")
+        context, keys = context_of(Request(list(range(40)), to_kv_hints("r", TierHints(), trace)), 2)
+        tier.submit_load(self.job(5, keys, [7, 8], context, load=True))
+        ((*_, carried),) = tier._client.calls
+        assert carried == trace
 
     def test_what_did_not_load_is_a_miss_for_this_request_from_then_on(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import LookupResult

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -33,7 +35,7 @@ def test_flags_become_the_configuration() -> None:
             "--etcd",
             "b:2",
         ),
-        *("--http-port", "8123", "--insecure", "--set", "gateway.host=0.0.0.0"),
+        *("--http-port", "8123", "--grpc-port", "0", "--insecure", "--set", "gateway.host=0.0.0.0"),
     )
     assert result.exit_code == 0, result.output
     config = yaml.safe_load(result.output)
@@ -42,6 +44,7 @@ def test_flags_become_the_configuration() -> None:
     assert config["decode"]["replicas"] == 2
     assert config["membership"]["endpoints"] == ["a:1", "b:2"]
     assert config["gateway"]["http_port"] == 8123
+    assert config["gateway"]["grpc_port"] == 0
     assert config["gateway"]["host"] == "0.0.0.0"
 
 
@@ -50,6 +53,8 @@ def test_flags_become_the_configuration() -> None:
     [
         (("config", "--set", "gateway.http_prot=1"), "did you mean 'http_port'?"),
         (("up", "--http-port", "99999"), "gateway.http_port"),
+        (("up", "--grpc-port", "99999"), "gateway.grpc_port"),
+        (("up", "--http-port", "9000"), "http_port and grpc_port are both 9000"),
         (("up", "--config", "/absent.yaml"), "/absent.yaml: No such file"),
         (("up", "--set", "gateway.host=0.0.0.0"), "--insecure"),
         (("down", "--name", "No Spaces"), "name"),
@@ -61,6 +66,32 @@ def test_a_bad_configuration_is_one_message_and_exit_code_2(arguments: tuple[str
     assert result.stderr.startswith("kvferry: ")
     assert said in result.stderr
     assert result.stdout == ""
+
+
+def test_a_key_is_printed_once_and_its_hash_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys.yaml"
+    result = run("key", "new", "--tenant", "acme", "--name", "ci", "--file", str(file))
+    assert result.exit_code == 0, result.output
+    key = result.stdout.strip()
+    assert key.startswith("kvf_")
+    assert key not in file.read_text()
+    # The configured file is the default.
+    monkeypatch.setenv("KVFERRY__GATEWAY__KEYS_FILE", str(file))
+    assert run("key", "new", "--tenant", "beta", "--name", "ci").exit_code == 0
+    assert [entry["tenant"] for entry in yaml.safe_load(file.read_text())] == ["acme", "beta"]
+    again = run("key", "new", "--tenant", "beta", "--name", "ci")
+    assert again.exit_code == 2
+    assert "already" in again.stderr
+    assert "kvf_" not in again.output
+
+
+def test_a_key_needs_a_file_and_one_that_can_be_written(tmp_path: Path) -> None:
+    nowhere = run("key", "new", "--tenant", "acme", "--name", "ci")
+    assert nowhere.exit_code == 2
+    assert "--file" in nowhere.stderr
+    absent = run("key", "new", "--tenant", "acme", "--name", "ci", "--file", str(tmp_path / "absent" / "keys.yaml"))
+    assert absent.exit_code == 2
+    assert "absent" in absent.stderr
 
 
 def test_status_of_nothing_is_exit_code_1() -> None:

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
 
@@ -32,8 +32,10 @@ from kvferry.gateway.connection import HttpProtocol
 from kvferry.gateway.grpc_server import GrpcEndpoint
 from kvferry.gateway.inference import Inference
 from kvferry.gateway.openai import OpenAI
+from kvferry.gateway.targets import Targets
 from kvferry.gateway.tls import GatewayTls
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
+from kvferry.metrics_listener import MetricsListener, Server
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.keeper_stream import follow_over
@@ -41,7 +43,8 @@ from kvferry.router.keepers import Keepers, keeper_of, volume_of
 from kvferry.router.policy import InTurns, Policy, Priced
 from kvferry.router.residents import Residents
 from kvferry.router.roster import Roster
-from kvferry.telemetry import Metrics, VolumeSample, WorkerSample
+from kvferry.telemetry import Metrics, SpanCounts, VolumeSample, WorkerSample
+from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +89,15 @@ class GatewayHost:
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
         self._num_expected = {MemberKind.PREFILL: config.prefill.replicas, MemberKind.DECODE: config.decode.replicas}
-        self.metrics = Metrics(self._sample_workers, self._sample_volumes)
+        self.metrics = Metrics(
+            self._sample_workers,
+            self._sample_volumes,
+            is_ready=lambda: self.readiness().ready,
+            read_span_counts=self._span_counts,
+        )
+        self._tracing: Tracing | None = None
+        self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
+        targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
         self.residents = Residents(ResidencyIndex())
         priced = config.gateway.placement == "priced"
         self.policy: Policy = Priced(self.residents.index) if priced else InTurns()
@@ -102,13 +113,14 @@ class GatewayHost:
         self.keepers = Keepers(membership, self.residents.index, follow_over(config.worker.tls))
         access = Access(config.gateway)
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
-        self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.admission, self.readiness, access)
-        self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access)
+        name = config.served_name
+        self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
+        self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access, name)
         self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
         self._readiness_changed = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         tls = self._tls
-        self._server = _Server(
+        self._server = Server(
             uvicorn.Config(
                 self.app,
                 http=HttpProtocol,
@@ -138,7 +150,11 @@ class GatewayHost:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
+        self._tracing = self.admission.tracing = start_tracing(
+            self._config.tracing, service=MemberKind.GATEWAY.value, instance=self.gateway_id
+        )
         self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
+        await self._listener.start()
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
             self._telling = asyncio.create_task(self._tell_readiness())
@@ -216,6 +232,9 @@ class GatewayHost:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._deregister()
+        await self._listener.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
         await self._membership.close()
 
     def _refuse_new(self) -> None:
@@ -249,6 +268,7 @@ class GatewayHost:
             version=__version__,
             node=socket.gethostname(),
             pid=os.getpid(),
+            metrics_address=self._listener.address,
             started_unix_s=time.time(),
         )
         while self._registration is None:
@@ -257,6 +277,12 @@ class GatewayHost:
             except KvferryError as error:
                 log.warning("%s cannot register yet: %s", self.gateway_id, error.message)
                 await asyncio.sleep(2.0)
+
+    async def _render_metrics(self) -> bytes:
+        return self.metrics.render()
+
+    def _span_counts(self) -> SpanCounts:
+        return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     def _sample_workers(self) -> Sequence[WorkerSample]:
         return [
@@ -291,11 +317,3 @@ class GatewayHost:
             )
             for name, state in sorted(self.keepers.states().items())
         ]
-
-
-class _Server(uvicorn.Server):
-    """uvicorn inside a replica: its event loop is not the main thread's, so it must leave signals alone."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

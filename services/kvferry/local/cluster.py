@@ -279,8 +279,8 @@ def _ask_in_steps(config: ClusterConfig, pace: Pace, timeout_s: float) -> FirstA
 def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig:
     """The configuration as the application gets it: folders absolute, ports that are free, the model at hand."""
     config = config.on_node(node_address())
-    http_port = _choose_port(config, "http_port", config.gateway.http_port)
     grpc_port = config.gateway.grpc_port
+    http_port = _choose_port(config, "http_port", config.gateway.http_port, taken=grpc_port or 0)
     if grpc_port is not None:
         grpc_port = _choose_port(config, "grpc_port", grpc_port, taken=http_port)
     config = _changed(config, "gateway", http_port=http_port, grpc_port=grpc_port)
@@ -303,7 +303,7 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
 def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
     """Files of access and TLS, which replicas read from other working folders."""
     dump = config.model_dump(mode="json")
-    sections = (dump["gateway"], dump["gateway"]["tls"], dump["worker"]["tls"])
+    sections = (dump["gateway"], *(dump[name]["tls"] for name in ("gateway", "worker", "metrics")), dump["tracing"])
     for section in sections:
         for key, value in section.items():
             if key.endswith("_file") and value is not None:
@@ -331,8 +331,6 @@ def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) 
         while (chosen := free_port(host)) == taken:
             pass
         return chosen
-    if port == taken:
-        raise ConfigError(f"gateway.{key}: {port} is gateway.http_port already", param=f"gateway.{key}")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do: connections of an earlier gateway that are still closing do not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -35,6 +35,7 @@ from kvferry.pages.keys import pack_keys, unpack_keys
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Tier
 from kvferry.tier.layout import Namespace
+from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import worker_pb2 as pb
 
 _FINISH_TO_WIRE = {
@@ -99,6 +100,9 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.tier.no_load = not request.tier.load
         for volume_id, num_pages in request.tier.volumes.items():
             submit.tier.volumes.add(volume_id=volume_id, num_pages=num_pages)
+    if request.trace is not None:
+        submit.traceparent = request.trace.traceparent
+        submit.tracestate = request.trace.tracestate
     return message
 
 
@@ -116,6 +120,7 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         else None,
         parse=_parse_from_wire(message.parse) if message.HasField("parse") else None,
         tier=_tier_hints_from_wire(message.tier) if message.HasField("tier") else None,
+        trace=TraceContext.of(message.traceparent, message.tracestate),
     )
 
 

@@ -101,7 +101,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
                     volumes[key] = volume_id
         self._id_to_job[job_metadata.job_id] = job_metadata
         rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
-        self._client.load(job_metadata.job_id, pages.hints.namespace, list(rows), volumes)
+        self._client.load(job_metadata.job_id, pages.hints.namespace, list(rows), volumes, pages.trace)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results, self._done = self._done, []

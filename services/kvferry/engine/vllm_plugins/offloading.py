@@ -33,9 +33,11 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, get_offload_group_idx
 from kvferry.engine.base import TierHints
 from kvferry.engine.vllm_plugins.cpu_tier import refuse_a_second_region
 from kvferry.engine.vllm_plugins.event_keys import ROUTE_KEYS_TAG
+from kvferry.engine.vllm_plugins.load_times import LOAD_TIMES, LoadTimes
 from kvferry.engine.vllm_plugins.page_layout import layout_fields
 from kvferry.pages.keys import pack_keys, route_keys, seed_of
 from kvferry.tier.layout import Namespace
+from kvferry.tracing import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +60,14 @@ def blocks_per_chunk(block_bytes: int, tokens_per_block: int) -> int:
     return max(1, min(wanted, _MAX_CHUNK_TOKENS // tokens_per_block))
 
 
-def to_kv_hints(request_id: str, hints: TierHints) -> KvHintsEnvelope:
+def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = None) -> KvHintsEnvelope:
     """What `RequestPages` reads in the engine's core."""
     payload = {
         "tenant": hints.namespace.tenant,
         "epoch": hints.namespace.epoch,
         "volumes": dict(hints.volumes),
         "load": hints.load,
+        "trace": None if trace is None else [trace.traceparent, trace.tracestate],
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
 
@@ -82,16 +85,20 @@ class RequestPages:
     vLLM keeps it with the request (`ReqContext.get_state`). Route keys grow with the answer, made when asked for.
     """
 
-    __slots__ = ("_block_size", "_keys", "_request", "_tail", "failed", "hints", "overdue", "waiting_since_s")
+    __slots__ = (
+        "_block_size", "_keys", "_request", "_tail", "failed", "hints", "overdue", "trace", "waited_since_s",
+        "waiting_since_s",
+    )  # fmt: skip
 
     def __init__(self, request: Any, block_size: int) -> None:
         self._request = request
         self._block_size = block_size
         self._keys = array("Q")
         self._tail = seed_of(request.cache_salt or "")
-        self.hints = _hints_of(request)
+        self.hints, self.trace = _hints_of(request)
         self.failed: set[bytes] | None = None  # pages that could not be loaded for this request: not tried again
         self.waiting_since_s: float | None = None  # for pages that come, in its scheduler's monotonic clock
+        self.waited_since_s: float | None = None  # the same, of a wait that is over
         self.overdue = False  # it waited long enough
 
     def route_key(self, end_token: int | None) -> int:
@@ -131,12 +138,14 @@ class RequestPages:
         return self._keys
 
 
-def _hints_of(request: Any) -> TierHints:
+def _hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
     for action in request.kv_hints.actions if request.kv_hints is not None else ():
         if (action.action_type, action.action_version) == (_HINT_TYPE, _HINT_VERSION):
             payload = action.payload
-            return TierHints(Namespace(payload["tenant"], payload["epoch"]), payload["volumes"], load=payload["load"])
-    return TierHints()
+            namespace = Namespace(payload["tenant"], payload["epoch"])
+            trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
+            return TierHints(namespace, payload["volumes"], load=payload["load"]), trace
+    return TierHints(), None
 
 
 class CpuTierEvents:
@@ -238,6 +247,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         if role != KVConnectorRole.SCHEDULER:
             return
+        self._times = LoadTimes(LOAD_TIMES)
         self._block_size = block_size
         self._manager: Any = self.scheduler.manager
         self._patience_s = float(settings["patience_s"])
@@ -282,13 +292,29 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         else:
             num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is not None:
-            pages.waiting_since_s = None
+            pages.waited_since_s, pages.waiting_since_s = pages.waiting_since_s, None
         elif pages.waiting_since_s is None:
             pages.waiting_since_s = time.monotonic()
         elif not pages.overdue and time.monotonic() - pages.waiting_since_s > self._patience_s:
             log.warning("request %s computes what its tiers did not bring in time", request.request_id)
             pages.overdue = True
         return num_tokens, is_async
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            pages = self.scheduler._req_status[request.request_id].req_context.get_state(RequestPages)
+            self._times.began(request.request_id, pages.waited_since_s)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        self._times.arrived(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._times.finished(request.request_id, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._times.finished(request.request_id, super().request_finished_all_groups(request, block_ids))
 
     def _num_ready(self, status: Any, num_computed_tokens: int) -> int:
         """Tokens after those computed whose pages are in the CPU tier now."""

@@ -1,0 +1,68 @@
+"""A typed client of kvferry's gRPC endpoint, in two forms: `Client` and, for asyncio, `AsyncClient`.
+
+Answers are the endpoint's own messages (proto/kvferry/inference/v1/inference.proto), failures are `CallFailed` and its
+kinds.
+"""
+
+from kvferry.client.asynchronous import AsyncAnswerStream, AsyncClient
+from kvferry.client.calls import MessageLike, SamplingOptions
+from kvferry.client.connection import Tls
+from kvferry.client.errors import (
+    CallFailed,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from kvferry.client.synchronous import AnswerStream, Client
+from kvferry.inference.v1.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FINISH_REASON_TOOL_CALLS,
+    Answer,
+    Choices,
+    GenerateChunk,
+    GenerateResponse,
+    Message,
+    Model,
+    StructuredOutput,
+    TokenizeResponse,
+    Tool,
+    ToolCall,
+    Usage,
+)
+
+__all__ = [
+    "FINISH_REASON_LENGTH",
+    "FINISH_REASON_STOP",
+    "FINISH_REASON_TOOL_CALLS",
+    "Answer",
+    "AnswerStream",
+    "AsyncAnswerStream",
+    "AsyncClient",
+    "CallFailed",
+    "Choices",
+    "Client",
+    "DeadlineExceeded",
+    "GenerateChunk",
+    "GenerateResponse",
+    "InvalidArgument",
+    "Message",
+    "MessageLike",
+    "Model",
+    "NotFound",
+    "Overloaded",
+    "PermissionDenied",
+    "SamplingOptions",
+    "StructuredOutput",
+    "Tls",
+    "TokenizeResponse",
+    "Tool",
+    "ToolCall",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+]

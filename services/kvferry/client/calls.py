@@ -1,0 +1,124 @@
+"""Arguments as the endpoint's messages: what both forms of the client share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from kvferry.inference.v1 import inference_pb2 as pb
+
+SERVICE = "/kvferry.inference.v1.Inference"
+
+# A message as it is, (role, content), or the fields of one.
+MessageLike = pb.Message | tuple[str, str] | Mapping[str, str]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are chosen; what is left out has the model's own defaults (`Sampling` in inference.proto)."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    logit_bias: Mapping[int, float]
+    include_stop_text: bool
+    skip_special_tokens: bool
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+
+
+def generate_request(
+    model: str,
+    text: str | None,
+    messages: Sequence[MessageLike] | None,
+    token_ids: Sequence[int] | None,
+    *,
+    tools: Sequence[pb.Tool],
+    tool_choice: str,
+    structured_output: pb.StructuredOutput | None,
+    num_choices: int,
+    return_token_ids: bool,
+    sampling: SamplingOptions,
+) -> pb.GenerateRequest:
+    """Raises ValueError, or TypeError, for what no message can carry."""
+    _require_one_prompt({"text": text, "messages": messages, "token_ids": token_ids})
+    if tools and messages is None:
+        raise ValueError("tools need messages")
+    request = pb.GenerateRequest(model=model, text=text, return_token_ids=return_token_ids)
+    request.num_choices = _checked("num_choices", num_choices)
+    if messages is not None:
+        request.conversation.CopyFrom(_conversation(messages))
+        request.conversation.tools.extend(tools)
+        request.conversation.tool_choice = tool_choice
+    if token_ids is not None:
+        request.token_ids.SetInParent()
+        _put(request.token_ids, "ids", token_ids)
+    if structured_output is not None:
+        request.structured_output.CopyFrom(structured_output)
+    for name, value in sampling.items():
+        _put(request.sampling, name, value)
+    return request
+
+
+def tokenize_request(model: str, text: str | None, messages: Sequence[MessageLike] | None) -> pb.TokenizeRequest:
+    """Raises ValueError, or TypeError, for what no message can carry."""
+    _require_one_prompt({"text": text, "messages": messages})
+    request = pb.TokenizeRequest(model=model, text=text)
+    if messages is not None:
+        request.conversation.CopyFrom(_conversation(messages))
+    return request
+
+
+def only_model(response: pb.ListModelsResponse) -> str:
+    """Raises ValueError where a caller has to say which."""
+    names = [model.name for model in response.models]
+    if len(names) != 1:
+        raise ValueError(f"model: one of {', '.join(names) or 'none'} has to be chosen")
+    return names[0]
+
+
+def _conversation(messages: Sequence[MessageLike]) -> pb.Conversation:
+    conversation = pb.Conversation()
+    for message in messages:
+        if isinstance(message, pb.Message):
+            conversation.messages.append(message)
+        elif isinstance(message, Mapping):
+            conversation.messages.add(**message)
+        else:
+            role, content = message
+            conversation.messages.add(role=role, content=content)
+    return conversation
+
+
+def _require_one_prompt(prompts: Mapping[str, object]) -> None:
+    given = [name for name, value in prompts.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"exactly one of {', '.join(prompts)} is needed, not {' and '.join(given) or 'none'}")
+
+
+def _put(message: pb.Sampling | pb.TokenIds, name: str, value: object) -> None:
+    try:
+        if isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise type(error)(f"{name}: {value!r} cannot be sent: {error}") from None
+
+
+def _checked(name: str, value: int) -> int:
+    if not 0 < value < 2**32:
+        raise ValueError(f"{name}: expected a number from 1, not {value}")
+    return value

@@ -1,0 +1,198 @@
+"""The client for code that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, Self, Unpack
+
+import grpc
+
+from kvferry.client.calls import (
+    SERVICE,
+    MessageLike,
+    SamplingOptions,
+    generate_request,
+    only_model,
+    tokenize_request,
+)
+from kvferry.client.connection import Tls, metadata_of, options_of, tls_of
+from kvferry.client.errors import failure_of
+from kvferry.inference.v1 import inference_pb2 as pb
+
+
+class _Call(Iterator[pb.GenerateChunk], Protocol):
+    """What gRPC returns, which its stubs have no name for."""
+
+    def cancel(self) -> bool: ...
+
+
+class AnswerStream(Iterator[pb.GenerateChunk]):
+    """Chunks of one answer as they come. Leaving its `with`, or `cancel`, ends the request on the cluster."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def __next__(self) -> pb.GenerateChunk:
+        """Raises CallFailed; chunks that came before are good."""
+        try:
+            return next(self._call)
+        except grpc.RpcError as error:
+            raise failure_of(error) from None
+
+    def cancel(self) -> None:
+        """May be repeated, and after the end."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class Client:
+    """One endpoint. May be used by several threads; `close` it, or use it in a `with`.
+
+    Every call may raise CallFailed, and ValueError or TypeError for arguments that cannot be sent. `timeout_s` of a
+    call is its deadline: the cluster stops working on it then.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: Tls | bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`target` is host:port. `tls=True`: with what this machine trusts. `timeout_s`: of calls that have none."""
+        found = tls_of(tls)
+        if found is None:
+            self._channel = grpc.insecure_channel(target, options=options_of(None))
+        else:
+            self._channel = grpc.secure_channel(target, found.credentials(), options=options_of(found))
+        self._target = target
+        self._metadata = metadata_of(api_key)
+        self._timeout_s = timeout_s
+        self._only_model = ""
+        self._generate = self._channel.unary_unary(
+            f"{SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+        )
+        self._stream = self._channel.unary_stream(
+            f"{SERVICE}/GenerateStream", pb.GenerateRequest.SerializeToString, pb.GenerateChunk.FromString
+        )
+        self._tokenize = self._channel.unary_unary(
+            f"{SERVICE}/Tokenize", pb.TokenizeRequest.SerializeToString, pb.TokenizeResponse.FromString
+        )
+        self._models = self._channel.unary_unary(
+            f"{SERVICE}/ListModels", pb.ListModelsRequest.SerializeToString, pb.ListModelsResponse.FromString
+        )
+
+    def __repr__(self) -> str:
+        return f"<Client of {self._target}>"
+
+    def generate(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        token_ids: Sequence[int] | None = None,
+        model: str = "",
+        tools: Sequence[pb.Tool] = (),
+        tool_choice: str = "",
+        structured_output: pb.StructuredOutput | None = None,
+        num_choices: int = 1,
+        return_token_ids: bool = False,
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> pb.GenerateResponse:
+        """The whole answer, of one prompt: `text`, `messages` or `token_ids`.
+
+        `model`: by default the only one that is served.
+        """
+        request = generate_request(
+            model or self._the_only_model(),
+            text,
+            messages,
+            token_ids,
+            tools=tools,
+            tool_choice=tool_choice,
+            structured_output=structured_output,
+            num_choices=num_choices,
+            return_token_ids=return_token_ids,
+            sampling=sampling,
+        )
+        try:
+            return self._generate(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise failure_of(error) from None
+
+    def stream(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        token_ids: Sequence[int] | None = None,
+        model: str = "",
+        tools: Sequence[pb.Tool] = (),
+        tool_choice: str = "",
+        structured_output: pb.StructuredOutput | None = None,
+        num_choices: int = 1,
+        return_token_ids: bool = False,
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AnswerStream:
+        """As `generate`, while it is generated."""
+        request = generate_request(
+            model or self._the_only_model(),
+            text,
+            messages,
+            token_ids,
+            tools=tools,
+            tool_choice=tool_choice,
+            structured_output=structured_output,
+            num_choices=num_choices,
+            return_token_ids=return_token_ids,
+            sampling=sampling,
+        )
+        return AnswerStream(self._stream(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata))
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> pb.TokenizeResponse:
+        """What a prompt, `text` or `messages`, is to the model."""
+        request = tokenize_request(model or self._the_only_model(), text, messages)
+        try:
+            return self._tokenize(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise failure_of(error) from None
+
+    def models(self, *, timeout_s: float | None = None) -> list[pb.Model]:
+        """What is served."""
+        return list(self._list_models(timeout_s).models)
+
+    def close(self) -> None:
+        """End what is still going on; may be repeated."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _the_only_model(self) -> str:
+        if not self._only_model:
+            self._only_model = only_model(self._list_models(None))
+        return self._only_model
+
+    def _list_models(self, timeout_s: float | None) -> pb.ListModelsResponse:
+        try:
+            return self._models(pb.ListModelsRequest(), timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise failure_of(error) from None
