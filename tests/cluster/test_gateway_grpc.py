@@ -18,10 +18,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from waiting import until
 
+from kvferry import config as configuration
+from kvferry.addresses import free_port
 from kvferry.config import GatewayConfig
+from kvferry.errors import ConfigError, InvalidRequest
+from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.inference_messages import read_generate
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership
 
 from .conftest import MODEL, SimCluster, running
 
@@ -291,6 +297,63 @@ async def test_two_prompts_in_one_message_are_refused(cluster: SimCluster) -> No
         assert details_of(error)["BadRequest"].field_violations[0].field == "prompt"
         nonsense = await refused(channel.unary_unary("/kvferry.inference.v1.Inference/Generate")(b"\xff\xff"))
         assert nonsense.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+MANY = 1_000_000
+
+
+def within(number: int, content: bytes) -> bytes:
+    """A field with these bytes, in protobuf's encoding."""
+    size, length = len(content), b""
+    while size:
+        length += bytes([size & 0x7F | (0x80 if size > 0x7F else 0)])
+        size >>= 7
+    return bytes([number << 3 | 2]) + length + content
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        (b"\x78\x00" * MANY, "message"),
+        (within(4, b"\x0a\x00" * MANY), "conversation.messages"),
+        (within(4, within(1, b"\x1a\x00" * MANY)), "conversation.messages"),
+        (within(4, b"\x12\x00" * MANY), "conversation.tools"),
+    ],
+    ids=["fields", "messages", "tool calls", "tools"],
+)
+def test_millions_of_empty_parts_are_refused_before_anybody_looks_at_each(raw: bytes, field: str) -> None:
+    began_s = time.process_time()
+    pb.GenerateRequest.FromString(raw)
+    parsing_s = time.process_time() - began_s
+    with pytest.raises(InvalidRequest, match=r"too many|more than") as refused:
+        read_generate(raw)
+    assert refused.value.param == field
+    assert time.process_time() - began_s < 5 * parsing_s + 0.1
+
+
+async def test_a_port_that_is_taken_is_named_and_replicas_share_one(cluster: SimCluster) -> None:
+    assert cluster.gateway is not None
+    taken = cluster.gateway.grpc.port
+
+    def another(**gateway: Any) -> GatewayHost:
+        values = {**cluster.config.model_dump(mode="json"), "gateway": {"http_port": 0, **gateway}}
+        return GatewayHost(configuration.parse(values), MODEL, MemoryMembership(cluster.registry))
+
+    alone = another(grpc_port=taken)
+    try:
+        with pytest.raises(ConfigError, match=rf"gateway\.grpc_port: 127\.0\.0\.1:{taken} cannot be used"):
+            await alone.start()
+    finally:
+        await alone.stop()
+    shared = free_port()
+    replicas = [another(grpc_port=shared, replicas=2) for _ in range(2)]
+    try:
+        for replica in replicas:
+            await replica.start()
+        assert [replica.grpc.port for replica in replicas] == [shared, shared]
+    finally:
+        for replica in replicas:
+            await replica.stop()
 
 
 async def test_a_message_that_is_too_large_is_refused_by_name() -> None:
