@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import grpc
 import httpx
 import pytest
 from local_machine import (
@@ -25,6 +26,7 @@ from local_machine import (
 )
 
 from kvferry.addresses import free_port
+from kvferry.client import Client
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -51,6 +53,19 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
     command = up.stdout[up.stdout.index("curl ") :].split("\n\n")[0]
     answer = subprocess.run(["bash", "-c", f"{command} -sS --max-time 60"], capture_output=True, text=True, check=True)
     assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+    # So does gRPC where it says.
+    (target,) = re.findall(r"gRPC at (127\.0\.0\.1:\d+)", up.stdout)
+    with Client(target) as client:
+        assert client.generate("What does a ferry do?", max_tokens=4, timeout_s=60).usage.completion_tokens > 0
+
+    # Its processes know each other by certificates of this start.
+    record = machine.folder.record()
+    assert record is not None
+    assert record.config["worker"]["tls"]["cert_file"] == str(machine.folder.tls / "tls.crt")
+    member = next(member for member in json.loads(machine.run("status", "--json", timeout_s=60).stdout)["members"])
+    with grpc.insecure_channel(member["address"]) as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/kvferry.wire.v1.Worker/Describe")(b"", timeout=5)
 
     # A second up says that one runs, and changes nothing.
     processes = machine.processes()
