@@ -181,14 +181,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         ),
         "cannot scrape gateways that require client certificates",
     ),
-    (at("monitoring.podMonitor.enabled", True), "needs networkPolicy.monitoringNamespace"),
-    (
-        merged(
-            at("ray", {"mode": "existing", "existing": {"dashboardAddress": "http://h"}}),
-            at("monitoring.podMonitor.enabled", True),
-        ),
-        "monitoring.podMonitor needs ray.mode rayservice",
-    ),
     # By the schema.
     (at("roles.prefil", {"replicas": 1}), "prefil"),
     (at("config.engine.blok_size", 16), "blok_size"),
@@ -350,9 +342,6 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "monitoring.serviceMonitor.labels": ({"pick": "me"}, "pick: me"),
             "monitoring.serviceMonitor.keySecret": ("scrape-key", "name: scrape-key"),
             "monitoring.serviceMonitor.keyEntry": ("scrape-entry", "key: scrape-entry"),
-            "monitoring.podMonitor.enabled": (True, "kind: PodMonitor"),
-            "monitoring.podMonitor.interval": ("49s", "interval: 49s"),
-            "monitoring.podMonitor.labels": ({"choose": "me"}, "choose: me"),
         },
     ),
     "roles and tier": (

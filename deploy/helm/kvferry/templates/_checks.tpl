@@ -124,10 +124,4 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and $v.monitoring.serviceMonitor.enabled $v.gateway.tls.requireClientCertificates -}}
 {{- fail "monitoring.serviceMonitor cannot scrape gateways that require client certificates" -}}
 {{- end -}}
-{{- if and $v.monitoring.podMonitor.enabled (ne $v.ray.mode "rayservice") -}}
-{{- fail "monitoring.podMonitor needs ray.mode rayservice: the pods of an existing Ray cluster are not the chart's" -}}
-{{- end -}}
-{{- if and $v.monitoring.podMonitor.enabled $v.networkPolicy.enabled (not $v.networkPolicy.monitoringNamespace) -}}
-{{- fail "monitoring.podMonitor needs networkPolicy.monitoringNamespace: nobody else may call workers and keepers" -}}
-{{- end -}}
 {{- end -}}

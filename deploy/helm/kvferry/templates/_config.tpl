@@ -24,11 +24,6 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- $tls := dict "cert_file" (printf "%s/tls.crt" $internal) "key_file" (printf "%s/tls.key" $internal) "ca_file" (printf "%s/ca.crt" $internal) "server_name" "kvferry.internal" -}}
 {{- $_ := set $config "worker" (merge (dict "host" "auto" "tls" $tls) (default dict $config.worker)) -}}
 
-{{- if $v.monitoring.podMonitor.enabled -}}
-{{- $metrics := dict "host" "auto" "worker_port" (include "kvferry.workerMetricsPort" . | int) "keeper_port" (include "kvferry.keeperMetricsPort" . | int) "tls" $tls -}}
-{{- $_ := set $config "metrics" (merge $metrics (default dict $config.metrics)) -}}
-{{- end -}}
-
 {{- $gateway := dict "replicas" (ternary 1 0 (eq $v.gateway.mode "serve")) "host" "0.0.0.0" "http_port" (int $v.gateway.httpPort) "grpc_port" nil -}}
 {{- if $v.gateway.grpcPort -}}{{- $_ := set $gateway "grpc_port" (int $v.gateway.grpcPort) -}}{{- end -}}
 {{- if eq $v.gateway.mode "serve" -}}

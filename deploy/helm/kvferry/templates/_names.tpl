@@ -118,14 +118,3 @@ true
 {{- define "kvferry.hasHostPath" -}}
 {{- range .Values.tier.volumes }}{{ if .hostPath }}true{{ end }}{{ end -}}
 {{- end -}}
-
-{{/* Where workers of a pod answer Prometheus: the first takes this port, the others those after it. */}}
-{{- define "kvferry.workerMetricsPort" -}}9432{{- end -}}
-
-{{/* Where a pod's keeper answers Prometheus. */}}
-{{- define "kvferry.keeperMetricsPort" -}}9448{{- end -}}
-
-{{/* How many workers the fullest pod has. */}}
-{{- define "kvferry.mostWorkersPerPod" -}}
-{{- max (int .Values.roles.prefill.workersPerPod) (int .Values.roles.decode.workersPerPod) -}}
-{{- end -}}

@@ -75,15 +75,6 @@ maxReplicas: {{ .numPods }}
             {{- include "kvferry.scratchEnv" $root | nindent 12 }}
             {{- include "kvferry.rayEnv" $root | nindent 12 }}
             {{- include "kvferry.env" $role.env | nindent 12 }}
-          {{- if $root.Values.monitoring.podMonitor.enabled }}
-          ports:
-            {{- range $i := until (int $role.workersPerPod) }}
-            - {name: metrics-{{ $i }}, containerPort: {{ add (include "kvferry.workerMetricsPort" $root | int) $i }}}
-            {{- end }}
-            {{- if $root.Values.tier.volumes }}
-            - {name: metrics-keeper, containerPort: {{ include "kvferry.keeperMetricsPort" $root }}}
-            {{- end }}
-          {{- end }}
           startupProbe:
             {{- include "kvferry.rayletProbe" . | nindent 12 }}
             periodSeconds: 5
