@@ -49,7 +49,7 @@ RELEASE, NAMESPACE = "trial", "serving"
 
 # What the chart decides about kvferry's configuration, and its values therefore do not take.
 CHART_DECIDES: Mapping[str, Sequence[str]] = {
-    "": ("insecure", "prefill", "decode"),
+    "": ("insecure", "prefill", "decode", "metrics"),
     "engine": ("side_channel_host",),
     "worker": ("host", "tls"),
     "gateway": ("replicas", "num_cpus", "resources", "host", "http_port", "grpc_port", "keys_file", "tls"),

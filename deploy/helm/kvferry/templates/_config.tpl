@@ -62,6 +62,9 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- if $v.tier.encryptionKeysSecret -}}{{- $_ := set $tier "encryption_keys_file" "/etc/kvferry/tier/keys.json" -}}{{- end -}}
 {{- $_ := set $config "tier" (merge $tier (default dict $config.tier)) -}}
 {{- end -}}
+{{- if $v.monitoring.members.enabled -}}
+{{- $_ := set $config "metrics" (dict "host" "auto" "gateway_port" 9400 "worker_port" 9420 "keeper_port" 9440 "tls" $tls) -}}
+{{- end -}}
 {{- toYaml $config -}}
 {{- end -}}
 
