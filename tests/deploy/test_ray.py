@@ -332,6 +332,21 @@ def test_a_gateway_of_its_own_serves_the_same_workers_and_drains(ray: RayCluster
         process.communicate()
 
 
+def test_the_backup_of_the_operations_page(site: Site) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("etcdctl "))
+    secrets = site.folder / "etc" / "etcd"
+    line = line.replace("$PASSWORD", (secrets / "root-password").read_text()).replace(
+        ":2379", f":{site.etcd_ports['2379']}"
+    )
+    etcdctl = find_binary("etcdctl")
+    assert etcdctl is not None
+    environ = {"ETCDCTL_API": "3"}
+    done = subprocess.run([etcdctl, *line.split()[1:]], cwd=secrets, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (secrets / "backup.db").stat().st_size > 0
+
+
 def test_what_is_wrong_with_arguments_is_said(ray: RayCluster, site: Site) -> None:
     config = yaml.safe_load(one(site.render(site.values()), "RayService")["spec"]["serveConfigV2"])
     config["applications"][0]["args"]["config"]["engine"]["blok_size"] = 16
@@ -352,9 +367,12 @@ def test_what_is_wrong_with_arguments_is_said(ray: RayCluster, site: Site) -> No
 def test_a_job_deploys_changes_counts_and_deletes(ray: RayCluster, site: Site) -> None:
     # As the chart's job for a Ray that is there, but with Serve's own gateway.
     config = yaml.safe_load(site.local(one(site.render(site.values()), "ConfigMap")["data"]["kvferry.yaml"]))
+    # As Kubernetes mounts a ConfigMap, by links.
     folder = site.folder / "job"
-    folder.mkdir()
-    (folder / "kvferry.yaml").write_text(yaml.safe_dump(config))
+    (folder / "..2026").mkdir(parents=True)
+    (folder / "..2026" / "kvferry.yaml").write_text(yaml.safe_dump(config))
+    (folder / "..data").symlink_to("..2026")
+    (folder / "kvferry.yaml").symlink_to("..data/kvferry.yaml")
 
     command = ("python", "-m", "kvferry.app")
     arguments = ("--model-folder", MODEL, "--wait", "120")
