@@ -52,7 +52,7 @@ CHART_DECIDES: Mapping[str, Sequence[str]] = {
     "": ("insecure", "prefill", "decode", "metrics"),
     "engine": ("side_channel_host",),
     "worker": ("host", "tls"),
-    "gateway": ("replicas", "num_cpus", "resources", "host", "http_port", "grpc_port", "keys_file", "tls"),
+    "gateway": ("replicas", "num_cpus", "resources", "host", "http_port", "grpc_port", "keys_file", "tls", "linger_s"),
     "membership": ("endpoints", "ca_file", "cert_file", "key_file", "user", "password_file"),
     "tier": ("enabled", "cpu_gib", "volumes", "host", "encryption_keys_file"),
 }

@@ -328,7 +328,7 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "gateway.tolerations": ([{"key": "gateway-taint"}], "key: gateway-taint"),
             "gateway.affinity": ({"nodeAffinity": {"x": "gateway-affinity"}}, "gateway-affinity"),
             "gateway.podAnnotations": ({"gateway": "note"}, "gateway: note"),
-            "gateway.preStopSeconds": (45, "- '45'"),
+            "gateway.lingerSeconds": (45, "linger_s: 45"),
             "gateway.service.type": ("LoadBalancer", "type: LoadBalancer"),
             "gateway.service.annotations": ({"service": "note"}, "service: note"),
             "gateway.tls.secretName": ("gateway-cert", "secretName: gateway-cert"),

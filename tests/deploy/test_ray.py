@@ -61,7 +61,7 @@ class Site:
                 "prefill": {"replicas": prefill, "cpusPerWorker": 0.5},
                 "decode": {"replicas": decode, "cpusPerWorker": 0.5},
             },
-            "gateway": {"mode": mode, "httpPort": self.http_port, "grpcPort": self.grpc_port},
+            "gateway": {"mode": mode, "httpPort": self.http_port, "grpcPort": self.grpc_port, "lingerSeconds": 1},
         }
 
     def render(self, values: dict[str, Any]) -> list[dict[str, Any]]:
