@@ -49,10 +49,10 @@ RELEASE, NAMESPACE = "trial", "serving"
 
 # What the chart decides about kvferry's configuration, and its values therefore do not take.
 CHART_DECIDES: Mapping[str, Sequence[str]] = {
-    "": ("insecure", "prefill", "decode"),
+    "": ("insecure", "prefill", "decode", "metrics"),
     "engine": ("side_channel_host",),
     "worker": ("host", "tls"),
-    "gateway": ("replicas", "num_cpus", "resources", "host", "http_port", "grpc_port", "keys_file", "tls"),
+    "gateway": ("replicas", "num_cpus", "resources", "host", "http_port", "grpc_port", "keys_file", "tls", "linger_s"),
     "membership": ("endpoints", "ca_file", "cert_file", "key_file", "user", "password_file"),
     "tier": ("enabled", "cpu_gib", "volumes", "host", "encryption_keys_file"),
 }
