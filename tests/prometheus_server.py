@@ -21,7 +21,9 @@ from kvferry.addresses import free_port
 from kvferry.model_folder import cache_folder
 
 START_TIMEOUT_S = 30.0
-FETCH_TIMEOUT_S = 120.0
+FETCH_TIMEOUT_S = 60.0
+# A machine without a network is to say so soon.
+_APT = ("apt-get", "-q", "-o", "Acquire::http::Timeout=10", "-o", "Acquire::Retries=0")
 
 
 class NoPrometheus(Exception):
@@ -47,11 +49,11 @@ def _unpack_package(into: Path) -> None:
     into.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into.parent) as folder:
         try:
-            _run(["apt-get", "download", "prometheus"], folder)
+            _run([*_APT, "download", "prometheus"], folder)
         except NoPrometheus:
             # Perhaps this machine has no package lists yet; that needs root.
-            _run(["apt-get", "update"], folder)
-            _run(["apt-get", "download", "prometheus"], folder)
+            _run([*_APT, "update"], folder)
+            _run([*_APT, "download", "prometheus"], folder)
         (package,) = Path(folder).glob("prometheus_*.deb")
         unpacked = Path(folder) / "unpacked"
         _run(["dpkg-deb", "-x", str(package), str(unpacked)], folder)

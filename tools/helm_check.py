@@ -49,10 +49,10 @@ RELEASE, NAMESPACE = "trial", "serving"
 
 # What the chart decides about kvferry's configuration, and its values therefore do not take.
 CHART_DECIDES: Mapping[str, Sequence[str]] = {
-    "": ("insecure", "prefill", "decode"),
+    "": ("insecure", "prefill", "decode", "metrics"),
     "engine": ("side_channel_host",),
     "worker": ("host", "tls"),
-    "gateway": ("replicas", "num_cpus", "resources", "host", "http_port", "grpc_port", "keys_file", "tls"),
+    "gateway": ("replicas", "num_cpus", "resources", "host", "http_port", "grpc_port", "keys_file", "tls", "linger_s"),
     "membership": ("endpoints", "ca_file", "cert_file", "key_file", "user", "password_file"),
     "tier": ("enabled", "cpu_gib", "volumes", "host", "encryption_keys_file"),
 }
@@ -405,9 +405,10 @@ def _check_example(helm: Helm, example: Path | None, *, update: bool) -> list[st
         if example is None:
             return []
         file, text = golden_file(example), golden_text(rendered)
-        if update and helm is helms()[0]:
-            GOLDEN.mkdir(exist_ok=True)
-            file.write_text(text)
+        if update:
+            if helm is helms()[0]:
+                GOLDEN.mkdir(exist_ok=True)
+                file.write_text(text)
         elif not file.exists() or file.read_text() != text:
             return [f"{name}, Helm {helm.version}: differs from {file.relative_to(ROOT)}; --update writes it"]
     except Exception as error:

@@ -284,7 +284,8 @@ def build(config: ClusterConfig, model_folder: str = "") -> Application:
         gateway = RoleConfig(
             replicas=config.gateway.replicas, num_cpus=config.gateway.num_cpus, resources=config.gateway.resources
         )
-        options = _options(gateway, version, drain_timeout_s=config.gateway.drain_timeout_s)
+        drain_timeout_s = config.gateway.linger_s + config.gateway.drain_timeout_s
+        options = _options(gateway, version, drain_timeout_s=drain_timeout_s)
         options["user_config"] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
         roles.append((Gateway, options))
     if not roles:

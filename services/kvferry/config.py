@@ -175,6 +175,8 @@ class GatewayConfig(_Section):
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
+    # A gateway that goes is no longer ready, but takes requests for so long: whoever sends them has to hear of it.
+    linger_s: float = Field(0, ge=0)
     drain_timeout_s: float = Field(30, ge=0)
 
     @model_validator(mode="after")

@@ -172,15 +172,20 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("etcd", {"enabled": False, "endpoints": ["a:1"], "external": {"user": "u"}}), "go together"),
     (
         merged(at("monitoring.serviceMonitor.enabled", True), at("auth.keysSecret", "k")),
-        "/metrics asks for an API key",
+        "monitoring needs monitoring.keySecret",
     ),
     (
         merged(
             at("monitoring.serviceMonitor.enabled", True),
             at("gateway.tls", {"secretName": "t", "requireClientCertificates": True}),
         ),
-        "cannot scrape gateways that require client certificates",
+        "monitoring cannot ask gateways that require client certificates",
     ),
+    (
+        at("monitoring", {"members": {"enabled": True}, "serviceMonitor": {"enabled": True}}),
+        "gateways would be counted twice",
+    ),
+    (at("config.metrics.host", "auto"), "metrics"),
     # By the schema.
     (at("roles.prefil", {"replicas": 1}), "prefil"),
     (at("config.engine.blok_size", 16), "blok_size"),
@@ -323,7 +328,7 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "gateway.tolerations": ([{"key": "gateway-taint"}], "key: gateway-taint"),
             "gateway.affinity": ({"nodeAffinity": {"x": "gateway-affinity"}}, "gateway-affinity"),
             "gateway.podAnnotations": ({"gateway": "note"}, "gateway: note"),
-            "gateway.preStopSeconds": (45, "- '45'"),
+            "gateway.lingerSeconds": (45, "linger_s: 45"),
             "gateway.service.type": ("LoadBalancer", "type: LoadBalancer"),
             "gateway.service.annotations": ({"service": "note"}, "service: note"),
             "gateway.tls.secretName": ("gateway-cert", "secretName: gateway-cert"),
@@ -340,8 +345,8 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "monitoring.serviceMonitor.enabled": (True, "kind: ServiceMonitor"),
             "monitoring.serviceMonitor.interval": ("47s", "interval: 47s"),
             "monitoring.serviceMonitor.labels": ({"pick": "me"}, "pick: me"),
-            "monitoring.serviceMonitor.keySecret": ("scrape-key", "name: scrape-key"),
-            "monitoring.serviceMonitor.keyEntry": ("scrape-entry", "key: scrape-entry"),
+            "monitoring.keySecret": ("scrape-key", "name: scrape-key"),
+            "monitoring.keyEntry": ("scrape-entry", "key: scrape-entry"),
         },
     ),
     "roles and tier": (
@@ -397,6 +402,9 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
     "without": (
         {},
         {
+            "monitoring.members.enabled": (True, "kind: ScrapeConfig"),
+            "monitoring.members.interval": ("48s", "scrapeInterval: 48s"),
+            "monitoring.members.labels": ({"pick": "us"}, "pick: us"),
             "networkPolicy.enabled": (False, "!kind: NetworkPolicy"),
             "tests.enabled": (False, "!helm.sh/hook: test"),
             "gateway.podDisruptionBudget.enabled": (False, "!kind: PodDisruptionBudget"),

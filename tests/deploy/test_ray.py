@@ -28,6 +28,7 @@ from etcd_server import find_binary
 from local_machine import wait_until
 from ray_cluster import RayCluster, a_ray_cluster
 
+from kvferry import model_folder
 from kvferry.addresses import free_port
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1.inference_pb2_grpc import InferenceStub
@@ -60,7 +61,7 @@ class Site:
                 "prefill": {"replicas": prefill, "cpusPerWorker": 0.5},
                 "decode": {"replicas": decode, "cpusPerWorker": 0.5},
             },
-            "gateway": {"mode": mode, "httpPort": self.http_port, "grpcPort": self.grpc_port},
+            "gateway": {"mode": mode, "httpPort": self.http_port, "grpcPort": self.grpc_port, "lingerSeconds": 1},
         }
 
     def render(self, values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -125,8 +126,9 @@ def ask(site: Site, port: int, *, max_tokens: int = 4) -> str:
     return text
 
 
-def ask_grpc(site: Site, port: int) -> str:
-    request = pb.GenerateRequest(model=MODEL, text="A ferry carries", sampling=pb.Sampling(max_tokens=4, temperature=0))
+def ask_grpc(site: Site, port: int, *, max_tokens: int = 4) -> str:
+    sampling = pb.Sampling(max_tokens=max_tokens, temperature=0)
+    request = pb.GenerateRequest(model=MODEL, text="A ferry carries", sampling=sampling)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         answer = InferenceStub(channel).Generate(
             request, timeout=60, metadata=[("authorization", site.authorization)], wait_for_ready=True
@@ -182,7 +184,7 @@ def deploy(ray: RayCluster, site: Site, prefill: int, decode: int) -> None:
     ray.run("serve", "deploy", str(site.serve_file(service["spec"]["serveConfigV2"])), "-a", ray.dashboard)
 
 
-def settle(ray: RayCluster, **counts: int) -> dict[str, dict[str, int]]:
+def settle(ray: RayCluster, *, timeout_s: float = SETTLE_S, **counts: int) -> dict[str, dict[str, int]]:
     """Wait until so many replicas run and nothing else; returns their processes by deployment and replica."""
     running: dict[str, dict[str, int]] = {}
 
@@ -199,7 +201,7 @@ def settle(ray: RayCluster, **counts: int) -> dict[str, dict[str, int]]:
             and sum(map(len, states)) == sum(counts.values())
         )
 
-    wait_until(settled, timeout_s=SETTLE_S, what=f"{counts} replicas")
+    wait_until(settled, timeout_s=timeout_s, what=f"{counts} replicas")
     return running
 
 
@@ -330,6 +332,21 @@ def test_a_gateway_of_its_own_serves_the_same_workers_and_drains(ray: RayCluster
         process.communicate()
 
 
+def test_the_backup_of_the_operations_page(site: Site) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("etcdctl "))
+    secrets = site.folder / "etc" / "etcd"
+    line = line.replace("$PASSWORD", (secrets / "root-password").read_text()).replace(
+        ":2379", f":{site.etcd_ports['2379']}"
+    )
+    etcdctl = find_binary("etcdctl")
+    assert etcdctl is not None
+    environ = {"ETCDCTL_API": "3"}
+    done = subprocess.run([etcdctl, *line.split()[1:]], cwd=secrets, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (secrets / "backup.db").stat().st_size > 0
+
+
 def test_what_is_wrong_with_arguments_is_said(ray: RayCluster, site: Site) -> None:
     config = yaml.safe_load(one(site.render(site.values()), "RayService")["spec"]["serveConfigV2"])
     config["applications"][0]["args"]["config"]["engine"]["blok_size"] = 16
@@ -350,25 +367,51 @@ def test_what_is_wrong_with_arguments_is_said(ray: RayCluster, site: Site) -> No
 def test_a_job_deploys_changes_counts_and_deletes(ray: RayCluster, site: Site) -> None:
     # As the chart's job for a Ray that is there, but with Serve's own gateway.
     config = yaml.safe_load(site.local(one(site.render(site.values()), "ConfigMap")["data"]["kvferry.yaml"]))
+    # As Kubernetes mounts a ConfigMap, by links.
     folder = site.folder / "job"
-    folder.mkdir()
-    (folder / "kvferry.yaml").write_text(yaml.safe_dump(config))
+    (folder / "..2026").mkdir(parents=True)
+    (folder / "..2026" / "kvferry.yaml").write_text(yaml.safe_dump(config))
+    (folder / "..data").symlink_to("..2026")
+    (folder / "kvferry.yaml").symlink_to("..data/kvferry.yaml")
 
-    def submit(*command: str) -> str:
-        job = ("ray", "job", "submit", "--address", ray.dashboard, "--working-dir", str(folder), "--", "python")
-        return ray.run(*job, "-m", "kvferry.app", *command)
-
-    arguments = ("deploy", "--config", "kvferry.yaml", "--model-folder", MODEL, "--wait", "120")
-    assert "succeeded" in submit(*arguments)
+    command = ("python", "-m", "kvferry.app")
+    arguments = ("--model-folder", MODEL, "--wait", "120")
+    job = ("ray", "job", "submit", "--address", ray.dashboard, "--working-dir", str(folder), "--")
+    assert "succeeded" in ray.run(*job, *command, "deploy", "--config", "kvferry.yaml", *arguments)
     before = settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
     assert ask(site, site.http_port) == ask_grpc(site, site.grpc_port)
     with loaded(site) as load:
-        submit(*arguments, "--set", "decode.replicas=2")
+        # The same as the job runs, from a shell of the cluster.
+        here = ("--config", str(folder / "kvferry.yaml"), "--ray-address", ray.address)
+        ray.run(*command, "deploy", *here, *arguments, "--set", "decode.replicas=2")
         after = settle(ray, PrefillWorker=1, DecodeWorker=2, Gateway=1)
     assert load.failures == []
     for deployment, replicas in before.items():
         assert replicas.items() <= after[deployment].items()
-    submit("delete")
+    ray.run(*command, "delete", "--ray-address", ray.address)
     wait_until(lambda: ray.application() is None, timeout_s=60, what="the end of the application")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url(site.http_port)}/healthz", trust_env=False)
+
+
+@pytest.mark.model
+def test_real_engines_answer_over_both_protocols(ray: RayCluster, site: Site) -> None:
+    """vLLM on the CPU, from what the chart renders for a model's folder."""
+    folder = str(model_folder.resolve("default"))
+    values = site.values()
+    values["config"] = {
+        "model": {"path": folder, "served_name": MODEL, "max_model_len": 1024},
+        "engine": {"device": "cpu", "block_size": 32, "threads": 1, "max_num_seqs": 4},
+    }
+    values["model"] = {"volume": {"hostPath": folder, "mountPath": folder}}
+    service = one(site.render(values), "RayService")
+    ray.run("serve", "deploy", str(site.serve_file(service["spec"]["serveConfigV2"])), "-a", ray.dashboard)
+    settle(ray, timeout_s=300, PrefillWorker=1, DecodeWorker=1, Gateway=1)
+    wait_until(
+        lambda: len(httpx.get(f"{url(site.http_port)}/readyz", trust_env=False).json()["members"]) == 2,
+        timeout_s=60,
+        what="both workers at the gateway",
+    )
+    text = ask(site, site.http_port, max_tokens=8)
+    assert text.strip()
+    assert ask_grpc(site, site.grpc_port, max_tokens=8) == text

@@ -117,6 +117,7 @@ class GatewayHost:
         self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
         self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access, name)
         self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
+        self._is_leaving = False
         self._readiness_changed = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         tls = self._tls
@@ -200,15 +201,21 @@ class GatewayHost:
         return Readiness(
             ready=self.app.openai is not None
             and bool(self.roster.usable(MemberKind.DECODE))
-            and not self.admission.draining,
+            and not (self._is_leaving or self.admission.draining),
             waiting_for=waiting,
             members=[link.member.member_id for kind in WORKER_KINDS for link in self.roster.usable(kind)],
         )
 
     async def drain(self) -> None:
-        """Refuse new requests, let those in flight finish, at most `gateway.drain_timeout_s`."""
-        self._refuse_new()
+        """Leave orderly: no longer ready, after `gateway.linger_s` no new requests, those in flight finish.
+
+        They have at most `gateway.drain_timeout_s`.
+        """
+        self._is_leaving = True
+        self._note_readiness()
         await self._deregister()
+        await asyncio.sleep(self._config.gateway.linger_s)
+        self._refuse_new()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.gateway.drain_timeout_s):
                 await self.admission.idle.wait()

@@ -118,10 +118,14 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- fail "etcd.external.user and etcd.external.passwordSecret go together" -}}
 {{- end -}}
 
-{{- if and $v.monitoring.serviceMonitor.enabled (include "kvferry.keysSecret" .) (not $v.monitoring.serviceMonitor.keySecret) (not (include "kvferry.firstKeySecret" .)) -}}
-{{- fail "monitoring.serviceMonitor needs keySecret: /metrics asks for an API key, and only the hashes of auth.keysSecret are known here" -}}
+{{- $scraped := or $v.monitoring.serviceMonitor.enabled $v.monitoring.members.enabled -}}
+{{- if and $v.monitoring.serviceMonitor.enabled $v.monitoring.members.enabled -}}
+{{- fail "monitoring.members and monitoring.serviceMonitor are both enabled: gateways would be counted twice" -}}
 {{- end -}}
-{{- if and $v.monitoring.serviceMonitor.enabled $v.gateway.tls.requireClientCertificates -}}
-{{- fail "monitoring.serviceMonitor cannot scrape gateways that require client certificates" -}}
+{{- if and $scraped (include "kvferry.keysSecret" .) (not $v.monitoring.keySecret) (not (include "kvferry.firstKeySecret" .)) -}}
+{{- fail "monitoring needs monitoring.keySecret: gateways ask for an API key, and only the hashes of auth.keysSecret are known here" -}}
+{{- end -}}
+{{- if and $scraped $v.gateway.tls.requireClientCertificates -}}
+{{- fail "monitoring cannot ask gateways that require client certificates" -}}
 {{- end -}}
 {{- end -}}

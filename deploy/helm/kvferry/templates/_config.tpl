@@ -24,7 +24,7 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- $tls := dict "cert_file" (printf "%s/tls.crt" $internal) "key_file" (printf "%s/tls.key" $internal) "ca_file" (printf "%s/ca.crt" $internal) "server_name" "kvferry.internal" -}}
 {{- $_ := set $config "worker" (merge (dict "host" "auto" "tls" $tls) (default dict $config.worker)) -}}
 
-{{- $gateway := dict "replicas" (ternary 1 0 (eq $v.gateway.mode "serve")) "host" "0.0.0.0" "http_port" (int $v.gateway.httpPort) "grpc_port" nil -}}
+{{- $gateway := dict "replicas" (ternary 1 0 (eq $v.gateway.mode "serve")) "host" "0.0.0.0" "http_port" (int $v.gateway.httpPort) "grpc_port" nil "linger_s" $v.gateway.lingerSeconds -}}
 {{- if $v.gateway.grpcPort -}}{{- $_ := set $gateway "grpc_port" (int $v.gateway.grpcPort) -}}{{- end -}}
 {{- if eq $v.gateway.mode "serve" -}}
 {{- $_ := set $gateway "num_cpus" 1 -}}
@@ -59,8 +59,11 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- $volumes = append $volumes $volume -}}
 {{- end -}}
 {{- $tier := dict "enabled" true "cpu_gib" $v.tier.cpuGiB "volumes" $volumes "host" "auto" -}}
-{{- if $v.tier.encryptionKeysSecret -}}{{- $_ := set $tier "encryption_keys_file" "/etc/kvferry/tier/keys.yaml" -}}{{- end -}}
+{{- if $v.tier.encryptionKeysSecret -}}{{- $_ := set $tier "encryption_keys_file" "/etc/kvferry/tier/keys.json" -}}{{- end -}}
 {{- $_ := set $config "tier" (merge $tier (default dict $config.tier)) -}}
+{{- end -}}
+{{- if $v.monitoring.members.enabled -}}
+{{- $_ := set $config "metrics" (dict "host" "auto" "gateway_port" 9400 "worker_port" 9420 "keeper_port" 9440 "tls" $tls) -}}
 {{- end -}}
 {{- toYaml $config -}}
 {{- end -}}

@@ -191,7 +191,7 @@ maxReplicas: {{ .numPods }}
         {{- toYaml . | nindent 8 }}
       {{- end }}
     spec:
-      terminationGracePeriodSeconds: {{ add (int .Values.gateway.preStopSeconds) (int (dig "gateway" "drain_timeout_s" 30 .Values.config)) 30 }}
+      terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (int (dig "gateway" "drain_timeout_s" 30 .Values.config)) 30 }}
       {{- include "kvferry.pullSecrets" . | nindent 6 }}
       securityContext:
         {{- include "kvferry.podSecurity" . | nindent 8 }}
@@ -222,7 +222,8 @@ maxReplicas: {{ .numPods }}
             failureThreshold: 12
           lifecycle:
             preStop:
-              exec: {command: [sleep, {{ .Values.gateway.preStopSeconds | toString | quote }}]}
+              # Ray's end is its replicas' too; one that Serve removes lingers by itself.
+              exec: {command: [sleep, {{ .Values.gateway.lingerSeconds | toString | quote }}]}
           resources:
             {{- toYaml .Values.gateway.resources | nindent 12 }}
           securityContext:
