@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -27,6 +28,8 @@ from local_machine import (
 
 from kvferry.addresses import free_port
 from kvferry.client import Client
+from kvferry.gateway.key_file import new_key
+from kvferry.local.gateway_door import KEY_VARIABLE
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -38,8 +41,11 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
-def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
-    up = machine.up()
+def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It asks for a key, which commands find in their environment, and the curl line in its shell's.
+    key = new_key(tmp_path / "keys.yaml", "acme", "it")
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    up = machine.up("--set", f"gateway.keys_file={tmp_path / 'keys.yaml'}", "--set", "log_level=DEBUG")
     assert up.returncode == 0, up.stdout + up.stderr
 
     # What a newcomer reads.
@@ -56,7 +62,7 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
 
     # So does gRPC where it says.
     (target,) = re.findall(r"gRPC at (127\.0\.0\.1:\d+)", up.stdout)
-    with Client(target) as client:
+    with Client(target, api_key=key) as client:
         assert client.generate("What does a ferry do?", max_tokens=4, timeout_s=60).usage.completion_tokens > 0
 
     # Its processes know each other by certificates of this start.
@@ -101,6 +107,17 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
     unknown = machine.run("explain", "cmpl-unknown", timeout_s=60)
     assert unknown.returncode == 1
     assert "no gateway remembers the request 'cmpl-unknown'" in unknown.stderr
+
+    # The key is nowhere: not in logs of ours and Ray's, not in etcd's data, in no record, in no process.
+    searched = [path for path in machine.folder.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    names = {path.name for path in searched}
+    assert {"cluster.json", "config.yaml", "etcd.log", "deploy.log", "db"} <= names, names
+    assert any(path.suffix in (".err", ".log") and b"listens on" in path.read_bytes() for path in searched)
+    secret = key.removeprefix("kvf_").encode()
+    assert [path for path in searched if secret in path.read_bytes()] == []
+    for process in processes:
+        assert secret not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert secret.decode() not in httpx.get(f"{machine.url}/metrics", trust_env=False).text
 
     # Everything listens on loopback, what Ray and Serve start included.
     ports = listening_ports(processes)
