@@ -15,7 +15,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck check fmt proto build ci
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck helm-check check fmt proto metrics-doc build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ help: ## Show this list
 setup: ## Make the environment in .venv; nothing to do when it is up to date
 	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
 
-$(STAMP): pyproject.toml loadtest/pyproject.toml tools/setup_environment.py
+$(STAMP): pyproject.toml loadtest/pyproject.toml tools/setup_environment.py tools/fetch_helm.py
 	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
 
 up: $(STAMP) ## Start a cluster on this machine and ask it one question
@@ -53,12 +53,16 @@ chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clie
 bench-residency: $(STAMP) ## Time route keys, the residency index and placement
 	@$(BIN)/python tools/bench_residency.py $(ARGS)
 
-check: $(STAMP) ## Lint, format, types, import contract, generated code
+check: $(STAMP) ## Lint, format, types, import contract, generated code and pages
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/generate_wire.py --check
+	@$(BIN)/python tools/generate_metrics_doc.py --check
+
+helm-check: $(STAMP) ## Check the chart and the manifests without a cluster; ARGS="--update" writes what follows from them
+	@$(BIN)/python tools/helm_check.py $(ARGS)
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix-only --exit-zero
@@ -66,6 +70,9 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend
 
 proto: $(STAMP) ## Generate code from proto/
 	@$(BIN)/python tools/generate_wire.py
+
+metrics-doc: $(STAMP) ## Write docs/metrics.md from the catalogue of metrics
+	@$(BIN)/python tools/generate_metrics_doc.py
 
 bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON
 	@$(BIN)/python tools/bench_gateway.py $(ARGS)

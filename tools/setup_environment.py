@@ -81,6 +81,11 @@ def set_up(engine: str) -> None:
         require_cpu_torch()
     pip_step(f"kvferry with the extras {EXTRAS[engine]}", "install", "--editable", f".[{EXTRAS[engine]}]")
     pip_step("the load-test harness", "install", "--editable", "loadtest")
+    try:
+        step("Helm 3 and 4, for the chart's tests", [str(PYTHON), "tools/fetch_helm.py"])
+    except SetupFailed as failure:
+        # Nothing runs on it; the tests say what they skip.
+        print(f"! {str(failure).splitlines()[0]}; the chart's tests will be skipped", flush=True)
     if engine == "none":
         return
     if engine == "cpu":
@@ -104,7 +109,12 @@ def check_python() -> None:
 
 def fingerprint(engine: str) -> str:
     """Changes whenever set-up would do something else."""
-    sources = (ROOT / "pyproject.toml", ROOT / "loadtest" / "pyproject.toml", Path(__file__))
+    sources = (
+        ROOT / "pyproject.toml",
+        ROOT / "loadtest" / "pyproject.toml",
+        ROOT / "tools" / "fetch_helm.py",
+        Path(__file__),
+    )
     content = b"\0".join(path.read_bytes() for path in sources)
     where = f"{engine} {ROOT} {os.environ.get('TORCH_INDEX_URL', '')}".encode()
     return f"{engine} {hashlib.sha256(content + where).hexdigest()}"

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import socket
+from collections.abc import Mapping
 
 from kvferry.errors import ConfigError
+
+# A host in a configuration, which is the same on every node: the address by which other nodes reach this one.
+AUTO = "auto"
+# Says it where it cannot be found out, such as the address of a pod.
+NODE_ADDRESS_VARIABLE = "KVFERRY_NODE_ADDRESS"
 
 
 def is_loopback(host: str) -> bool:
@@ -46,3 +54,23 @@ def free_port(host: str = "127.0.0.1") -> int:
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with brackets round an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def node_address(environ: Mapping[str, str] = os.environ) -> str:
+    """The address by which others reach this machine: $KVFERRY_NODE_ADDRESS, or that of the way out of it.
+
+    Loopback where there is no way out.
+    """
+    if said := environ.get(NODE_ADDRESS_VARIABLE):
+        return said
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        # Nothing is sent: connecting a datagram socket only chooses the way, and with it our own address.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def reachable_host(host: str) -> str:
+    """What others dial to reach a listener on `host`: for all interfaces this machine's address, else `host`."""
+    return node_address() if host in ("0.0.0.0", "::") else host

@@ -7,7 +7,15 @@ Where there are volumes, each node with a worker has a keeper too: a detached ac
 worker to start there makes and Ray restarts. It outlives workers, whose engines find it again by its socket, and ends
 by itself once the application is gone.
 
+Four ways lead here, and all make the same application:
+
+    serve deploy serve.yaml                                  import_path kvferry.app:application, arguments in the file
+    a RayService of KubeRay                                  the same file, as its serveConfigV2
+    ray job submit -- python -m kvferry.app deploy ...       a job that ends once the application serves
     python -m kvferry.app deploy --config cluster.yaml --ray-address 127.0.0.1:6379
+
+Replicas are made from what `replica_values` keeps of the configuration. Counts are not among it: whoever changes only
+them, adds or drains replicas and touches no other.
 """
 
 from __future__ import annotations
@@ -20,6 +28,8 @@ import json
 import logging
 import os
 import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +43,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry import __version__
 from kvferry import config as configuration
+from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ClusterConfig, RoleConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.host import GatewayHost
@@ -54,6 +65,9 @@ KEEPER_NAMESPACE = "kvferry"
 # How long a worker waits for its node's keeper; it starts without it then, and finds it later.
 KEEPER_START_S = 60.0
 KEEPER_RETRY_S = 5.0  # after a start that failed, such as on a volume that another keeper still has
+# Between two looks at an application that starts.
+STATUS_PERIOD_S = 0.5
+
 # A keeper looks this often whether the application is still there, and ends when it was not so many times.
 KEEPER_LOOK_S = 10.0
 KEEPER_LOOKS = 3
@@ -64,7 +78,9 @@ class _WorkerReplica:
 
     kind: MemberKind
 
-    async def __init__(self, values: dict[str, Any], model_folder: str) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, values: dict[str, Any], model_folder: str, *_others: Any
+    ) -> None:
         config = _in_replica(values)
         keeper_socket = ""
         if config.tier.volumes:
@@ -100,13 +116,10 @@ class DecodeWorker(_WorkerReplica):
 
 
 class Gateway:
-    """One gateway in one Serve replica, on a listener of its own.
-
-    `_workers` only ties the deployments into one application.
-    """
+    """One gateway in one Serve replica, on a listener of its own."""
 
     async def __init__(  # type: ignore[misc]
-        self, values: dict[str, Any], model_folder: str, *_workers: Any
+        self, values: dict[str, Any], model_folder: str, *_others: Any
     ) -> None:
         config = _in_replica(values)
         self._host = GatewayHost(config, model_folder, _membership(config))
@@ -115,6 +128,10 @@ class Gateway:
         except BaseException:
             await self._host.stop()
             raise
+
+    async def reconfigure(self, num_workers: Mapping[str, int]) -> None:
+        """Serve calls it before the first request and whenever the counts change, without a restart."""
+        self._host.expect(num_workers)
 
     async def check_health(self) -> None:
         await self._host.check_health()
@@ -183,8 +200,8 @@ class KeeperActor:
 
 def keeper_settings(values: dict[str, Any]) -> str:
     """A digest of everything that a keeper is made from: one with other settings is not the keeper that is wanted."""
-    parts = [values["tier"], values["membership"], values["worker"]["tls"], values["engine"]["device"], __version__]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    sections = [values[section] for section in ("tier", "membership", "metrics", "tracing")]
+    return _digest([*sections, values["worker"]["tls"], values["engine"]["device"], __version__])
 
 
 async def ensure_keeper(values: dict[str, Any]) -> None:
@@ -192,16 +209,13 @@ async def ensure_keeper(values: dict[str, Any]) -> None:
 
     Raises nothing: engines serve without it, and find it when it is there.
     """
-    # By its import path, not by value, as this module is `__main__` where the application is deployed from.
-    from kvferry.app import KeeperActor as Keeper
-
     node_id = ray.get_runtime_context().get_node_id()
     fault = "it is replaced again and again"
     try:
         async with asyncio.timeout(KEEPER_START_S):
             while True:
                 keeper = (
-                    ray.remote(Keeper)
+                    ray.remote(KeeperActor)
                     .options(
                         name=f"keeper-{node_id}",
                         namespace=KEEPER_NAMESPACE,
@@ -239,41 +253,141 @@ def _is_deployed() -> bool:
         return True
 
 
-def build(config: ClusterConfig, model_folder: str) -> Application:
+def application(args: Mapping[str, Any]) -> Application:
+    """The application builder, for `import_path: kvferry.app:application` in files for `serve deploy`.
+
+    `args` are `config`, a configuration as in a YAML file, and `model_folder`, the model's folder or hub id, the same
+    on every node; without it `config.model.path` counts. Raises ConfigError naming what is wrong.
+    """
+    if unknown := sorted(set(args) - {"config", "model_folder"}):
+        raise ConfigError(f"args: unknown key {unknown[0]!r}. Allowed here: config, model_folder")
+    values = args.get("config")
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"args.config: expected a mapping of sections, not {values!r}")
+    model_folder = args.get("model_folder", "")
+    if not isinstance(model_folder, str):
+        raise ConfigError(f"args.model_folder: expected a folder or a hub id, not {model_folder!r}")
+    return build(_deployable(configuration.parse(values)), model_folder)
+
+
+def build(config: ClusterConfig, model_folder: str = "") -> Application:
     """The Serve application of a configuration: up to three deployments."""
-    values = config.model_dump(mode="json")
-    workers = [
-        serve.deployment(deployment)
-        .options(**_options(role, drain_timeout_s=config.worker.drain_timeout_s))
-        .bind(values, model_folder)
+    model_folder = model_folder or config.model.path
+    values = replica_values(config)
+    version = _digest([values, model_folder, __version__])
+    roles: list[tuple[type, dict[str, Any]]] = [
+        (deployment, _options(role, version, drain_timeout_s=config.worker.drain_timeout_s))
         for deployment, role in ((PrefillWorker, config.prefill), (DecodeWorker, config.decode))
         if role.replicas
     ]
-    gateway = RoleConfig(replicas=config.gateway.replicas, num_cpus=config.gateway.num_cpus)
-    return (
-        serve.deployment(Gateway)
-        .options(**_options(gateway, drain_timeout_s=config.gateway.drain_timeout_s))
-        .bind(values, model_folder, *workers)
-    )
+    if config.gateway.replicas:
+        gateway = RoleConfig(
+            replicas=config.gateway.replicas, num_cpus=config.gateway.num_cpus, resources=config.gateway.resources
+        )
+        drain_timeout_s = config.gateway.linger_s + config.gateway.drain_timeout_s
+        options = _options(gateway, version, drain_timeout_s=drain_timeout_s)
+        options["user_config"] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
+        roles.append((Gateway, options))
+    if not roles:
+        raise ConfigError(
+            "prefill.replicas, decode.replicas, gateway.replicas: all are 0, so there is nothing to serve"
+        )
+    application: Application | None = None
+    for deployment, options in roles:
+        # Each is bound into the next one only to tie them into one application.
+        others = () if application is None else (application,)
+        application = (
+            serve.deployment(deployment).options(**options, _internal=True).bind(values, model_folder, *others)
+        )
+    assert application is not None
+    return application
 
 
-def deploy(config: ClusterConfig, model_folder: str, ray_address: str) -> None:
-    """Submit the application to a running Ray and return; replicas come up by themselves."""
-    ray.init(address=ray_address, log_to_driver=False, logging_level=logging.WARNING)
-    try:
+def replica_values(config: ClusterConfig) -> dict[str, Any]:
+    """What replicas are made from: the configuration without counts and placement, which are Serve's alone.
+
+    Of a count there remains whether it is 0. Serve replaces replicas whose values change.
+    """
+    values = config.model_dump(mode="json")
+    for role in ("prefill", "decode", "gateway"):
+        section = values[role]
+        section["replicas"] = min(1, section["replicas"])
+        for key in ("num_cpus", "num_gpus", "resources"):
+            section.pop(key, None)
+    return values
+
+
+def deploy(config: ClusterConfig, model_folder: str, ray_address: str, *, wait_s: float = 0) -> None:
+    """Submit the application to a running Ray; replicas come up by themselves.
+
+    Serve and the application outlive this process. Waits up to `wait_s` until every replica serves; raises KvferryError
+    when that failed or took longer.
+    """
+    application = build(_deployable(config), model_folder)
+    with _connected(ray_address):
         # Serve's own proxies would listen for traffic that never comes.
         serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1", "location": "NoServer"})
         serve.run_many(
-            [RunTarget(target=build(config, model_folder), name=APPLICATION, route_prefix=None)],
+            [RunTarget(target=application, name=APPLICATION, route_prefix=None)],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
+        if wait_s:
+            _wait_running(time.monotonic() + wait_s)
+
+
+def delete(ray_address: str) -> None:
+    """Drain and end the application; others of the same Ray stay. Nothing happens where there is none."""
+    with _connected(ray_address):
+        serve.delete(APPLICATION)
+
+
+def _deployable(config: ClusterConfig) -> ClusterConfig:
+    if not config.membership.endpoints:
+        raise ConfigError("membership.endpoints: etcd's addresses are needed to deploy, such as [etcd:2379]")
+    return config
+
+
+@contextlib.contextmanager
+def _connected(ray_address: str) -> Iterator[None]:
+    try:
+        ray.init(address=ray_address, log_to_driver=False, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise ConfigError(f"--ray-address {ray_address}: no Ray answers there: {error}") from None
+    try:
+        yield
     finally:
         ray.shutdown()
 
 
-def _options(role: RoleConfig, *, drain_timeout_s: float) -> dict[str, Any]:
+def _wait_running(deadline_s: float) -> None:
+    while True:
+        status = serve.status().applications.get(APPLICATION)
+        state = status.status.value if status is not None else "DELETED"
+        if state == "RUNNING":
+            return
+        unready = [
+            f"{name}: {deployment.message or deployment.status.value}"
+            for name, deployment in (status.deployments if status is not None else {}).items()
+            if deployment.status.value != "HEALTHY"
+        ]
+        detail = "; ".join(filter(None, [status.message if status is not None else "", *unready]))
+        if state in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DELETED"):
+            raise KvferryError(f"the application is {state}: {detail}")
+        if time.monotonic() >= deadline_s:
+            raise KvferryError(f"the application is still {state}: {detail}")
+        time.sleep(STATUS_PERIOD_S)
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _options(role: RoleConfig, version: str, *, drain_timeout_s: float) -> dict[str, Any]:
     return {
+        # Serve gives a deployment without one a random version, and replaces every replica at each `run`. Files for
+        # `serve deploy` have the digest of their arguments instead.
+        "version": version,
         "num_replicas": role.replicas,
         "ray_actor_options": {
             "num_cpus": role.num_cpus,
@@ -292,7 +406,9 @@ def _membership(config: ClusterConfig) -> Membership:
 
 
 def _in_replica(values: dict[str, Any]) -> ClusterConfig:
-    config = configuration.parse(values)
+    # Ray knows this node by an address that the others reach; `auto` stands for it.
+    address = os.environ.get(NODE_ADDRESS_VARIABLE) or ray.util.get_node_ip_address()
+    config = configuration.parse(values).on_node(address)
     close_handle_server()
     logging.basicConfig(
         level=config.log_level,
@@ -318,21 +434,32 @@ def close_handle_server() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvferry.app", description="Deploy kvferry to a running Ray.")
     commands = parser.add_subparsers(dest="command", required=True)
-    deploying = commands.add_parser("deploy", help="submit the application and return")
+    deploying = commands.add_parser("deploy", help="submit the application, which outlives this command")
     deploying.add_argument("--config", type=Path, required=True, help="a YAML configuration with membership.endpoints")
-    deploying.add_argument("--model-folder", required=True, help="the model's folder, the same string on every node")
-    deploying.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS", "auto"))
+    deploying.add_argument("--model-folder", default="", help="the model's folder, the same string on every node")
+    deploying.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as for `up`")
+    deploying.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="wait until every replica serves")
+    deleting = commands.add_parser("delete", help="drain and end the application")
+    for command in (deploying, deleting):
+        command.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS", "auto"))
     arguments = parser.parse_args()
     try:
-        config = configuration.load(arguments.config)
-        if not config.membership.endpoints:
-            raise ConfigError("membership.endpoints: etcd's addresses are needed to deploy")
-        deploy(config, arguments.model_folder, arguments.ray_address)
-    except KvferryError as error:
+        if arguments.command == "delete":
+            delete(arguments.ray_address)
+        else:
+            config = configuration.load(arguments.config, flags=arguments.set)
+            deploy(config, arguments.model_folder, arguments.ray_address, wait_s=arguments.wait)
+    except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2
+    except KvferryError as error:
+        print(error.message, file=sys.stderr)
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Under its import path, so that replicas import these classes instead of getting them by value.
+    from kvferry import app
+
+    sys.exit(app.main())

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvferry.addresses import require_loopback
+from kvferry.addresses import AUTO, require_loopback
 from kvferry.errors import ConfigError
 
 ENV_PREFIX = "KVFERRY__"
@@ -68,7 +68,7 @@ class EngineConfig(_Section):
     threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
     ucx_tls: str = "tcp,cma,sm,self"  # UCX transports between engines on the CPU device
     transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that nobody pulls
-    side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes
+    side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
 
     @model_validator(mode="after")
@@ -78,6 +78,20 @@ class EngineConfig(_Section):
         return self
 
 
+class RoleEngineConfig(_Section):
+    """What the engines of one role have of their own; empty: as `engine` says.
+
+    Nothing here changes what a page is, so prefill and decode engines still understand each other.
+    """
+
+    kv_cache_gib: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    max_num_seqs: int | None = Field(None, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=64)
+    enforce_eager: bool | None = None
+    threads: int | None = Field(None, ge=1)
+
+
 class RoleConfig(_Section):
     """One Serve deployment."""
 
@@ -85,6 +99,7 @@ class RoleConfig(_Section):
     num_cpus: float = Field(0.5, ge=0)  # what Ray reserves for placement, not a limit
     num_gpus: float = Field(0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)
+    engine: RoleEngineConfig = RoleEngineConfig()
 
 
 class TlsConfig(_Section):
@@ -133,7 +148,7 @@ class ServerTlsConfig(_Section):
 class WorkerConfig(_Section):
     """What every prefill and decode worker shares, and gateways that dial them; `tls` is that of keepers too."""
 
-    host: str = "127.0.0.1"  # address its listeners bind to and register
+    host: str = "127.0.0.1"  # address its listeners bind to and register; auto: this node's
     link: Literal["frames", "grpc"] = "frames"  # what carries requests and steps; Describe is always gRPC
     tls: TlsConfig = TlsConfig()
     max_requests: int = Field(512, ge=1)  # accepted at once; more are refused
@@ -145,8 +160,9 @@ class WorkerConfig(_Section):
 
 
 class GatewayConfig(_Section):
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=0)  # as Serve replicas; 0: gateways run elsewhere (python -m kvferry.gateway)
     num_cpus: float = Field(0.5, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int | None = Field(9000, ge=0, le=65535)  # 0: any that is free; empty: no gRPC
@@ -159,6 +175,8 @@ class GatewayConfig(_Section):
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
+    # A gateway that goes is no longer ready, but takes requests for so long: whoever sends them has to hear of it.
+    linger_s: float = Field(0, ge=0)
     drain_timeout_s: float = Field(30, ge=0)
 
     @model_validator(mode="after")
@@ -215,8 +233,8 @@ class VolumeConfig(_Section):
         return _absolute(path)
 
 
-# What the system takes for the address of a Unix socket, less the names that keepers give theirs.
-_MAX_SOCKET_DIR_BYTES = 107 - 40
+# What the system takes for the address of a Unix socket, less the name that keepers give theirs.
+_MAX_SOCKET_DIR_BYTES = 107 - len("/keeper.sock")
 
 
 class TierConfig(_Section):
@@ -228,7 +246,7 @@ class TierConfig(_Section):
     blocks_per_chunk: int | None = Field(None, ge=1)
     volumes: tuple[VolumeConfig, ...] = ()
     socket_dir: Path | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
-    host: str = "127.0.0.1"  # where keepers answer gateways and each other
+    host: str = "127.0.0.1"  # where keepers answer gateways and each other; auto: this node's address
     io_threads: int = Field(4, ge=1, le=64)
     io_timeout_s: float = Field(10.0, gt=0)  # for one page
     queue_mib: int = Field(512, ge=1)  # pages that wait to be written; beyond it they are skipped
@@ -259,8 +277,43 @@ class TierConfig(_Section):
         return self
 
 
+class MetricsConfig(_Section):
+    """Where gateways, workers and keepers answer Prometheus, each on a listener of its own.
+
+    A port that is not 0 is the first of 16 to try: several processes of one kind may share a machine.
+    """
+
+    host: str = "127.0.0.1"  # auto: this node's address
+    gateway_port: int = Field(0, ge=0, le=65520)
+    worker_port: int = Field(0, ge=0, le=65520)
+    keeper_port: int = Field(0, ge=0, le=65520)
+    tls: TlsConfig = TlsConfig()  # mutual: who scrapes shows a certificate
+
+
+class TracingConfig(_Section):
+    """Where traces go."""
+
+    # OTLP over gRPC: host:port, or http://host:port or https://host:port. Empty: no traces.
+    endpoint: str = Field("", pattern=r"^((https?://)?[^/\s:]+:[0-9]{1,5}|(https?://)?\[[0-9A-Fa-f:.]+\]:[0-9]{1,5})?$")
+    sample_ratio: float = Field(1.0, ge=0, le=1)  # of requests whose client did not decide
+    prompts: bool = False  # put what clients ask and what they are answered into spans
+    ca_file: Path | None = None  # who signed the collector's certificate; empty, with https: who the system trusts
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.endpoint.startswith("https://") or self.ca_file is not None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> TracingConfig:
+        if not self.endpoint and (self.prompts or self.ca_file is not None):
+            raise ValueError("prompts and ca_file need an endpoint")
+        if self.ca_file is not None and self.endpoint.startswith("http://"):
+            raise ValueError("ca_file needs an endpoint with https://")
+        return self
+
+
 # What listens, by the key that says where.
-Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host"]
+Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host", "metrics.host"]
 
 
 class ClusterConfig(_Section):
@@ -278,6 +331,8 @@ class ClusterConfig(_Section):
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()
     tier: TierConfig = TierConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     sim: SimConfig = SimConfig()
 
     @property
@@ -285,6 +340,21 @@ class ClusterConfig(_Section):
         """The name clients use for the model."""
         path = "SmolLM2-135M-Instruct" if self.model.path == "default" else self.model.path
         return self.model.served_name or path.rstrip("/").rpartition("/")[2]
+
+    def on_node(self, address: str) -> ClusterConfig:
+        """As it is on a node that others reach at `address`: no host is `auto` any more."""
+
+        def section(name: str, key: str) -> _Section:
+            here: _Section = getattr(self, name)
+            return here.model_copy(update={key: address}) if getattr(here, key) == AUTO else here
+
+        hosts = dict.fromkeys(("gateway", "worker", "tier", "metrics"), "host") | {"engine": "side_channel_host"}
+        return self.model_copy(update={name: section(name, key) for name, key in hosts.items()})
+
+    def engine_of(self, role: str) -> EngineConfig:
+        """The engine of `prefill` or `decode` workers."""
+        own: RoleEngineConfig = getattr(self, role).engine
+        return self.engine.model_copy(update=own.model_dump(exclude_none=True))
 
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener that others could reach without authentication."""
@@ -296,6 +366,7 @@ class ClusterConfig(_Section):
             # vLLM answers whoever asks.
             ("engine.side_channel_host", self.engine.side_channel_host, False, ""),
             ("tier.host", self.tier.host, has_mutual_tls, "configure worker.tls"),
+            ("metrics.host", self.metrics.host, self.metrics.tls.enabled, "configure metrics.tls"),
         )
         for key, host, authenticates, remedy in listeners:
             is_allowed = self.insecure if isinstance(self.insecure, bool) else key in self.insecure

@@ -1,26 +1,84 @@
-"""What is measured, in one place: name, unit and meaning of every metric of a gateway.
+"""What is measured, in one place: name, kind, unit, labels and meaning of every metric, and who exports it.
 
-Names follow Prometheus conventions: base units, `_total` on counters. Every label has a small, known set of values;
-series that a dashboard needs exist from the start, at zero.
+Names follow Prometheus conventions: base units, `_total` on counters. A label has a small, known set of values, all of
+which are series from the start, at zero; or it names a process or a volume, and its series come and go with that. No
+metric is made outside of this catalogue; docs/metrics.md is generated from it (tools/generate_metrics_doc.py).
+
+Gateways tell of requests, and of workers and volumes as they see them; workers and keepers tell of themselves. The same
+thing seen from two sides has two names, so that a sum over all targets counts nothing twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.metrics_core import (
+    Metric as Family,
+)
 from prometheus_client.registry import Collector
 
+from kvferry.errors import ConfigError, LocalError, TierError, UnsupportedEngine, by_code
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Kind(enum.StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+    SUMMARY = "summary"  # a count and a sum
+
+
+class Exporter(enum.StrEnum):
+    """Whose listener has a metric."""
+
+    GATEWAY = "gateway"
+    WORKER = "worker"
+    KEEPER = "keeper"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """`values` are all there are; empty where they name processes or volumes, which come and go."""
+
+    name: str
+    meaning: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One entry of the catalogue. `name` is the one in the exposition, of histograms and summaries without suffix."""
+
+    name: str
+    kind: Kind
+    unit: str
+    exporter: Exporter
+    help: str
+    labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+# What whoever exports has on each of its series.
+IDENTITY: Mapping[Exporter, tuple[Label, ...]] = {
+    Exporter.GATEWAY: (),
+    Exporter.WORKER: (Label("worker", "this worker's id"), Label("role", "its role, `prefill` or `decode`")),
+    Exporter.KEEPER: (Label("keeper", "this keeper's id"),),
+}
+
 ENDPOINTS = (
-    "chat_completions",
-    "completions",
-    "grpc_generate",
-    "grpc_generate_stream",
-    "grpc_tokenize",
-    "grpc_list_models",
+    *("chat_completions", "completions"),
+    *("grpc_generate", "grpc_generate_stream", "grpc_tokenize", "grpc_list_models"),
 )
 PLACEMENT_REASONS = (
     "disaggregated",
@@ -41,9 +99,583 @@ FALLBACK_CAUSES = (
     "no_transfer",
     "error",
 )
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+CACHE_TIERS = ("device", "cpu", "volume", "ferry")
+# Answered to clients: errors that never reach one have no series.
+_NOT_FOR_CLIENTS = (ConfigError, LocalError, TierError, UnsupportedEngine)
+_CODE_TO_ERROR = {code: kind for code, kind in by_code().items() if not issubclass(kind, _NOT_FOR_CLIENTS)}
+REFUSAL_CODES = tuple(sorted(_CODE_TO_ERROR))
+# 499: the client left before the end.
+STATUSES = tuple(sorted({"200", "499", "500", *(str(kind.http_status) for kind in _CODE_TO_ERROR.values())}))
+SPAN_OUTCOMES = ("exported", "failed", "dropped")
+END_REASONS = ("stop", "length", "abort", "error", "refused")
+FERRY_FAILURES = ("transfer", "handshake", "lease_ended")
+PAGE_OUTCOMES = (
+    *("ok", "missing", "gone", "corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
+    *("truncated", "undecryptable", "io_error", "no_space", "refused", "exists"),
+    *("timeout", "unavailable", "queue_full", "engine_gone", "fault"),
+)
+# Outcomes that say that bytes were there, and were not the page they should have been.
+VERIFICATION_FAILURES = (
+    *("corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
+    *("truncated", "undecryptable"),
+)
+BREAKER_STATES = ("closed", "open", "half_open")
+DIRECTIONS = ("read", "write")
+JOBS = ("load", "store")
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_WHOLE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_DECISION_BUCKETS_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
+
+_ENDPOINT = Label("endpoint", "which API was called", ENDPOINTS)
+_WORKER = Label("worker", "the worker's id")
+_ROLE = Label("role", "the worker's role, `prefill` or `decode`")
+_OF_WORKER = (_WORKER, _ROLE)
+_SOURCE = Label("source", "where the KV of the tokens came from", PROMPT_SOURCES)
+_CACHE_TIER = Label("tier", "the tier that had the KV", CACHE_TIERS)
+_VOLUME = Label("volume", "the volume's id")
+_OF_VOLUME_SEEN = (_VOLUME, Label("keeper", "the keeper that serves it"))
+_SPAN_OUTCOME = Label("outcome", "`dropped`: too many waited; `failed`: the collector did not take them", SPAN_OUTCOMES)
+_DIRECTION = Label("direction", "of the I/O", DIRECTIONS)
+_JOB = Label("operation", "what the engine asked for", JOBS)
+_OUTCOME = Label("outcome", "how it ended", PAGE_OUTCOMES)
+
+
+def _spans(exporter: Exporter, prefix: str) -> Metric:
+    return Metric(
+        f"kvferry_{prefix}trace_spans_total",
+        Kind.COUNTER,
+        "spans",
+        exporter,
+        "Spans of traces, by what became of them.",
+        (_SPAN_OUTCOME,),
+    )
+
+
+# Gateways: requests
+
+REQUESTS = Metric(
+    "kvferry_requests_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests answered, by endpoint and HTTP status.",
+    (_ENDPOINT, Label("status", "HTTP status; 499: the client left before the end", STATUSES)),
+)
+REQUESTS_REFUSED = Metric(
+    "kvferry_requests_refused_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests that were answered with an error instead of an answer, by its code.",
+    (Label("code", "the error's code, as in the body", REFUSAL_CODES),),
+)
+REQUESTS_CANCELLED = Metric(
+    "kvferry_requests_cancelled_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests whose client left before the end.",
+)
+REQUESTS_IN_FLIGHT = Metric(
+    "kvferry_requests_in_flight", Kind.GAUGE, "requests", Exporter.GATEWAY, "Requests being answered now."
+)
+REQUEST_SECONDS = Metric(
+    "kvferry_request_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    Exporter.GATEWAY,
+    "From a request's arrival to the end of its answer, whatever it was.",
+    (_ENDPOINT,),
+    _WHOLE_BUCKETS_S,
+)
+TIME_TO_FIRST_TOKEN = Metric(
+    "kvferry_time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    Exporter.GATEWAY,
+    "From a request's arrival to its first token.",
+    buckets=_LATENCY_BUCKETS_S,
+)
+INTER_TOKEN = Metric(
+    "kvferry_time_per_output_token_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    Exporter.GATEWAY,
+    "Mean time between the tokens of a request, first token excluded.",
+    buckets=_INTER_TOKEN_BUCKETS_S,
+)
+PROMPT_TOKENS = Metric(
+    "kvferry_prompt_tokens_total", Kind.COUNTER, "tokens", Exporter.GATEWAY, "Prompt tokens of finished requests."
+)
+GENERATED_TOKENS = Metric(
+    "kvferry_generated_tokens_total",
+    Kind.COUNTER,
+    "tokens",
+    Exporter.GATEWAY,
+    "Tokens generated by finished requests.",
+)
+SLOW_CLIENTS = Metric(
+    "kvferry_slow_clients_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Streams cut because the client left more than gateway.max_write_buffer_bytes unread.",
+)
+READY = Metric(
+    "kvferry_ready", Kind.GAUGE, "1", Exporter.GATEWAY, "1 while a request sent now can be answered, as `/readyz` says."
+)
+
+# Gateways: the router
+
+PLACEMENTS = Metric(
+    "kvferry_placements_total",
+    Kind.COUNTER,
+    "decisions",
+    Exporter.GATEWAY,
+    "Placement decisions, by reason.",
+    (Label("reason", "why there (docs/architecture.md)", PLACEMENT_REASONS),),
+)
+PLACEMENT_SECONDS = Metric(
+    "kvferry_placement_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    Exporter.GATEWAY,
+    "What a placement decision took, route keys included.",
+    buckets=_DECISION_BUCKETS_S,
+)
+SKIPPED_VOLUME_LOADS = Metric(
+    "kvferry_skipped_volume_loads_total",
+    Kind.COUNTER,
+    "decisions",
+    Exporter.GATEWAY,
+    "Placements for which pages on a volume were left there, because computing them costs less.",
+)
+PREFILL_SECONDS = Metric(
+    "kvferry_prefill_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    Exporter.GATEWAY,
+    "From sending a prompt to a prefill worker until its pages were ready to be pulled.",
+    buckets=_LATENCY_BUCKETS_S,
+)
+PREFILL_FALLBACKS = Metric(
+    "kvferry_prefill_fallbacks_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Prompts that the decode worker computed because the prefill worker did not, by cause.",
+    (Label("cause", "what the prefill worker did instead", FALLBACK_CAUSES),),
+)
+CONTINUED_REQUESTS = Metric(
+    "kvferry_continued_requests_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests whose decode worker was lost mid-stream and that another one continued.",
+)
+DECODE_RETRIES = Metric(
+    "kvferry_decode_retries_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests given to another decode worker before their first token.",
+)
+FERRIED_PAGES = Metric(
+    "kvferry_ferried_pages_total",
+    Kind.COUNTER,
+    "pages",
+    Exporter.GATEWAY,
+    "KV pages that decode engines pulled for requests of this gateway.",
+)
+GATEWAY_SPANS = _spans(Exporter.GATEWAY, "")
+
+# Gateways: workers and volumes as they see them
+
+
+def _worker_seen(name: str, kind: Kind, unit: str, text: str, *labels: Label) -> Metric:
+    return Metric(f"kvferry_worker_{name}", kind, unit, Exporter.GATEWAY, text, (*_OF_WORKER, *labels))
+
+
+WORKER_CONNECTED = _worker_seen("connected", Kind.GAUGE, "1", "1 while this gateway's stream to the worker lives.")
+WORKER_RUNNING = _worker_seen("requests_running", Kind.GAUGE, "requests", "Requests its engine computes now.")
+WORKER_WAITING = _worker_seen("requests_waiting", Kind.GAUGE, "requests", "Requests its engine has queued.")
+WORKER_PAGES_USED = _worker_seen("kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")
+WORKER_PAGES = _worker_seen("kv_pages", Kind.GAUGE, "pages", "KV pages there are.")
+WORKER_PROMPT_TOKENS = _worker_seen(
+    "prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by where their KV came from.", _SOURCE
+)
+WORKER_CACHED_TOKENS = _worker_seen(
+    "cached_prompt_tokens_total",
+    Kind.COUNTER,
+    "tokens",
+    "Prompt tokens whose KV was there already, by the tier that had it.",
+    _CACHE_TIER,
+)
+WORKER_FERRIED_BYTES = _worker_seen(
+    "ferried_bytes_total", Kind.COUNTER, "bytes", "Bytes its engine pulled from others."
+)
+WORKER_GENERATED_TOKENS = _worker_seen("generated_tokens_total", Kind.COUNTER, "tokens", "Tokens its engine generated.")
+_WORKERS_SEEN = (
+    *(WORKER_CONNECTED, WORKER_RUNNING, WORKER_WAITING, WORKER_PAGES_USED, WORKER_PAGES, WORKER_PROMPT_TOKENS),
+    *(WORKER_CACHED_TOKENS, WORKER_FERRIED_BYTES, WORKER_GENERATED_TOKENS),
+)
+
+
+def _volume_seen(name: str, unit: str, text: str) -> Metric:
+    return Metric(f"kvferry_volume_{name}", Kind.GAUGE, unit, Exporter.GATEWAY, text, _OF_VOLUME_SEEN)
+
+
+VOLUME_READABLE = _volume_seen("readable", "1", "1 while the keeper reads from it; 0 while its breaker is open.")
+VOLUME_WRITABLE = _volume_seen("writable", "1", "1 while the keeper writes to it; 0 while it fails or is full.")
+VOLUME_TRIPS = Metric(
+    "kvferry_volume_breaker_trips_total",
+    Kind.COUNTER,
+    "trips",
+    Exporter.GATEWAY,
+    "How often either of its breakers opened, since its keeper started.",
+    _OF_VOLUME_SEEN,
+)
+VOLUME_PAGES = _volume_seen("pages", "pages", "Pages kept.")
+VOLUME_USED = _volume_seen("used_bytes", "bytes", "Bytes of their files.")
+VOLUME_CAPACITY = _volume_seen("capacity_bytes", "bytes", "What the keeper may use.")
+VOLUME_QUEUED = _volume_seen("queued_read_bytes", "bytes", "Waiting to be read, or being read.")
+VOLUME_RATE = _volume_seen(
+    "read_bytes_per_second", "bytes per second", "How fast it read lately, while it read; 0 before any."
+)
+_VOLUMES_SEEN = (
+    VOLUME_READABLE,
+    VOLUME_WRITABLE,
+    VOLUME_TRIPS,
+    VOLUME_PAGES,
+    VOLUME_USED,
+    VOLUME_CAPACITY,
+    VOLUME_QUEUED,
+    VOLUME_RATE,
+)
+
+# Workers
+
+
+def _worker(name: str, kind: Kind, unit: str, text: str, *labels: Label, buckets: tuple[float, ...] = ()) -> Metric:
+    return Metric(f"kvferry_{name}", kind, unit, Exporter.WORKER, text, labels, buckets)
+
+
+ENGINE_ALIVE = _worker("engine_alive", Kind.GAUGE, "1", "1 until the engine was seen dead.")
+ENGINE_DRAINING = _worker("engine_draining", Kind.GAUGE, "1", "1 while the worker takes no new requests.")
+ENGINE_GATEWAYS = _worker("engine_gateways", Kind.GAUGE, "links", "Gateways that are linked to this worker.")
+ENGINE_RUNNING = _worker("engine_requests_running", Kind.GAUGE, "requests", "Requests the engine computes now.")
+ENGINE_WAITING = _worker("engine_requests_waiting", Kind.GAUGE, "requests", "Requests the engine has queued.")
+ENGINE_REQUESTS = _worker(
+    "engine_requests_total",
+    Kind.COUNTER,
+    "requests",
+    "Requests that ended on this worker, by how. A cancelled one is `abort`.",
+    Label("reason", "`refused`: draining, full or unreadable; the engine never saw it", END_REASONS),
+)
+ENGINE_PAGES = _worker("engine_kv_pages", Kind.GAUGE, "pages", "KV pages there are in the engine's own memory.")
+ENGINE_PAGES_USED = _worker("engine_kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")
+ENGINE_CPU_PAGES = _worker("engine_cpu_tier_pages", Kind.GAUGE, "pages", "KV pages that fit in its CPU tier.")
+ENGINE_STEPS = _worker("engine_steps_total", Kind.COUNTER, "steps", "Engine steps that finished.")
+ENGINE_PROMPT_TOKENS = _worker(
+    "engine_prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by where their KV came from.", _SOURCE
+)
+ENGINE_CACHED_TOKENS = _worker(
+    "engine_cached_prompt_tokens_total",
+    Kind.COUNTER,
+    "tokens",
+    "Prompt tokens whose KV was there already, by the tier that had it. Counted at admission.",
+    _CACHE_TIER,
+)
+ENGINE_GENERATED_TOKENS = _worker("engine_generated_tokens_total", Kind.COUNTER, "tokens", "Tokens generated.")
+ENGINE_QUEUE_SECONDS = _worker(
+    "engine_queue_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    "From a request's arrival in the engine until its pages were pulled or its prompt was begun.",
+    buckets=_LATENCY_BUCKETS_S,
+)
+ENGINE_PREFILL_SECONDS = _worker(
+    "engine_prefill_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    "From the beginning of a prompt's computation to the first token.",
+    buckets=_LATENCY_BUCKETS_S,
+)
+ENGINE_DECODE_SECONDS = _worker(
+    "engine_decode_seconds",
+    Kind.HISTOGRAM,
+    "seconds",
+    "From a request's first token to its last.",
+    buckets=_WHOLE_BUCKETS_S,
+)
+FERRY_SECONDS = _worker(
+    "ferry_seconds", Kind.SUMMARY, "seconds", "Transfers of pages from other engines, and what they took."
+)
+FERRY_BYTES = _worker("ferry_bytes_total", Kind.COUNTER, "bytes", "Bytes that transfers brought.")
+FERRY_FAILED = _worker(
+    "ferry_failures_total",
+    Kind.COUNTER,
+    "transfers",
+    "Transfers that did not happen; their prompts were computed instead.",
+    Label("cause", "`lease_ended`: too late, the pages may have been reused", FERRY_FAILURES),
+)
+WORKER_SPANS = _spans(Exporter.WORKER, "engine_")
+
+# Keepers
+
+
+def _keeper(name: str, kind: Kind, unit: str, text: str, *labels: Label) -> Metric:
+    return Metric(f"kvferry_{name}", kind, unit, Exporter.KEEPER, text, labels)
+
+
+KEEPER_ENGINES = _keeper("keeper_engines", Kind.GAUGE, "engines", "Engines that are connected.")
+KEEPER_REGIONS = _keeper(
+    "keeper_regions_mapped",
+    Kind.GAUGE,
+    "regions",
+    "CPU tiers that are mapped; more than engines where one that left is still being read or written.",
+)
+KEEPER_JOB_SECONDS = _keeper(
+    "keeper_job_seconds", Kind.SUMMARY, "seconds", "Jobs of engines that ended, and what they took.", _JOB
+)
+KEEPER_PAGES = _keeper(
+    "keeper_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "Pages of jobs, by outcome: a load that is `ok` is a hit.",
+    _JOB,
+    _OUTCOME,
+)
+KEEPER_BYTES = _keeper("keeper_bytes_total", Kind.COUNTER, "bytes", "Bytes that jobs moved.", _JOB)
+KEEPER_REMOTE_PAGES = _keeper(
+    "keeper_remote_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "Pages asked of keepers of other nodes; part of the loads.",
+    _OUTCOME,
+)
+KEEPER_REMOTE_BYTES = _keeper(
+    "keeper_remote_bytes_total", Kind.COUNTER, "bytes", "Bytes that came from keepers of other nodes."
+)
+KEEPER_REMOTE_SECONDS = _keeper(
+    "keeper_remote_seconds_total",
+    Kind.COUNTER,
+    "seconds",
+    "Time spent on pages of other nodes.",
+    Label("phase", "`fetch`: until they were lent; `read`: NIXL", ("fetch", "read")),
+)
+KEEPER_LENT = _keeper("keeper_lent_pages_total", Kind.COUNTER, "pages", "Pages lent to keepers of other nodes.")
+KEEPER_EXPIRED = _keeper("keeper_expired_leases_total", Kind.COUNTER, "leases", "Leases that nobody gave back.")
+
+TIER_PAGES = _keeper("tier_pages", Kind.GAUGE, "pages", "Pages kept.", _VOLUME)
+TIER_USED = _keeper("tier_used_bytes", Kind.GAUGE, "bytes", "What this keeper's files take.", _VOLUME)
+TIER_CAPACITY = _keeper("tier_capacity_bytes", Kind.GAUGE, "bytes", "What this keeper may use.", _VOLUME)
+TIER_QUEUE = _keeper(
+    "tier_queue_bytes", Kind.GAUGE, "bytes", "Waiting to be moved, or being moved.", _VOLUME, _DIRECTION
+)
+TIER_RUNNING = _keeper("tier_operations_running", Kind.GAUGE, "operations", "Operations on its threads now.", _VOLUME)
+TIER_OVERDUE = _keeper("tier_operations_overdue", Kind.GAUGE, "operations", "Operations that hang.", _VOLUME)
+TIER_OPERATIONS = _keeper(
+    "tier_operations_total",
+    Kind.COUNTER,
+    "pages",
+    "Reads and writes of pages, by outcome.",
+    _VOLUME,
+    _DIRECTION,
+    _OUTCOME,
+)
+TIER_BYTES = _keeper("tier_bytes_total", Kind.COUNTER, "bytes", "Payload that was moved.", _VOLUME, _DIRECTION)
+TIER_SECONDS = _keeper(
+    "tier_seconds_total",
+    Kind.COUNTER,
+    "seconds",
+    "Spent in reads and writes, summed over threads.",
+    _VOLUME,
+    _DIRECTION,
+)
+TIER_READ_RATE = _keeper(
+    "tier_read_bytes_per_second",
+    Kind.GAUGE,
+    "bytes per second",
+    "How fast it read lately, while it read; 0 before any.",
+    _VOLUME,
+)
+TIER_VERIFICATION_FAILURES = _keeper(
+    "tier_verification_failures_total",
+    Kind.COUNTER,
+    "pages",
+    "Pages that were read and were not what they should have been: misses, by cause.",
+    _VOLUME,
+    Label("cause", "what was wrong", VERIFICATION_FAILURES),
+)
+TIER_QUARANTINED = _keeper(
+    "tier_quarantined_pages_total", Kind.COUNTER, "pages", "Bad pages that were put aside.", _VOLUME
+)
+TIER_EVICTED = _keeper("tier_evicted_pages_total", Kind.COUNTER, "pages", "Pages that made room.", _VOLUME)
+TIER_BREAKER = _keeper(
+    "tier_breaker_state",
+    Kind.GAUGE,
+    "1",
+    "1 for the state in which the volume's breaker is.",
+    _VOLUME,
+    _DIRECTION,
+    Label("state", "`open`: the volume is left alone; `half_open`: one operation is on trial", BREAKER_STATES),
+)
+TIER_TRIPS = _keeper("tier_breaker_trips_total", Kind.COUNTER, "trips", "How often its breakers opened.", _VOLUME)
+KEEPER_SPANS = _spans(Exporter.KEEPER, "keeper_")
+
+# All entries above: none can be forgotten.
+CATALOGUE: tuple[Metric, ...] = tuple(entry for entry in list(globals().values()) if isinstance(entry, Metric))
+
+
+class Reading(NamedTuple):
+    """A value that is read when it is asked for. `labels` in the catalogue's order; `total` is a summary's sum."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+    total: float = 0.0
+
+
+class Exposition:
+    """The metrics of one process: what the catalogue says its kind exports, and nothing else.
+
+    Some count by themselves (`counter`, `gauge`, `histogram`), others are read when somebody asks (`read`). `identity`
+    is put on every series.
+    """
+
+    def __init__(self, exporter: Exporter, identity: Mapping[str, str] | None = None) -> None:
+        # They would be metrics of their own in the text format, and nobody needs them.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.exporter = exporter
+        self._identity = dict(identity or {})
+        self._registry = CollectorRegistry()
+        self._made: set[Metric] = set()
+
+    def counter(self, metric: Metric) -> Counter:
+        made = Counter(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.COUNTER))
+        _begin(made, metric)
+        return made
+
+    def gauge(self, metric: Metric) -> Gauge:
+        made = Gauge(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.GAUGE))
+        _begin(made, metric)
+        return made
+
+    def histogram(self, metric: Metric) -> Histogram:
+        registry = self._take(metric, Kind.HISTOGRAM)
+        made = Histogram(metric.name, metric.help, _names(metric), buckets=metric.buckets, registry=registry)
+        _begin(made, metric)
+        return made
+
+    def read(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
+        """Have these metrics read with `read` at every scrape."""
+        for metric in metrics:
+            self._take(metric, metric.kind)
+        self._registry.register(_Readings(metrics, read))
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Names that the catalogue has for this kind and nobody made."""
+        return frozenset(m.name for m in CATALOGUE if m.exporter is self.exporter and m not in self._made)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return self.render_others(self._registry.collect())
+
+    def render_others(self, families: Iterable[Family]) -> bytes:
+        """Families that an engine makes itself, with this process's identity; on any thread."""
+        return generate_latest(_Families(_identified(families, self._identity)))
+
+    def _take(self, metric: Metric, kind: Kind) -> CollectorRegistry:
+        """Raises ValueError for what the catalogue has not, or has for others."""
+        if metric not in CATALOGUE or metric.exporter is not self.exporter or metric.kind is not kind:
+            raise ValueError(f"{metric.name}: not a {kind.value} of a {self.exporter.value} in the catalogue")
+        if metric in self._made:
+            raise ValueError(f"{metric.name} was made already")
+        self._made.add(metric)
+        return self._registry
+
+
+def _names(metric: Metric) -> list[str]:
+    return [label.name for label in metric.labels]
+
+
+def _begin(made: Counter | Gauge | Histogram, metric: Metric) -> None:
+    """All series at zero."""
+    if metric.labels:
+        for values in itertools.product(*(label.values for label in metric.labels)):
+            made.labels(*values)
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterator[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def _identified(families: Iterable[Family], identity: Mapping[str, str]) -> Iterator[Family]:
+    for family in families:
+        if identity:
+            copy = Family(family.name, family.documentation, family.type, family.unit)
+            copy.samples = [sample._replace(labels={**sample.labels, **identity}) for sample in family.samples]
+            yield copy
+        else:
+            yield family
+
+
+class _Readings(Collector):
+    """Metrics that are read when scraped. What nobody reads and is known by its labels is zero."""
+
+    def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
+        self._metrics = metrics
+        self._read = read
+
+    def describe(self) -> Iterable[Family]:
+        return ()  # or registering would read
+
+    def collect(self) -> Iterable[Family]:
+        seen: dict[str, dict[tuple[str, ...], Reading]] = {metric.name: {} for metric in self._metrics}
+        for reading in self._read():
+            seen[reading.metric.name][reading.labels] = reading
+        return [_family(metric, seen[metric.name]) for metric in self._metrics]
+
+
+def _family(metric: Metric, readings: Mapping[tuple[str, ...], Reading]) -> Family:
+    names = _names(metric)
+    series = {labels: (reading.value, reading.total) for labels, reading in readings.items()}
+    for labels in _known(metric, readings):
+        series.setdefault(labels, (0.0, 0.0))
+    if metric.kind is Kind.COUNTER:
+        counter = CounterMetricFamily(metric.name, metric.help, labels=names)
+        for labels, (value, _) in series.items():
+            counter.add_metric(labels, value)
+        return counter
+    if metric.kind is Kind.SUMMARY:
+        summary = SummaryMetricFamily(metric.name, metric.help, labels=names)
+        for labels, (value, total) in series.items():
+            summary.add_metric(labels, int(value), total)
+        return summary
+    gauge = GaugeMetricFamily(metric.name, metric.help, labels=names)
+    for labels, (value, _) in series.items():
+        gauge.add_metric(labels, value)
+    return gauge
+
+
+def _known(metric: Metric, readings: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Every series that is known to exist: of each process or volume that was read, all values of the other labels."""
+    is_open = [not label.values for label in metric.labels]
+    owners = {tuple(v for v, free in zip(labels, is_open, strict=True) if free) for labels in readings}
+    if not any(is_open):
+        owners = {()}
+    for owner in owners:
+        rest = iter(owner)
+        yield from itertools.product(*(label.values or (next(rest),) for label in metric.labels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +702,8 @@ class VolumeSample:
     volume_id: str
     keeper_id: str
     readable: bool
+    writable: bool
+    num_trips: int
     num_pages: int
     used_bytes: int
     capacity_bytes: int
@@ -77,170 +711,91 @@ class VolumeSample:
     read_bytes_per_s: float
 
 
+class SpanCounts(NamedTuple):
+    """What became of the spans of this process."""
+
+    exported: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+def read_spans(metric: Metric, counts: SpanCounts) -> Iterator[Reading]:
+    """`metric` is the process's own of spans."""
+    for outcome, value in zip(SPAN_OUTCOMES, counts, strict=True):
+        yield Reading(metric, (outcome,), value)
+
+
 class Metrics:
-    """The metrics of one gateway, in a registry of their own."""
+    """The metrics of one gateway."""
 
     def __init__(
         self,
         read_workers: Callable[[], Sequence[WorkerSample]] = tuple,
         read_volumes: Callable[[], Sequence[VolumeSample]] = tuple,
+        *,
+        is_ready: Callable[[], bool] = lambda: False,
+        read_span_counts: Callable[[], SpanCounts] = SpanCounts,
     ) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "kvferry_requests",
-            "Requests answered, by endpoint and HTTP status.",
-            ["endpoint", "status"],
-            registry=self.registry,
-        )
-        self.requests_in_flight = Gauge(
-            "kvferry_requests_in_flight", "Requests being answered now.", registry=self.registry
-        )
-        self.time_to_first_token = Histogram(
-            "kvferry_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.inter_token = Histogram(
-            "kvferry_time_per_output_token_seconds",
-            "Mean time between the tokens of a request, first token excluded.",
-            buckets=_INTER_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.prompt_tokens = Counter(
-            "kvferry_prompt_tokens", "Prompt tokens of finished requests.", registry=self.registry
-        )
-        self.generated_tokens = Counter(
-            "kvferry_generated_tokens", "Tokens generated by finished requests.", registry=self.registry
-        )
-        self.placements = Counter(
-            "kvferry_placements", "Placement decisions, by reason.", ["reason"], registry=self.registry
-        )
-        self.skipped_volume_loads = Counter(
-            "kvferry_skipped_volume_loads",
-            "Placements for which pages on a volume were left there, because computing them costs less.",
-            registry=self.registry,
-        )
-        self.prefill_fallbacks = Counter(
-            "kvferry_prefill_fallbacks",
-            "Prompts that the decode worker computed because the prefill worker did not, by cause.",
-            ["cause"],
-            registry=self.registry,
-        )
-        self.continued_requests = Counter(
-            "kvferry_continued_requests",
-            "Requests whose decode worker was lost mid-stream and that another one continued.",
-            registry=self.registry,
-        )
-        self.decode_retries = Counter(
-            "kvferry_decode_retries",
-            "Requests given to another decode worker before their first token.",
-            registry=self.registry,
-        )
-        self.ferried_pages = Counter(
-            "kvferry_ferried_pages",
-            "KV pages that decode engines pulled for requests of this gateway.",
-            registry=self.registry,
-        )
-        self.cancelled = Counter(
-            "kvferry_requests_cancelled", "Requests whose client left before the end.", registry=self.registry
-        )
-        self.slow_clients = Counter(
-            "kvferry_slow_clients",
-            "Streams cut because the client left more than gateway.max_write_buffer_bytes unread.",
-            registry=self.registry,
-        )
-        for endpoint in ENDPOINTS:
-            self.requests.labels(endpoint=endpoint, status="200")
-        for reason in PLACEMENT_REASONS:
-            self.placements.labels(reason=reason)
-        for cause in FALLBACK_CAUSES:
-            self.prefill_fallbacks.labels(cause=cause)
-        self.registry.register(_Workers(read_workers))
-        self.registry.register(_Volumes(read_volumes))
+        self.exposition = exposition = Exposition(Exporter.GATEWAY)
+        self.requests = exposition.counter(REQUESTS)
+        self.refused = exposition.counter(REQUESTS_REFUSED)
+        self.cancelled = exposition.counter(REQUESTS_CANCELLED)
+        self.requests_in_flight = exposition.gauge(REQUESTS_IN_FLIGHT)
+        request_seconds = exposition.histogram(REQUEST_SECONDS)
+        # Looking a series up costs as much as counting.
+        self.request_seconds = {endpoint: request_seconds.labels(endpoint=endpoint) for endpoint in ENDPOINTS}
+        self.time_to_first_token = exposition.histogram(TIME_TO_FIRST_TOKEN)
+        self.inter_token = exposition.histogram(INTER_TOKEN)
+        self.prompt_tokens = exposition.counter(PROMPT_TOKENS)
+        self.generated_tokens = exposition.counter(GENERATED_TOKENS)
+        self.slow_clients = exposition.counter(SLOW_CLIENTS)
+        self.placements = exposition.counter(PLACEMENTS)
+        self.placement_seconds = exposition.histogram(PLACEMENT_SECONDS)
+        self.skipped_volume_loads = exposition.counter(SKIPPED_VOLUME_LOADS)
+        self.prefill_seconds = exposition.histogram(PREFILL_SECONDS)
+        self.prefill_fallbacks = exposition.counter(PREFILL_FALLBACKS)
+        self.continued_requests = exposition.counter(CONTINUED_REQUESTS)
+        self.decode_retries = exposition.counter(DECODE_RETRIES)
+        self.ferried_pages = exposition.counter(FERRIED_PAGES)
+        exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
+        exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
+        exposition.read(_WORKERS_SEEN, lambda: _of_workers(read_workers()))
+        exposition.read(_VOLUMES_SEEN, lambda: _of_volumes(read_volumes()))
+
+    def note_refusal(self, code: str | None) -> None:
+        """A request was answered with an error of this code."""
+        if code in REFUSAL_CODES:
+            self.refused.labels(code=code).inc()
 
     def render(self) -> bytes:
         """The text exposition of everything."""
-        return generate_latest(self.registry)
+        return self.exposition.render()
 
 
-class _Workers(Collector):
-    """What workers report of their engines, read when scraped."""
-
-    def __init__(self, read: Callable[[], Sequence[WorkerSample]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ["worker", "role"]
-        up = GaugeMetricFamily(
-            "kvferry_worker_connected", "1 while this gateway's stream to the worker lives.", labels=labels
-        )
-        running = GaugeMetricFamily(
-            "kvferry_worker_requests_running", "Requests its engine computes now.", labels=labels
-        )
-        waiting = GaugeMetricFamily("kvferry_worker_requests_waiting", "Requests its engine has queued.", labels=labels)
-        used = GaugeMetricFamily("kvferry_worker_kv_pages_used", "KV pages in use.", labels=labels)
-        pages = GaugeMetricFamily("kvferry_worker_kv_pages", "KV pages there are.", labels=labels)
-        prompt = CounterMetricFamily(
-            "kvferry_worker_prompt_tokens",
-            "Prompt tokens, by where their KV came from.",
-            labels=[*labels, "source"],
-        )
-        cached = CounterMetricFamily(
-            "kvferry_worker_cached_prompt_tokens",
-            "Prompt tokens whose KV was there already, by the tier that had it.",
-            labels=[*labels, "tier"],
-        )
-        ferried = CounterMetricFamily(
-            "kvferry_worker_ferried_bytes", "Bytes its engine pulled from others.", labels=labels
-        )
-        generated = CounterMetricFamily(
-            "kvferry_worker_generated_tokens", "Tokens its engine generated.", labels=labels
-        )
-        for worker in self._read():
-            key = [worker.worker_id, worker.role]
-            up.add_metric(key, float(worker.connected))
-            running.add_metric(key, worker.num_running)
-            waiting.add_metric(key, worker.num_waiting)
-            used.add_metric(key, worker.num_pages_used)
-            pages.add_metric(key, worker.num_pages)
-            for source, tokens in worker.prompt_tokens_by_source.items():
-                prompt.add_metric([*key, source], tokens)
-            for tier, tokens in worker.cached_tokens_by_tier.items():
-                cached.add_metric([*key, tier], tokens)
-            ferried.add_metric(key, worker.ferried_bytes)
-            generated.add_metric(key, worker.num_generated_tokens)
-        return (up, running, waiting, used, pages, prompt, cached, ferried, generated)
+def _of_workers(workers: Iterable[WorkerSample]) -> Iterator[Reading]:
+    for worker in workers:
+        key = (worker.worker_id, worker.role)
+        yield Reading(WORKER_CONNECTED, key, float(worker.connected))
+        yield Reading(WORKER_RUNNING, key, worker.num_running)
+        yield Reading(WORKER_WAITING, key, worker.num_waiting)
+        yield Reading(WORKER_PAGES_USED, key, worker.num_pages_used)
+        yield Reading(WORKER_PAGES, key, worker.num_pages)
+        for source, tokens in worker.prompt_tokens_by_source.items():
+            yield Reading(WORKER_PROMPT_TOKENS, (*key, source), tokens)
+        for tier, tokens in worker.cached_tokens_by_tier.items():
+            yield Reading(WORKER_CACHED_TOKENS, (*key, tier), tokens)
+        yield Reading(WORKER_FERRIED_BYTES, key, worker.ferried_bytes)
+        yield Reading(WORKER_GENERATED_TOKENS, key, worker.num_generated_tokens)
 
 
-class _Volumes(Collector):
-    """What keepers report of their volumes, read when scraped."""
-
-    def __init__(self, read: Callable[[], Sequence[VolumeSample]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ["volume", "keeper"]
-        readable = GaugeMetricFamily(
-            "kvferry_volume_readable", "1 while the keeper reads from it; 0 while its breaker is open.", labels=labels
-        )
-        pages = GaugeMetricFamily("kvferry_volume_pages", "Pages kept.", labels=labels)
-        used = GaugeMetricFamily("kvferry_volume_used_bytes", "Bytes of their files.", labels=labels)
-        capacity = GaugeMetricFamily("kvferry_volume_capacity_bytes", "What the keeper may use.", labels=labels)
-        queued = GaugeMetricFamily(
-            "kvferry_volume_queued_read_bytes", "Waiting to be read, or being read.", labels=labels
-        )
-        rate = GaugeMetricFamily(
-            "kvferry_volume_read_bytes_per_second",
-            "How fast it read lately, while it read; 0 before any.",
-            labels=labels,
-        )
-        for volume in self._read():
-            key = [volume.volume_id, volume.keeper_id]
-            readable.add_metric(key, int(volume.readable))
-            pages.add_metric(key, volume.num_pages)
-            used.add_metric(key, volume.used_bytes)
-            capacity.add_metric(key, volume.capacity_bytes)
-            queued.add_metric(key, volume.queued_read_bytes)
-            rate.add_metric(key, volume.read_bytes_per_s)
-        return (readable, pages, used, capacity, queued, rate)
+def _of_volumes(volumes: Iterable[VolumeSample]) -> Iterator[Reading]:
+    for volume in volumes:
+        key = (volume.volume_id, volume.keeper_id)
+        yield Reading(VOLUME_READABLE, key, float(volume.readable))
+        yield Reading(VOLUME_WRITABLE, key, float(volume.writable))
+        yield Reading(VOLUME_TRIPS, key, volume.num_trips)
+        yield Reading(VOLUME_PAGES, key, volume.num_pages)
+        yield Reading(VOLUME_USED, key, volume.used_bytes)
+        yield Reading(VOLUME_CAPACITY, key, volume.capacity_bytes)
+        yield Reading(VOLUME_QUEUED, key, volume.queued_read_bytes)
+        yield Reading(VOLUME_RATE, key, volume.read_bytes_per_s)

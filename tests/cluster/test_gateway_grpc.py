@@ -611,6 +611,19 @@ async def test_health_follows_readiness() -> None:
         )
 
 
+async def test_a_gateway_that_lingers_is_not_ready_and_still_serves() -> None:
+    async with running(gateway={"linger_s": 60}) as cluster, httpx.AsyncClient(base_url=cluster.url) as client:
+        gateway = cluster.gateway
+        assert gateway is not None
+        draining = asyncio.create_task(gateway.drain())
+        await until(lambda: not gateway.readiness().ready)
+        assert (await client.get("/readyz")).status_code == 503
+        body = {"model": "sim-model", "prompt": "still there?", "max_tokens": 4}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+
+
 async def test_a_draining_gateway_refuses_and_finishes_what_it_has(cluster: SimCluster) -> None:
     assert cluster.gateway is not None
     async with channel_to(cluster) as channel:

@@ -25,12 +25,15 @@ from local_machine import (
     shm_files,
     wait_until,
 )
+from otlp_collector import Collector
 
 from kvferry.addresses import free_port
 from kvferry.client import Client
 from kvferry.gateway.key_file import new_key
 from kvferry.local.gateway_door import KEY_VARIABLE
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
+
+MODEL = "SmolLM2-135M-Instruct"  # the default's name, with the twin too
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -45,7 +48,22 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, mo
     # It asks for a key, which commands find in their environment, and the curl line in its shell's.
     key = new_key(tmp_path / "keys.yaml", "acme", "it")
     monkeypatch.setenv(KEY_VARIABLE, key)
-    up = machine.up("--set", f"gateway.keys_file={tmp_path / 'keys.yaml'}", "--set", "log_level=DEBUG")
+    with Collector() as collector:
+        check_up_and_down(machine, collector, tmp_path / "keys.yaml", key)
+
+
+def trace_of(machine: Machine, key: str) -> str:
+    """Of a request that was prefilled on one worker and decoded on another."""
+    body = {"model": MODEL, "prompt": "one two three four five six", "max_tokens": 8}
+    headers = {"x-kvferry-debug": "disaggregate", "authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["traceparent"].split("-")[1]
+
+
+def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, key: str) -> None:
+    settings = (f"gateway.keys_file={keys_file}", "log_level=DEBUG", f"tracing.endpoint={collector.endpoint}")
+    up = machine.up(*(part for setting in settings for part in ("--set", setting)))
     assert up.returncode == 0, up.stdout + up.stderr
 
     # What a newcomer reads.
@@ -73,6 +91,18 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, mo
     with grpc.insecure_channel(member["address"]) as channel, pytest.raises(grpc.RpcError):
         channel.unary_unary("/kvferry.wire.v1.Worker/Describe")(b"", timeout=5)
 
+    # Three processes had a part in it, and one tree tells which.
+    trace_id = trace_of(machine, key)
+    # What ends last in each process.
+    last = {"worker prefill", "worker decode", f"text_completion {MODEL}"}
+    wait_until(
+        lambda: last <= {span.name for span in collector.spans(trace_id)}, timeout_s=30, what="the whole trace arrived"
+    )
+    root = collector.tree(trace_id)
+    assert {span.service for span in root.all()} == {"kvferry-gateway", "kvferry-prefill", "kvferry-decode"}
+    ferry = root.find("decode", "worker decode", "ferry")
+    assert root.start_s < root.find("prefill", "worker prefill").end_s < ferry.start_s < ferry.end_s < root.end_s
+
     # A second up says that one runs, and changes nothing.
     processes = machine.processes()
     again = machine.up()
@@ -90,6 +120,16 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, mo
     assert decode["load"]["prompt_tokens_ferried"] > 0
     assert decode["load"]["ferried_bytes"] > 0
     assert gateway["address"] == f"127.0.0.1:{machine.port}"
+
+    # Prometheus finds everybody through the gateway.
+    targets = httpx.get(f"{machine.url}/kvferry/v1/targets").json()
+    addresses = sorted(member["metrics_address"] for member in status["members"])
+    assert sorted(target["targets"][0] for target in targets) == addresses
+    names = {"gateway": "kvferry_requests_total", "prefill": "kvferry_engine_steps_total"}
+    for target in targets:
+        seen = httpx.get(f"http://{target['targets'][0]}/metrics").text
+        assert names.get(target["labels"]["kind"], "kvferry_ferry_bytes_total") in seen
+
     table = machine.run("status", timeout_s=60).stdout
     for member in status["members"]:
         assert member["member_id"] in table
@@ -108,7 +148,7 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, mo
     assert unknown.returncode == 1
     assert "no gateway remembers the request 'cmpl-unknown'" in unknown.stderr
 
-    # The key is nowhere: not in logs of ours and Ray's, not in etcd's data, in no record, in no process.
+    # The key is nowhere: not in logs of ours and Ray's, not in etcd's data or traces, in no record, in no process.
     searched = [path for path in machine.folder.path.rglob("*") if path.is_file() and not path.is_symlink()]
     names = {path.name for path in searched}
     assert {"cluster.json", "config.yaml", "etcd.log", "deploy.log", "db"} <= names, names
@@ -118,6 +158,8 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, mo
     for process in processes:
         assert secret not in Path(f"/proc/{process.pid}/environ").read_bytes()
     assert secret.decode() not in httpx.get(f"{machine.url}/metrics", trust_env=False).text
+    assert collector.raw
+    assert secret not in b"".join(collector.raw)
 
     # Everything listens on loopback, what Ray and Serve start included.
     ports = listening_ports(processes)

@@ -325,6 +325,29 @@ class TestMessageQueue:
         )
 
 
+class TestSideChannel:
+    """engine/vllm_plugins/side_channel.py"""
+
+    @pytest.mark.parametrize(
+        ("brought", "expected"),
+        [(None, (3, 0, 0, 40)), ({"cpu": 8, "volume": 32}, (3, 8, 32, 0)), ({"cpu": 8}, (3, 8, 0, 32))],
+    )
+    def test_what_the_tiers_did_not_bring_the_ferry_did(
+        self, brought: dict[str, int] | None, expected: tuple[int, ...]
+    ) -> None:
+        from kvferry.engine.base import CachedTokens, PromptSources
+        from kvferry.engine.vllm_plugins.side_channel import cached_tokens
+
+        assert cached_tokens(PromptSources(7, 3, 40), brought) == CachedTokens(*expected)
+
+    def test_parameters_of_several_connectors_are_joined(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+        source = inspect.getsource(MultiConnector._aggregate_request_finished)
+        assert "kv_txfer_params.update(txfer_params)" in source
+        assert "Key clash" in source
+
+
 class TestOutputTap:
     """engine/vllm_output_tap.py"""
 
@@ -620,6 +643,7 @@ class Request(SimpleNamespace):
         super().__init__(
             request_id="r",
             all_token_ids=tokens,
+            prompt_token_ids=tokens[:16],
             cache_salt=salt or None,
             kv_hints=hints,
             kv_transfer_params=None,
@@ -664,6 +688,13 @@ class TestOffloading:
         assert parameters(ask) == ["self", "request", "num_computed_tokens", "max_num_new_tokens"]
         source = inspect.getsource(scheduler.OffloadingConnectorScheduler)
         assert "self._req_status[request.request_id] = req_status" in source
+        ask = scheduler.OffloadingConnectorScheduler.get_external_cache_hit_sources
+        assert parameters(ask) == ["self", "request", "num_external_tokens"]
+        for name in ("request_finished", "request_finished_all_groups"):
+            assert parameters(getattr(OffloadingConnector, name)) == ["self", "request", "block_ids"]
+        assert parameters(OffloadingConnector.update_state_after_alloc) == [
+            "self", "request", "blocks", "num_external_tokens",
+        ]  # fmt: skip
         assert "self._sliding_window_groups: tuple" in source
         assert "req_context: ReqContext" in inspect.getsource(scheduler.RequestOffloadState)
         assert {"group_idx", "tokens_per_chunk", "sliding_window_size_in_chunks"} <= set(
@@ -675,7 +706,7 @@ class TestOffloading:
         tiering = inspect.getsource(TieringOffloadingManager)
         assert "self.primary_tier.complete_store(keys, req_context, success)" in tiering
         assert tiering.count("self.primary_tier.complete_write(") == 2
-        assert {"block_hashes", "all_token_ids", "cache_salt", "kv_hints", "num_tokens"} <= {
+        assert {"block_hashes", "all_token_ids", "prompt_token_ids", "cache_salt", "kv_hints", "num_tokens"} <= {
             *re.findall(r"self\.(\w+)", inspect.getsource(Request.__init__)), *vars(Request)
         }  # fmt: skip
         assert isinstance(KVConnectorFactory._registry, dict)
@@ -800,6 +831,40 @@ class TestOffloading:
         assert KVConnectorFactory.get_connector_class_by_name("TierConnector") is TierConnector
 
 
+class TestTimes:
+    """engine/vllm_plugins/load_times.py, and the statistics of requests that engine/vllm_engine.py reads."""
+
+    def test_connectors_are_told_when_pages_are_waited_for_and_there(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+        from vllm.v1.outputs import KVConnectorOutput
+
+        for name in ("update_state_after_alloc", "update_connector_output", "request_finished"):
+            assert hasattr(KVConnectorBase_V1, name)
+        assert parameters(KVConnectorBase_V1.update_state_after_alloc) == [
+            "self", "request", "blocks", "num_external_tokens",
+        ]  # fmt: skip
+        assert "finished_recving" in {field.name for field in dataclasses.fields(KVConnectorOutput)}
+
+    def test_a_request_has_the_times_that_we_read(self) -> None:
+        from vllm.outputs import RequestOutput
+        from vllm.v1.metrics.stats import RequestStateStats
+
+        from kvferry.engine.vllm_engine import _times
+
+        assert "metrics" in parameters(RequestOutput.__init__)
+        stats = RequestStateStats(queued_ts=1.0, scheduled_ts=2.0, first_token_ts=3.0, last_token_ts=4.0)
+        times = _times(stats, [1.25, 1.75], None)
+        assert times is not None
+        assert (times.queued_s, times.scheduled_s, times.first_token_s, times.last_token_s) == (1.0, 2.0, 3.0, 4.0)
+        assert (times.ferry, times.load) == ((1.25, 1.75), None)
+        assert _times(RequestStateStats(), None, None) is None
+
+    def test_vllm_has_a_registry_of_its_own_metrics(self) -> None:
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        assert callable(get_prometheus_registry().collect)
+
+
 class FakeClient:
     """A KeeperClient whose keeper does nothing by itself."""
 
@@ -895,6 +960,15 @@ class TestKeeperTier:
         assert pages == [(keys[i], expected[i], 10 + i) for i in (0, 2, 3)]
         assert all(type(row) is int for _, _, row in pages)
 
+    def test_what_came_by_the_ferry_is_left_to_the_other_node(self, tier: Any) -> None:
+        request = Request(list(range(40)))
+        request.kv_transfer_params = {"do_remote_prefill": True, "remote_engine_id": "e"}
+        context, keys = context_of(request, 6)
+        request.kv_transfer_params["do_remote_prefill"] = False  # as vLLM does once the ferry had its turn
+        tier.submit_store(self.job(5, keys, list(range(6)), context, load=False))
+        ((_, _, _, pages),) = tier._client.calls
+        assert [key for key, _, _ in pages] == keys[4:]
+
     def test_what_is_kept_already_or_nobodys_ends_at_once(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext
 
@@ -915,7 +989,18 @@ class TestKeeperTier:
         tier._client.held = {keys[0], keys[2]}
         tier.submit_load(self.job(5, keys, [7, 8, 9], context, load=True))
         pages = list(zip(keys, [7, 8, 9], strict=True))
-        assert tier._client.calls == [("load", 5, DEFAULT_NAMESPACE, pages, {keys[1]: "far"})]
+        assert tier._client.calls == [("load", 5, DEFAULT_NAMESPACE, pages, {keys[1]: "far"}, None)]
+
+    def test_a_load_says_whose_trace_it_belongs_to(self, tier: Any) -> None:
+        from kvferry.engine.base import TierHints
+        from kvferry.engine.vllm_plugins.offloading import to_kv_hints
+        from kvferry.tracing import TraceContext
+
+        trace = TraceContext("00-" + 32 * "a" + "-" + 16 * "b" + "-01", "shop=7")
+        context, keys = context_of(Request(list(range(40)), to_kv_hints("r", TierHints(), trace)), 2)
+        tier.submit_load(self.job(5, keys, [7, 8], context, load=True))
+        ((*_, carried),) = tier._client.calls
+        assert carried == trace
 
     def test_what_did_not_load_is_a_miss_for_this_request_from_then_on(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import LookupResult

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 import pytest
 
-from kvferry.addresses import free_port, is_loopback, join_host_port, require_loopback
+from kvferry.addresses import (
+    NODE_ADDRESS_VARIABLE,
+    free_port,
+    is_loopback,
+    join_host_port,
+    node_address,
+    reachable_host,
+    require_loopback,
+)
 from kvferry.errors import ConfigError
 
 
@@ -40,3 +49,10 @@ def test_a_free_port_can_be_bound() -> None:
     port = free_port()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
+
+
+def test_a_node_s_address_is_what_was_said_or_the_way_out() -> None:
+    assert node_address({NODE_ADDRESS_VARIABLE: "10.1.2.3"}) == "10.1.2.3"
+    assert reachable_host("10.9.9.9") == "10.9.9.9"
+    assert ipaddress.ip_address(reachable_host("0.0.0.0"))
+    assert not ipaddress.ip_address(node_address({})).is_unspecified

@@ -112,7 +112,7 @@ def test_a_configuration_cannot_be_changed() -> None:
         ),
         ({"tier": {"cpu_gib": float("inf")}}, ["tier.cpu_gib", "finite"]),
         ({"tier": {"socket_dir": "run"}}, ["tier.socket_dir", "absolute path"]),
-        ({"tier": {"socket_dir": "/" + "d" * 80}}, ["tier.socket_dir", "at most 67 bytes"]),
+        ({"tier": {"socket_dir": "/" + "d" * 95}}, ["tier.socket_dir", "at most 95 bytes"]),
         ({"tier": {"host": "0.0.0.0"}}, ["tier.host", "0.0.0.0", "loopback"]),
         ({"name": "No Spaces"}, ["name", "'No Spaces'", "pattern"]),
         ({"gateway": 5}, ["gateway", "5"]),
@@ -304,3 +304,23 @@ def test_the_link_is_one_of_two() -> None:
 
 def test_an_unknown_tls_key_is_named() -> None:
     assert "server_name" in fault(worker={"tls": {"servername": "x"}})
+
+
+def test_auto_is_the_address_of_each_node() -> None:
+    hosts = {"gateway": {"host": "auto"}, "worker": {"host": "auto"}, "engine": {"side_channel_host": "auto"}}
+    config = parse({"insecure": True, **hosts})
+    here = config.on_node("10.0.0.7")
+    assert (here.gateway.host, here.worker.host, here.engine.side_channel_host) == ("10.0.0.7",) * 3
+    assert here.tier.host == "127.0.0.1"
+    # It is not loopback, so it needs what other addresses need.
+    assert "worker.host" in fault(worker={"host": "auto"})
+
+
+def test_a_role_has_an_engine_of_its_own_where_it_says_so() -> None:
+    config = parse(
+        {"engine": {"max_num_seqs": 32}, "decode": {"engine": {"max_num_seqs": 256, "enforce_eager": False}}}
+    )
+    assert config.engine_of("prefill").max_num_seqs == 32
+    assert config.engine_of("decode").max_num_seqs == 256
+    assert config.engine_of("decode").enforce_eager is False
+    assert "decode.engine.block_size" in fault(decode={"engine": {"block_size": 16}})

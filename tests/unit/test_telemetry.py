@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry import telemetry
+from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
 from kvferry.router.placement import Reason
-from kvferry.telemetry import ENDPOINTS, FALLBACK_CAUSES, PLACEMENT_REASONS, Metrics, WorkerSample
+from kvferry.telemetry import (
+    CATALOGUE,
+    ENDPOINTS,
+    FALLBACK_CAUSES,
+    PLACEMENT_REASONS,
+    REFUSAL_CODES,
+    STATUSES,
+    Exporter,
+    Exposition,
+    Kind,
+    Metric,
+    Metrics,
+    Reading,
+    VolumeSample,
+    WorkerSample,
+)
+from kvferry.tier.breaker import BreakerState
+from kvferry.tier.lane import Cause
+from kvferry.tier.outcome import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SAMPLE = WorkerSample(
     worker_id="decode-1",
@@ -33,7 +59,12 @@ def rows(metrics: Metrics) -> dict[str, float]:
 @pytest.mark.parametrize(
     "series",
     [
-        *(f'kvferry_requests_total{{endpoint="{endpoint}",status="200"}}' for endpoint in ENDPOINTS),
+        *(
+            f'kvferry_requests_total{{endpoint="{endpoint}",status="{status}"}}'
+            for endpoint in ENDPOINTS
+            for status in STATUSES
+        ),
+        *(f'kvferry_requests_refused_total{{code="{code}"}}' for code in REFUSAL_CODES),
         *(f'kvferry_placements_total{{reason="{reason}"}}' for reason in PLACEMENT_REASONS),
         *(f'kvferry_prefill_fallbacks_total{{cause="{cause}"}}' for cause in FALLBACK_CAUSES),
         "kvferry_requests_in_flight",
@@ -54,20 +85,92 @@ def test_every_reason_of_placement_is_a_series() -> None:
     assert set(PLACEMENT_REASONS) == {reason.value for reason in Reason}
 
 
-def test_names_follow_the_conventions_of_prometheus() -> None:
-    families = list(text_string_to_metric_families(Metrics(lambda: [SAMPLE]).render().decode()))
-    names = {family.name for family in families if not family.name.endswith("_created")}
-    assert "kvferry_worker_connected" in names
-    for family in families:
-        assert re.fullmatch(r"kvferry_[a-z][a-z0-9_]*", family.name)
-        assert family.documentation.endswith(".")
-        assert not re.search(r"_(ms|millis|milliseconds|kb|mb|percent)(_|$)", family.name), "base units only"
-        if family.type == "counter":
-            assert all(sample.name.endswith(("_total", "_created")) for sample in family.samples)
-        elif not family.name.endswith("_created"):
-            assert not family.name.endswith("_total")
-        if family.type == "histogram":
-            assert family.name.endswith("_seconds")
+def test_the_catalogue_follows_the_conventions_of_prometheus() -> None:
+    names = [metric.name for metric in CATALOGUE]
+    assert len(set(names)) == len(names)
+    for metric in CATALOGUE:
+        assert re.fullmatch(r"kvferry_[a-z][a-z0-9_]*", metric.name)
+        assert metric.help.endswith("."), metric.name
+        assert not re.search(r"_(ms|millis|milliseconds|kb|mb|gib|percent)(_|$)", metric.name), "base units only"
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert not metric.name.endswith(("_count", "_sum", "_bucket", "_created", "_info"))
+        if metric.kind in (Kind.HISTOGRAM, Kind.SUMMARY):
+            assert metric.name.endswith("_seconds")
+        for unit in ("seconds", "bytes"):
+            if metric.unit == unit:
+                assert f"_{unit}" in metric.name, f"{metric.name} does not say that it is in {unit}"
+        assert (metric.kind is Kind.HISTOGRAM) == bool(metric.buckets)
+        assert list(metric.buckets) == sorted(metric.buckets)
+        labels = [label.name for label in metric.labels]
+        assert len(set(labels)) == len(labels)
+        own = {"instance", "job", "le", "quantile", "member", "kind", "node"}
+        assert not own & set(labels), "Prometheus's own, and those of targets"
+
+
+def test_labels_have_the_values_that_the_code_gives_them() -> None:
+    assert set(telemetry.PAGE_OUTCOMES) == {*Outcome, *Cause}
+    assert set(telemetry.VERIFICATION_FAILURES) < set(Outcome)
+    assert set(telemetry.BREAKER_STATES) == set(BreakerState)
+    assert list(telemetry.PROMPT_SOURCES) == [field.name for field in dataclasses.fields(PromptSources)]
+    assert list(telemetry.CACHE_TIERS) == [field.name for field in dataclasses.fields(CachedTokens)]
+    assert set(FinishReason) < set(telemetry.END_REASONS)
+
+
+def test_nobody_makes_metrics_outside_the_catalogue() -> None:
+    importers = set()
+    for file in (ROOT / "services" / "kvferry").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if any((module or "").split(".")[0] == "prometheus_client" for module in modules):
+                importers.add(file.name)
+    assert importers == {"telemetry.py"}
+
+
+def test_what_is_not_in_the_catalogue_cannot_be_made() -> None:
+    exposition = Exposition(Exporter.GATEWAY)
+    own = Metric("kvferry_own_total", Kind.COUNTER, "things", Exporter.GATEWAY, "Not there.")
+    with pytest.raises(ValueError, match="kvferry_own_total: not a counter of a gateway"):
+        exposition.counter(own)
+    with pytest.raises(ValueError, match="kvferry_engine_steps_total: not a counter of a gateway"):
+        exposition.counter(telemetry.ENGINE_STEPS)
+    with pytest.raises(ValueError, match="kvferry_requests_total: not a gauge of a gateway"):
+        exposition.gauge(telemetry.REQUESTS)
+    exposition.counter(telemetry.REQUESTS)
+    with pytest.raises(ValueError, match="was made already"):
+        exposition.counter(telemetry.REQUESTS)
+
+
+def test_a_gateway_makes_all_its_metrics() -> None:
+    metrics = Metrics()
+    assert metrics.exposition.missing == frozenset()
+    families = list(text_string_to_metric_families(metrics.render().decode()))
+    names = {family.name + "_total" * (family.type == "counter") for family in families}
+    assert names == {metric.name for metric in CATALOGUE if metric.exporter is Exporter.GATEWAY}
+
+
+def test_of_each_volume_every_series_that_is_known_is_there() -> None:
+    readings: list[Reading] = []
+    exposition = Exposition(Exporter.KEEPER, {"keeper": "k-1"})
+    exposition.read((telemetry.TIER_BYTES,), lambda: readings)
+    assert b"volume" not in exposition.render()
+    readings.append(Reading(telemetry.TIER_BYTES, ("v-1", "read"), 7))
+    lines = exposition.render().decode().splitlines()
+    assert 'kvferry_tier_bytes_total{direction="read",keeper="k-1",volume="v-1"} 7.0' in lines
+    assert 'kvferry_tier_bytes_total{direction="write",keeper="k-1",volume="v-1"} 0.0' in lines
+    assert sum("v-1" in line for line in lines) == 2
+
+
+def test_the_page_is_that_of_the_catalogue() -> None:
+    spec = importlib.util.spec_from_file_location("generate_metrics_doc", ROOT / "tools" / "generate_metrics_doc.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = tool.page()
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == page, "run `make metrics-doc`"
+    for metric in CATALOGUE:
+        assert f"| `{metric.name}` |" in page
 
 
 def test_what_a_worker_reports_is_read_when_scraped() -> None:
@@ -88,6 +191,16 @@ def test_what_a_worker_reports_is_read_when_scraped() -> None:
     assert seen[by_source] == 41
     samples.clear()
     assert not any("decode-1" in name for name in rows(metrics)), "a worker that left is no series"
+
+
+def test_what_keepers_report_is_read_when_scraped() -> None:
+    metrics = Metrics(read_volumes=lambda: [VolumeSample("v-1", "k-1", False, True, 2, 3, 4096, 8192, 10, 2.5)])
+    seen, labels = rows(metrics), 'keeper="k-1",volume="v-1"'
+    assert seen[f"kvferry_volume_readable{{{labels}}}"] == 0
+    assert seen[f"kvferry_volume_writable{{{labels}}}"] == 1
+    assert seen[f"kvferry_volume_breaker_trips_total{{{labels}}}"] == 2
+    assert seen[f"kvferry_volume_pages{{{labels}}}"] == 3
+    assert seen[f"kvferry_volume_read_bytes_per_second{{{labels}}}"] == 2.5
 
 
 def test_two_gateways_in_one_process_do_not_share_numbers() -> None:

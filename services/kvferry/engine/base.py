@@ -11,7 +11,7 @@ Who owns what:
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
@@ -19,6 +19,7 @@ import msgspec
 
 from kvferry.errors import InvalidRequest
 from kvferry.tier.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.tracing import TraceContext
 
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
@@ -134,6 +135,7 @@ class EngineRequest:
     continued: Continued | None = None
     parse: Parse | None = None
     tier: TierHints | None = None  # None: the default namespace, and nothing known of volumes
+    trace: TraceContext | None = None  # whose child anything done for it is; None: nobody traces it
 
 
 def check_continued(request: EngineRequest) -> None:
@@ -193,13 +195,30 @@ class CachedTokens:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """When what happened to a request, in seconds of `time.monotonic` on this machine.
+
+    `ferry` and `load` are begin and end of waiting for pages: of another engine, and of slower tiers.
+    """
+
+    queued_s: float
+    scheduled_s: float  # its prompt, or what was left of it, began to be computed
+    first_token_s: float
+    last_token_s: float
+    ferry: tuple[float, float] | None = None
+    load: tuple[float, float] | None = None
+
+
 @dataclass(slots=True)
 class EngineOutput:
     """What one engine step added to one request: new tokens and new text only, never the whole.
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then the alternatives, most likely first.
     `text` may lag behind `token_ids` (a character may need several tokens; a stop string may still be matching).
-    `finish_reason`, `stop_reason`, `sources` and `transfer_params` are set on the last output only.
+    `finish_reason`, `stop_reason`, `sources`, `cached`, `transfer_params` and `times` are set on the last output only;
+    `cached` says of the tokens that `sources` does not call computed where they were, and `times` never leaves the
+    worker.
     `delta` is what the parser made of the text, for requests with `parse`; `text` is then still the raw text.
     """
 
@@ -209,8 +228,10 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     sources: PromptSources | None = None
+    cached: CachedTokens | None = None
     transfer_params: TransferParams | None = None
     delta: AnswerDelta | None = None
+    times: EngineTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +261,16 @@ class EngineLoad:
     ferried_bytes: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0  # finished; one that stands still while requests wait is an engine that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class FerryStats:
+    """Transfers of pages from other engines to this one, since it started."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0  # summed
+    num_failed: Mapping[str, int] = field(default_factory=dict)  # by cause (telemetry.FERRY_FAILURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +349,12 @@ class Engine(Protocol):
         ...
 
     def load(self) -> EngineLoad: ...
+
+    def ferry_stats(self) -> FerryStats: ...
+
+    def own_metrics(self) -> Iterable[Any]:
+        """Prometheus metric families that the engine makes itself, outside our catalogue. May be slow to make."""
+        ...
 
     async def check_health(self) -> None:
         """Raises EngineDead once the engine is gone for good."""

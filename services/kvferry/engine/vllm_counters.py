@@ -25,7 +25,11 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         self.cached_tokens = CachedTokens()
         self.num_generated_tokens = 0
         self.ferried_bytes = 0
+        self.num_transfers = 0
+        self.transfer_s = 0.0
         self.num_failed_transfers = 0
+        self.num_failed_handshakes = 0
+        self.num_ended_leases = 0
         self.num_steps = 0
 
     def record(
@@ -61,7 +65,12 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Of the ferry: alone, or under its name where several connectors are joined."""
         transfers = stats.get("FerryConnector", stats)
         self.ferried_bytes += int(sum(transfers.get("bytes_transferred", ())))
+        durations_s = transfers.get("transfer_duration", ())
+        self.num_transfers += len(durations_s)
+        self.transfer_s += sum(durations_s)
         self.num_failed_transfers += len(transfers.get("num_failed_transfers", ()))
+        self.num_failed_handshakes += len(transfers.get("num_failed_handshakes", ()))
+        self.num_ended_leases += len(transfers.get("num_kv_expired_reqs", ()))
 
     def log_engine_initialized(self) -> None:
         """Nothing to announce: the worker says when it serves."""

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,14 @@ from kvferry.engine.base import (
     EngineLoad,
     EngineOutput,
     EngineRequest,
+    EngineTimes,
+    FerryStats,
     FinishReason,
     KvEventBatch,
     PromptSources,
     RequestId,
     Sampling,
+    TierHints,
     TokenLogprob,
     TransferParams,
     check_continued,
@@ -250,6 +253,8 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from kvferry.engine.vllm_continuation import rest_of
+        from kvferry.engine.vllm_plugins.load_times import take_times
+        from kvferry.engine.vllm_plugins.side_channel import CACHED_PARAMETER, cached_tokens
         from kvferry.engine.vllm_sampling import to_vllm
 
         llm, request_id = self._llm, request.request_id
@@ -273,10 +278,10 @@ class VllmEngine:
                 whole = params if continued is None else to_vllm(request.sampling, transfer_params=None)
                 begun = self._parsers.begin(request, whole)
                 answer, more = begun.answer, dict(begun.engine_arguments)
-            if request.tier is not None and self._tier.enabled:
+            if self._tier.enabled and (request.tier is not None or request.trace is not None):
                 from kvferry.engine.vllm_plugins.offloading import to_kv_hints
 
-                more["kv_hints"] = to_kv_hints(request_id, request.tier)
+                more["kv_hints"] = to_kv_hints(request_id, request.tier or TierHints(), request.trace)
             async for output in llm.generate(prompt, params, request_id, **more):
                 completion = output.outputs[0]
                 token_ids = completion.token_ids
@@ -293,7 +298,11 @@ class VllmEngine:
                         raise EngineError(f"the engine ended the request with {completion.finish_reason!r}")
                     result.stop_reason = completion.stop_reason
                     result.sources = self._tap.take(request_id) or PromptSources()
-                    result.transfer_params = output.kv_transfer_params
+                    transfer_params, ferry, load = take_times(output.kv_transfer_params)
+                    brought = transfer_params.pop(CACHED_PARAMETER, None) if transfer_params is not None else None
+                    result.cached = cached_tokens(result.sources, brought)
+                    result.transfer_params = transfer_params or None
+                    result.times = _times(output.metrics, ferry, load)
                 if answer is not None and result.finish_reason is not FinishReason.ABORT:
                     result.delta = answer.take(token_ids, completion.text, finished=finished)
                 yield result
@@ -351,6 +360,24 @@ class VllmEngine:
             num_generated_tokens=counters.num_generated_tokens,
             num_steps=counters.num_steps,
         )
+
+    def ferry_stats(self) -> FerryStats:
+        counters = self._counters
+        return FerryStats(
+            counters.num_transfers,
+            counters.ferried_bytes,
+            counters.transfer_s,
+            {
+                "transfer": counters.num_failed_transfers,
+                "handshake": counters.num_failed_handshakes,
+                "lease_ended": counters.num_ended_leases,
+            },
+        )
+
+    def own_metrics(self) -> Iterable[Any]:
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return (family for family in get_prometheus_registry().collect() if family.name.startswith("vllm:"))
 
     async def check_health(self) -> None:
         if self._llm is None or self._llm.errored:
@@ -429,6 +456,20 @@ def describe(vllm_config: Any, engine_id: EngineId, model_folder: str, *, cpu_by
         num_pages=cache.num_gpu_blocks,
         kv_cache_dtype=str(dtype).removeprefix("torch."),
         num_cpu_pages=cpu_bytes // (per_token * cache.block_size),
+    )
+
+
+def _times(stats: Any, ferry: Any, load: Any) -> EngineTimes | None:
+    """From vLLM's statistics of a request, in its core's monotonic clock; None for one that never began."""
+    if stats is None or not stats.first_token_ts:
+        return None
+    return EngineTimes(
+        stats.queued_ts,
+        stats.scheduled_ts,
+        stats.first_token_ts,
+        stats.last_token_ts,
+        tuple(ferry) if ferry is not None else None,
+        tuple(load) if load is not None else None,
     )
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from kvferry.config import GatewayConfig
-from kvferry.errors import NotReady, Overloaded
+from kvferry.errors import KvferryError, NotReady, Overloaded
+from kvferry.gateway.request_trace import RequestTrace
 from kvferry.telemetry import Metrics
+from kvferry.tracing import Tracing
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -27,9 +30,27 @@ class Readiness(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Visit:
-    """One request from its arrival to its end; `status` is the HTTP status it is counted under."""
+    """One request from its arrival to its end; `status` is the HTTP status it is counted under.
+
+    `trace` is set by whoever knows its headers, where requests are traced.
+    """
 
     status: str = "500"
+    trace: RequestTrace | None = None
+    error: KvferryError | None = None
+
+    def failed(self, error: KvferryError) -> None:
+        """It is answered with this error."""
+        self.status = str(error.http_status)
+        self.error = error
+        if self.trace is not None:
+            self.trace.failed(error)
+
+    def left(self, error: BaseException) -> None:
+        """Nobody is there to be answered any more, or nobody reads."""
+        self.status = "499"
+        if self.trace is not None:
+            self.trace.failed(error)
 
 
 class Admission:
@@ -40,6 +61,7 @@ class Admission:
         self.num_in_flight = 0
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()
+        self.tracing: Tracing | None = None
         self._max_requests = config.max_requests
         self._metrics = metrics
         self._read_readiness = read_readiness
@@ -51,6 +73,7 @@ class Admission:
     def visit(self, endpoint: str) -> Iterator[Visit]:
         """Count a request while it is here, and its status when it leaves."""
         visit = Visit()
+        begun_s = time.perf_counter()
         self.num_in_flight += 1
         self.idle.clear()
         self._metrics.requests_in_flight.inc()
@@ -62,6 +85,11 @@ class Admission:
                 self.idle.set()
             self._metrics.requests_in_flight.dec()
             self._metrics.requests.labels(endpoint=endpoint, status=visit.status).inc()
+            self._metrics.request_seconds[endpoint].observe(time.perf_counter() - begun_s)
+            if visit.error is not None:
+                self._metrics.note_refusal(visit.error.code)
+            if visit.trace is not None:
+                visit.trace.end(visit.status)
 
     def check(self, *, can_render: bool) -> None:
         """Raises NotReady or Overloaded for the request of the visit that just began."""

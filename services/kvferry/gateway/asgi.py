@@ -32,8 +32,10 @@ from kvferry.gateway.answers import DONE, error_body, error_chunk
 from kvferry.gateway.connection import Exchange, exchange_of
 from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.outlet import Outlet, open_outlet
+from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
-from kvferry.telemetry import Metrics
+from kvferry.telemetry import CONTENT_TYPE, Metrics
+from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class HttpApp:
         admission: Admission,
         read_readiness: Callable[[], Readiness],
         access: Access,
+        read_targets: Callable[[], Awaitable[bytes]],
     ) -> None:
         self.openai: OpenAI | None = None
         self.max_model_len: int | None = None
@@ -83,6 +86,7 @@ class HttpApp:
         self._served_name = served_name
         self._metrics = metrics
         self._read_readiness = read_readiness
+        self._read_targets = read_targets
         self._started_unix_s = int(time.time())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -110,8 +114,13 @@ class HttpApp:
                     _allow(method, "GET")
                     if not self._access.metrics_are_open:
                         self._identify(scope)
-                    kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+                    kind = (b"content-type", CONTENT_TYPE.encode())
                     await _respond(send, 200, self._metrics.render(), [kind])
+                case "/kvferry/v1/targets":
+                    _allow(method, "GET")
+                    if not self._access.metrics_are_open:
+                        self._identify(scope)
+                    await _respond(send, 200, await self._read_targets())
                 case _ if path.startswith(EXPLAIN_PATH):
                     _allow(method, "GET")
                     found = self._explain(path.removeprefix(EXPLAIN_PATH), self._identify(scope))
@@ -157,6 +166,8 @@ class HttpApp:
 
     async def _generate(self, endpoint: str, scope: Message, receive: Receive, send: Send) -> None:
         with self._admission.visit(endpoint) as visit:
+            if self._admission.tracing is not None:
+                visit.trace = self._begin_trace(self._admission.tracing, endpoint, scope)
             try:
                 _allow(scope["method"], "POST")
                 tenant = self._identify(scope)
@@ -165,13 +176,15 @@ class HttpApp:
                 raw = await self._read_body(scope, exchange, receive)
                 debug = _read_debug(scope["headers"])
                 async with _Presence(exchange, receive) as presence:
-                    await self._serve(endpoint, raw, exchange, send, presence, tenant=tenant, debug=debug)
+                    await self._serve(
+                        endpoint, raw, exchange, send, presence, tenant=tenant, debug=debug, trace=visit.trace
+                    )
                 visit.status = "200"
-            except _ClientGone:
-                visit.status = "499"
+            except _ClientGone as error:
+                visit.left(error)
                 self._metrics.cancelled.inc()
-            except _ClientSlow:
-                visit.status = "499"
+            except _ClientSlow as error:
+                visit.left(error)
                 self._metrics.slow_clients.inc()
                 log.warning(
                     "a client of %s left more than %d bytes of its answer unread and was cut",
@@ -179,14 +192,20 @@ class HttpApp:
                     self._config.max_write_buffer_bytes,
                 )
             except (BodyTooLarge, BodyTimeout) as error:
-                visit.status = str(error.http_status)
+                visit.failed(error)
                 await _refuse_body(receive, send, error)
             except KvferryError as error:
-                visit.status = str(error.http_status)
-                await _respond_error(send, error)
+                visit.failed(error)
+                await _respond_error(send, error, visit.trace)
             except Exception:
                 log.exception("a request to %s failed", scope["path"])
-                await _respond_error(send, EngineError("the gateway failed on this request; its log says why"))
+                fault = EngineError("the gateway failed on this request; its log says why")
+                visit.failed(fault)
+                await _respond_error(send, fault, visit.trace)
+
+    def _begin_trace(self, tracing: Tracing, endpoint: str, scope: Message) -> RequestTrace:
+        attributes = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
+        return begin_trace(tracing, trace_headers(scope["headers"]), endpoint, self._served_name, attributes)
 
     async def _serve(
         self,
@@ -198,6 +217,7 @@ class HttpApp:
         *,
         tenant: Tenant,
         debug: Debug,
+        trace: RequestTrace | None,
     ) -> None:
         """Answer. Raises a KvferryError while no byte was sent."""
         assert self.openai is not None
@@ -206,19 +226,19 @@ class HttpApp:
         outlet: Outlet | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await read(raw, tenant=tenant, debug=debug)
-                request_id = (b"x-request-id", answer.answer_id.encode())
+                answer = await read(raw, tenant=tenant, debug=debug, trace=trace)
+                named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
                     body = await answer.whole()
                     if exchange is not None:
-                        await exchange.respond(200, _with_length(body, [_JSON, request_id]), body)
+                        await exchange.respond(200, _with_length(body, [_JSON, *named]), body)
                     else:
-                        await _respond(send, 200, body, [_JSON, request_id])
+                        await _respond(send, 200, body, [_JSON, *named])
                     return
                 outlet = open_outlet(
                     exchange,
                     send,
-                    [*_STREAM_HEADERS, request_id],
+                    [*_STREAM_HEADERS, *named],
                     self._config.max_write_buffer_bytes,
                     lambda: presence.end(_ClientSlow()),
                 )
@@ -227,6 +247,8 @@ class HttpApp:
             error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
             if outlet is None or not outlet.started:
                 raise error from None
+            if trace is not None:
+                trace.failed(error)
             # Perhaps the time ran out because the client does not read: it must not keep its place for that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
@@ -333,8 +355,13 @@ def _with_length(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Sequenc
     return [*headers, (b"content-length", str(len(body)).encode())]
 
 
-async def _respond_error(send: Send, error: KvferryError) -> None:
-    headers = [_JSON]
+def _trace_headers(trace: RequestTrace | None) -> list[tuple[bytes, bytes]]:
+    """How the client finds its request among the traces."""
+    return [] if trace is None else [(name.encode(), value.encode()) for name, value in trace.headers.items()]
+
+
+async def _respond_error(send: Send, error: KvferryError, trace: RequestTrace | None = None) -> None:
+    headers = [_JSON, *_trace_headers(trace)]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Unauthenticated):

@@ -14,6 +14,7 @@ from msgspec import structs
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, RequestId
 from kvferry.errors import EngineError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
+from kvferry.gateway.request_trace import RequestTrace, Take, TakeText
 from kvferry.gateway.tenants import Tenant
 from kvferry.router.dispatch import Dispatcher, Journey
 from kvferry.telemetry import Metrics
@@ -70,10 +71,15 @@ class Generation:
         *,
         tenant: Tenant,
         may_be_alone: bool = True,
+        trace: RequestTrace | None = None,
     ) -> None:
         """`num_prompt_tokens` counts each prompt once. Not `may_be_alone`: prefill workers compute the prompts."""
         self.requests = requests
-        self.journeys = [Journey(tenant=tenant.name) for _ in requests]
+        self._trace = trace
+        span = trace.span if trace is not None else None
+        if span is not None:
+            span.set({"kvferry.tenant": tenant.name})
+        self.journeys = [Journey(tenant=tenant.name, trace=span) for _ in requests]
         self.choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
         self._num_prompt_tokens = num_prompt_tokens
         self._dispatcher = dispatcher
@@ -85,7 +91,7 @@ class Generation:
     async def run(self, sinks: Sequence[Sink]) -> None:
         """All choices at once; the first failure ends the answer. Raises KvferryError."""
         if len(sinks) == 1:
-            await self._dispatch(self.requests[0], self.journeys[0], sinks[0])
+            await self._dispatch(0, sinks[0])
         else:
             await self._run_several(sinks)
         self._settle()
@@ -108,14 +114,19 @@ class Generation:
         ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
         return {**journey_values(self.journeys[0]), "ttft_ms": ttft_ms}
 
-    async def _dispatch(self, request: EngineRequest, journey: Journey, sink: Sink) -> None:
-        await self._dispatcher.run(request, journey, sink.take, sink.take_text, may_be_alone=self._may_be_alone)
+    def failed(self, error: BaseException) -> None:
+        """The answer had begun, and ends with this error."""
+        if self._trace is not None:
+            self._trace.failed(error)
+
+    async def _dispatch(self, index: int, sink: Sink) -> None:
+        takers: tuple[Take, TakeText] = (sink.take, sink.take_text)
+        if self._trace is not None:
+            takers = self._trace.listen(index, *takers)
+        await self._dispatcher.run(self.requests[index], self.journeys[index], *takers, may_be_alone=self._may_be_alone)
 
     async def _run_several(self, sinks: Sequence[Sink]) -> None:
-        tasks = [
-            asyncio.create_task(self._dispatch(request, journey, sink))
-            for request, journey, sink in zip(self.requests, self.journeys, sinks, strict=True)
-        ]
+        tasks = [asyncio.create_task(self._dispatch(index, sink)) for index, sink in enumerate(sinks)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -132,6 +143,15 @@ class Generation:
         num_after_first = max(choice.num_tokens for choice in self.choices) - 1
         if self._first_token_s is not None and num_after_first > 0:
             self._metrics.inter_token.observe((time.perf_counter() - self._first_token_s) / num_after_first)
+        if self._trace is not None:
+            first_s = self._first_token_s
+            self._trace.answered(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                generated_tokens=usage.completion_tokens,
+                finish_reasons=[choice.finish_reason for choice in self.choices],
+                first_token_s=None if first_s is None else first_s - self._started_s,
+            )
 
 
 class Gathered:

@@ -18,9 +18,11 @@ from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.grpc_errors import status_of
 from kvferry.gateway.inference import Chunks, Inference, InferenceAnswer
+from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.telemetry import Metrics
+from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 REQUEST_ID = "x-request-id"
+# Calls that reach workers; others are over before anybody would look.
+_TRACED = frozenset({"grpc_generate", "grpc_generate_stream"})
 DEBUG = "x-kvferry-debug"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,12 +53,14 @@ class GrpcEndpoint:
         admission: Admission,
         read_readiness: Callable[[], Readiness],
         access: Access,
+        served_name: str,
     ) -> None:
         self.inference: Inference | None = None
         self.port = 0
         self._config = config
         self._metrics = metrics
         self._admission = admission
+        self._served_name = served_name
         self._access = access
         self._read_readiness = read_readiness
         self._health = _Health(self._is_ready)
@@ -119,9 +125,8 @@ class GrpcEndpoint:
     # What clients call.
 
     async def _serve_generate(self, raw: bytes, context: Context) -> pb.GenerateResponse:
-        async def answer(inference: Inference, tenant: Tenant) -> pb.GenerateResponse:
-            answer = await inference.generate(raw, tenant=tenant, disaggregate=_wants_disaggregation(context))
-            await context.send_initial_metadata(((REQUEST_ID, answer.answer_id),))
+        async def answer(inference: Inference, tenant: Tenant, trace: RequestTrace | None) -> pb.GenerateResponse:
+            answer = await self._begin(inference, raw, tenant, trace, context)
             return await answer.whole()
 
         return await self._admitted("grpc_generate", raw, context, answer)
@@ -129,31 +134,45 @@ class GrpcEndpoint:
     # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector, and the request
     # with it.
     async def _serve_stream(self, raw: bytes, context: Context) -> None:
-        async def answer(inference: Inference, tenant: Tenant) -> None:
-            answer = await inference.generate(raw, tenant=tenant, disaggregate=_wants_disaggregation(context))
-            await context.send_initial_metadata(((REQUEST_ID, answer.answer_id),))
+        async def answer(inference: Inference, tenant: Tenant, trace: RequestTrace | None) -> None:
+            answer = await self._begin(inference, raw, tenant, trace, context)
             with _UntilSlow() as until_slow:
                 await _send(answer, Chunks(self._config.max_write_buffer_bytes, until_slow.tell), context)
 
         await self._admitted("grpc_generate_stream", raw, context, answer)
 
     async def _serve_tokenize(self, raw: bytes, context: Context) -> pb.TokenizeResponse:
-        async def answer(inference: Inference, tenant: Tenant) -> pb.TokenizeResponse:
+        async def answer(inference: Inference, tenant: Tenant, _: RequestTrace | None) -> pb.TokenizeResponse:
             return await inference.tokenize(raw)
 
         return await self._admitted("grpc_tokenize", raw, context, answer)
 
     async def _serve_models(self, raw: bytes, context: Context) -> pb.ListModelsResponse:
-        async def answer(inference: Inference, tenant: Tenant) -> pb.ListModelsResponse:
+        async def answer(inference: Inference, tenant: Tenant, _: RequestTrace | None) -> pb.ListModelsResponse:
             return inference.models()
 
         return await self._admitted("grpc_list_models", raw, context, answer)
 
+    async def _begin(
+        self, inference: Inference, raw: bytes, tenant: Tenant, trace: RequestTrace | None, context: Context
+    ) -> InferenceAnswer:
+        disaggregate = _wants_disaggregation(context)
+        answer = await inference.generate(raw, tenant=tenant, disaggregate=disaggregate, trace=trace)
+        traced = trace.headers.items() if trace is not None else ()
+        await context.send_initial_metadata(((REQUEST_ID, answer.answer_id), *traced))
+        return answer
+
     async def _admitted(
-        self, endpoint: str, raw: bytes, context: Context, answer: Callable[[Inference, Tenant], Awaitable[R]]
+        self,
+        endpoint: str,
+        raw: bytes,
+        context: Context,
+        answer: Callable[[Inference, Tenant, RequestTrace | None], Awaitable[R]],
     ) -> R:
         """`answer`, for somebody who may ask now, within its time; errors become statuses."""
         with self._admission.visit(endpoint) as visit:
+            if self._admission.tracing is not None and endpoint in _TRACED:
+                visit.trace = self._begin_trace(self._admission.tracing, endpoint, context)
             try:
                 tenant = self._identify(context)
                 inference = self.inference
@@ -163,27 +182,40 @@ class GrpcEndpoint:
                     raise BodyTooLarge(
                         f"the message is {len(raw)} bytes; the limit is {self._config.max_body_bytes}", param="message"
                     )
-                answered = await self._in_time(answer(inference, tenant), context.time_remaining())
+                answered = await self._in_time(answer(inference, tenant, visit.trace), context.time_remaining())
                 visit.status = "200"
                 return answered
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
                 # By gRPC: the client cancelled, left, or its deadline passed.
-                visit.status = "499"
+                visit.left(error)
                 self._metrics.cancelled.inc()
                 raise
-            except _ClientSlow:
-                visit.status = "499"
+            except _ClientSlow as error:
+                visit.left(error)
                 self._metrics.slow_clients.inc()
                 unread = f"more than {self._config.max_write_buffer_bytes} bytes of the answer were left unread"
                 log.warning("a client of %s was cut: %s", endpoint, unread)
                 await context.abort(grpc.StatusCode.ABORTED, unread)
                 raise
             except KvferryError as error:
-                visit.status = str(error.http_status)
+                visit.failed(error)
                 await _abort(context, error)
             except Exception:
                 log.exception("a call of %s failed", endpoint)
-                await _abort(context, EngineError("the gateway failed on this request; its log says why"))
+                fault = EngineError("the gateway failed on this request; its log says why")
+                visit.failed(fault)
+                await _abort(context, fault)
+
+    def _begin_trace(self, tracing: Tracing, endpoint: str, context: Context) -> RequestTrace:
+        metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        is_stream = endpoint == "grpc_generate_stream"
+        attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": SERVICE,
+            "rpc.method": "GenerateStream" if is_stream else "Generate",
+            "gen_ai.request.stream": is_stream,
+        }
+        return begin_trace(tracing, metadata, endpoint, self._served_name, attributes)
 
     async def _in_time(self, answer: Awaitable[R], remaining_s: float | None) -> R:
         """Raises DeadlineExceeded when the gateway's time or the call's is over."""
@@ -313,8 +345,8 @@ def _options(config: GatewayConfig) -> tuple[tuple[str, int], ...]:
     return (
         # Up to this, a message that is too large is refused by name; beyond it, by gRPC.
         ("grpc.max_receive_message_length", 2 * config.max_body_bytes),
-        # Several gateways of one node share the port; one that is alone must not share it unawares.
-        ("grpc.so_reuseport", int(config.replicas > 1 and config.grpc_port != 0)),
+        # As HTTP's: several gateways of one node share the port, and so do one that comes and one that goes.
+        ("grpc.so_reuseport", int(config.grpc_port != 0)),
         # A client that vanished is found within a minute, and its requests end.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),

@@ -14,12 +14,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
 
 from kvferry import __version__
-from kvferry.addresses import join_host_port
+from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimRenderer
@@ -32,8 +32,10 @@ from kvferry.gateway.connection import HttpProtocol
 from kvferry.gateway.grpc_server import GrpcEndpoint
 from kvferry.gateway.inference import Inference
 from kvferry.gateway.openai import OpenAI
+from kvferry.gateway.targets import Targets
 from kvferry.gateway.tls import GatewayTls
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
+from kvferry.metrics_listener import MetricsListener, Server
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.keeper_stream import follow_over
@@ -41,7 +43,8 @@ from kvferry.router.keepers import Keepers, keeper_of, volume_of
 from kvferry.router.policy import InTurns, Policy, Priced
 from kvferry.router.residents import Residents
 from kvferry.router.roster import Roster
-from kvferry.telemetry import Metrics, VolumeSample, WorkerSample
+from kvferry.telemetry import Metrics, SpanCounts, VolumeSample, WorkerSample
+from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +88,16 @@ class GatewayHost:
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
-        self.metrics = Metrics(self._sample_workers, self._sample_volumes)
+        self._num_expected = {MemberKind.PREFILL: config.prefill.replicas, MemberKind.DECODE: config.decode.replicas}
+        self.metrics = Metrics(
+            self._sample_workers,
+            self._sample_volumes,
+            is_ready=lambda: self.readiness().ready,
+            read_span_counts=self._span_counts,
+        )
+        self._tracing: Tracing | None = None
+        self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
+        targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
         self.residents = Residents(ResidencyIndex())
         priced = config.gateway.placement == "priced"
         self.policy: Policy = Priced(self.residents.index) if priced else InTurns()
@@ -101,13 +113,15 @@ class GatewayHost:
         self.keepers = Keepers(membership, self.residents.index, follow_over(config.worker.tls))
         access = Access(config.gateway)
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
-        self.app = HttpApp(config.gateway, config.served_name, self.metrics, self.admission, self.readiness, access)
-        self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access)
+        name = config.served_name
+        self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
+        self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access, name)
         self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
+        self._is_leaving = False
         self._readiness_changed = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         tls = self._tls
-        self._server = _Server(
+        self._server = Server(
             uvicorn.Config(
                 self.app,
                 http=HttpProtocol,
@@ -127,16 +141,21 @@ class GatewayHost:
         """Listen, then become ready. Returns when requests can be rendered; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
         gateway = self._config.gateway
-        # Several gateways of one node share the port; the kernel spreads connections over those that live.
+        # Several gateways of one node share the port, and so do one that comes and one that goes; the kernel spreads
+        # connections over those that live.
         listener = socket.create_server(
-            (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.replicas > 1 and gateway.http_port != 0
+            (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.http_port != 0
         )
         # Accepted sockets inherit it. Without it a chunk waits for the client's delayed acknowledgement, about 40 ms;
         # asyncio sets it only where the socket names its protocol, which create_server leaves open.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
+        self._tracing = self.admission.tracing = start_tracing(
+            self._config.tracing, service=MemberKind.GATEWAY.value, instance=self.gateway_id
+        )
         self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
+        await self._listener.start()
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
             self._telling = asyncio.create_task(self._tell_readiness())
@@ -167,29 +186,36 @@ class GatewayHost:
                 cause = self._serving.exception()
             raise KvferryError("the HTTP listener ended") from cause
 
+    def expect(self, num_workers: Mapping[str, int]) -> None:
+        """How many workers of each role there will be, for who asks what is missing."""
+        self._num_expected = {kind: num_workers.get(kind.value, 0) for kind in WORKER_KINDS}
+
     def readiness(self) -> Readiness:
         waiting = []
         if self.app.openai is None:
             waiting.append("renderer")
-        for kind, role in (
-            (MemberKind.PREFILL, self._config.prefill),
-            (MemberKind.DECODE, self._config.decode),
-        ):
-            missing = role.replicas - len(self.roster.usable(kind))
+        for kind, num_expected in self._num_expected.items():
+            missing = num_expected - len(self.roster.usable(kind))
             if missing > 0:
-                waiting.append(f"{kind.value} worker" if role.replicas == 1 else f"{missing} {kind.value} workers")
+                waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
         return Readiness(
             ready=self.app.openai is not None
             and bool(self.roster.usable(MemberKind.DECODE))
-            and not self.admission.draining,
+            and not (self._is_leaving or self.admission.draining),
             waiting_for=waiting,
             members=[link.member.member_id for kind in WORKER_KINDS for link in self.roster.usable(kind)],
         )
 
     async def drain(self) -> None:
-        """Refuse new requests, let those in flight finish, at most `gateway.drain_timeout_s`."""
-        self._refuse_new()
+        """Leave orderly: no longer ready, after `gateway.linger_s` no new requests, those in flight finish.
+
+        They have at most `gateway.drain_timeout_s`.
+        """
+        self._is_leaving = True
+        self._note_readiness()
         await self._deregister()
+        await asyncio.sleep(self._config.gateway.linger_s)
+        self._refuse_new()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.gateway.drain_timeout_s):
                 await self.admission.idle.wait()
@@ -213,6 +239,9 @@ class GatewayHost:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._deregister()
+        await self._listener.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
         await self._membership.close()
 
     def _refuse_new(self) -> None:
@@ -241,11 +270,12 @@ class GatewayHost:
         member = Member(
             kind=MemberKind.GATEWAY,
             member_id=self.gateway_id,
-            address=join_host_port(self._config.gateway.host, self.port),
+            address=join_host_port(reachable_host(self._config.gateway.host), self.port),
             model=self._model_folder,
             version=__version__,
             node=socket.gethostname(),
             pid=os.getpid(),
+            metrics_address=self._listener.address,
             started_unix_s=time.time(),
         )
         while self._registration is None:
@@ -254,6 +284,12 @@ class GatewayHost:
             except KvferryError as error:
                 log.warning("%s cannot register yet: %s", self.gateway_id, error.message)
                 await asyncio.sleep(2.0)
+
+    async def _render_metrics(self) -> bytes:
+        return self.metrics.render()
+
+    def _span_counts(self) -> SpanCounts:
+        return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     def _sample_workers(self) -> Sequence[WorkerSample]:
         return [
@@ -280,6 +316,8 @@ class GatewayHost:
                 volume_id=volume_of(name),
                 keeper_id=keeper_of(name),
                 readable=state.is_readable,
+                writable=state.is_writable,
+                num_trips=state.num_trips,
                 num_pages=state.num_pages,
                 used_bytes=state.used_bytes,
                 capacity_bytes=state.capacity_bytes,
@@ -288,11 +326,3 @@ class GatewayHost:
             )
             for name, state in sorted(self.keepers.states().items())
         ]
-
-
-class _Server(uvicorn.Server):
-    """uvicorn inside a replica: its event loop is not the main thread's, so it must leave signals alone."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
@@ -12,6 +13,7 @@ from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort, requests_of
 from kvferry.gateway.inference_messages import in_fields, read_generate, read_tokenize
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
+from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.router.dispatch import Dispatcher
@@ -33,8 +35,11 @@ class Inference:
         self._metrics = metrics
         self._served_name = served_name
 
-    async def generate(self, raw: bytes, *, tenant: Tenant, disaggregate: bool = False) -> InferenceAnswer:
+    async def generate(
+        self, raw: bytes, *, tenant: Tenant, disaggregate: bool = False, trace: RequestTrace | None = None
+    ) -> InferenceAnswer:
         """Raises a RequestError for anything wrong with the message; its `param` is the field."""
+        begun_ns = time.time_ns()
         message, body = read_generate(raw)
         self._check_model(message.model)
         try:
@@ -52,7 +57,10 @@ class Inference:
             self._metrics,
             tenant=tenant,
             may_be_alone=not disaggregate,
+            trace=trace,
         )
+        if trace is not None:
+            trace.rendered(answer_id, body, generation.requests, begun_ns)
         return InferenceAnswer(answer_id, self._served_name, generation, with_token_ids=message.return_token_ids)
 
     async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:

@@ -22,6 +22,7 @@ from kvferry.gateway.generation import Gathered, Generation, journey_values, ref
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.outlet import Outlet
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat
+from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import explain
@@ -53,8 +54,9 @@ class OpenAI:
         self._metrics = metrics
         self._served_name = served_name
 
-    async def chat(self, raw: bytes, *, tenant: Tenant, debug: Debug) -> Answer:
+    async def chat(self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
+        begun_ns = time.time_ns()
         body = read_chat(raw)
         self._check_model(body)
         rendered = await self._renderer.render_chat(for_renderer(body))
@@ -66,14 +68,26 @@ class OpenAI:
                 # They would spell the reasoning out.
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
-        return self._answer(body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, debug=debug)
+        answer = self._answer(body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, debug=debug, trace=trace)
+        if trace is not None:
+            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
+        return answer
 
-    async def completion(self, raw: bytes, *, tenant: Tenant, debug: Debug) -> Answer:
+    async def completion(
+        self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
+    ) -> Answer:
         """Raises a RequestError for anything wrong with the body."""
+        begun_ns = time.time_ns()
         body = read_completion(raw)
         self._check_model(body)
         rendered = await self._renderer.render_completion(for_renderer(body))
-        return self._answer(body, list(rendered), body.logprobs, CompletionFormat, "cmpl", tenant=tenant, debug=debug)
+        num_top = body.logprobs
+        answer = self._answer(
+            body, list(rendered), num_top, CompletionFormat, "cmpl", tenant=tenant, debug=debug, trace=trace
+        )
+        if trace is not None:
+            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
+        return answer
 
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
         """What is remembered of a tenant's answer, one entry per choice; empty when nothing is."""
@@ -103,6 +117,7 @@ class OpenAI:
         *,
         tenant: Tenant,
         debug: Debug,
+        trace: RequestTrace | None,
     ) -> Answer:
         answer_id = f"{prefix}-{secrets.token_hex(12)}"
         options = body.stream_options
@@ -114,6 +129,7 @@ class OpenAI:
             self._metrics,
             tenant=tenant,
             may_be_alone=not debug.disaggregate,
+            trace=trace,
         )
         return Answer(
             answer_id,
@@ -166,11 +182,13 @@ class Answer:
         except KvferryError as error:
             if not outlet.started:
                 raise
+            generation.failed(error)
             await outlet.close(error_chunk(error) + DONE)
             return
-        except Exception:
+        except Exception as error:
             if not outlet.started:
                 raise
+            generation.failed(error)
             log.exception("answer %s failed", self.answer_id)
             await outlet.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
             return

@@ -24,7 +24,7 @@ import psutil
 import yaml
 
 from kvferry import model_folder, shared_memory
-from kvferry.addresses import free_port
+from kvferry.addresses import free_port, node_address
 from kvferry.config import ClusterConfig, GatewayConfig, parse
 from kvferry.errors import ConfigError, LocalError
 from kvferry.local.authority import make_certificates
@@ -278,6 +278,7 @@ def _ask_in_steps(config: ClusterConfig, pace: Pace, timeout_s: float) -> FirstA
 
 def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig:
     """The configuration as the application gets it: folders absolute, ports that are free, the model at hand."""
+    config = config.on_node(node_address())
     grpc_port = config.gateway.grpc_port
     http_port = _choose_port(config, "http_port", config.gateway.http_port, taken=grpc_port or 0)
     if grpc_port is not None:
@@ -302,7 +303,7 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
 def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
     """Files of access and TLS, which replicas read from other working folders."""
     dump = config.model_dump(mode="json")
-    sections = (dump["gateway"], dump["gateway"]["tls"], dump["worker"]["tls"])
+    sections = (dump["gateway"], *(dump[name]["tls"] for name in ("gateway", "worker", "metrics")), dump["tracing"])
     for section in sections:
         for key, value in section.items():
             if key.endswith("_file") and value is not None:

@@ -55,6 +55,7 @@ class MemberStatus:
     uptime_s: float
     load: WorkerLoad | None
     fault: str = ""
+    metrics_address: str = ""  # host:port where it answers Prometheus
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ async def _look_at(member: Member, tls: TlsConfig, now_unix_s: float) -> MemberS
         uptime_s=max(0.0, now_unix_s - member.started_unix_s) if member.started_unix_s else 0.0,
         load=load,
         fault=fault,
+        metrics_address=member.metrics_address,
     )
 
 

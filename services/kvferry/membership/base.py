@@ -45,6 +45,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = ""
     volumes: tuple[str, ...] = ()  # ids of those that a keeper serves
     socket_path: str = ""  # where a keeper takes the engines of its node
+    metrics_address: str = ""  # host:port where it answers Prometheus
     started_unix_s: float = 0.0
 
 

@@ -150,6 +150,34 @@ def decode_record(prefix: str, key: str, value: bytes) -> Member | None:
     return member
 
 
+def open_channel(config: MembershipConfig, endpoint: str) -> grpc.aio.Channel:
+    """A connection of its own to one member. Raises ConfigError for a certificate that cannot be read."""
+    credentials = _credentials(config)
+    target = f"dns:///{endpoint}"
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+
+
+def read_password(name: str, file: Path | None) -> str:
+    """What a file holds, without the end of its line; empty without a file. Raises ConfigError naming `name`."""
+    content = _read(name, file)
+    try:
+        return "" if content is None else content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: {file}: not UTF-8") from None
+
+
+def _credentials(config: MembershipConfig) -> grpc.ChannelCredentials | None:
+    if config.ca_file is None and config.cert_file is None:
+        return None
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read("membership.ca_file", config.ca_file),
+        private_key=_read("membership.key_file", config.key_file),
+        certificate_chain=_read("membership.cert_file", config.cert_file),
+    )
+
+
 class EtcdMembership:
     """Membership over etcd. Connects at the first call; `close` ends every task and connection it started."""
 
@@ -175,7 +203,7 @@ class EtcdMembership:
         self._registrations: list[EtcdRegistration] = []
         # Not longer than the pause between renewals: an endpoint that hangs must not cost the lease.
         self._timeout_s = min(5.0, max(1.0, config.lease_ttl_s / 3))
-        self._credentials()
+        _credentials(config)
         self._password()
 
     def __repr__(self) -> str:
@@ -234,14 +262,7 @@ class EtcdMembership:
     async def _link(self) -> AsyncIterator[_Link]:
         """A connection to the endpoint that answered last; after a fault the next one goes elsewhere."""
         index = self._endpoint_index
-        endpoint = self._config.endpoints[index]
-        credentials = self._credentials()
-        target = f"dns:///{endpoint}"
-        channel = (
-            grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
-        )
+        channel = open_channel(self._config, self._config.endpoints[index])
         try:
             yield _Link(self, channel, self._timeout_s)
         except Exception:
@@ -251,22 +272,8 @@ class EtcdMembership:
         finally:
             await channel.close(None)
 
-    def _credentials(self) -> grpc.ChannelCredentials | None:
-        config = self._config
-        if config.ca_file is None and config.cert_file is None:
-            return None
-        return grpc.ssl_channel_credentials(
-            root_certificates=_read("membership.ca_file", config.ca_file),
-            private_key=_read("membership.key_file", config.key_file),
-            certificate_chain=_read("membership.cert_file", config.cert_file),
-        )
-
     def _password(self) -> str:
-        content = _read("membership.password_file", self._config.password_file)
-        try:
-            return "" if content is None else content.decode().rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise ConfigError(f"membership.password_file: {self._config.password_file}: not UTF-8") from None
+        return read_password("membership.password_file", self._config.password_file)
 
     async def _login(self, auth: Any) -> str:
         try:

@@ -48,12 +48,13 @@ from kvferry.errors import (
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.keepers import volume_of
-from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
+from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, ferried_pages
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, VolumeView, WorkerView
 from kvferry.router.roster import Roster, candidate_of
 from kvferry.telemetry import FALLBACK_CAUSES, Metrics
+from kvferry.tracing import Span, error_type
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Journey:
     ferried_bytes: int = 0
     continued_after: list[int] = field(default_factory=list)  # tokens given when a decode worker was lost
     choices: list[Choice] = field(default_factory=list)  # every decision about it, the last few
+    trace: Span | None = None  # of the whole request, where it is traced: what is done for it are its children
 
     @property
     def num_cached_tokens(self) -> int:
@@ -156,6 +158,7 @@ class Dispatcher:
             await self._run(answer, tried, unused, journey, may_be_alone=may_be_alone)
         finally:
             unused.release()
+            journey.trace = None  # remembered for longer than its request
 
     async def _run(
         self, answer: _Answer, tried: _Tried, unused: _Unused, journey: Journey, *, may_be_alone: bool
@@ -170,6 +173,7 @@ class Dispatcher:
             num_generated: int | None = None
             remote: RemoteRequest | None = None
             decode: WorkerLink | None = None
+            span: Span | None = None
             try:
                 if placed.choice.prefill is not None:
                     kept = await self._prefill(placed, attempt, journey, tried)
@@ -184,6 +188,9 @@ class Dispatcher:
                 journey.decode_worker = decode.member.member_id
                 submitted_s = self._clock()
                 answer.begin(placed.id, self._policy, self._clock)
+                if journey.trace is not None:
+                    span = _begin_decode(journey.trace, decode)
+                    attempt = dataclasses.replace(attempt, trace=span.context)
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
@@ -196,13 +203,15 @@ class Dispatcher:
                 unused.kept = None
                 last = await remote.wait()
                 num_generated = len(answer.token_ids)
-                ferried = kept is not None
+                if span is not None:
+                    _end_decode(span, num_generated, last)
                 if last.sources is not None:
-                    self._arrived(last.sources, decode, journey, ferried=ferried)
-                measured = answer.measure(submitted_s, placed, decode, last, ferried=ferried)
-                self._policy.learn(decode.member.member_id, measured)
+                    self._arrived(last.sources, last, decode, journey)
+                self._policy.learn(decode.member.member_id, answer.measure(submitted_s, placed, decode, last))
                 return
             except (UnavailableError, Overloaded) as error:
+                if span is not None:
+                    span.fail(error_type(error))
                 if remote is None or decode is None:
                     raise
                 if not isinstance(error, (WorkerDraining, Overloaded)):
@@ -214,10 +223,16 @@ class Dispatcher:
                     tried.refuse(decode)
                 lost = error
                 self._note_retry(answer, error)
+            except BaseException as error:
+                if span is not None:
+                    span.fail(error_type(error))
+                raise
             finally:
                 self._policy.ended(placed.id, self._clock(), num_generated)
                 if remote is not None:
                     remote.cancel()
+                if span is not None:
+                    span.end()
 
     async def _place(
         self,
@@ -261,6 +276,7 @@ class Dispatcher:
         prefill: list[WorkerView] = []
         if kept is None and tried.may_prefill:
             prefill = [view for link, view in self._roster.views(MemberKind.PREFILL) if tried.may_try(link)]
+        began_ns = time.perf_counter_ns()
         now_s = self._clock()
         self._num_placed += 1
         request = _placement_request(attempt, decode[0].candidate.block_size, self._num_placed)
@@ -273,6 +289,10 @@ class Dispatcher:
         if kept is None:
             journey.reason = choice.reason.value
             self._metrics.placements.labels(reason=choice.reason.value).inc()
+        took_ns = time.perf_counter_ns() - began_ns
+        self._metrics.placement_seconds.observe(took_ns / 1e9)
+        if journey.trace is not None:
+            _record_route(journey.trace, choice, took_ns)
         return _Placed(request.request_id, choice), kept
 
     async def _prefill(self, placed: _Placed, request: EngineRequest, journey: Journey, tried: _Tried) -> _Kept | None:
@@ -287,6 +307,29 @@ class Dispatcher:
             parse=None,
             tier=tier_hints(placed.choice, request.tier),
         )
+        span: Span | None = None
+        if journey.trace is not None:
+            span = journey.trace.child("prefill", {"kvferry.worker": worker}, remote=True)
+            prompt = dataclasses.replace(prompt, trace=span.context)
+        try:
+            return await self._prefill_on(worker, placed, prompt, journey, tried, span)
+        except BaseException as error:
+            if span is not None:
+                span.fail(error_type(error))
+            raise
+        finally:
+            if span is not None:
+                span.end()
+
+    async def _prefill_on(
+        self,
+        worker: MemberId,
+        placed: _Placed,
+        prompt: EngineRequest,
+        journey: Journey,
+        tried: _Tried,
+        span: Span | None,
+    ) -> _Kept | None:
         began_s = self._clock()
         link = self._roster.link(worker)
         try:
@@ -297,22 +340,23 @@ class Dispatcher:
                 last = await self._last_output(link, prompt)
         except TimeoutError:
             tried.give_up_prefill()
-            self._note_fallback("timeout", f"prefill took over {self._prefill_timeout_s:g} s", request, journey)
+            self._note_fallback("timeout", f"prefill took over {self._prefill_timeout_s:g} s", prompt, journey, span)
             return None
         except RequestError:
             raise
         except KvferryError as error:
             tried.prefill_failed(link)
             cause = error.code if error.code in FALLBACK_CAUSES else "error"
-            self._note_fallback(cause, error.message, request, journey)
+            self._note_fallback(cause, error.message, prompt, journey, span)
             return None
         if last.transfer_params is None:
             tried.give_up_prefill()
-            self._note_fallback("no_transfer", "the prefill engine kept nothing", request, journey)
+            self._note_fallback("no_transfer", "the prefill engine kept nothing", prompt, journey, span)
             return None
         journey.prefill_worker = worker
         journey.prefill_sources = last.sources or PromptSources()
         now_s = self._clock()
+        self._metrics.prefill_seconds.observe(now_s - began_s)
         self._policy.prefilled(placed.id, now_s)
         if last.sources is not None:
             self._policy.learn_prefill(worker, last.sources.local_compute, (now_s - began_s) * 1e3, placed.choice)
@@ -333,16 +377,18 @@ class Dispatcher:
         else:
             self._metrics.decode_retries.inc()
 
-    def _note_fallback(self, cause: str, message: str, request: EngineRequest, journey: Journey) -> None:
+    def _note_fallback(
+        self, cause: str, message: str, request: EngineRequest, journey: Journey, span: Span | None
+    ) -> None:
         log.warning("request %s: %s; the decode worker computes the prompt", request.request_id, message)
         self._metrics.prefill_fallbacks.labels(cause=cause).inc()
         journey.prefill_failure = message
+        if span is not None:
+            span.fail(cause)
 
-    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey, *, ferried: bool) -> None:
+    def _arrived(self, sources: PromptSources, last: EngineOutput, decode: WorkerLink, journey: Journey) -> None:
         journey.sources = sources
-        if not ferried:
-            return
-        journey.ferried_pages = pages_of(sources, decode.member.block_size)
+        journey.ferried_pages = ferried_pages(last, decode.member.block_size)
         journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
         self._metrics.ferried_pages.inc(journey.ferried_pages)
 
@@ -412,10 +458,8 @@ class _Answer:
         self._clock, self._first_s = clock, None
         self._num_before = len(self.token_ids)
 
-    def measure(
-        self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput, *, ferried: bool
-    ) -> Measured:
-        """What the attempt that just ended took. `ferried`: its worker was told to pull the prompt's pages."""
+    def measure(self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput) -> Measured:
+        """What the attempt that just ended took."""
         now_s = self._clock()
         first_s = self._first_s if self._first_s is not None else now_s
         num_steps = len(self.token_ids) - self._num_before - 1
@@ -426,8 +470,7 @@ class _Answer:
             first_token_ms=(first_s - submitted_s) * 1e3,
             load_ms=alone.price.load_ms if alone is not None else 0.0,
             computed_tokens=sources.local_compute,
-            # What came from outside without a ferry came from a slower tier.
-            ferried_pages=pages_of(sources, decode.member.block_size) if ferried else 0,
+            ferried_pages=ferried_pages(last, decode.member.block_size),
             queue_tokens=alone.queue_tokens if alone is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.load.num_running),
@@ -582,6 +625,35 @@ def _with_hints(attempt: EngineRequest, choice: Choice) -> EngineRequest:
         return attempt
     hints = tier_hints(choice, attempt.tier)
     return attempt if hints is attempt.tier else dataclasses.replace(attempt, tier=hints)
+
+
+def _record_route(trace: Span, choice: Choice, took_ns: int) -> None:
+    now_ns = time.time_ns()
+    trace.record(
+        "route",
+        now_ns - took_ns,
+        now_ns,
+        {
+            "kvferry.reason": choice.reason.value,
+            "kvferry.prefill_worker": choice.prefill,
+            "kvferry.decode_worker": choice.decode,
+        },
+    )
+
+
+def _begin_decode(trace: Span, decode: WorkerLink) -> Span:
+    return trace.child("decode", {"kvferry.worker": decode.member.member_id}, remote=True)
+
+
+def _end_decode(span: Span, num_generated: int, last: EngineOutput) -> None:
+    sources = last.sources or PromptSources()
+    span.set(
+        {
+            "gen_ai.usage.output_tokens": num_generated,
+            **{f"kvferry.prompt_tokens.{source}": num for source, num in dataclasses.asdict(sources).items()},
+        }
+    )
+    span.end()
 
 
 def _unread(output: EngineOutput) -> None:

@@ -28,6 +28,7 @@ from kvferry.tier import messages
 from kvferry.tier.layout import PAGE_KEY_BYTES, Namespace, PageKey, PageLayout
 from kvferry.tier.messages import ProtocolError
 from kvferry.tier.peer import Peer
+from kvferry.tracing import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -285,10 +286,12 @@ class KeeperClient:
         namespace: Namespace,
         pages: Sequence[tuple[PageKey, int]],
         volumes: Mapping[PageKey, str] | None = None,
+        trace: TraceContext | None = None,
     ) -> None:
         """Bring pages: (key, row) each. The rows belong to the keeper until the job has ended.
 
-        `volumes` says where pages lie that are not in the mirror. Raises ValueError as `store` does.
+        `volumes` says where pages lie that are not in the mirror; `trace` whose part this is. Raises ValueError as
+        `store` does.
         """
         keys = [key for key, _ in pages]
         rows = [row for _, row in pages]
@@ -300,7 +303,13 @@ class KeeperClient:
                 if volume_id is not None:
                     volume_to_indices.setdefault(volume_id, []).append(i)
         message = messages.Load(
-            job, namespace.tenant, namespace.epoch, messages.pack_page_keys(keys), rows, volume_to_indices
+            job,
+            namespace.tenant,
+            namespace.epoch,
+            messages.pack_page_keys(keys),
+            rows,
+            volume_to_indices,
+            *((trace.traceparent, trace.tracestate) if trace is not None else ()),
         )
         self._submit(_Job(job, keys, message, len(keys) * self._region.row_bytes, self._clock()))
 

@@ -34,6 +34,7 @@ from kvferry.tier.peer import Peer
 from kvferry.tier.socket_path import LOCK, make_private, socket_path
 from kvferry.tier.volume import Volume
 from kvferry.tier.volume_feed import Update, VolumeFeed
+from kvferry.tracing import Span, TraceContext, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,17 @@ class RemotePages(Protocol):
         """Its engine is gone: release it as soon as nothing is being written there."""
 
     async def load(
-        self, volume_id: str, layout: PageLayout, pages: Sequence[PageId], region: MappedRegion, rows: Sequence[int]
+        self,
+        volume_id: str,
+        layout: PageLayout,
+        pages: Sequence[PageId],
+        region: MappedRegion,
+        rows: Sequence[int],
+        trace: TraceContext | None = None,
     ) -> list[str]:
         """Bring pages into rows; an Outcome or Cause for each. Returns only once none of the rows is written any more.
 
-        Raises nothing.
+        `trace`: whose part this is. Raises nothing.
         """
         ...
 
@@ -82,6 +89,8 @@ class KeeperStats:
     num_regions_mapped: int  # more than engines where one that left is still being read or written
     load_jobs: int
     store_jobs: int
+    ended_load_jobs: int
+    ended_store_jobs: int
     loads: Mapping[str, int]  # by outcome or cause; remote ones and those that reached no volume too
     stores: Mapping[str, int]
     remote_loads: Mapping[str, int]
@@ -94,7 +103,7 @@ class KeeperStats:
 class _Job:
     """What an engine asked for and has not been answered. `failed` is index -> cause."""
 
-    __slots__ = ("began_s", "failed", "is_load", "keys", "link", "num_bytes", "num_left", "number")
+    __slots__ = ("began_s", "failed", "is_load", "keys", "link", "num_bytes", "num_left", "number", "span")
 
     def __init__(self, link: EngineLink, number: int, keys: Sequence[PageKey], *, is_load: bool, now_s: float) -> None:
         self.link = link
@@ -105,6 +114,7 @@ class _Job:
         self.failed: dict[int, str] = {}
         self.num_bytes = 0
         self.began_s = now_s
+        self.span: Span | None = None  # of a load for a request that is traced
 
 
 class _KeysFeed:
@@ -141,6 +151,7 @@ class Keeper:
         self._volumes = tuple(volumes)
         self._remote = remote
         self._clock = clock
+        self.tracing: Tracing | None = None
         self.keeper_id = keeper_id or f"keeper-{secrets.token_hex(4)}"
         self._lanes: dict[str, Lane] = {}
         self._feeds: dict[str, VolumeFeed] = {}
@@ -157,6 +168,8 @@ class Keeper:
         self._is_stopping = False
         self._num_load_jobs = 0
         self._num_store_jobs = 0
+        self._num_ended_load_jobs = 0
+        self._num_ended_store_jobs = 0
         self._loads: Counter[str] = Counter()
         self._stores: Counter[str] = Counter()
         self._remote_outcomes: Counter[str] = Counter()
@@ -198,6 +211,8 @@ class Keeper:
             num_regions_mapped=len(self._regions),
             load_jobs=self._num_load_jobs,
             store_jobs=self._num_store_jobs,
+            ended_load_jobs=self._num_ended_load_jobs,
+            ended_store_jobs=self._num_ended_store_jobs,
             loads=dict(self._loads),
             stores=dict(self._stores),
             remote_loads=dict(self._remote_outcomes),
@@ -366,6 +381,9 @@ class Keeper:
         job = jobs[message.job] = _Job(link, message.job, keys, is_load=is_load, now_s=self._clock())
         if isinstance(message, messages.Load):
             self._num_load_jobs += 1
+            if self.tracing is not None and message.traceparent:
+                context = TraceContext(message.traceparent, message.tracestate)
+                job.span = self.tracing.serve(context, "keeper load", {"kvferry.pages": len(keys)})
             self._load(job, namespace, message)
         else:
             self._num_store_jobs += 1
@@ -467,8 +485,10 @@ class Keeper:
                 self._ended(job, i, Cause.UNAVAILABLE)
             return
 
+        trace = job.span.context if job.span is not None else None
+
         async def load() -> None:
-            outcomes = await remote.load(volume_id, layout, pages, region, rows)
+            outcomes = await remote.load(volume_id, layout, pages, region, rows, trace)
             for i, outcome in zip(indices, outcomes, strict=True):
                 self._remote_outcomes[outcome] += 1
                 self._ended(job, i, outcome)
@@ -562,11 +582,15 @@ class Keeper:
     def _settle(self, job: _Job) -> None:
         seconds = self._clock() - job.began_s
         if job.is_load:
+            self._num_ended_load_jobs += 1
             self._bytes_loaded += job.num_bytes
             self._load_job_s += seconds
         else:
+            self._num_ended_store_jobs += 1
             self._bytes_stored += job.num_bytes
             self._store_job_s += seconds
+        if job.span is not None:
+            _end_span(job.span, job)
         jobs = self._jobs.get(job.link)
         if jobs is not None:
             del jobs[job.number]
@@ -669,6 +693,15 @@ def _in_loop(
             loop.call_soon_threadsafe(changed, lane, layout, added, removed)
 
     return tell
+
+
+def _end_span(span: Span, job: _Job) -> None:
+    """Pages that failed are misses: no error of the request."""
+    causes = sorted({str(cause) for cause in job.failed.values()})
+    span.set(
+        {"kvferry.bytes": job.num_bytes, "kvferry.failed_pages": len(job.failed), "kvferry.causes": causes or None}
+    )
+    span.end()
 
 
 def _tell_nobody(layout: LayoutDigest, added: Sequence[PageId], removed: Sequence[PageId]) -> None:

@@ -57,7 +57,10 @@ def load_keyring(file: Path) -> SecretsKeyring:
     """Raises ConfigError for a file that is absent, readable for others, or not as the module says."""
     try:
         with file.open("rb") as opened:
-            if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
+            facts = os.fstat(opened.fileno())
+            # A secret that Kubernetes mounts belongs to root, and is read through the pod's group.
+            refused = 0o077 if facts.st_uid == os.geteuid() else 0o027
+            if stat.S_IMODE(facts.st_mode) & refused:
                 raise ConfigError(f"{file}: others may read these secrets; allow it to its owner only (chmod 600)")
             secrets = json.load(opened)
         if not isinstance(secrets, dict) or not all(isinstance(secret, str) for secret in secrets.values()):

@@ -20,7 +20,7 @@ import msgspec
 from kvferry.tier.layout import PAGE_KEY_BYTES, PageKey
 
 # Raised with every change of what is said here: both ends come from one wheel, and a difference is a half-done upgrade.
-PROTOCOL = 1
+PROTOCOL = 2
 
 # A snapshot of a million keys is 36 MB; nothing else comes near a megabyte.
 MAX_FRAME_BYTES = 8 << 20
@@ -71,6 +71,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     keys: bytes  # packed
     rows: list[int]
     volumes: dict[str, list[int]] = {}  # volume id -> indices of pages that are said to lie there
+    traceparent: str = ""  # W3C trace context, of requests that are traced
+    tracestate: str = ""
 
 
 class Touch(msgspec.Struct, frozen=True, array_like=True, tag="touch"):

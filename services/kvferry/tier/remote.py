@@ -41,6 +41,7 @@ from kvferry.tier.nixl_agent import NixlAgent, Read
 from kvferry.tier.outcome import Outcome
 from kvferry.tier.page_file import HEADER_BYTES
 from kvferry.tier.staging import Staging
+from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc
 
@@ -140,10 +141,16 @@ class RemoteKeepers:
             task.add_done_callback(self._leaving.discard)
 
     async def load(
-        self, volume_id: str, layout: PageLayout, pages: Sequence[PageId], region: MappedRegion, rows: Sequence[int]
+        self,
+        volume_id: str,
+        layout: PageLayout,
+        pages: Sequence[PageId],
+        region: MappedRegion,
+        rows: Sequence[int],
+        trace: TraceContext | None = None,
     ) -> list[str]:
         """See RemotePages."""
-        outcomes = await self._load(volume_id, layout, pages, region, rows)
+        outcomes = await self._load(volume_id, layout, pages, region, rows, trace)
         for outcome in outcomes:
             if outcome == Outcome.OK:
                 self._num_loaded += 1
@@ -161,7 +168,13 @@ class RemoteKeepers:
         self._verifiers.shutdown(wait=False)
 
     async def _load(
-        self, volume_id: str, layout: PageLayout, pages: Sequence[PageId], region: MappedRegion, rows: Sequence[int]
+        self,
+        volume_id: str,
+        layout: PageLayout,
+        pages: Sequence[PageId],
+        region: MappedRegion,
+        rows: Sequence[int],
+        trace: TraceContext | None,
     ) -> list[str]:
         nothing: list[str] = [Cause.UNAVAILABLE] * len(pages)
         address, entry = self._locate(volume_id), self._regions.get(region)
@@ -175,7 +188,7 @@ class RemoteKeepers:
                 keeper = self._keepers[address] = _RemoteKeeper(address, self._dial(address))
             if not keeper.may_be_asked(self._clock()):
                 return nothing
-            return await self._load_from(keeper, volume_id, layout, pages, region, rows)
+            return await self._load_from(keeper, volume_id, layout, pages, region, rows, trace)
         except TierError:
             return nothing  # the agent has said why
         finally:
@@ -190,6 +203,7 @@ class RemoteKeepers:
         pages: Sequence[PageId],
         region: MappedRegion,
         rows: Sequence[int],
+        trace: TraceContext | None,
     ) -> list[str]:
         batch = max(1, BATCH_BYTES // layout.payload_bytes)
         cuts = [slice(start, start + batch) for start in range(0, len(pages), batch)]
@@ -197,7 +211,7 @@ class RemoteKeepers:
 
         async def load(cut: slice) -> list[str]:
             async with turns:
-                return await self._load_batch(keeper, volume_id, layout, pages[cut], region, rows[cut])
+                return await self._load_batch(keeper, volume_id, layout, pages[cut], region, rows[cut], trace)
 
         return [outcome for outcomes in await asyncio.gather(*map(load, cuts)) for outcome in outcomes]
 
@@ -215,9 +229,10 @@ class RemoteKeepers:
         pages: Sequence[PageId],
         region: MappedRegion,
         rows: Sequence[int],
+        trace: TraceContext | None,
     ) -> list[str]:
         try:
-            return await self._fetch(keeper, volume_id, layout, pages, region, rows)
+            return await self._fetch(keeper, volume_id, layout, pages, region, rows, trace)
         except grpc.aio.AioRpcError as error:
             keeper.failed(self._clock(), f"{error.code().name}: {error.details()}")
         except (TierError, ValueError) as error:
@@ -235,6 +250,7 @@ class RemoteKeepers:
         pages: Sequence[PageId],
         region: MappedRegion,
         rows: Sequence[int],
+        trace: TraceContext | None,
     ) -> list[str]:
         """Nothing that is raised here leaves a row being written."""
         namespace = pages[0].namespace
@@ -250,6 +266,7 @@ class RemoteKeepers:
                 agent=keeper.agent,
             ),
             timeout=self._timeout_s,
+            metadata=tuple(trace.headers().items()) if trace is not None else None,
         )
         try:
             fetched_s = self._clock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 from collections import deque
@@ -22,6 +23,7 @@ from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker import codec
 from kvferry.worker.credit import Credit
 from kvferry.worker.frames import MAX_FRAME_BYTES
+from kvferry.worker.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Serving(Protocol):
     def engine(self) -> Engine: ...
     @property
     def heartbeat_s(self) -> float: ...
+    @property
+    def observer(self) -> Observer: ...
 
     def welcome(self) -> pb.Welcome: ...
     def load(self) -> pb.Load: ...
@@ -170,6 +174,7 @@ class Attachment:
                 log.warning("request %s cannot be read: %s", message.request_id, error)
                 refusal = InvalidRequest(f"the worker cannot read this request: {error}")
         if refusal is not None:
+            self._worker.observer.refused()
             self._end(number, refusal)
             return
         self.tasks[number] = self._loop.create_task(self._run(number, request))
@@ -202,17 +207,26 @@ class Attachment:
     # What the engine gives.
 
     async def _run(self, number: int, request: EngineRequest) -> None:
+        observed = self._worker.observer.begin(request)
+        if observed.span is not None:
+            request = dataclasses.replace(request, trace=observed.span.context)
+        output: EngineOutput | None = None
         try:
             async with contextlib.aclosing(self._worker.engine.generate(request)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     self._add(number, output)
-        except asyncio.CancelledError:
+            assert output is not None
+            observed.finished(output)
+        except asyncio.CancelledError as error:
+            observed.failed(error)
             self._end(number, EngineError("cancelled"))
         except KvferryError as error:
+            observed.failed(error)
             self._end(number, error)
             if isinstance(error, EngineDead):
                 self._worker.engine_died(error.message)
-        except Exception:
+        except Exception as error:
+            observed.failed(error)
             log.exception("request %s failed", request.request_id)
             self._end(number, EngineError("the engine failed on this request; its log says why"))
         finally:

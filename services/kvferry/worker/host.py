@@ -19,7 +19,11 @@ from kvferry.engine.sim import SimEngine
 from kvferry.engine.vllm_engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
+from kvferry.metrics_listener import MetricsListener
 from kvferry.shared_memory import record_shared_memory
+from kvferry.telemetry import SpanCounts
+from kvferry.tracing import Tracing, start_tracing
+from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_source import ResidencySource
 from kvferry.worker.server import WorkerServer
 from kvferry.worker.watchdog import HangWatch
@@ -34,20 +38,21 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, 
 
     `keeper_socket` is where the keeper of this node answers; empty where it has none.
     """
-    if config.engine.kind == "sim":
+    engine = config.engine_of(kind.value)
+    if engine.kind == "sim":
         return SimEngine(
             model_folder,
             config.sim,
-            block_size=config.engine.block_size,
-            max_num_seqs=config.engine.max_num_seqs,
-            host=config.engine.side_channel_host,
+            block_size=engine.block_size,
+            max_num_seqs=engine.max_num_seqs,
+            host=engine.side_channel_host,
             tier=config.tier,
             keeper_socket=keeper_socket,
         )
     return VllmEngine(
         model_folder,
         config.model,
-        config.engine,
+        engine,
         producer=kind is MemberKind.PREFILL,
         tier=config.tier,
         keeper_socket=keeper_socket,
@@ -79,6 +84,11 @@ class WorkerHost:
             mutual_tls=config.worker.tls,
         )
         self.residency = ResidencySource(engine, self.server)
+        self._tracing: Tracing | None = None
+        self.metrics = self.server.observer.metrics = WorkerMetrics(
+            engine, self.server, worker_id=self.worker_id, role=kind.value, read_span_counts=self._span_counts
+        )
+        self._listener = MetricsListener(config.metrics, config.metrics.worker_port, self.metrics.render)
 
     @property
     def member(self) -> Member:
@@ -97,6 +107,7 @@ class WorkerHost:
             block_size=info.block_size,
             page_bytes=info.page_bytes,
             kv_cache_dtype=info.kv_cache_dtype,
+            metrics_address=self._listener.address,
             started_unix_s=time.time(),
         )
 
@@ -104,8 +115,13 @@ class WorkerHost:
         await self._engine.start()
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
+        # Not before the engine: it may fork, and this starts a thread.
+        self._tracing = self.server.observer.tracing = start_tracing(
+            self._config.tracing, service=self._kind.value, instance=self.worker_id
+        )
         self.residency.start()
         await self.server.start()
+        await self._listener.start()
         self._registration = await self._membership.register(self.member)
         self._watch = asyncio.create_task(self._leave_when_dead())
         log.info("%s serves on %s", self.worker_id, self.member.address)
@@ -133,8 +149,14 @@ class WorkerHost:
             await self._registration.revoke()
         await self.server.stop()
         await self.residency.stop()
+        await self._listener.stop()
         await self._engine.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
         await self._membership.close()
+
+    def _span_counts(self) -> SpanCounts:
+        return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     async def _leave_when_dead(self) -> None:
         """A dead engine does not come back: say so at once, so that nobody waits for a lease to run out.

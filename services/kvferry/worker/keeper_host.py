@@ -28,13 +28,17 @@ from kvferry.membership.base import (
     Registration,
     Snapshot,
 )
+from kvferry.metrics_listener import MetricsListener
+from kvferry.telemetry import SpanCounts
 from kvferry.tier.keeper import Keeper
 from kvferry.tier.keyring import load_keyring
 from kvferry.tier.nixl_agent import NixlAgent
 from kvferry.tier.remote import PageLender, RemoteKeepers
 from kvferry.tier.volume import Volume
+from kvferry.tracing import Tracing, start_tracing
 from kvferry.worker import tls
 from kvferry.worker.grpc_server import CHANNEL_OPTIONS
+from kvferry.worker.keeper_metrics import KeeperMetrics
 from kvferry.worker.keeper_server import KeeperServer
 
 log = logging.getLogger(__name__)
@@ -80,6 +84,9 @@ class KeeperHost:
         self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
         self.lender = PageLender(self.keeper, self._agent, timeout_s=tier.io_timeout_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)
+        self._tracing: Tracing | None = None
+        self.metrics = KeeperMetrics(self.keeper, self.remote, self.lender, read_span_counts=self._span_counts)
+        self._listener = MetricsListener(config.metrics, config.metrics.keeper_port, self.metrics.render)
 
     def __repr__(self) -> str:
         return f"<KeeperHost {self.keeper!r} port={self.server.port}, others: {self._others!r}>"
@@ -96,6 +103,7 @@ class KeeperHost:
             pid=os.getpid(),
             volumes=self.keeper.volume_ids,
             socket_path=str(self.keeper.socket_path),
+            metrics_address=self._listener.address,
             started_unix_s=time.time(),
         )
 
@@ -106,7 +114,11 @@ class KeeperHost:
             begin_s = time.monotonic()
             await asyncio.to_thread(volume.open)
             log.info("%r found in %.2f s", volume, time.monotonic() - begin_s)
+        self._tracing = self.keeper.tracing = self.server.tracing = start_tracing(
+            self._config.tracing, service=MemberKind.KEEPER.value, instance=self.keeper_id
+        )
         await self.keeper.start()
+        await self._listener.start()
         await self.server.start(
             self._config.tier.host, tls.server_credentials(self._tls) if self._tls is not None else None
         )
@@ -140,7 +152,13 @@ class KeeperHost:
             # What hangs keeps its volume and its memory; the process's end frees both.
             log.warning("%s stops while I/O hangs", self.keeper_id)
         await self._agent.stop()
+        await self._listener.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
         await self._membership.close()
+
+    def _span_counts(self) -> SpanCounts:
+        return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     def _prepare_environment(self) -> None:
         """What UCX reads, before NIXL is loaded. Values that an operator set stay."""

@@ -15,8 +15,10 @@ from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.tier.breaker import BreakerState
 from kvferry.tier.keeper import Keeper
 from kvferry.tier.lane import LaneState
+from kvferry.tier.layout import PAGE_KEY_BYTES
 from kvferry.tier.remote import PageLender
 from kvferry.tier.volume_feed import Update
+from kvferry.tracing import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracing, error_type
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import worker_pb2
 from kvferry.worker import codec
@@ -40,6 +42,7 @@ class KeeperServer:
         self._lender = lender
         self._node = node
         self._server: grpc.aio.Server | None = None
+        self.tracing: Tracing | None = None
         self.port = 0
 
     def __repr__(self) -> str:
@@ -87,6 +90,28 @@ class KeeperServer:
                 await context.write(update_to_wire(update))
 
     async def _fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
+        span = self._span_of(request, context)
+        try:
+            return await self._answer(request, context)
+        except BaseException as error:
+            if span is not None:
+                span.fail(error_type(error))
+            raise
+        finally:
+            if span is not None:
+                span.end()
+
+    def _span_of(self, request: pb.FetchRequest, context: Context) -> Span | None:
+        if self.tracing is None:
+            return None
+        metadata = dict(context.invocation_metadata() or ())
+        trace = TraceContext.of(str(metadata.get(TRACEPARENT, "")), str(metadata.get(TRACESTATE, "")))
+        if trace is None:
+            return None
+        num_pages = len(request.keys) // PAGE_KEY_BYTES
+        return self.tracing.serve(trace, "keeper lend", {"kvferry.pages": num_pages})
+
+    async def _answer(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         remaining_s = context.time_remaining()
         try:
             return await self._lender.fetch(request, None if remaining_s is None else remaining_s * _ANSWER_SHARE)
@@ -126,9 +151,13 @@ def state_to_wire(state: LaneState) -> pb.VolumeState:
         read_bytes_per_s=state.read_bytes_per_s,
         queue_bytes=state.queued_read_bytes,
         page_bytes=state.page_bytes,
+        stride=state.stride,
         breaker_open=state.breaker is not BreakerState.CLOSED,
         capacity_bytes=state.capacity_bytes,
         used_bytes=state.bytes_used,
         num_pages=state.num_pages,
         shared=state.is_shared,
+        write_breaker_open=state.write_breaker is not BreakerState.CLOSED,
+        trips=state.num_trips,
+        full=state.is_full,
     )

@@ -16,6 +16,7 @@ from kvferry.worker import codec, tls
 from kvferry.worker.attachment import Attachment, Outlet
 from kvferry.worker.frame_server import FrameServer
 from kvferry.worker.grpc_server import GrpcServer
+from kvferry.worker.observer import Observer
 
 # A refused request is told when to come back from how fast the last ones ended.
 _NUM_ENDS = 64
@@ -63,6 +64,7 @@ class WorkerServer:
         self._end_times_s: deque[float] = deque(maxlen=_NUM_ENDS)
         self._num_requests_before = 0
         self.draining = False
+        self.observer = Observer(role)
         self.died = asyncio.Event()  # set once the engine was seen dead
         self.why_died = ""
         self.on_want_snapshot: Callable[[Attachment], None] | None = None

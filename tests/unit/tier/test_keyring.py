@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,13 @@ def test_an_absent_file_is_a_configuration_error(tmp_path: Path) -> None:
 def test_a_keyring_shows_no_secret() -> None:
     assert "bank" in repr(SecretsKeyring({"bank": bytes(32)}))
     assert "00" not in repr(SecretsKeyring({"bank": bytes(32)}))
+
+
+def test_a_file_of_root_may_be_read_through_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Kubernetes mounts secrets: the file is not the reader's own.
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    assert load_keyring(saved(tmp_path, json.dumps({"*": "ab" * 32}), 0o440))
+    for mode in (0o460, 0o444):
+        with pytest.raises(ConfigError, match="chmod 600"):
+            load_keyring(saved(tmp_path, json.dumps({"*": "ab" * 32}), mode))

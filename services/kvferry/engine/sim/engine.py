@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvferry.engine.base import (
     EngineLoad,
     EngineOutput,
     EngineRequest,
+    FerryStats,
     FinishReason,
     KvEventBatch,
     PromptSources,
@@ -135,6 +136,9 @@ class SimEngine:
         self._num_generated_tokens = 0
         self._num_steps = 0
         self._ferried_bytes = 0
+        self._num_ferries = 0
+        self._num_failed_ferries = 0
+        self._ferry_s = 0.0
         self.num_preemptions = 0
         self.num_wrong_pages = 0  # that a tier brought, and that were computed instead
 
@@ -236,6 +240,12 @@ class SimEngine:
             num_generated_tokens=self._num_generated_tokens,
             num_steps=self._num_steps,
         )
+
+    def ferry_stats(self) -> FerryStats:
+        return FerryStats(self._num_ferries, self._ferried_bytes, self._ferry_s, {"transfer": self._num_failed_ferries})
+
+    def own_metrics(self) -> Iterable[Any]:
+        return ()
 
     def check(self) -> None:
         """The conservation laws of the whole engine. Raises AssertionError."""
@@ -533,6 +543,7 @@ class SimEngine:
             sequence.pull = self._spawn(self._load(self._tier, sequence, is_first=is_first))
         else:
             sequence.phase = Phase.RUNNING
+            sequence.begin_computing()
             self._running.append(sequence)
         return True
 
@@ -582,6 +593,7 @@ class SimEngine:
         if sequence.num_tokens == sequence.num_prompt and sequence.sources is not None:
             self._prompt_tokens += sequence.sources
             self._cached_tokens += sequence.cached
+            sequence.first_token_s = time.monotonic()
         sequence.append(token_id)
         self._num_generated_tokens += 1
         output = EngineOutput((token_id,), answer.text, logprobs)
@@ -593,6 +605,8 @@ class SimEngine:
             output.finish_reason = reason
             output.stop_reason = answer.stop_reason
             output.sources = sequence.sources
+            output.cached = sequence.cached
+            output.times = sequence.times()
             if sequence.request.keep_for_transfer:
                 output.transfer_params = self._offer(sequence)
             self._end(sequence)
@@ -609,7 +623,7 @@ class SimEngine:
             self._memory.write(sequence.pages[i], self._memory.expected(sequence.page_hashes[i]))
         self._publish_stored(sequence, first, end)
 
-    def _publish_stored(self, sequence: TokenSequence, first: int, end: int) -> None:
+    def _publish_stored(self, sequence: TokenSequence, first: int, end: int, *, ferried: bool = False) -> None:
         self._pool.store(
             sequence.pages[first:end],
             sequence.page_hashes[first:end],
@@ -623,6 +637,8 @@ class SimEngine:
             self._tier.store(
                 [(named, self._memory.read(page)) for named, page in zip(names, pages, strict=True)],
                 sequence.namespace,
+                # The prefill engine's keeper keeps them.
+                on_volumes=not ferried,
             )
 
     def _offer(self, sequence: TokenSequence) -> TransferParams | None:
@@ -659,6 +675,8 @@ class SimEngine:
                 num_offered = len(expected) * block_size
         num_wanted = max(0, len(expected) - first)
         num_pulled = 0
+        began_s = time.monotonic()
+        is_whole = False
         try:
             async with (
                 asyncio.timeout(PULL_TIMEOUT_S),
@@ -675,6 +693,7 @@ class SimEngine:
                         raise FerryError(f"page {at} does not hold the tokens of this prompt")
                     self._memory.write(sequence.pages[at], content)
                     num_pulled += 1
+            is_whole = True
         except (asyncio.CancelledError, FerryError, OSError) as error:
             self._release(ticket)  # the connection that would have carried it may never have been there, or be gone
             if isinstance(error, asyncio.CancelledError):
@@ -683,6 +702,12 @@ class SimEngine:
                 "request %s computes its prompt: %s", sequence.request.request_id, str(error) or type(error).__name__
             )
         finally:
+            sequence.ferry = (began_s, time.monotonic())
+            if is_whole:
+                self._num_ferries += 1
+                self._ferry_s += sequence.ferry[1] - began_s
+            else:
+                self._num_failed_ferries += 1
             # Whatever went wrong, nobody else would ever take the sequence out of PULLING.
             if sequence.phase is Phase.PULLING:
                 self._arrived(sequence, first, num_pulled, num_offered)
@@ -693,11 +718,12 @@ class SimEngine:
         num_covered = max(num_cached, min((first + num_pulled) * block_size, num_offered))
         num_full = num_covered // block_size
         if num_full > first:
-            self._publish_stored(sequence, first, num_full)
+            self._publish_stored(sequence, first, num_full, ferried=True)
         sequence.sources = PromptSources(sequence.num_prompt - num_covered, num_cached, num_covered - num_cached)
         sequence.cached = CachedTokens(device=num_cached, ferry=num_covered - num_cached)
         sequence.num_computed = min(num_covered, sequence.num_prompt - 1)
         sequence.phase = Phase.RUNNING
+        sequence.begin_computing()
         self._pulling.discard(sequence)
         self._running.append(sequence)
         self._work.set()
@@ -718,8 +744,11 @@ class SimEngine:
         names = sequence.names(first, first + len(sequence.bringing))
         pages = [(named, sequence.volume_of(first + i)) for i, named in enumerate(names)]
         from_tier = {Tier.CPU: 0, Tier.VOLUME: 0}
+        began_s = time.monotonic()
         try:
-            loaded = await tier.load(pages, sequence.namespace, patience_s=self._tier_config.io_timeout_s)
+            loaded = await tier.load(
+                pages, sequence.namespace, patience_s=self._tier_config.io_timeout_s, trace=sequence.request.trace
+            )
             await self._sleep(len(loaded) * self._sim.tier_page_ms / 1000)
             for named, page, (content, where) in zip(names, sequence.pages[first:], loaded, strict=False):
                 if content != self._memory.expected(named.page_hash):
@@ -730,6 +759,8 @@ class SimEngine:
                 from_tier[where] += 1
         finally:
             sequence.bringing = []
+            if is_first:
+                sequence.load = (began_s, time.monotonic())
             # As with pulls: nobody else would ever take the sequence out of PULLING.
             if sequence.phase is Phase.PULLING:
                 num_loaded = sum(from_tier.values())
@@ -747,6 +778,7 @@ class SimEngine:
             self._publish_stored(sequence, sequence.num_stored, num_pages)
         sequence.num_computed = num_pages * self._block_size
         sequence.phase = Phase.RUNNING
+        sequence.begin_computing()
         self._pulling.discard(sequence)
         self._running.append(sequence)
         self._work.set()

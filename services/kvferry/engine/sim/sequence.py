@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from array import array
 
-from kvferry.engine.base import CachedTokens, EngineOutput, EngineRequest, PromptSources
+from kvferry.engine.base import CachedTokens, EngineOutput, EngineRequest, EngineTimes, PromptSources
 from kvferry.engine.sim.answer import Answer
 from kvferry.engine.sim.block_pool import PageHash, PageId, chain_hash, root_hash
 from kvferry.engine.sim.ferry import Ticket
@@ -33,9 +34,9 @@ class TokenSequence:
     """
 
     __slots__ = (
-        "_route_keys", "answer", "block_size", "bringing", "cached", "capacity", "mailbox", "max_tokens_total",
-        "num_computed", "num_prompt", "num_stored", "num_tokens", "packed", "page_hashes", "pages", "phase", "pull",
-        "request", "root", "sources", "ticket",
+        "_route_keys", "answer", "block_size", "bringing", "cached", "capacity", "ferry", "first_token_s", "load",
+        "mailbox", "max_tokens_total", "num_computed", "num_prompt", "num_stored", "num_tokens", "packed",
+        "page_hashes", "pages", "phase", "pull", "queued_s", "request", "root", "scheduled_s", "sources", "ticket",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,12 @@ class TokenSequence:
         self.phase = Phase.WAITING
         self.pull: asyncio.Task[None] | None = None
         self.mailbox: Mailbox[EngineOutput] = Mailbox()
+        # Of EngineTimes; of the first time where a sequence is preempted.
+        self.queued_s = time.monotonic()
+        self.scheduled_s = 0.0
+        self.first_token_s = 0.0
+        self.ferry: tuple[float, float] | None = None
+        self.load: tuple[float, float] | None = None
         self.extend_hashes(self.num_prompt // block_size)
 
     def __repr__(self) -> str:
@@ -80,6 +87,17 @@ class TokenSequence:
         """One more token is known."""
         self.packed += token_id.to_bytes(TOKEN_BYTES, "little")
         self.num_tokens += 1
+
+    def begin_computing(self) -> None:
+        """Its pages are there, as far as they come from anywhere."""
+        if not self.scheduled_s:
+            self.scheduled_s = time.monotonic()
+
+    def times(self) -> EngineTimes:
+        """With its last token."""
+        is_first = self.num_tokens == self.num_prompt + 1
+        last_s = self.first_token_s if is_first else time.monotonic()
+        return EngineTimes(self.queued_s, self.scheduled_s, self.first_token_s, last_s, self.ferry, self.load)
 
     def extend_hashes(self, num_pages: int) -> None:
         """Know the hashes of the first `num_pages` pages, all of them full of known tokens."""

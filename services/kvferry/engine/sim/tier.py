@@ -20,6 +20,7 @@ from kvferry.engine.sim.block_pool import PageHash
 from kvferry.residency.index import Tier
 from kvferry.tier.client import JobDone, KeeperClient, Region
 from kvferry.tier.layout import ALIGNMENT, PAGE_KEY_BYTES, Namespace, PageKey, PageLayout
+from kvferry.tracing import TraceContext
 
 # Neither vLLM nor its twin is told when a job ends: both look. vLLM once a step, of which an idle engine takes one a
 # millisecond.
@@ -127,8 +128,8 @@ class SimTier:
             return False
         return client.contains(page_key(page_hash)) or (volume_id is not None and client.connected)
 
-    def store(self, pages: Sequence[tuple[Named, bytes]], namespace: Namespace) -> None:
-        """Copy pages in, as far as there is room, and have the keeper keep them."""
+    def store(self, pages: Sequence[tuple[Named, bytes]], namespace: Namespace, *, on_volumes: bool = True) -> None:
+        """Copy pages in, as far as there is room, and have the keeper keep them too unless another engine's does."""
         new: list[tuple[Named, int]] = []
         for named, content in pages:
             if named.page_hash in self._ready:
@@ -140,7 +141,7 @@ class SimTier:
             self._memory[start : start + self._page_bytes] = content
             self._add(named, row)
             new.append((named, row))
-        if self._client is None:
+        if self._client is None or not on_volumes:
             return
         kept = [(named, row) for named, row in new if not self._client.contains(page_key(named.page_hash))]
         if kept:
@@ -150,7 +151,12 @@ class SimTier:
             )
 
     async def load(
-        self, pages: Sequence[tuple[Named, str | None]], namespace: Namespace, *, patience_s: float
+        self,
+        pages: Sequence[tuple[Named, str | None]],
+        namespace: Namespace,
+        *,
+        patience_s: float,
+        trace: TraceContext | None = None,
     ) -> list[Loaded]:
         """What can be had of a run of pages, from its start: shorter than asked where one is missing.
 
@@ -181,7 +187,7 @@ class SimTier:
         self._num_readers += 1
         try:
             if wanted:
-                await self._bring(wanted, volumes, namespace, patience_s)
+                await self._bring(wanted, volumes, namespace, patience_s, trace)
             loaded: list[Loaded] = []
             for named, row, tier in run:
                 if self._ready.get(named.page_hash) != row:
@@ -195,12 +201,18 @@ class SimTier:
                 self._unpin(row)
 
     async def _bring(
-        self, wanted: Sequence[tuple[Named, int]], volumes: dict[PageKey, str], namespace: Namespace, patience_s: float
+        self,
+        wanted: Sequence[tuple[Named, int]],
+        volumes: dict[PageKey, str],
+        namespace: Namespace,
+        patience_s: float,
+        trace: TraceContext | None,
     ) -> None:
         assert self._client is not None
         reader = asyncio.get_running_loop().create_future()
         job = self._begin(_Job(wanted, reader))
-        self._client.load(job, namespace, [(page_key(named.page_hash), row) for named, row in wanted], volumes)
+        rows = [(page_key(named.page_hash), row) for named, row in wanted]
+        self._client.load(job, namespace, rows, volumes, trace)
         await asyncio.wait([reader], timeout=patience_s)
 
     def take_events(self) -> list[KvEvent]:

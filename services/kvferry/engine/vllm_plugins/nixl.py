@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvferry.engine.vllm_plugins.load_times import FERRY_TIMES, LoadTimes
 from kvferry.engine.vllm_plugins.message_queue import nap_instead_of_spinning
 from kvferry.engine.vllm_plugins.nixl_keeping import nap_while_keeping
 from kvferry.engine.vllm_plugins.nixl_lease import read_within_leases, say_when_leases_end
@@ -37,6 +38,7 @@ class FerryConnector(NixlPullConnector):  # type: ignore[misc]
                 super().__init__(vllm_config, role, kv_cache_config)
         finally:
             os.sched_setaffinity(0, affinity)
+        self._times = LoadTimes(FERRY_TIMES)
         if role == KVConnectorRole.WORKER:
             refuse_unequal_block_sizes(self.connector_worker)
             read_within_leases(self.connector_worker)
@@ -44,6 +46,21 @@ class FerryConnector(NixlPullConnector):  # type: ignore[misc]
             say_when_leases_end(self.connector_scheduler)
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
                 nap_while_keeping(self.connector_scheduler)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._times.began(request.request_id)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        self._times.arrived(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._times.finished(request.request_id, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._times.finished(request.request_id, super().request_finished_all_groups(request, block_ids))
 
 
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:

@@ -29,13 +29,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import LookupResult, Medium, get_offload_group_idx
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engine.base import TierHints
 from kvferry.engine.vllm_plugins.cpu_tier import refuse_a_second_region
-from kvferry.engine.vllm_plugins.event_keys import ROUTE_KEYS_TAG
+from kvferry.engine.vllm_plugins.load_times import LOAD_TIMES, LoadTimes
 from kvferry.engine.vllm_plugins.page_layout import layout_fields
+from kvferry.engine.vllm_plugins.side_channel import CACHED_PARAMETER, ROUTE_KEYS_TAG
 from kvferry.pages.keys import pack_keys, route_keys, seed_of
 from kvferry.tier.layout import Namespace
+from kvferry.tracing import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +61,14 @@ def blocks_per_chunk(block_bytes: int, tokens_per_block: int) -> int:
     return max(1, min(wanted, _MAX_CHUNK_TOKENS // tokens_per_block))
 
 
-def to_kv_hints(request_id: str, hints: TierHints) -> KvHintsEnvelope:
+def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = None) -> KvHintsEnvelope:
     """What `RequestPages` reads in the engine's core."""
     payload = {
         "tenant": hints.namespace.tenant,
         "epoch": hints.namespace.epoch,
         "volumes": dict(hints.volumes),
         "load": hints.load,
+        "trace": None if trace is None else [trace.traceparent, trace.tracestate],
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
 
@@ -82,17 +86,35 @@ class RequestPages:
     vLLM keeps it with the request (`ReqContext.get_state`). Route keys grow with the answer, made when asked for.
     """
 
-    __slots__ = ("_block_size", "_keys", "_request", "_tail", "failed", "hints", "overdue", "waiting_since_s")
+    __slots__ = (
+        "_block_size",
+        "_keys",
+        "_request",
+        "_tail",
+        "brought",
+        "failed",
+        "hints",
+        "num_ferried_tokens",
+        "overdue",
+        "trace",
+        "waited_since_s",
+        "waiting_since_s",
+    )
 
     def __init__(self, request: Any, block_size: int) -> None:
         self._request = request
         self._block_size = block_size
         self._keys = array("Q")
         self._tail = seed_of(request.cache_salt or "")
-        self.hints = _hints_of(request)
+        self.hints, self.trace = _hints_of(request)
+        params = request.kv_transfer_params or {}
+        # Of a prompt that comes by the ferry, whose prefill engine keeps its pages on volumes. (The parameters change.)
+        self.num_ferried_tokens = len(request.prompt_token_ids) if params.get("do_remote_prefill") else 0
         self.failed: set[bytes] | None = None  # pages that could not be loaded for this request: not tried again
         self.waiting_since_s: float | None = None  # for pages that come, in its scheduler's monotonic clock
+        self.waited_since_s: float | None = None  # the same, of a wait that is over
         self.overdue = False  # it waited long enough
+        self.brought: dict[str, int] | None = None  # tokens that its tiers brought at first, by tier
 
     def route_key(self, end_token: int | None) -> int:
         """Of the page that ends there; 0 where no page of the engine does."""
@@ -131,12 +153,14 @@ class RequestPages:
         return self._keys
 
 
-def _hints_of(request: Any) -> TierHints:
+def _hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
     for action in request.kv_hints.actions if request.kv_hints is not None else ():
         if (action.action_type, action.action_version) == (_HINT_TYPE, _HINT_VERSION):
             payload = action.payload
-            return TierHints(Namespace(payload["tenant"], payload["epoch"]), payload["volumes"], load=payload["load"])
-    return TierHints()
+            namespace = Namespace(payload["tenant"], payload["epoch"])
+            trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
+            return TierHints(namespace, payload["volumes"], load=payload["load"]), trace
+    return TierHints(), None
 
 
 class CpuTierEvents:
@@ -238,6 +262,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         if role != KVConnectorRole.SCHEDULER:
             return
+        self._times = LoadTimes(LOAD_TIMES)
         self._block_size = block_size
         self._manager: Any = self.scheduler.manager
         self._patience_s = float(settings["patience_s"])
@@ -268,12 +293,11 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         params, limit = request.kv_transfer_params, None
-        status = self.scheduler._req_status[request.request_id]
-        pages: RequestPages = status.req_context.get_state(RequestPages)
+        pages = self._pages(request)
         if params and params.get("do_remote_prefill"):
             limit = 0  # until the ferry has begun, or given up, this stays set
         elif pages.overdue:
-            limit = self._num_ready(status, num_computed_tokens)
+            limit = self._num_ready(self.scheduler._req_status[request.request_id], num_computed_tokens)
         num_tokens: int | None
         if limit is not None:
             num_tokens, is_async = self.scheduler.get_num_new_matched_tokens(
@@ -282,13 +306,48 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         else:
             num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if num_tokens is not None:
-            pages.waiting_since_s = None
+            pages.waited_since_s, pages.waiting_since_s = pages.waiting_since_s, None
         elif pages.waiting_since_s is None:
             pages.waiting_since_s = time.monotonic()
         elif not pages.overdue and time.monotonic() - pages.waiting_since_s > self._patience_s:
             log.warning("request %s computes what its tiers did not bring in time", request.request_id)
             pages.overdue = True
         return num_tokens, is_async
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            pages = self._pages(request)
+            self._times.began(request.request_id, pages.waited_since_s)
+            if pages.brought is None:
+                by_source = self.scheduler.get_external_cache_hit_sources(request, num_external_tokens)
+                pages.brought = {
+                    "cpu": by_source.get(CacheHitSource.HOST, 0),
+                    "volume": by_source.get(CacheHitSource.DISK, 0),
+                }
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        self._times.arrived(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._with_what_is_known(request, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._with_what_is_known(request, super().request_finished_all_groups(request, block_ids))
+
+    def _with_what_is_known(self, request: Any, answer: Any) -> tuple[bool, dict[str, Any] | None]:
+        """How long it waited for pages of the tiers, and how many tokens they brought."""
+        kept, params = self._times.finished(request.request_id, answer)
+        status = self.scheduler._req_status.get(request.request_id)
+        pages = status.req_context.get_state(RequestPages) if status is not None else None
+        if pages is not None and pages.brought is not None:
+            params = {**(params or {}), CACHED_PARAMETER: pages.brought}
+        return kept, params
+
+    def _pages(self, request: Any) -> RequestPages:
+        pages: RequestPages = self.scheduler._req_status[request.request_id].req_context.get_state(RequestPages)
+        return pages
 
     def _num_ready(self, status: Any, num_computed_tokens: int) -> int:
         """Tokens after those computed whose pages are in the CPU tier now."""

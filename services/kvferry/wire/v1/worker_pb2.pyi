@@ -81,7 +81,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,8 @@ class Submit(_message.Message):
     CONTINUED_FIELD_NUMBER: _ClassVar[int]
     PARSE_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -102,7 +104,9 @@ class Submit(_message.Message):
     continued: Continued
     parse: Parse
     tier: Tier
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    tracestate: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class Tier(_message.Message):
     __slots__ = ("tenant", "epoch", "volumes", "no_load")
@@ -298,7 +302,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("number", "reason", "stop_text", "stop_token_id", "sources", "transfer_params", "failure")
+    __slots__ = ("number", "reason", "stop_text", "stop_token_id", "sources", "transfer_params", "failure", "cached")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +310,7 @@ class Finished(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PARAMS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     number: int
     reason: FinishReason
     stop_text: str
@@ -313,7 +318,8 @@ class Finished(_message.Message):
     sources: PromptSources
     transfer_params: bytes
     failure: Failure
-    def __init__(self, number: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., transfer_params: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    cached: CachedTokens
+    def __init__(self, number: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., transfer_params: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
 
 class PromptSources(_message.Message):
     __slots__ = ("local_compute", "local_cache_hit", "external_kv_transfer")

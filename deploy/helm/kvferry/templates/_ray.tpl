@@ -1,0 +1,298 @@
+{{/* Labels by which a gang scheduler takes a cluster's pods for one. */}}
+{{- define "kvferry.gangLabels" -}}
+{{- $scheduler := .Values.ray.gang.scheduler -}}
+{{- $queue := .Values.ray.gang.queue -}}
+{{- if eq $scheduler "volcano" }}
+ray.io/scheduler-name: volcano
+{{- with $queue }}
+volcano.sh/queue-name: {{ . }}
+{{- end }}
+{{- else if eq $scheduler "yunikorn" }}
+ray.io/gang-scheduling-enabled: "true"
+yunikorn.apache.org/app-id: {{ include "kvferry.fullname" . }}
+{{- with $queue }}
+yunikorn.apache.org/queue: {{ . }}
+{{- end }}
+{{- else if eq $scheduler "kai" }}
+kai.scheduler/queue: {{ $queue | default "default" }}
+{{- else if eq $scheduler "scheduler-plugins" }}
+ray.io/gang-scheduling-enabled: "true"
+{{- end }}
+{{- end -}}
+
+{{/* Replicas of a worker group: {numPods, root}. With the autoscaler they follow what Serve asks for. */}}
+{{- define "kvferry.groupCounts" -}}
+replicas: {{ .numPods }}
+minReplicas: {{ ternary 0 .numPods .root.Values.ray.autoscaling.enabled }}
+maxReplicas: {{ .numPods }}
+{{- end -}}
+
+{{/* One worker group: {root, role}. */}}
+{{- define "kvferry.workerGroup" -}}
+{{- $root := .root -}}
+{{- $name := .role -}}
+{{- $role := index $root.Values.roles $name -}}
+{{- $gpus := mul (int $role.gpusPerWorker) (int $role.workersPerPod) -}}
+{{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
+{{- $numPods := include "kvferry.numPods" . | int -}}
+- groupName: {{ $name }}
+  {{- include "kvferry.groupCounts" (dict "root" $root "numPods" $numPods) | nindent 2 }}
+  # A worker takes one, so Serve puts this role's workers here and nowhere else.
+  resources: {kvferry_{{ $name }}: "{{ int $role.workersPerPod }}", CPU: "{{ $cpus }}"{{ if $gpus }}, GPU: "{{ $gpus }}"{{ end }}}
+  rayStartParams:
+    object-store-memory: "134217728"
+  template:
+    metadata:
+      labels:
+        {{- include "kvferry.labels" $root | nindent 8 }}
+        kvferry.io/component: {{ $name }}
+        kvferry.io/ray: "true"
+      {{- with $role.podAnnotations }}
+      annotations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      # A worker that goes finishes its requests first.
+      terminationGracePeriodSeconds: {{ add (int (dig "worker" "drain_timeout_s" 120 $root.Values.config)) 60 }}
+      {{- include "kvferry.pullSecrets" $root | nindent 6 }}
+      {{- with $role.runtimeClassName }}
+      runtimeClassName: {{ . }}
+      {{- end }}
+      {{- with $role.priorityClassName }}
+      priorityClassName: {{ . }}
+      {{- end }}
+      securityContext:
+        {{- include "kvferry.podSecurity" $root | nindent 8 }}
+      {{- with include "kvferry.modelInit" $root }}
+      initContainers:
+        {{- . | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: ray-worker
+          image: {{ include "kvferry.image" $root }}
+          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+          env:
+            {{- include "kvferry.scratchEnv" $root | nindent 12 }}
+            {{- include "kvferry.rayEnv" $root | nindent 12 }}
+            {{- include "kvferry.env" $role.env | nindent 12 }}
+          startupProbe:
+            {{- include "kvferry.rayletProbe" . | nindent 12 }}
+            periodSeconds: 5
+            failureThreshold: 60
+          readinessProbe:
+            {{- include "kvferry.rayletProbe" . | nindent 12 }}
+            periodSeconds: 5
+            timeoutSeconds: 5
+          livenessProbe:
+            {{- include "kvferry.rayletProbe" . | nindent 12 }}
+            periodSeconds: 10
+            timeoutSeconds: 5
+            failureThreshold: 12
+          resources:
+            requests:
+              cpu: "{{ $cpus }}"
+              memory: {{ $role.memoryGiB }}Gi
+              {{- if $gpus }}
+              nvidia.com/gpu: {{ $gpus }}
+              {{- end }}
+              {{- with $role.extraResources }}
+              {{- toYaml . | nindent 14 }}
+              {{- end }}
+            limits:
+              memory: {{ $role.memoryGiB }}Gi
+              {{- if $gpus }}
+              nvidia.com/gpu: {{ $gpus }}
+              {{- end }}
+              {{- with $role.extraResources }}
+              {{- toYaml . | nindent 14 }}
+              {{- end }}
+          securityContext:
+            allowPrivilegeEscalation: false
+            readOnlyRootFilesystem: true
+            capabilities:
+              drop: [ALL]
+              {{- if $role.ipcLock }}
+              add: [IPC_LOCK]
+              {{- end }}
+          volumeMounts:
+            {{- include "kvferry.scratchMounts" $root | nindent 12 }}
+            {{- include "kvferry.memberMounts" $root | nindent 12 }}
+            - {name: shm, mountPath: /dev/shm}
+            {{- range $root.Values.tier.volumes }}
+            - {name: volume-{{ .name }}, mountPath: /var/lib/kvferry/volumes/{{ .name }}}
+            {{- end }}
+            {{- if $root.Values.tier.encryptionKeysSecret }}
+            - {name: tier-keys, mountPath: /etc/kvferry/tier, readOnly: true}
+            {{- end }}
+      volumes:
+        {{- include "kvferry.scratchVolumes" $root | nindent 8 }}
+        {{- include "kvferry.memberVolumes" $root | nindent 8 }}
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.shmGiB" . }}Gi}
+        {{- range $root.Values.tier.volumes }}
+        - name: volume-{{ .name }}
+          {{- if .hostPath }}
+          # Of this role alone: a volume has one keeper, and pods of both roles may share a node.
+          hostPath: {path: {{ printf "%s/%s" (trimSuffix "/" .hostPath) $name }}, type: Directory}
+          {{- else if .claimName }}
+          persistentVolumeClaim: {claimName: {{ .claimName }}}
+          {{- else }}
+          ephemeral:
+            volumeClaimTemplate:
+              spec:
+                accessModes: [ReadWriteOnce]
+                storageClassName: {{ .storageClassName }}
+                resources: {requests: {storage: {{ ceil (mulf .capacityGiB 1.05) }}Gi}}
+          {{- end }}
+        {{- end }}
+        {{- with $root.Values.tier.encryptionKeysSecret }}
+        - name: tier-keys
+          secret: {secretName: {{ . }}, defaultMode: 0440}
+        {{- end }}
+      {{- with $role.nodeSelector }}
+      nodeSelector:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $role.tolerations }}
+      tolerations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- if $role.affinity }}
+      affinity:
+        {{- toYaml $role.affinity | nindent 8 }}
+      {{- else if include "kvferry.hasHostPath" $root }}
+      affinity:
+        # Two pods of a role on one node would want the same volumes, and each volume has one keeper.
+        podAntiAffinity:
+          requiredDuringSchedulingIgnoredDuringExecution:
+            - topologyKey: kubernetes.io/hostname
+              labelSelector:
+                matchLabels:
+                  {{- include "kvferry.selector" $root | nindent 18 }}
+                  kvferry.io/component: {{ $name }}
+      {{- end }}
+{{- end -}}
+
+{{/* Gateways as Serve replicas: a group of their own, one replica a pod, which the Service finds by its label. */}}
+{{- define "kvferry.gatewayGroup" -}}
+- groupName: gateway
+  {{- include "kvferry.groupCounts" (dict "root" . "numPods" (int .Values.gateway.replicas)) | nindent 2 }}
+  resources: {kvferry_gateway: "1", CPU: "1"}
+  rayStartParams:
+    object-store-memory: "134217728"
+  template:
+    metadata:
+      labels:
+        {{- include "kvferry.labels" . | nindent 8 }}
+        kvferry.io/component: gateway
+        kvferry.io/ray: "true"
+      {{- with .Values.gateway.podAnnotations }}
+      annotations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (int (dig "gateway" "drain_timeout_s" 30 .Values.config)) 30 }}
+      {{- include "kvferry.pullSecrets" . | nindent 6 }}
+      securityContext:
+        {{- include "kvferry.podSecurity" . | nindent 8 }}
+      {{- with include "kvferry.modelInit" . }}
+      initContainers:
+        {{- . | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: ray-worker
+          image: {{ include "kvferry.image" . }}
+          imagePullPolicy: {{ .Values.image.pullPolicy }}
+          env:
+            {{- include "kvferry.scratchEnv" . | nindent 12 }}
+            {{- include "kvferry.rayEnv" . | nindent 12 }}
+            - {name: CUDA_VISIBLE_DEVICES, value: ""}
+            {{- include "kvferry.env" .Values.gateway.env | nindent 12 }}
+          ports:
+            {{- include "kvferry.gatewayPorts" . | nindent 12 }}
+          # Not ready before Serve has put a gateway here, which it does as soon as the raylet is up.
+          readinessProbe:
+            {{- include "kvferry.gatewayProbe" (dict "root" . "path" "/readyz") | nindent 12 }}
+            periodSeconds: 5
+          livenessProbe:
+            {{- include "kvferry.rayletProbe" . | nindent 12 }}
+            initialDelaySeconds: 60
+            periodSeconds: 10
+            timeoutSeconds: 5
+            failureThreshold: 12
+          lifecycle:
+            preStop:
+              # Ray's end is its replicas' too; one that Serve removes lingers by itself.
+              exec: {command: [sleep, {{ .Values.gateway.lingerSeconds | toString | quote }}]}
+          resources:
+            {{- toYaml .Values.gateway.resources | nindent 12 }}
+          securityContext:
+            {{- include "kvferry.containerSecurity" . | nindent 12 }}
+          volumeMounts:
+            {{- include "kvferry.scratchMounts" . | nindent 12 }}
+            {{- include "kvferry.memberMounts" . | nindent 12 }}
+            {{- include "kvferry.gatewayMounts" . | nindent 12 }}
+            - {name: shm, mountPath: /dev/shm}
+      volumes:
+        {{- include "kvferry.scratchVolumes" . | nindent 8 }}
+        {{- include "kvferry.memberVolumes" . | nindent 8 }}
+        {{- include "kvferry.gatewayVolumes" . | nindent 8 }}
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: 1Gi}
+      {{- with .Values.gateway.nodeSelector }}
+      nodeSelector:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with .Values.gateway.tolerations }}
+      tolerations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with .Values.gateway.affinity }}
+      affinity:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+{{- end -}}
+
+{{/* Submits a command to an existing Ray and waits for its end: {root, command}. */}}
+{{- define "kvferry.submitJob" -}}
+{{- $root := .root -}}
+backoffLimit: 2
+template:
+  metadata:
+    labels:
+      {{- include "kvferry.labels" $root | nindent 6 }}
+      kvferry.io/component: deploy
+  spec:
+    restartPolicy: Never
+    serviceAccountName: {{ include "kvferry.serviceAccount" $root }}
+    automountServiceAccountToken: false
+    {{- include "kvferry.pullSecrets" $root | nindent 4 }}
+    securityContext:
+      {{- include "kvferry.podSecurity" $root | nindent 6 }}
+    containers:
+      - name: submit
+        image: {{ include "kvferry.image" $root }}
+        imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+        command: [ray, job, submit, --address, {{ $root.Values.ray.existing.dashboardAddress | quote }}, --working-dir, /etc/kvferry/config, "--"]
+        args: {{ toJson .command }}
+        env:
+          - {name: HOME, value: /tmp}
+          {{- with $root.Values.ray.existing.tokenSecret }}
+          - {name: RAY_AUTH_MODE, value: token}
+          - name: RAY_AUTH_TOKEN
+            valueFrom: {secretKeyRef: {name: {{ . }}, key: auth_token}}
+          {{- end }}
+        resources:
+          requests: {cpu: 100m, memory: 512Mi}
+          limits: {memory: 1Gi}
+        securityContext:
+          {{- include "kvferry.containerSecurity" $root | nindent 10 }}
+        volumeMounts:
+          - {name: tmp, mountPath: /tmp}
+          - {name: config, mountPath: /etc/kvferry/config, readOnly: true}
+    volumes:
+      - name: tmp
+        emptyDir: {}
+      - name: config
+        configMap: {name: {{ include "kvferry.fullname" $root }}-config}
+{{- end -}}

@@ -1,0 +1,81 @@
+"""One gateway as a process of its own, beside Serve: where something else places and scales gateways.
+
+    python -m kvferry.gateway --config cluster.yaml --model-folder FOLDER
+
+Serves until SIGTERM or SIGINT, then drains. Ends with 1 when its listener died, with 2 for a bad configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from kvferry import config as configuration
+from kvferry.addresses import node_address
+from kvferry.config import ClusterConfig
+from kvferry.errors import ConfigError, KvferryError
+from kvferry.gateway.host import GatewayHost
+from kvferry.membership.etcd import EtcdMembership
+
+log = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S = 1.0
+
+
+async def serve(config: ClusterConfig, model_folder: str) -> None:
+    """Serve until told to stop. Raises KvferryError when the gateway cannot start or go on."""
+    host = GatewayHost(config, model_folder, EtcdMembership(config.membership))
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    starting = asyncio.create_task(host.start())
+    told = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+        if stopping.is_set():
+            return
+        await starting
+        while not stopping.is_set():
+            await host.check_health()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_PERIOD_S):
+                    await stopping.wait()
+        log.info("%s drains", host.gateway_id)
+        await host.drain()
+    finally:
+        told.cancel()
+        starting.cancel()
+        await asyncio.gather(starting, told, return_exceptions=True)
+        await host.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvferry.gateway", description="Run one gateway.")
+    parser.add_argument("--config", type=Path, required=True, help="a YAML configuration with membership.endpoints")
+    parser.add_argument("--model-folder", default="", help="the model's folder or hub id, as the workers have it")
+    arguments = parser.parse_args()
+    try:
+        config = configuration.load(arguments.config).on_node(node_address())
+        logging.basicConfig(
+            level=config.log_level,
+            stream=sys.stderr,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+        asyncio.run(serve(config, arguments.model_folder or config.model.path))
+    except KvferryError as error:
+        print(error.message, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        print(f"gateway.host, gateway.http_port: cannot listen: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The trace of one request in a gateway: what the GenAI conventions of OpenTelemetry ask of its span.
+
+Whatever protocol a request came over: its headers, or gRPC metadata, as a mapping with names in lower case. What
+clients ask and are answered is in no span unless `tracing.prompts` says so.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.errors import KvferryError
+from kvferry.gateway.openai_bodies import ChatBody, CompletionBody
+from kvferry.tracing import TRACEPARENT, TRACESTATE, Attributes, Span, Tracing, error_type
+
+_ENDPOINT_TO_OPERATION = {"chat_completions": "chat", "completions": "text_completion"}
+
+Take = Callable[[EngineOutput], None]
+TakeText = Callable[[Sequence[int], str], None]
+
+
+def begin_trace(
+    tracing: Tracing, headers: Mapping[str, str], endpoint: str, model: str, attributes: Attributes
+) -> RequestTrace:
+    """The span of a request that has just arrived, under the caller's if `headers` name one.
+
+    `endpoint` as in telemetry.ENDPOINTS; `model` is the one served; `attributes` are those of the protocol.
+    """
+    operation = _ENDPOINT_TO_OPERATION.get(endpoint, "generate_content")
+    span = tracing.receive(
+        headers,
+        f"{operation} {model}",
+        {
+            **attributes,
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "kvferry",
+            "gen_ai.request.model": model,
+        },
+    )
+    return RequestTrace(span, prompts=tracing.prompts, is_http="http.request.method" in attributes)
+
+
+def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Those of an HTTP request that carry trace context."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        if name == b"traceparent":
+            found[TRACEPARENT] = value.decode("latin-1")
+        elif name == b"tracestate":
+            # It may come in several lines, which are one list.
+            before = found.get(TRACESTATE)
+            found[TRACESTATE] = f"{before},{value.decode('latin-1')}" if before else value.decode("latin-1")
+    return found
+
+
+class RequestTrace:
+    """From a request's arrival until `end`."""
+
+    def __init__(self, span: Span, *, prompts: bool, is_http: bool) -> None:
+        self._span = span
+        self._is_http = is_http
+        self._prompts = prompts and span.is_sampled
+        self._texts: list[list[str]] = []
+        self.headers = span.context.headers()  # for the answer
+
+    @property
+    def span(self) -> Span | None:
+        """For what is done for this request; None where nobody will see it."""
+        return self._span if self._span.is_sampled else None
+
+    def rendered(
+        self,
+        answer_id: str,
+        body: ChatBody | CompletionBody,
+        requests: Sequence[EngineRequest],
+        begun_ns: int,
+    ) -> None:
+        """The body became these requests, one per choice; that began at `begun_ns` (Unix time)."""
+        if not self._span.is_sampled:
+            return
+        sampling = requests[0].sampling
+        self._span.record("render", begun_ns, time.time_ns())
+        self._span.set(
+            {
+                "gen_ai.response.id": answer_id,
+                "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
+                "gen_ai.request.stream": bool(body.stream) if self._is_http else None,  # else the method says it
+                "gen_ai.request.max_tokens": sampling.max_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.request.seed": sampling.seed,
+            }
+        )
+        if self._prompts:
+            self._texts = [[] for _ in requests]
+            self._span.set({"gen_ai.input.messages": json.dumps(_messages_of(body), ensure_ascii=False)})
+
+    def listen(self, choice: int, take: Take, take_text: TakeText) -> tuple[Take, TakeText]:
+        """The sinks of a choice; with `tracing.prompts` they keep its text too."""
+        if not self._prompts:
+            return take, take_text
+        texts = self._texts[choice]
+
+        def take_and_keep(output: EngineOutput) -> None:
+            texts.append(output.text)
+            take(output)
+
+        def take_text_and_keep(token_ids: Sequence[int], text: str) -> None:
+            texts.append(text)
+            take_text(token_ids, text)
+
+        return take_and_keep, take_text_and_keep
+
+    def answered(
+        self,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        generated_tokens: int,
+        finish_reasons: Sequence[str | None],
+        first_token_s: float | None,
+    ) -> None:
+        """All choices ended. `first_token_s` is seconds from the request's arrival."""
+        if not self._span.is_sampled:
+            return
+        self._span.set(
+            {
+                "gen_ai.response.finish_reasons": [reason or "" for reason in finish_reasons],
+                "gen_ai.response.time_to_first_chunk": first_token_s,
+                "gen_ai.usage.input_tokens": prompt_tokens,
+                "gen_ai.usage.output_tokens": generated_tokens,
+                "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+            }
+        )
+        if self._prompts:
+            messages = [
+                {
+                    "role": "assistant",
+                    "parts": [{"type": "text", "content": "".join(texts)}],
+                    "finish_reason": reason or "",
+                }
+                for texts, reason in zip(self._texts, finish_reasons, strict=True)
+            ]
+            self._span.set({"gen_ai.output.messages": json.dumps(messages, ensure_ascii=False)})
+
+    def failed(self, error: BaseException) -> None:
+        """It was answered with an error, or an error ended its answer."""
+        if isinstance(error, KvferryError) and error.http_status < 500:
+            # As HTTP's conventions have it: the client's fault is no error of a server.
+            self._span.set({"error.type": error_type(error)})
+        else:
+            self._span.fail(error_type(error))
+
+    def end(self, status: str) -> None:
+        """`status` is the one it is counted under."""
+        if self._is_http:
+            self._span.set({"http.response.status_code": int(status)})
+        self._span.end()
+
+
+def _messages_of(body: ChatBody | CompletionBody) -> list[dict[str, Any]]:
+    if isinstance(body, ChatBody):
+        return [{"role": message.get("role"), "parts": _parts_of(message.get("content"))} for message in body.messages]
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    return [{"role": "user", "parts": [{"type": "text", "content": text}]} for text in texts]
+
+
+def _parts_of(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "content": content}]
+    parts = content if isinstance(content, list) else []
+    return [{"type": "text", "content": part["text"]} for part in parts if isinstance(part, dict) and "text" in part]

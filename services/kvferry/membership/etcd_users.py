@@ -1,0 +1,113 @@
+"""Users and rights of an etcd of ours: members may read and write what is kvferry's, root everything, others nothing.
+
+    python -m kvferry.membership.etcd_users --config cluster.yaml --root-password-file FILE
+
+May run again: what is there stays, the member's password becomes the one of `membership.password_file`, so this is
+also how it is changed. Waits for etcd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from etcd3aio import EtcdError, prefix_range_end
+from etcd3aio.auth import AuthService, PermissionType
+
+from kvferry import config as configuration
+from kvferry.config import MembershipConfig
+from kvferry.errors import ConfigError, KvferryError, UnavailableError
+from kvferry.membership.etcd import open_channel, read_password
+
+ROOT = "root"  # etcd's own name for who may do everything
+WAIT_S = 120.0
+RETRY_S = 1.0
+CALL_TIMEOUT_S = 5.0
+
+
+async def ensure_users(config: MembershipConfig, root_password: str, *, wait_s: float = WAIT_S) -> None:
+    """Raises ConfigError when etcd refuses root's password, UnavailableError when it was not there in time."""
+    if not config.user:
+        raise ConfigError("membership.user: name the user that members are")
+    password = read_password("membership.password_file", config.password_file)
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        fault = ""
+        for endpoint in config.endpoints:
+            channel = open_channel(config, endpoint)
+            try:
+                await _ensure(channel, config, password, root_password)
+                return
+            except (EtcdError, grpc.RpcError, TimeoutError) as error:
+                fault = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            finally:
+                await channel.close(None)
+        if time.monotonic() >= deadline_s:
+            raise UnavailableError(f"etcd at {', '.join(config.endpoints)} did not take the users: {fault}")
+        await asyncio.sleep(RETRY_S)
+
+
+async def _ensure(channel: grpc.aio.Channel, config: MembershipConfig, password: str, root_password: str) -> None:
+    auth = AuthService(channel, max_attempts=1)
+    # Once authentication is enabled, only root may do the rest. etcd has no status of its own for "not yet enabled".
+    try:
+        answer = await auth.authenticate(ROOT, root_password, timeout=CALL_TIMEOUT_S)
+        auth.set_token(answer.token)
+        is_enabled = True
+    except (EtcdError, grpc.RpcError) as error:
+        if "authentication is not enabled" not in str(error):
+            if "invalid user ID or password" in str(error):
+                raise ConfigError("--root-password-file: etcd refuses root with this password") from None
+            raise
+        is_enabled = False
+    role = config.user
+    prefix = config.prefix.rstrip("/") + "/"
+    await _unless_there(auth.user_add(ROOT, root_password, timeout=CALL_TIMEOUT_S))
+    await _unless_there(auth.role_add(ROOT, timeout=CALL_TIMEOUT_S))
+    await auth.user_grant_role(ROOT, ROOT, timeout=CALL_TIMEOUT_S)
+    await _unless_there(auth.role_add(role, timeout=CALL_TIMEOUT_S))
+    await auth.role_grant_permission(
+        role, prefix, prefix_range_end(prefix), perm_type=PermissionType.READWRITE, timeout=CALL_TIMEOUT_S
+    )
+    if not await _unless_there(auth.user_add(config.user, password, timeout=CALL_TIMEOUT_S)):
+        await auth.user_change_password(config.user, password, timeout=CALL_TIMEOUT_S)
+    await auth.user_grant_role(config.user, role, timeout=CALL_TIMEOUT_S)
+    if not is_enabled:
+        await auth.auth_enable(timeout=CALL_TIMEOUT_S)
+
+
+async def _unless_there(call: Awaitable[Any]) -> bool:
+    """False when what was to be added is there."""
+    try:
+        await call
+    except (EtcdError, grpc.RpcError) as error:
+        if "already exists" not in str(error):
+            raise
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvferry.membership.etcd_users", description="Set up etcd's users.")
+    parser.add_argument("--config", type=Path, required=True, help="a YAML configuration with the section membership")
+    parser.add_argument("--root-password-file", type=Path, required=True)
+    arguments = parser.parse_args()
+    try:
+        config = configuration.load(arguments.config).membership
+        root_password = read_password("--root-password-file", arguments.root_password_file)
+        asyncio.run(ensure_users(config, root_password))
+    except KvferryError as error:
+        print(error.message, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(f"etcd knows {ROOT} and {config.user}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

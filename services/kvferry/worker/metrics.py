@@ -1,0 +1,99 @@
+"""The metrics of one worker: what it counts itself, what its engine reports, and what its engine makes itself."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from kvferry import telemetry
+from kvferry.engine.base import Engine, EngineLoad, EngineTimes, FerryStats
+from kvferry.errors import KvferryError
+from kvferry.telemetry import Exporter, Exposition, Reading, SpanCounts
+from kvferry.worker.server import WorkerServer
+
+_READ = (
+    *(telemetry.ENGINE_ALIVE, telemetry.ENGINE_DRAINING, telemetry.ENGINE_GATEWAYS, telemetry.ENGINE_RUNNING),
+    *(telemetry.ENGINE_WAITING, telemetry.ENGINE_PAGES, telemetry.ENGINE_PAGES_USED, telemetry.ENGINE_CPU_PAGES),
+    *(telemetry.ENGINE_STEPS, telemetry.ENGINE_PROMPT_TOKENS, telemetry.ENGINE_CACHED_TOKENS),
+    *(telemetry.ENGINE_GENERATED_TOKENS, telemetry.FERRY_SECONDS, telemetry.FERRY_BYTES, telemetry.FERRY_FAILED),
+    telemetry.WORKER_SPANS,
+)
+
+
+class WorkerMetrics:
+    """Reads `engine` and `server` whenever it is scraped."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        server: WorkerServer,
+        *,
+        worker_id: str,
+        role: str,
+        read_span_counts: Callable[[], SpanCounts] = SpanCounts,
+    ) -> None:
+        self._engine = engine
+        self._server = server
+        self._read_span_counts = read_span_counts
+        self.exposition = Exposition(Exporter.WORKER, {"worker": worker_id, "role": role})
+        requests = self.exposition.counter(telemetry.ENGINE_REQUESTS)
+        # Looking a series up costs as much as counting.
+        self._reason_to_count = {reason: requests.labels(reason=reason) for reason in telemetry.END_REASONS}
+        self._queue_seconds = self.exposition.histogram(telemetry.ENGINE_QUEUE_SECONDS)
+        self._prefill_seconds = self.exposition.histogram(telemetry.ENGINE_PREFILL_SECONDS)
+        self._decode_seconds = self.exposition.histogram(telemetry.ENGINE_DECODE_SECONDS)
+        self.exposition.read(_READ, self._read)
+
+    def count(self, reason: str) -> None:
+        """A request ended, for one of telemetry.END_REASONS."""
+        self._reason_to_count[reason].inc()
+
+    def observe(self, times: EngineTimes) -> None:
+        """A request ended well."""
+        begun_s = min(wait[0] for wait in (times.ferry, times.load, (times.scheduled_s,)) if wait is not None)
+        self._queue_seconds.observe(max(0.0, begun_s - times.queued_s))
+        self._prefill_seconds.observe(max(0.0, times.first_token_s - times.scheduled_s))
+        self._decode_seconds.observe(max(0.0, times.last_token_s - times.first_token_s))
+
+    async def render(self) -> bytes:
+        """The text exposition."""
+        ours = self.exposition.render()
+        # An engine's own may be thousands of series: not in the loop that hands tokens on.
+        return ours + await asyncio.to_thread(self._render_engine)
+
+    def _render_engine(self) -> bytes:
+        return self.exposition.render_others(self._engine_families())
+
+    def _engine_families(self) -> Iterable[Any]:
+        try:
+            return self._engine.own_metrics()
+        except KvferryError:
+            return ()
+
+    def _read(self) -> Iterator[Reading]:
+        engine, server = self._engine, self._server
+        try:
+            load, ferry, num_cpu_pages = engine.load(), engine.ferry_stats(), engine.info.num_cpu_pages
+        except KvferryError:
+            load, ferry, num_cpu_pages = EngineLoad(), FerryStats(), 0
+        yield Reading(telemetry.ENGINE_ALIVE, (), float(not server.died.is_set()))
+        yield Reading(telemetry.ENGINE_DRAINING, (), float(server.draining))
+        yield Reading(telemetry.ENGINE_GATEWAYS, (), len(server.attachments))
+        yield Reading(telemetry.ENGINE_RUNNING, (), load.num_running)
+        yield Reading(telemetry.ENGINE_WAITING, (), load.num_waiting)
+        yield Reading(telemetry.ENGINE_PAGES, (), load.num_pages)
+        yield Reading(telemetry.ENGINE_PAGES_USED, (), load.num_pages_used)
+        yield Reading(telemetry.ENGINE_CPU_PAGES, (), num_cpu_pages)
+        yield Reading(telemetry.ENGINE_STEPS, (), load.num_steps)
+        for source, tokens in dataclasses.asdict(load.prompt_tokens).items():
+            yield Reading(telemetry.ENGINE_PROMPT_TOKENS, (source,), tokens)
+        for tier, tokens in dataclasses.asdict(load.cached_tokens).items():
+            yield Reading(telemetry.ENGINE_CACHED_TOKENS, (tier,), tokens)
+        yield Reading(telemetry.ENGINE_GENERATED_TOKENS, (), load.num_generated_tokens)
+        yield Reading(telemetry.FERRY_SECONDS, (), ferry.num_transfers, ferry.seconds)
+        yield Reading(telemetry.FERRY_BYTES, (), ferry.num_bytes)
+        for cause, count in ferry.num_failed.items():
+            yield Reading(telemetry.FERRY_FAILED, (cause,), count)
+        yield from telemetry.read_spans(telemetry.WORKER_SPANS, self._read_span_counts())

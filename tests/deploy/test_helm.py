@@ -1,0 +1,571 @@
+"""The chart: valid everywhere, the same as before, closed against mistakes, and every value where it belongs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart import helm_check, newest_helm, one, write_values
+
+from kvferry import __version__
+
+VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
+SCHEMA = json.loads((helm_check.CHART / "values.schema.json").read_text())
+
+
+def merged(*layers: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    """Nested mappings that hold one value: `a.b` -> {a: {b: value}}."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def leaves(values: dict[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
+
+
+# Examples
+
+
+@pytest.mark.parametrize("major", [3, 4])
+@pytest.mark.parametrize("example", [None, *helm_check.examples()], ids=lambda each: each.stem if each else "values")
+def test_an_example_is_clean_valid_and_as_before(example: Path | None, major: int) -> None:
+    newest_helm()
+    found = [helm for helm in helm_check.helms() if helm.major == major]
+    if not found:
+        pytest.skip(f"no Helm {major} here")
+    assert helm_check._check_example(found[0], example, update=False) == []
+
+
+def test_the_plain_manifests_are_those_of_the_chart() -> None:
+    assert helm_check._check_manifests(newest_helm(), update=False) == []
+
+
+def test_the_chart_s_version_is_the_package_s() -> None:
+    chart = yaml.safe_load((helm_check.CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == __version__
+    assert f"ray[serve]=={VALUES['ray']['version']}" in (helm_check.ROOT / "pyproject.toml").read_text()
+
+
+# The check sees faults
+
+
+@pytest.fixture(scope="module")
+def trial() -> list[dict[str, Any]]:
+    documents: list[dict[str, Any]] = newest_helm().documents(values=helm_check.EXAMPLES / "cpu-trial.yaml")
+    return documents
+
+
+def spoil(document: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
+    spoilt = copy.deepcopy(document)
+    here = spoilt
+    for part in path[:-1]:
+        here = here[part]
+    here[path[-1]] = value
+    return spoilt
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "message"),
+    [
+        ("ServiceAccount", ["kind"], "ServiceAcount", "no schema knows v1 ServiceAcount"),
+        ("PodDisruptionBudget", ["apiVersion"], "policy/v3", "no schema knows policy/v3"),
+        ("StatefulSet", ["spec", "replcas"], 3, "replcas"),
+        ("StatefulSet", ["spec", "replicas"], "three", "three"),
+        ("RayService", ["kind"], "RayServices", "no schema knows ray.io/v1 RayServices"),
+        ("RayService", ["spec", "serveConfig"], "", "serveConfig"),
+        ("RayService", ["spec", "rayClusterConfig", "workerGroupSpecs", 0, "minReplica"], 1, "minReplica"),
+        (
+            "RayService",
+            ["spec", "rayClusterConfig", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "imagePullPolicy"],
+            1,
+            "imagePullPolicy",
+        ),
+        (
+            "RayService",
+            ["spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "tolerance"],
+            [],
+            "tolerance",
+        ),
+    ],
+)
+def test_a_spoilt_object_is_seen(
+    trial: list[dict[str, Any]], kind: str, path: list[Any], value: Any, message: str
+) -> None:
+    with pytest.raises(helm_check.CheckFailed, match=re.escape(message)):
+        helm_check.validate(spoil(one(trial, kind), path, value))
+
+
+def test_keys_and_certificates_are_never_in_golden_files() -> None:
+    text = "".join(file.read_text() for file in helm_check.GOLDEN.glob("*.yaml"))
+    assert "BEGIN" not in text
+    assert not re.search(r"kvf_[A-Za-z0-9_-]{20}", text)
+
+
+# Refusals
+
+GPU = {"config": {"engine": {"device": "gpu"}}}
+VOLUME = {"name": "nvme0", "capacityGiB": 10, "hostPath": "/mnt/nvme0"}
+TIER = {"tier": {"enabled": True, "volumes": [VOLUME]}}
+PREFILL_GPU = merged(GPU, {"roles": {"prefill": {"gpusPerWorker": 1}, "decode": {"gpusPerWorker": 1}}})
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    (at("roles.prefill.replicas", 0), "decode workers need prefill workers. Say aggregated: true"),
+    (at("aggregated", True), "with aggregated there are no prefill workers"),
+    (GPU, "a worker has as many GPUs as its engine uses"),
+    (merged(PREFILL_GPU, at("config.engine.tensor_parallel_size", 2)), "tensor_parallel_size is 2"),
+    (at("roles.decode.gpusPerWorker", 1), "config.engine.device is cpu"),
+    (merged(TIER, at("tier.shmGiB", 3), at("tier.cpuGiB", 4)), "tier.shmGiB is 3 and the CPU tiers of a prefill pod"),
+    (
+        merged(TIER, at("tier.shmGiB", 3), at("tier.cpuGiB", 2), at("roles.decode.workersPerPod", 2)),
+        "CPU tiers of a decode pod take 4 GiB (workersPerPod 2 x tier.cpuGiB 2)",
+    ),
+    (merged(TIER, at("tier.cpuGiB", 9)), "roles.prefill.memoryGiB is 8 and /dev/shm of the pod"),
+    (at("tier.enabled", True), "tier.volumes is empty: name a volume, or say tier.cpuOnly: true"),
+    (merged(TIER, at("tier.cpuOnly", True)), "tier.cpuOnly is true: it needs"),
+    (at("tier.volumes", [VOLUME]), "tier.volumes are named and tier.enabled is false"),
+    (merged(at("tier", {"enabled": True, "cpuOnly": True, "encryptionKeysSecret": "x"})), "no tier.volumes to seal"),
+    (at("tier", {"enabled": True, "volumes": [{"name": "a", "capacityGiB": 1}]}), "has 0 of hostPath"),
+    (at("tier", {"enabled": True, "volumes": [{**VOLUME, "claimName": "c"}]}), "has 2 of hostPath"),
+    (at("tier", {"enabled": True, "volumes": [VOLUME, VOLUME]}), 'two volumes named "nvme0"'),
+    (at("model.volume", {"claimName": "a", "hostPath": "/b"}), "model.volume has both claimName and hostPath"),
+    (at("model.volume", {"claimName": "a"}), "the model's folder lies below it"),
+    (at("config.model.path", "/models/m"), "model.volume must say"),
+    (at("config.model.path", "default"), "name a hub id or a folder"),
+    (at("auth.generateKey", False), "gateways would serve whoever calls"),
+    (at("gateway.tls.requireClientCertificates", True), "needs gateway.tls.secretName"),
+    (at("gateway", {"mode": "serve", "autoscaling": {"enabled": True}}), "Kubernetes cannot scale Serve replicas"),
+    (at("gateway.autoscaling", {"enabled": True, "minReplicas": 9}), "minReplicas is 9, more than maxReplicas 8"),
+    (at("gateway.gatewayApi.enabled", True), "needs gateway.gatewayApi.parentRefs"),
+    (at("gateway.grpcPort", 8000), "gateway.httpPort and gateway.grpcPort are both 8000"),
+    (at("ray.mode", "existing"), "needs ray.existing.dashboardAddress"),
+    (
+        merged(
+            at("ray", {"mode": "existing", "existing": {"dashboardAddress": "http://h"}}), at("gateway.mode", "serve")
+        ),
+        "ray.mode existing needs gateway.mode: deployment",
+    ),
+    (at("ray.gang.queue", "q"), "ray.gang.queue needs ray.gang.scheduler"),
+    (at("ray.redis.passwordSecret", "q"), "ray.redis.passwordSecret needs ray.redis.address"),
+    (at("etcd.endpoints", ["a:1"]), "run one, or use the one that is there"),
+    (at("etcd.enabled", False), "members must find each other somewhere"),
+    (at("etcd.external.user", "u"), "etcd.external is for etcd.enabled: false"),
+    (at("etcd", {"enabled": False, "endpoints": ["a:1"], "external": {"user": "u"}}), "go together"),
+    (
+        merged(at("monitoring.serviceMonitor.enabled", True), at("auth.keysSecret", "k")),
+        "monitoring needs monitoring.keySecret",
+    ),
+    (
+        merged(
+            at("monitoring.serviceMonitor.enabled", True),
+            at("gateway.tls", {"secretName": "t", "requireClientCertificates": True}),
+        ),
+        "monitoring cannot ask gateways that require client certificates",
+    ),
+    (
+        at("monitoring", {"members": {"enabled": True}, "serviceMonitor": {"enabled": True}}),
+        "gateways would be counted twice",
+    ),
+    (at("config.metrics.host", "auto"), "metrics"),
+    # By the schema.
+    (at("roles.prefil", {"replicas": 1}), "prefil"),
+    (at("config.engine.blok_size", 16), "blok_size"),
+    (at("config.engine.block_size", 0), "block_size"),
+    (at("config.worker.host", "10.0.0.1"), "host"),
+    (at("config.gateway.keys_file", "/x"), "keys_file"),
+    (at("config.membership.endpoints", ["a:1"]), "endpoints"),
+    (at("config.prefill.replicas", 2), "prefill"),
+    (at("roles.decode.replicas", 0), "replicas"),
+    (at("roles.decode.engine.block_size", 64), "block_size"),
+    (at("etcd.replicas", 2), "replicas"),
+    (at("insecure", ["worker.host"]), "insecure"),
+    (at("gateway.mode", "daemonset"), "mode"),
+    (at("tier.volumes", [{"name": "A", "capacityGiB": 1}]), "name"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSALS, ids=[message[:40] for _, message in REFUSALS])
+def test_what_cannot_work_is_refused_in_words(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_check.CheckFailed) as caught:
+        newest_helm().template(values=write_values(tmp_path, values))
+    assert message in str(caught.value)
+
+
+def test_every_refusal_of_the_templates_is_tested() -> None:
+    text = (helm_check.CHART / "templates" / "_checks.tpl").read_text()
+    fails = re.findall(r'fail \(?(?:printf )?"((?:[^"\\]|\\.)*)"', text)
+    assert len(fails) == text.count("{{- fail ")
+    said = [message for _, message in REFUSALS]
+    untested = []
+    for words in fails:
+        pattern = re.escape(words.replace('\\"', '"'))
+        for verb in ("%d", "%q", "%v", "%s"):
+            pattern = pattern.replace(verb, ".*")
+        pieces = [re.sub(r"\\(.)", r"\1", piece) for piece in pattern.split(".*")]
+        if not any(any(piece in each or each in piece for piece in pieces if len(piece) > 12) for each in said):
+            untested.append(words)
+    assert untested == []
+
+
+def test_no_object_of_the_schema_takes_unknown_keys() -> None:
+    def walk(schema: Any, path: str) -> Iterator[str]:
+        if isinstance(schema, dict):
+            if "properties" in schema and schema.get("additionalProperties") is not False:
+                yield path
+            for key, value in schema.items():
+                yield from walk(value, f"{path}/{key}")
+        if isinstance(schema, list):
+            for number, value in enumerate(schema):
+                yield from walk(value, f"{path}/{number}")
+
+    assert list(walk(SCHEMA, "")) == []
+
+
+# Values
+
+
+def test_every_value_has_a_default_a_schema_and_words() -> None:
+    def keys(schema: dict[str, Any], path: str = "") -> Iterator[str]:
+        if "properties" not in schema:
+            yield path
+        for key, value in schema.get("properties", {}).items():
+            if key not in ("config", "global"):
+                yield from keys(value, f"{path}.{key}".lstrip("."))
+
+    documented = {leaf for leaf in leaves(VALUES) if not leaf.startswith("config.")}
+    known = set(keys(SCHEMA))
+    assert {
+        leaf for leaf in documented if leaf not in known and not any(leaf.startswith(f"{k}.") for k in known)
+    } == set()
+    assert {
+        key for key in known if key not in documented and not any(d.startswith(f"{key}.") for d in documented)
+    } == set()
+    text = (helm_check.CHART / "values.yaml").read_text()
+    tops = re.findall(r"(?m)((?:^#.*\n)*)^([a-z]\w*):", text)
+    assert [
+        key for words, key in tops if not words and key not in ("image", "gateway", "ray", "etcd", "monitoring")
+    ] == [
+        "serviceAccount",
+        "securityContext",
+    ]
+
+
+# Groups of values that a rendering can hold at once: what they stand on, and path -> (value, what it becomes: a text
+# that was not there; with `!`, one that was).
+EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
+    "names": (
+        {},
+        {
+            "fullnameOverride": ("ferry", "name: ferry-etcd"),
+            "image.registry": ("reg.example", "image: reg.example/my/kvferry:9.9"),
+            "image.repository": ("my/kvferry", "image: reg.example/my/kvferry:9.9"),
+            "image.tag": ("9.9", "image: reg.example/my/kvferry:9.9"),
+            "image.pullPolicy": ("Always", "imagePullPolicy: Always"),
+            "image.pullSecrets": (["pull-me"], "- name: pull-me"),
+            "config.model.path": ("org/tiny", "path: org/tiny"),
+            "insecure": (["gateway.host", "engine.side_channel_host"], "- gateway.host"),
+            "model.hubToken.secretName": ("hub-secret", "name: hub-secret"),
+            "model.hubToken.key": ("hub-key", "key: hub-key"),
+            "model.cache.sizeGiB": (77, "sizeLimit: 77Gi"),
+            "etcd.replicas": (3, "ferry-etcd-2=https://"),
+            "etcd.image.repository": ("my/etcd", "image: reg.example/my/etcd:v9"),
+            "etcd.image.tag": ("v9", "image: reg.example/my/etcd:v9"),
+            "etcd.persistence.sizeGiB": (71, "storage: 71Gi"),
+            "etcd.persistence.storageClassName": ("fast", "storageClassName: fast"),
+            "etcd.resources.requests.cpu": ("3100m", "cpu: 3100m"),
+            "etcd.resources.requests.memory": ("3101Mi", "memory: 3101Mi"),
+            "etcd.resources.limits.memory": ("3102Mi", "memory: 3102Mi"),
+            "etcd.nodeSelector": ({"etcd": "here"}, "etcd: here"),
+            "etcd.tolerations": ([{"key": "etcd-taint"}], "key: etcd-taint"),
+            "networkPolicy.gatewayFrom": ([{"ipBlock": {"cidr": "10.9.0.0/16"}}], "cidr: 10.9.0.0/16"),
+            "networkPolicy.operatorNamespace": ("rays", "kubernetes.io/metadata.name: rays"),
+            "networkPolicy.monitoringNamespace": ("watch", "kubernetes.io/metadata.name: watch"),
+            "serviceAccount.annotations": ({"sa": "note"}, "sa: note"),
+            "securityContext.runAsUser": (4001, "runAsUser: 4001"),
+            "securityContext.runAsGroup": (4002, "runAsGroup: 4002"),
+            "securityContext.fsGroup": (4003, "fsGroup: 4003"),
+            "tests.timeoutSeconds": (4004, "activeDeadlineSeconds: 4004"),
+            "ray.version": ("2.99.0", "rayVersion: 2.99.0"),
+            "ray.autoscaling.idleTimeoutSeconds": (4005, "idleTimeoutSeconds: 4005"),
+            "ray.head.cpu": ("41", "cpu: '41'"),
+            "ray.head.memoryGiB": (42, "memory: 42Gi"),
+            "ray.head.nodeSelector": ({"head": "here"}, "head: here"),
+            "ray.head.tolerations": ([{"key": "head-taint"}], "key: head-taint"),
+            "ray.head.podAnnotations": ({"head": "note"}, "head: note"),
+            "ray.env": ({"RAY_backend_log_level": "debug"}, "value: debug"),
+            "ray.redis.address": ("redis:6379", "redisAddress: redis:6379"),
+            "ray.redis.passwordSecret": ("redis-secret", "name: redis-secret"),
+            "ray.redis.passwordKey": ("redis-key", "key: redis-key"),
+            "ray.gang.scheduler": ("volcano", "ray.io/scheduler-name: volcano"),
+            "ray.gang.queue": ("line-up", "volcano.sh/queue-name: line-up"),
+            "gateway.replicas": (43, "replicas: 43"),
+            "gateway.httpPort": (4006, "containerPort: 4006"),
+            "gateway.grpcPort": (4007, "grpc_port: 4007"),
+            "gateway.resources.requests.cpu": ("44", "cpu: '44'"),
+            "gateway.resources.requests.memory": ("4008Mi", "memory: 4008Mi"),
+            "gateway.resources.limits.memory": ("4009Mi", "memory: 4009Mi"),
+            "gateway.env": ({"G_ENV": 7}, "name: G_ENV"),
+            "gateway.nodeSelector": ({"gateway": "here"}, "gateway: here"),
+            "gateway.tolerations": ([{"key": "gateway-taint"}], "key: gateway-taint"),
+            "gateway.affinity": ({"nodeAffinity": {"x": "gateway-affinity"}}, "gateway-affinity"),
+            "gateway.podAnnotations": ({"gateway": "note"}, "gateway: note"),
+            "gateway.lingerSeconds": (45, "linger_s: 45"),
+            "gateway.service.type": ("LoadBalancer", "type: LoadBalancer"),
+            "gateway.service.annotations": ({"service": "note"}, "service: note"),
+            "gateway.tls.secretName": ("gateway-cert", "secretName: gateway-cert"),
+            "gateway.ingress.enabled": (True, "kind: Ingress"),
+            "gateway.ingress.className": ("my-class", "ingressClassName: my-class"),
+            "gateway.ingress.annotations": ({"ingress": "note"}, "ingress: note"),
+            "gateway.ingress.grpcAnnotations": ({"ingress-grpc": "note"}, "ingress-grpc: note"),
+            "gateway.ingress.host": ("my.host", "- host: my.host"),
+            "gateway.ingress.tlsSecretName": ("host-cert", "secretName: host-cert"),
+            "gateway.gatewayApi.enabled": (True, "kind: GRPCRoute"),
+            "gateway.gatewayApi.parentRefs": ([{"name": "parent"}], "- name: parent"),
+            "gateway.gatewayApi.hostnames": (["route.host"], "- route.host"),
+            "gateway.podDisruptionBudget.maxUnavailable": ("46%", "maxUnavailable: 46%"),
+            "monitoring.serviceMonitor.enabled": (True, "kind: ServiceMonitor"),
+            "monitoring.serviceMonitor.interval": ("47s", "interval: 47s"),
+            "monitoring.serviceMonitor.labels": ({"pick": "me"}, "pick: me"),
+            "monitoring.keySecret": ("scrape-key", "name: scrape-key"),
+            "monitoring.keyEntry": ("scrape-entry", "key: scrape-entry"),
+        },
+    ),
+    "roles and tier": (
+        at("config.engine.device", "gpu"),
+        {
+            f"roles.{role}.{key}": value
+            for role, number in (("prefill", 5), ("decode", 6))
+            for key, value in {
+                "replicas": (number * 10, f"num_replicas: {number}0"),
+                "workersPerPod": (number, f"kvferry_{role}: '{number}'"),
+                "gpusPerWorker": (2, "num_gpus: 2"),
+                "cpusPerWorker": (number + 2.5, f"num_cpus: {number + 2.5}"),
+                "memoryGiB": (number * 100, f"memory: {number}00Gi"),
+                "engine": ({"max_num_seqs": 900 + number}, f"max_num_seqs: {900 + number}"),
+                "extraResources": ({f"rdma/{role}": number}, f"rdma/{role}: {number}"),
+                "env": ({f"UCX_{role.upper()}": "rc"}, f"name: UCX_{role.upper()}"),
+                "ipcLock": (True, "- IPC_LOCK"),
+                "nodeSelector": ({f"pool-{role}": "a"}, f"pool-{role}: a"),
+                "tolerations": ([{"key": f"{role}-taint"}], f"key: {role}-taint"),
+                "affinity": ({"nodeAffinity": {"x": f"{role}-affinity"}}, f"{role}-affinity"),
+                "runtimeClassName": (f"{role}-class", f"runtimeClassName: {role}-class"),
+                "priorityClassName": (f"{role}-prio", f"priorityClassName: {role}-prio"),
+                "podAnnotations": ({f"{role}-note": "a"}, f"{role}-note: a"),
+            }.items()
+        }
+        | {
+            "config.engine.device": ("gpu", "image: kvferry:0.1.0-gpu"),
+            "config.engine.tensor_parallel_size": (2, "tensor_parallel_size: 2"),
+            "config.model.path": ("/m/x", 'model_folder: "/m/x"'),
+            "model.volume.claimName": ("model-claim", "claimName: model-claim"),
+            "model.volume.mountPath": ("/m", "mountPath: /m"),
+            "tier.enabled": (True, "cpu_gib: 7"),
+            "tier.cpuGiB": (7, "cpu_gib: 7"),
+            "tier.shmGiB": (91, "sizeLimit: 91Gi"),
+            "tier.volumes": (
+                [
+                    {"name": "one", "capacityGiB": 101, "writeGiBPerDay": 102, "hostPath": "/mnt/one"},
+                    {"name": "two", "capacityGiB": 103, "storageClassName": "local-class"},
+                    {"name": "three", "capacityGiB": 104, "claimName": "shared-claim"},
+                ],
+                "path: /mnt/one/prefill",
+            ),
+            "tier.encryptionKeysSecret": ("page-keys", "secretName: page-keys"),
+            "auth.keysSecret": ("api-keys", "secretName: api-keys"),
+            "internalTls.secretName": ("own-internal", "secretName: own-internal"),
+            "serviceAccount.name": ("own-account", "serviceAccountName: own-account"),
+        },
+    ),
+    "gateways of Serve": (
+        {},
+        {"gateway.mode": ("serve", "kvferry_gateway: '1'")},
+    ),
+    "without": (
+        {},
+        {
+            "monitoring.members.enabled": (True, "kind: ScrapeConfig"),
+            "monitoring.members.interval": ("48s", "scrapeInterval: 48s"),
+            "monitoring.members.labels": ({"pick": "us"}, "pick: us"),
+            "networkPolicy.enabled": (False, "!kind: NetworkPolicy"),
+            "tests.enabled": (False, "!helm.sh/hook: test"),
+            "gateway.podDisruptionBudget.enabled": (False, "!kind: PodDisruptionBudget"),
+            "ray.tokenAuth": (False, "!authOptions"),
+            "ray.autoscaling.enabled": (False, "enableInTreeAutoscaling: false"),
+        },
+    ),
+    "scaled": (
+        {},
+        {
+            "gateway.autoscaling.enabled": (True, "kind: HorizontalPodAutoscaler"),
+            "gateway.autoscaling.minReplicas": (3, "minReplicas: 3"),
+            "gateway.autoscaling.maxReplicas": (33, "maxReplicas: 33"),
+            "gateway.autoscaling.targetCpuPercent": (61, "averageUtilization: 61"),
+            "aggregated": (True, "!PrefillWorker"),
+            "roles.prefill.replicas": (0, "!PrefillWorker"),
+            "auth.generateKey": (False, "!name: trial-first-key"),
+            "gateway.tls.secretName": ("gateway-cert", "secretName: gateway-cert"),
+            "gateway.tls.requireClientCertificates": (True, "client_ca_file: /etc/kvferry/tls/gateway/ca.crt"),
+            "model.volume.hostPath": ("/data", "path: /data"),
+            "config.model.path": ("/models/m", 'model_folder: "/models/m"'),
+            "tier.enabled": (True, "enabled: true"),
+            "tier.cpuOnly": (True, "volumes: []"),
+        },
+    ),
+    "elsewhere": (
+        {},
+        {
+            "ray.mode": ("existing", "name: trial-deploy"),
+            "ray.existing.dashboardAddress": ("http://ray:8265", "- http://ray:8265"),
+            "ray.existing.tokenSecret": ("ray-token", "name: ray-token"),
+            "ray.existing.waitSeconds": (4010, "- '4010'"),
+            "etcd.enabled": (False, "!kind: StatefulSet"),
+            "etcd.endpoints": (["far:2379"], "- far:2379"),
+            "etcd.external.tlsSecret": ("far-tls", "name: far-tls"),
+            "etcd.external.user": ("far-user", "user: far-user"),
+            "etcd.external.passwordSecret": ("far-password", "name: far-password"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("group", EVERYTHING)
+def test_values_reach_their_place(tmp_path: Path, group: str) -> None:
+    base, changes = EVERYTHING[group]
+
+    def render(values: dict[str, Any]) -> str:
+        rendered = newest_helm().documents(values=write_values(tmp_path, values))
+        if group != "names":  # whose affinity is not one
+            helm_check.parse_configs(rendered)
+        text: str = helm_check.golden_text(rendered)
+        return text
+
+    before = render({})
+    after = render(merged(base, *(at(path, value) for path, (value, _) in changes.items())))
+    missing = []
+    for path, (_, becomes) in changes.items():
+        if becomes.startswith("!"):
+            arrived = becomes[1:] in before and becomes[1:] not in after
+        else:
+            arrived = becomes in after and becomes not in before
+        if not arrived:
+            missing.append(f"{path}: {becomes}")
+    assert not missing, "\n".join(missing)
+
+
+def test_no_value_is_forgotten() -> None:
+    changed = {path for _, changes in EVERYTHING.values() for path in changes}
+    assert set(leaves(VALUES)) - changed == set()
+
+
+# What matters of the result
+
+
+def test_changing_counts_changes_no_argument_and_no_gateway(tmp_path: Path) -> None:
+    def rendered(prefill: int, decode: int) -> list[dict[str, Any]]:
+        values = {"roles": {"prefill": {"replicas": prefill}, "decode": {"replicas": decode}}}
+        documents: list[dict[str, Any]] = newest_helm().documents(values=write_values(tmp_path, values))
+        return documents
+
+    few, many = rendered(1, 1), rendered(3, 5)
+    (before,), (after,) = (helm_check.serve_config(one(each, "RayService"))["applications"] for each in (few, many))
+    assert before["args"] == after["args"]
+    assert [each["num_replicas"] for each in after["deployments"]] == [3, 5]
+    assert one(few, "Deployment") == one(many, "Deployment")
+    groups = one(many, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert {group["groupName"]: group["maxReplicas"] for group in groups} == {"prefill": 3, "decode": 5}
+
+
+def test_shared_memory_holds_the_cpu_tiers_of_all_workers_of_a_pod(tmp_path: Path) -> None:
+    values = merged(TIER, at("tier.cpuGiB", 10.5), at("roles.decode", {"workersPerPod": 3, "memoryGiB": 99}))
+    values = merged(values, at("roles.prefill.memoryGiB", 99))
+    service = one(newest_helm().documents(values=write_values(tmp_path, values)), "RayService")
+    sizes = {}
+    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        (shm,) = (each for each in group["template"]["spec"]["volumes"] if each["name"] == "shm")
+        sizes[group["groupName"]] = shm["emptyDir"]["sizeLimit"]
+    assert sizes == {"prefill": "12Gi", "decode": "33Gi"}
+
+
+def test_every_container_is_confined(tmp_path: Path) -> None:
+    num_containers = 0
+    for example in helm_check.examples():
+        for document in newest_helm().documents(values=example):
+            pods = [template for _, template in helm_check._pod_templates(document)]
+            if document["kind"] == "Pod":
+                pods.append(document)
+            elif "template" in document.get("spec", {}):
+                pods.append(document["spec"]["template"])
+            for pod in pods:
+                spec = pod["spec"]
+                assert spec["securityContext"]["runAsNonRoot"] is True
+                assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+                for container in [*spec["containers"], *spec.get("initContainers", [])]:
+                    num_containers += 1
+                    context = container["securityContext"]
+                    assert context["readOnlyRootFilesystem"] is True
+                    assert context["allowPrivilegeEscalation"] is False
+                    assert context["capabilities"]["drop"] == ["ALL"]
+    assert num_containers > 20
+
+
+def test_only_gateways_are_open_to_others(trial: list[dict[str, Any]]) -> None:
+    policies = [each for each in trial if each["kind"] == "NetworkPolicy"]
+    open_to_all = [
+        policy["spec"]["podSelector"]["matchLabels"]["kvferry.io/component"]
+        for policy in policies
+        for rule in policy["spec"]["ingress"]
+        if "from" not in rule
+    ]
+    assert open_to_all == ["gateway"]
+    covered = {
+        label
+        for policy in policies
+        for label in policy["spec"]["podSelector"]["matchLabels"].items()
+        if label[0] != "kvferry.io/release"
+    }
+    cluster = one(trial, "RayService")["spec"]["rayClusterConfig"]
+    pods = [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+    pods.append(one(trial, "StatefulSet")["spec"]["template"])
+    for pod in pods:
+        assert covered & set(pod["metadata"]["labels"].items())
+
+
+def test_the_service_finds_gateways_in_either_mode(tmp_path: Path) -> None:
+    for mode in ("deployment", "serve"):
+        rendered = newest_helm().documents(values=write_values(tmp_path, at("gateway.mode", mode)))
+        selector = one(rendered, "Service", "trial")["spec"]["selector"].items()
+        pods = [one(rendered, "Deployment")["spec"]["template"]] if mode == "deployment" else []
+        pods += [template for _, template in helm_check._pod_templates(one(rendered, "RayService"))]
+        found = [pod for pod in pods if selector <= pod["metadata"]["labels"].items()]
+        assert len(found) == 1
+        (container,) = found[0]["spec"]["containers"]
+        assert [port["name"] for port in container["ports"]] == ["http", "grpc"]
+
+
+def test_the_notes_give_the_first_request(tmp_path: Path) -> None:
+    notes = newest_helm().notes(values=helm_check.EXAMPLES / "cpu-trial.yaml")
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in notes
+    assert '"model": "SmolLM2-135M-Instruct"' in notes
+    assert "get secret trial-first-key" in notes
+    notes = newest_helm().notes(values=helm_check.EXAMPLES / "8x-h200-pair.yaml")
+    assert "curl -k https://127.0.0.1:8000" in notes
+    assert "install -d -m 700 -o 65532" in notes

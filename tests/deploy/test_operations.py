@@ -1,0 +1,171 @@
+"""What docs/operations.md and deploy/ray/README.md tell to do: with keys, commands and objects that exist."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from chart import helm_check, newest_helm, write_values
+
+from kvferry import app, cli
+from kvferry import config as configuration
+
+ROOT = helm_check.ROOT
+PAGES = [ROOT / "docs" / "operations.md", ROOT / "deploy" / "ray" / "README.md"]
+VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
+CONFIG = configuration.parse({}).model_dump(mode="json")
+# What is called besides ours; each with the subcommands that are used.
+OTHERS = {
+    "helm": {"install", "test", "upgrade", "rollback", "lint", "template"},
+    "kubectl": {"get", "port-forward", "logs", "delete", "cordon", "drain", "exec", "apply"},
+    "serve": {"deploy"},
+    "ray": {"job", "drain-node", "start"},
+    "etcdctl": {"snapshot"},
+    "etcdutl": {"snapshot"},
+    "podman": {"build"},
+    "install": set(),
+    "curl": set(),
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", page.read_text())
+
+
+def inline(page: Path) -> Iterator[str]:
+    """Code within prose."""
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"(?ms)^```.*?^```$", "", page.read_text()))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"; do |; done|\$\(", line):
+                if part.strip() and not part.startswith("for "):
+                    yield shlex.split(part.rstrip(")&; ").partition(" > ")[0], posix=False)
+    for code in inline(page):
+        if code.split()[0] in {*OTHERS, "kvferry", "python"} and " " in code:
+            yield code.split()
+
+
+def words(command: list[str]) -> list[str]:
+    """Without options and what they take."""
+    return [word for i, word in enumerate(command) if not word.startswith("-") and command[i - 1] not in ("-n", "-a")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_exists(page: Path) -> None:
+    num_commands = 0
+    for command in commands(page):
+        if re.fullmatch(r"[A-Z]+=.*", command[0]):
+            continue
+        num_commands += 1
+        program, *rest = words(command)
+        match program:
+            case "kvferry":
+                here: Any = cli.main
+                while isinstance(here, click.Group) and rest:
+                    assert rest[0] in here.commands, f"kvferry {rest[0]}: {command}"
+                    here = here.commands[rest.pop(0)]
+                options = {option for parameter in here.params for option in parameter.opts}
+                assert {word for word in command if word.startswith("--")} <= options, command
+            case "python" if "-m" in command:
+                module = command[command.index("-m") + 1]
+                assert importlib.util.find_spec(module) is not None, module
+            case "python":
+                assert (ROOT / rest[0]).exists(), command
+            case _:
+                assert program in OTHERS, command
+                known = OTHERS[program]
+                assert not known or rest[0] in known or set(rest) & known, command
+        for word in command:
+            if word.startswith(("deploy/", "tools/")):
+                assert (ROOT / word).exists(), word
+    assert num_commands >= 5
+
+
+def test_every_module_takes_the_options_that_are_shown() -> None:
+    shown: dict[str, set[str]] = {}
+    for page in PAGES:
+        for command in commands(page):
+            if "-m" in command and "kvferry.app" in command:
+                after = command[command.index("kvferry.app") + 1 :]
+                shown.setdefault(after[0], set()).update(word for word in after if word.startswith("--"))
+    assert set(shown) == {"deploy", "delete"}
+    for subcommand, options in shown.items():
+        out = io.StringIO()
+        before, sys.argv = sys.argv, ["app", subcommand, "--help"]
+        try:
+            with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+                app.main()
+        finally:
+            sys.argv = before
+        assert all(option in out.getvalue() for option in options)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_that_is_named_exists(page: Path) -> None:
+    def exists(path: str, tree: Any) -> bool:
+        for part in path.split("."):
+            if not isinstance(tree, dict) or part not in tree:
+                return False
+            tree = tree[part]
+        return True
+
+    tops = {*VALUES, *CONFIG}
+    keys = [
+        match[0]
+        for code in inline(page)
+        if not code.startswith(("/", "-", "http", "kubectl"))
+        and " " not in code
+        and (match := re.match(r"[a-zA-Z]+(?:\.[a-zA-Z_]+)+", code))
+        and match[0].partition(".")[0] in tops
+        and not match[0].endswith((".yaml", ".json"))
+    ]
+    assert len(keys) > 2
+    unknown = [key for key in keys if not exists(key, VALUES) and not exists(key, CONFIG)]
+    assert unknown == []
+
+
+def test_the_values_that_are_shown_render(tmp_path: Path) -> None:
+    shown = [block for page in PAGES for block in blocks(page, "yaml") if block.startswith("# values\n")]
+    assert len(shown) >= 2
+    for block in shown:
+        values = yaml.safe_load(block)
+        if "tier" in values:
+            values["roles"] = {role: {"memoryGiB": 16} for role in ("prefill", "decode")}
+        helm_check.parse_configs(newest_helm().documents(values=write_values(tmp_path, values)))
+
+
+def test_settings_on_command_lines_exist() -> None:
+    for page in PAGES:
+        for command in commands(page):
+            for i, word in enumerate(command):
+                if word == "--set":
+                    key = command[i + 1].partition("=")[0]
+                    tree: Any = VALUES if command[0] == "helm" else CONFIG
+                    for part in key.split("."):
+                        tree = tree[part]
+
+
+def test_names_of_objects_are_those_of_the_chart() -> None:
+    """Secrets, labels and objects of the release `kvferry` that pages speak of are rendered."""
+    helm = newest_helm()
+    rendered = helm.documents("--set", "fullnameOverride=kvferry")
+    names = {each["metadata"]["name"] for each in rendered} | {"kvferry-etcd-0"}
+    labels = set(re.findall(r"kvferry\.io/[a-z]+", helm_check.golden_text(rendered)))
+    text = "\n".join(page.read_text() for page in PAGES[:1])
+    spoken = set(re.findall(r"(?:secret|deployment/|service/|pod/)\s?(kvferry[a-z0-9-]*)", text))
+    assert {"kvferry", "kvferry-gateway", "kvferry-etcd-0", "kvferry-etcd-tls"} <= spoken
+    assert spoken <= names
+    assert set(re.findall(r"kvferry\.io/[a-z]+", text)) <= labels

@@ -1,0 +1,98 @@
+"""The composition root: what a configuration becomes, and what of it decides whether replicas are replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.serve import Application
+
+from kvferry import app
+from kvferry import config as configuration
+from kvferry.errors import ConfigError
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    return {"engine": {"kind": "sim"}, "membership": {"endpoints": ["etcd:2379"]}, **changes}
+
+
+def deployments(application: Application) -> dict[str, Any]:
+    """name -> deployment, of everything that is bound into it."""
+    found = {}
+    waiting = [application]
+    while waiting:
+        deployment = waiting.pop()._bound_deployment
+        found[deployment.name] = deployment
+        waiting.extend(each for each in deployment.init_args if isinstance(each, Application))
+    return found
+
+
+def build(**changes: Any) -> dict[str, Any]:
+    return deployments(app.application({"config": values(**changes), "model_folder": "/models/m"}))
+
+
+def test_every_role_becomes_a_deployment_with_its_count_and_its_place() -> None:
+    built = build(
+        prefill={"replicas": 2, "num_gpus": 4, "resources": {"kvferry_prefill": 1}},
+        decode={"replicas": 3, "num_cpus": 2},
+        gateway={"replicas": 2, "resources": {"kvferry_gateway": 1}},
+    )
+    assert {name: each.num_replicas for name, each in built.items()} == {
+        "PrefillWorker": 2,
+        "DecodeWorker": 3,
+        "Gateway": 2,
+    }
+    assert built["PrefillWorker"].ray_actor_options["num_gpus"] == 4
+    assert built["PrefillWorker"].ray_actor_options["resources"] == {"kvferry_prefill": 1}
+    assert built["Gateway"].ray_actor_options["resources"] == {"kvferry_gateway": 1}
+    assert built["Gateway"].user_config == {"prefill": 2, "decode": 3}
+    assert {each.init_args[1] for each in built.values()} == {"/models/m"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "gateway"])
+def test_a_role_without_replicas_has_no_deployment(role: str) -> None:
+    missing = {"prefill": "PrefillWorker", "gateway": "Gateway"}[role]
+    assert set(build(**{role: {"replicas": 0}})) == {"PrefillWorker", "DecodeWorker", "Gateway"} - {missing}
+
+
+def test_counts_and_placement_change_no_version_and_everything_else_does() -> None:
+    def versions(**changes: Any) -> set[tuple[str, Any]]:
+        return {(each.version, str(each.init_args[:2])) for each in build(**changes).values()}
+
+    before = versions()
+    assert len(before) == 1
+    assert versions(decode={"replicas": 7}, prefill={"replicas": 3}, gateway={"replicas": 2}) == before
+    assert versions(decode={"num_gpus": 1, "resources": {"x": 1}}, gateway={"num_cpus": 2}) == before
+    assert versions(decode={"engine": {"max_num_seqs": 8}}) != before
+    assert versions(prefill={"replicas": 0}) != before
+    assert versions(log_level="DEBUG") != before
+
+
+def test_a_replica_gets_a_configuration_that_parses() -> None:
+    config = configuration.parse(values(decode={"replicas": 7, "num_gpus": 1, "engine": {"max_num_seqs": 8}}))
+    kept = configuration.parse(app.replica_values(config))
+    assert (kept.decode.replicas, kept.decode.num_gpus) == (1, 0)
+    assert kept.engine_of("decode").max_num_seqs == 8
+    assert kept.engine_of("prefill") == config.engine
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"config": values(), "model": "x"}, "args: unknown key 'model'. Allowed here: config, model_folder"),
+        ({}, "args.config: expected a mapping of sections, not None"),
+        ({"config": values(), "model_folder": 3}, "args.model_folder: expected a folder or a hub id, not 3"),
+        ({"config": {"engine": {"kind": "sim"}}}, "membership.endpoints: etcd's addresses are needed to deploy"),
+        ({"config": values(decode={"replica": 2})}, "decode.replica: unknown key (value 2); did you mean 'replicas'?"),
+        ({"config": values(**{role: {"replicas": 0} for role in ("prefill", "decode", "gateway")})}, "all are 0"),
+    ],
+)
+def test_bad_arguments_are_named(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        app.application(args)
+    assert message in caught.value.message
+
+
+def test_without_a_model_folder_the_path_of_the_configuration_counts() -> None:
+    built = deployments(app.application({"config": values(model={"path": "org/model"})}))
+    assert {each.init_args[1] for each in built.values()} == {"org/model"}

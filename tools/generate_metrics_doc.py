@@ -1,0 +1,115 @@
+"""Write docs/metrics.md from the catalogue in kvferry.telemetry, or with --check fail when it differs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvferry.telemetry import CATALOGUE, IDENTITY, Exporter, Kind, Label, Metric
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+
+_HEAD = """\
+# Metrics
+
+Generated from `services/kvferry/telemetry.py` by `make metrics-doc`; `make check` says when it is not up to date.
+
+Gateways, workers and keepers each answer Prometheus on a listener of their own (`GET /metrics`, section `metrics` of
+the configuration: loopback and any free port unless told otherwise; mutual TLS with `metrics.tls`). Each tells of
+itself; gateways also tell of workers and volumes as they see them, under names of their own, so that a sum over all
+targets counts nothing twice. A gateway answers `/metrics` on its HTTP port as well.
+
+Prometheus finds them all through one gateway, which lists the members' listeners at `/kvferry/v1/targets`:
+
+```yaml
+scrape_configs:
+  - job_name: kvferry
+    http_sd_configs:
+      - url: http://127.0.0.1:8000/kvferry/v1/targets
+```
+
+Each target has the labels `member` (its id), `kind` (gateway, prefill, decode, keeper) and `node`. The same addresses
+are in `kvferry status --json` as `metrics_address`. On Kubernetes the chart's `monitoring.members` does the same. Where
+ports have to be known, `metrics.gateway_port`, `metrics.worker_port` and `metrics.keeper_port` name the first of 16
+each that are tried.
+
+A label with known values has all its series from the start, at zero. A label that names a worker, a keeper or a volume
+has series while that is there.
+"""
+
+_SECTIONS = (
+    (
+        Exporter.GATEWAY,
+        "Gateways",
+        """\
+The series of `kvferry_worker_*` and `kvferry_volume_*` are what this gateway last heard of a worker or a volume. Every
+gateway has them: take `max by (worker)`, not `sum`.""",
+    ),
+    (
+        Exporter.WORKER,
+        "Workers",
+        """\
+All series have the labels `worker` (its id) and `role` (`prefill` or `decode`).
+
+After these comes everything that vLLM itself exports (`vllm:*`, see its documentation), with the same two labels added.
+The twin engine has nothing of its own.""",
+    ),
+    (Exporter.KEEPER, "Keepers", "All series have the label `keeper` (its id)."),
+)
+
+
+def page() -> str:
+    parts = [_HEAD]
+    for exporter, title, text in _SECTIONS:
+        parts.append(f"## {title}\n\n{text}\n\n" + "\n".join(_table(exporter)) + "\n")
+    parts.append("## Labels\n\n" + "\n".join(_labels()) + "\n")
+    return "\n".join(parts)
+
+
+def _table(exporter: Exporter) -> Iterator[str]:
+    yield "| metric | kind | unit | labels | meaning |"
+    yield "|---|---|---|---|---|"
+    for metric in CATALOGUE:
+        if metric.exporter is exporter:
+            labels = ", ".join(f"`{label.name}`" for label in metric.labels) or "–"
+            yield f"| `{metric.name}` | {_kind(metric)} | {metric.unit} | {labels} | {metric.help} |"
+
+
+def _kind(metric: Metric) -> str:
+    return f"{metric.kind.value} (`_count`, `_sum`)" if metric.kind is Kind.SUMMARY else metric.kind.value
+
+
+def _labels() -> Iterator[str]:
+    yield "| label | of | meaning | values |"
+    yield "|---|---|---|---|"
+    label_to_metrics: dict[Label, list[str]] = {}
+    for metric in CATALOGUE:
+        for label in metric.labels:
+            label_to_metrics.setdefault(label, []).append(f"`{metric.name}`")
+    for exporter, labels in IDENTITY.items():
+        for label in labels:
+            label_to_metrics.setdefault(label, []).append(f"all of {exporter.value}s")
+    for label, metrics in sorted(label_to_metrics.items(), key=lambda entry: entry[0].name):
+        values = ", ".join(f"`{value}`" for value in label.values) or "ids"
+        if label.name == "role":
+            values = "`prefill`, `decode`"
+        yield f"| `{label.name}` | {', '.join(metrics)} | {label.meaning} | {values} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with the committed page instead of writing it")
+    fresh = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(fresh, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == fresh:
+        return 0
+    print(f"{PAGE.name} differs from the catalogue: run `make metrics-doc`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
