@@ -31,8 +31,9 @@ scrape_configs:
 ```
 
 Each target has the labels `member` (its id), `kind` (gateway, prefill, decode, keeper) and `node`. The same addresses
-are in `kvferry status --json` as `metrics_address`. On Kubernetes, where ports are fixed (`metrics.gateway_port`,
-`metrics.worker_port`, `metrics.keeper_port`, each the first of 16 that are tried), a PodMonitor does the same.
+are in `kvferry status --json` as `metrics_address`. On Kubernetes the chart's `monitoring.members` does the same. Where
+ports have to be known, `metrics.gateway_port`, `metrics.worker_port` and `metrics.keeper_port` name the first of 16
+each that are tried.
 
 A label with known values has all its series from the start, at zero. A label that names a worker, a keeper or a volume
 has series while that is there.

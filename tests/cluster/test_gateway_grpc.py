@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -18,10 +18,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from waiting import until
 
+from kvferry import config as configuration
+from kvferry.addresses import free_port
 from kvferry.config import GatewayConfig
+from kvferry.errors import ConfigError, InvalidRequest
+from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.inference_messages import read_generate
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership
 
 from .conftest import MODEL, SimCluster, running
 
@@ -293,6 +299,63 @@ async def test_two_prompts_in_one_message_are_refused(cluster: SimCluster) -> No
         assert nonsense.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+MANY = 1_000_000
+
+
+def within(number: int, content: bytes) -> bytes:
+    """A field with these bytes, in protobuf's encoding."""
+    size, length = len(content), b""
+    while size:
+        length += bytes([size & 0x7F | (0x80 if size > 0x7F else 0)])
+        size >>= 7
+    return bytes([number << 3 | 2]) + length + content
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        (b"\x78\x00" * MANY, "message"),
+        (within(4, b"\x0a\x00" * MANY), "conversation.messages"),
+        (within(4, within(1, b"\x1a\x00" * MANY)), "conversation.messages"),
+        (within(4, b"\x12\x00" * MANY), "conversation.tools"),
+    ],
+    ids=["fields", "messages", "tool calls", "tools"],
+)
+def test_millions_of_empty_parts_are_refused_before_anybody_looks_at_each(raw: bytes, field: str) -> None:
+    began_s = time.process_time()
+    pb.GenerateRequest.FromString(raw)
+    parsing_s = time.process_time() - began_s
+    with pytest.raises(InvalidRequest, match=r"too many|more than") as refused:
+        read_generate(raw)
+    assert refused.value.param == field
+    assert time.process_time() - began_s < 5 * parsing_s + 0.1
+
+
+async def test_a_port_that_is_taken_is_named_and_replicas_share_one(cluster: SimCluster) -> None:
+    assert cluster.gateway is not None
+    taken = cluster.gateway.grpc.port
+
+    def another(**gateway: Any) -> GatewayHost:
+        values = {**cluster.config.model_dump(mode="json"), "gateway": {"http_port": 0, **gateway}}
+        return GatewayHost(configuration.parse(values), MODEL, MemoryMembership(cluster.registry))
+
+    alone = another(grpc_port=taken)
+    try:
+        with pytest.raises(ConfigError, match=rf"gateway\.grpc_port: 127\.0\.0\.1:{taken} cannot be used"):
+            await alone.start()
+    finally:
+        await alone.stop()
+    shared = free_port()
+    replicas = [another(grpc_port=shared, replicas=2) for _ in range(2)]
+    try:
+        for replica in replicas:
+            await replica.start()
+        assert [replica.grpc.port for replica in replicas] == [shared, shared]
+    finally:
+        for replica in replicas:
+            await replica.stop()
+
+
 async def test_a_message_that_is_too_large_is_refused_by_name() -> None:
     async with running(gateway={"max_body_bytes": 4096}) as cluster, channel_to(cluster) as channel:
         error = await refused(stub_on(channel).Generate(generate(text="word " * 1000)))
@@ -390,42 +453,66 @@ async def let_go_s(cluster: SimCluster, since_s: float) -> float:
     return time.perf_counter() - since_s
 
 
+async def at_once(attempt: Callable[[], Awaitable[float]]) -> None:
+    """One of a few attempts: a machine that does other work too is slow, not wrong."""
+    seconds: list[float] = []
+    while not seconds or seconds[-1] >= LET_GO_S:
+        assert len(seconds) < 3, f"both workers let go after {seconds} s"
+        seconds.append(await attempt())
+
+
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 async def test_cancel_reaches_the_decode_worker_at_once(cluster: SimCluster, stub: Any, method: str) -> None:
     assert cluster.gateway is not None
-    call = getattr(stub, method)(ENDLESS)
-    await until(lambda: any(loads(cluster)[1:]), what="the decode worker has it")
-    cancelled_s = time.perf_counter()
-    call.cancel()
-    assert await let_go_s(cluster, cancelled_s) < LET_GO_S
+    admission, num_cancelled = cluster.gateway.admission, 0
+
+    async def attempt() -> float:
+        nonlocal num_cancelled
+        call = getattr(stub, method)(ENDLESS)
+        await until(lambda: any(loads(cluster)[1:]), what="the decode worker has it")
+        cancelled_s = time.perf_counter()
+        call.cancel()
+        num_cancelled += 1
+        return await let_go_s(cluster, cancelled_s)
+
+    await at_once(attempt)
     await cluster.until_quiet()
-    admission = cluster.gateway.admission
     await until(lambda: admission.num_in_flight == 0)
     endpoint = {"Generate": "grpc_generate", "GenerateStream": "grpc_generate_stream"}[method]
-    assert cluster.metric(f'kvferry_requests_total{{endpoint="{endpoint}",status="499"}}') == 1
+    assert cluster.metric(f'kvferry_requests_total{{endpoint="{endpoint}",status="499"}}') == num_cancelled
 
 
 async def test_cancel_reaches_the_prefill_worker_at_once() -> None:
     async with running(sim={"prefill_tokens_per_s": 100.0}) as cluster, channel_to(cluster) as channel:
-        call = stub_on(channel).GenerateStream(generate(text="word " * 2000, sampling=GREEDY))
-        await until(lambda: loads(cluster)[0] == 1, what="the prefill worker has it")
-        cancelled_s = time.perf_counter()
-        call.cancel()
-        assert await let_go_s(cluster, cancelled_s) < LET_GO_S
+
+        async def attempt() -> float:
+            call = stub_on(channel).GenerateStream(generate(text="word " * 2000, sampling=GREEDY))
+            await until(lambda: loads(cluster)[0] == 1, what="the prefill worker has it")
+            cancelled_s = time.perf_counter()
+            call.cancel()
+            return await let_go_s(cluster, cancelled_s)
+
+        await at_once(attempt)
         await cluster.until_quiet()
 
 
 @pytest.mark.parametrize("during", ["prefill", "decode"])
 async def test_a_deadline_ends_the_request_on_both_workers(during: str) -> None:
     slow = {"prefill_tokens_per_s": 100.0} if during == "prefill" else {"step_ms": 5.0}
+    request = generate(text="word " * 2000, sampling=GREEDY) if during == "prefill" else ENDLESS
+    deadline_s = 0.4
     async with running(sim=slow) as cluster, channel_to(cluster) as channel:
-        request = generate(text="word " * 2000, sampling=GREEDY) if during == "prefill" else ENDLESS
-        deadline_s = 0.4
-        begun_s = time.perf_counter()
-        error = await refused(stub_on(channel).GenerateStream(request, timeout=deadline_s))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert cluster.metric('kvferry_placements_total{reason="disaggregated"}') == 1, "it never reached a worker"
-        assert await let_go_s(cluster, begun_s + deadline_s) < LET_GO_S
+
+        async def attempt() -> float:
+            placed = cluster.metric('kvferry_placements_total{reason="disaggregated"}')
+            begun_s = time.perf_counter()
+            error = await refused(stub_on(channel).GenerateStream(request, timeout=deadline_s))
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            now_placed = cluster.metric('kvferry_placements_total{reason="disaggregated"}')
+            assert now_placed == placed + 1, "it never reached a worker"
+            return await let_go_s(cluster, begun_s + deadline_s)
+
+        await at_once(attempt)
         await cluster.until_quiet()
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import grpc
 import httpx
 import pytest
 from local_machine import (
@@ -23,9 +24,13 @@ from local_machine import (
     shm_files,
     wait_until,
 )
+from otlp_collector import Collector
 
 from kvferry.addresses import free_port
+from kvferry.client import Client
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
+
+MODEL = "SmolLM2-135M-Instruct"  # the default's name, with the twin too
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -37,7 +42,20 @@ def machine() -> Iterator[Machine]:
 
 
 def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
-    up = machine.up()
+    with Collector() as collector:
+        check_up_and_down(machine, collector)
+
+
+def trace_of(machine: Machine) -> str:
+    """Of a request that was prefilled on one worker and decoded on another."""
+    body = {"model": MODEL, "prompt": "one two three four five six", "max_tokens": 8}
+    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers={"x-kvferry-debug": "disaggregate"})
+    assert answer.status_code == 200, answer.text
+    return answer.headers["traceparent"].split("-")[1]
+
+
+def check_up_and_down(machine: Machine, collector: Collector) -> None:
+    up = machine.up("--set", f"tracing.endpoint={collector.endpoint}")
     assert up.returncode == 0, up.stdout + up.stderr
 
     # What a newcomer reads.
@@ -51,6 +69,31 @@ def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
     command = up.stdout[up.stdout.index("curl ") :].split("\n\n")[0]
     answer = subprocess.run(["bash", "-c", f"{command} -sS --max-time 60"], capture_output=True, text=True, check=True)
     assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+    # So does gRPC where it says.
+    (target,) = re.findall(r"gRPC at (127\.0\.0\.1:\d+)", up.stdout)
+    with Client(target) as client:
+        assert client.generate("What does a ferry do?", max_tokens=4, timeout_s=60).usage.completion_tokens > 0
+
+    # Its processes know each other by certificates of this start.
+    record = machine.folder.record()
+    assert record is not None
+    assert record.config["worker"]["tls"]["cert_file"] == str(machine.folder.tls / "tls.crt")
+    member = next(member for member in json.loads(machine.run("status", "--json", timeout_s=60).stdout)["members"])
+    with grpc.insecure_channel(member["address"]) as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/kvferry.wire.v1.Worker/Describe")(b"", timeout=5)
+
+    # Three processes had a part in it, and one tree tells which.
+    trace_id = trace_of(machine)
+    # What ends last in each process.
+    last = {"worker prefill", "worker decode", f"text_completion {MODEL}"}
+    wait_until(
+        lambda: last <= {span.name for span in collector.spans(trace_id)}, timeout_s=30, what="the whole trace arrived"
+    )
+    root = collector.tree(trace_id)
+    assert {span.service for span in root.all()} == {"kvferry-gateway", "kvferry-prefill", "kvferry-decode"}
+    ferry = root.find("decode", "worker decode", "ferry")
+    assert root.start_s < root.find("prefill", "worker prefill").end_s < ferry.start_s < ferry.end_s < root.end_s
 
     # A second up says that one runs, and changes nothing.
     processes = machine.processes()

@@ -14,8 +14,11 @@ from waiting import until
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.engine.sim import SimEngine
+from kvferry.gateway.key_file import new_key
+from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.tier.fsck import pages
 from kvferry.worker.host import WorkerHost, build_engine
 from kvferry.worker.keeper_host import KeeperHost
 
@@ -82,10 +85,11 @@ async def end_workers(cluster: SimCluster) -> None:
     cluster.workers.clear()
 
 
-async def ask(cluster: SimCluster, prompt: str = PROMPT) -> tuple[str, dict[str, object]]:
+async def ask(cluster: SimCluster, prompt: str = PROMPT, key: str = "") -> tuple[str, dict[str, object]]:
+    headers = {"x-kvferry-debug": "1", **({"authorization": f"Bearer {key}"} if key else {})}
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
-        answered = await http.post("/v1/completions", json=body, headers={"x-kvferry-debug": "1"})
+        answered = await http.post("/v1/completions", json=body, headers=headers)
     assert answered.status_code == 200, answered.text
     values = answered.json()
     return values["choices"][0]["text"], values
@@ -142,6 +146,41 @@ async def test_what_a_worker_computed_is_loaded_after_all_engines_were_restarted
                 )
                 == loaded
             )
+        )
+
+
+async def test_a_tenants_pages_on_a_volume_are_its_own(tmp_path: Path, sockets: Path) -> None:
+    """With everything else of a cluster that strangers reach: keys, and mutual TLS to the keeper too."""
+    keys = tmp_path / "keys.yaml"
+    acme, beta = new_key(keys, "acme", "ci"), new_key(keys, "beta", "ci")
+    plain = config_with(tmp_path / "volume", sockets).model_dump(mode="json")
+    plain["gateway"]["keys_file"] = str(keys)
+    plain["worker"]["tls"] = make_certificates(tmp_path / "tls").model_dump(mode="json")
+    config = configuration.parse(plain)
+    async with gateway_over(config) as cluster, keeper(config, cluster.registry) as kept:
+        _, engine = await add_worker(cluster, kept)
+        await until(lambda: has_keeper(engine))
+        await cluster.add_gateway()
+        await cluster.ready(1)
+        uncached, values = await ask(cluster, key=acme)
+        num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
+        await until_known(cluster, num_prompt // PAGE)
+        assert {page.page.namespace.tenant for page in pages(tmp_path / "volume")} == {"acme"}
+        await end_workers(cluster)
+        _, fresh = await add_worker(cluster, kept)
+        await until(lambda: has_keeper(fresh))
+        await cluster.ready(1)
+        # The same prompt of another tenant: neither the router nor the engine finds a page of it.
+        others, _ = await ask(cluster, key=beta)
+        assert others == uncached
+        assert fresh.load().cached_tokens.volume == 0
+        assert fresh.load().prompt_tokens.local_compute == num_prompt
+        # Its owner's are there.
+        assert (await ask(cluster, key=acme))[0] == uncached
+        assert fresh.load().cached_tokens.volume >= 0.95 * num_prompt
+        await until(
+            lambda: {page.page.namespace.tenant for page in pages(tmp_path / "volume")} == {"acme", "beta"},
+            what="the other tenant's pages are kept under its own name",
         )
 
 

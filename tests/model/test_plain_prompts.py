@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,9 @@ from kvferry.engine.base import RenderedPrompt
 from kvferry.engine.vllm_plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered
 from kvferry.engine.vllm_renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.gateway.inference_messages import read_generate
+from kvferry.gateway.openai_bodies import for_renderer
+from kvferry.inference.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.model
 
@@ -151,3 +155,43 @@ def test_it_is_switched_off_where_it_differs(monkeypatch: pytest.MonkeyPatch, ca
         made = VllmRenderer(str(model_folder.resolve("default")), "m", ModelConfig())
     assert not made.renders_plain_prompts_itself
     assert "other tokens" in caplog.text
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 10_000_000], [[1], [10_000_000]]])
+async def test_token_ids_that_the_model_does_not_know_are_refused(renderer: VllmRenderer, prompt: list[Any]) -> None:
+    with pytest.raises(InvalidRequest, match="10000000 is out of vocabulary") as refused:
+        await renderer.render_completion({"prompt": prompt})
+    assert refused.value.param == "prompt"
+
+
+STRUCTURES = (
+    pb.StructuredOutput(json_schema='{"type": "object"}'),
+    pb.StructuredOutput(json_object=True),
+    pb.StructuredOutput(regex="a+"),
+    pb.StructuredOutput(grammar='root ::= "a"'),
+    pb.StructuredOutput(one_of=pb.Choices(texts=["a", "b"])),
+)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda structure: structure.WhichOneof("kind"))
+@pytest.mark.parametrize("kind", ["text", "conversation"])
+async def test_structured_output_asked_for_over_grpc_reaches_the_engines_parameters(
+    renderer: VllmRenderer, structure: pb.StructuredOutput, kind: str
+) -> None:
+    message = pb.GenerateRequest(model="m", structured_output=structure)
+    if kind == "text":
+        message.text = "x"
+    else:
+        message.conversation.messages.add(role="user", content="x")
+    _, body = read_generate(message.SerializeToString())
+    render = renderer.render_chat if kind == "conversation" else renderer.render_completion
+    rendered: Any = await render(for_renderer(body))
+    rendered = rendered if kind == "conversation" else rendered[0]
+    expected = {
+        "json_schema": {"json": {"type": "object"}},
+        "json_object": {"json_object": True},
+        "regex": {"regex": "a+"},
+        "grammar": {"grammar": 'root ::= "a"'},
+        "one_of": {"choice": ["a", "b"]},
+    }[structure.WhichOneof("kind") or ""]
+    assert json.loads(rendered.sampling.structured_outputs) == expected

@@ -185,7 +185,19 @@ class VllmRenderer:
 
         plain = {key: value for key, value in body.items() if key != "max_tokens"}
         rendered = await self._render(self._serving.render_completion_request, CompletionRequest, plain)
+        if isinstance(body["prompt"], list):
+            self._check_vocabulary(rendered)
         return [_as_rendered(one) for one in rendered]
+
+    def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
+        """vLLM's renderer leaves it to the engine, which knows no field to name."""
+        from vllm.exceptions import VLLMClientError
+
+        for request in rendered:
+            try:
+                self._online.renderer.validate_token_ids(request.token_ids)
+            except VLLMClientError as error:
+                raise InvalidRequest(f"prompt: {error}", param="prompt") from None
 
     async def _ask_completion(self, body: Mapping[str, Any]) -> Rendered:
         (rendered,) = await self._ask_completions(body)

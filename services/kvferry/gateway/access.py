@@ -7,8 +7,8 @@
 | `gateway.tls.client_ca_file` | who shows a certificate that it signed | the certificate's common name |
 | both | who shows both | the key's |
 
-Probes (`/healthz`, `/readyz`, grpc.health.v1) need neither. `/metrics` needs what everything else does, unless the
-listener is on loopback.
+Probes (`/healthz`, `/readyz`, grpc.health.v1) need no key, and over HTTP no certificate; gRPC asks for certificates in
+the handshake, of everybody. `/metrics` needs what everything else does, unless the listener is on loopback.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import InvalidRequest, RequestError
-from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, chat_of, completion_of
+from kvferry.gateway.openai_bodies import MAX_TOOLS, ChatBody, CompletionBody, chat_of, completion_of
 from kvferry.inference.v1 import inference_pb2 as pb
 
 # Fields of a body -> of a message; of what is below them only the first part differs.
@@ -37,6 +37,11 @@ _FIELDS: Mapping[str, str] = {
     "response_format": "structured_output",
     **{name: f"sampling.{name}" for name in _SAMPLING},
 }
+# A message may hold millions of empty parts in a few megabytes, and looking at each would hold up everybody's tokens.
+# Far more than fits any context, or than there are fields.
+MAX_MESSAGES = 65_536  # and tool calls in them, together
+_MAX_FIELDS = 64
+
 _PROMPTS = {2: "text", 3: "token_ids", 4: "conversation"}  # numbers in GenerateRequest; 3 is 2 in TokenizeRequest
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -164,6 +169,10 @@ def _not_empty(field: str, value: T) -> T:
 
 
 def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
+    _require_few("conversation.tools", len(conversation.tools), MAX_TOOLS)
+    _require_few("conversation.messages", len(conversation.messages), MAX_MESSAGES)
+    num_calls = sum(len(message.tool_calls) for message in conversation.messages)
+    _require_few("conversation.messages", num_calls, MAX_MESSAGES)
     values: dict[str, Any] = {"messages": [_message(message) for message in conversation.messages]}
     if conversation.tools:
         values["tools"] = [
@@ -181,6 +190,11 @@ def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
         field = "conversation.template_arguments"
         values["chat_template_kwargs"] = _json_object(field, conversation.template_arguments)
     return values
+
+
+def _require_few(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{field}: {count} are too many; at most {most} are allowed", param=field)
 
 
 def _message(message: pb.Message) -> dict[str, Any]:
@@ -234,8 +248,11 @@ def _refuse_several(raw: bytes, number_to_prompt: Mapping[int, str]) -> None:
 
 def _field_numbers(raw: bytes) -> Iterable[int]:
     """Numbers of a message's own fields, in order; the message was parsed before, so it is whole."""
-    position, end = 0, len(raw)
+    position, end, num_fields = 0, len(raw), 0
     while position < end:
+        num_fields += 1
+        if num_fields > _MAX_FIELDS:
+            raise InvalidRequest(f"the message has more than {_MAX_FIELDS} fields", param="message")
         tag, position = _varint(raw, position)
         yield tag >> 3
         match tag & 7:

@@ -103,6 +103,9 @@ class GatewayTls:
             if client_ca is not None:
                 context.load_verify_locations(cadata=client_ca.decode("ascii"))
                 context.verify_mode = ssl.CERT_OPTIONAL
+                # A session that is resumed shows no certificate again, also when its authority is no longer believed.
+                context.num_tickets = 0
+                context.options |= ssl.OP_NO_TICKET
         except (ssl.SSLError, ValueError) as error:
             reason = error.reason if isinstance(error, ssl.SSLError) else str(error)
             files = ", ".join(str(file) for file in (self._cert_file, self._key_file, self._client_ca_file) if file)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvferry.errors import LocalError
+from kvferry.local.gateway_door import KEY_VARIABLE
 from kvferry.local.processes import TOKEN_VARIABLE, ProcessIdentity
 from kvferry.local.run_folder import RUN_DIR_VARIABLE, RunFolder
 
@@ -99,7 +100,9 @@ def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ
     Settings of another Ray cluster would misdirect ours. KVFERRY__ overrides are already in the configuration that we
     hand on; read a second time they would undo what was resolved here, such as ports and folders.
     """
-    kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "KVFERRY__"))}
+    # The key is the command's own: nothing of the cluster needs it, and an environment is easily read and logged.
+    left_out = ("RAY_", "KVFERRY__", KEY_VARIABLE)
+    kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
     token = folder.token()
     if token is None:
         raise StartFailed(f"{folder.token_file} is missing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,9 @@ from etcd_server import Authority
 
 from kvferry.config import GatewayConfig, ServerTlsConfig
 from kvferry.gateway.tls import GatewayTls
+from kvferry.local.child import child_environment
 from kvferry.local.gateway_door import KEY_VARIABLE, context_of, headers_of, url_of, why_not_to_ask
+from kvferry.local.run_folder import RunFolder
 
 
 def test_the_address_says_whether_there_is_tls() -> None:
@@ -25,6 +28,17 @@ def test_the_address_says_whether_there_is_tls() -> None:
 def test_a_key_is_shown_where_one_is_given() -> None:
     assert headers_of({}) == {}
     assert headers_of({KEY_VARIABLE: "kvf_x"}) == {"authorization": "Bearer kvf_x"}
+
+
+def test_no_process_of_the_cluster_inherits_the_key() -> None:
+    # Not tmp_path: its names are longer than a run folder may be.
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as short:
+        folder = RunFolder(Path(short).resolve() / "run")
+        folder.prepare()
+        folder.new_tokens()
+        inherited = child_environment(folder, {KEY_VARIABLE: "kvf_secret", "HOME": "/root"})
+    assert inherited["HOME"] == "/root"
+    assert "kvf_secret" not in str(inherited)
 
 
 def test_no_question_is_asked_that_would_be_refused() -> None:
