@@ -219,7 +219,9 @@ class KeeperProcess:
         return any(line.split(maxsplit=5)[4] == str(inode) for line in lines)
 
 
-class _StallingIo(DirectIo):
+class StallingIo(DirectIo):
+    """Reads hang while `<folder>/stall` is there; each leaves a `<folder>/stalled-*`."""
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._stall = folder / "stall"
@@ -241,7 +243,7 @@ async def _main() -> None:
     parser.add_argument("options", type=json.loads)
     arguments = parser.parse_args()
     config = tier_config(arguments.folder, **arguments.options)
-    keeper = Keeper(config, open_volumes(config, [_StallingIo(arguments.folder) for _ in config.volumes]))
+    keeper = Keeper(config, open_volumes(config, [StallingIo(arguments.folder) for _ in config.volumes]))
     await keeper.start()
     print("ready", flush=True)
     await asyncio.Event().wait()

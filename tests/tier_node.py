@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tier_keeper import tier_config
+from tier_keeper import KeeperProcess, StallingIo, tier_config
+from waiting import until
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, TlsConfig
@@ -31,7 +32,12 @@ def node_config(folder: Path, *, tls: TlsConfig | None = None, **options: Any) -
 
 @contextlib.asynccontextmanager
 async def hosting(config: ClusterConfig, membership: Membership, node: str) -> AsyncIterator[KeeperHost]:
-    host = KeeperHost(config, membership, node=node)
+    async with _running(KeeperHost(config, membership, node=node)) as host:
+        yield host
+
+
+@contextlib.asynccontextmanager
+async def _running(host: KeeperHost) -> AsyncIterator[KeeperHost]:
     try:
         await host.start()
         yield host
@@ -84,33 +90,23 @@ class FolderMembership:
         pass
 
 
-class NodeProcess:
-    """A host in a process of its own."""
+class NodeProcess(KeeperProcess):
+    """A host in a process of its own, that has met every keeper that is registered when it says that it is ready."""
 
     def __init__(self, folder: Path, registry: Path, node: str, **options: Any) -> None:
+        super().__init__(folder, **options)
         folder.mkdir(exist_ok=True)
-        self._arguments = [str(folder), str(registry), node, json.dumps(options)]
-        self.process: subprocess.Popen[str] | None = None
+        self._command = [sys.executable, __file__, str(folder), str(registry), node, json.dumps(options)]
         self.member: Member
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, __file__, *self._arguments], stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.member = msgspec.json.decode(self.process.stdout.readline(), type=Member)
 
     @property
-    def socket_path(self) -> str:
-        return self.member.socket_path
-
-    @property
     def volume_id(self) -> str:
         return self.member.volumes[0]
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
 
 
 async def _main() -> None:
@@ -121,7 +117,15 @@ async def _main() -> None:
     parser.add_argument("options", type=json.loads)
     arguments = parser.parse_args()
     config = node_config(arguments.folder, **arguments.options)
-    async with hosting(config, FolderMembership(arguments.registry), arguments.node) as host:
+    membership = FolderMembership(arguments.registry)
+    others = {member.address for member in await membership.members()}
+    host = KeeperHost(config, membership, node=arguments.node)
+    for volume in host._volumes:
+        volume._io = StallingIo(arguments.folder)
+    async with _running(host):
+        await until(lambda: others <= host._others.addresses, what="the other keepers")
+        if host._warming is not None:
+            await host._warming
         print(msgspec.json.encode(host.member).decode(), flush=True)
         await asyncio.Event().wait()
 

@@ -2,7 +2,8 @@
 
     python tier_writer.py PATH WRITER CAPACITY-PAGES SHARED(0|1) SEED STEPS(0: until killed)
 
-Says `ready` when the volume is open. Ends with the counts of what it read, as JSON; exits with 3 after a wrong byte.
+Says `ready` when the volume is open. In the end it prints the counts of what it read, as JSON, waits for its input to
+end, so that nobody is at work any more, and checks the volume's laws. Exits with 3 after a wrong byte.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main(path: str, writer: str, capacity: str, shared: str, seed: str, steps: s
                     print(f"a wrong byte in {of}", file=sys.stderr)
                     return 3
     print(json.dumps(outcomes), flush=True)
+    sys.stdin.read()
     volume.rescan()
     volume.check()
     volume.close()

@@ -90,7 +90,7 @@ def kvferry_sim(settings: Settings) -> Iterator[Running]:
 def kvferry_sim_tier(settings: Settings) -> Iterator[Running]:
     """Twins with pages of 16 tokens, real CPU tiers and a real volume: prompts of any length, and true counts of pages.
 
-    Engine and CPU tier hold a few prompts each; the rest has to come from the volume.
+    An engine holds a dozen prompts, its CPU tier fifty; the rest has to come from the volume.
     """
     with temporary_folder() as folder:
         values = {
@@ -98,7 +98,7 @@ def kvferry_sim_tier(settings: Settings) -> Iterator[Running]:
             "engine.block_size": 16,
             "sim.max_model_len": 16_384,
             "sim.num_pages": 8_192,
-            "sim.cpu_pages": 4_096,
+            "sim.cpu_pages": 32_768,
             **volume(settings, folder),
         }
         with kvferry_up(values) as running:

@@ -233,8 +233,8 @@ class VolumeConfig(_Section):
         return _absolute(path)
 
 
-# What the system takes for the address of a Unix socket, less the names that keepers give theirs.
-_MAX_SOCKET_DIR_BYTES = 107 - 40
+# What the system takes for the address of a Unix socket, less the name that keepers give theirs.
+_MAX_SOCKET_DIR_BYTES = 107 - len("/keeper.sock")
 
 
 class TierConfig(_Section):

@@ -329,6 +329,15 @@ def _volume_seen(name: str, unit: str, text: str) -> Metric:
 
 
 VOLUME_READABLE = _volume_seen("readable", "1", "1 while the keeper reads from it; 0 while its breaker is open.")
+VOLUME_WRITABLE = _volume_seen("writable", "1", "1 while the keeper writes to it; 0 while it fails or is full.")
+VOLUME_TRIPS = Metric(
+    "kvferry_volume_breaker_trips_total",
+    Kind.COUNTER,
+    "trips",
+    Exporter.GATEWAY,
+    "How often either of its breakers opened, since its keeper started.",
+    _OF_VOLUME_SEEN,
+)
 VOLUME_PAGES = _volume_seen("pages", "pages", "Pages kept.")
 VOLUME_USED = _volume_seen("used_bytes", "bytes", "Bytes of their files.")
 VOLUME_CAPACITY = _volume_seen("capacity_bytes", "bytes", "What the keeper may use.")
@@ -336,7 +345,16 @@ VOLUME_QUEUED = _volume_seen("queued_read_bytes", "bytes", "Waiting to be read, 
 VOLUME_RATE = _volume_seen(
     "read_bytes_per_second", "bytes per second", "How fast it read lately, while it read; 0 before any."
 )
-_VOLUMES_SEEN = (VOLUME_READABLE, VOLUME_PAGES, VOLUME_USED, VOLUME_CAPACITY, VOLUME_QUEUED, VOLUME_RATE)
+_VOLUMES_SEEN = (
+    VOLUME_READABLE,
+    VOLUME_WRITABLE,
+    VOLUME_TRIPS,
+    VOLUME_PAGES,
+    VOLUME_USED,
+    VOLUME_CAPACITY,
+    VOLUME_QUEUED,
+    VOLUME_RATE,
+)
 
 # Workers
 
@@ -684,6 +702,8 @@ class VolumeSample:
     volume_id: str
     keeper_id: str
     readable: bool
+    writable: bool
+    num_trips: int
     num_pages: int
     used_bytes: int
     capacity_bytes: int
@@ -772,6 +792,8 @@ def _of_volumes(volumes: Iterable[VolumeSample]) -> Iterator[Reading]:
     for volume in volumes:
         key = (volume.volume_id, volume.keeper_id)
         yield Reading(VOLUME_READABLE, key, float(volume.readable))
+        yield Reading(VOLUME_WRITABLE, key, float(volume.writable))
+        yield Reading(VOLUME_TRIPS, key, volume.num_trips)
         yield Reading(VOLUME_PAGES, key, volume.num_pages)
         yield Reading(VOLUME_USED, key, volume.used_bytes)
         yield Reading(VOLUME_CAPACITY, key, volume.capacity_bytes)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -28,6 +29,8 @@ from otlp_collector import Collector
 
 from kvferry.addresses import free_port
 from kvferry.client import Client
+from kvferry.gateway.key_file import new_key
+from kvferry.local.gateway_door import KEY_VARIABLE
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
 
 MODEL = "SmolLM2-135M-Instruct"  # the default's name, with the twin too
@@ -41,21 +44,26 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
-def test_up_answers_and_down_leaves_nothing(machine: Machine) -> None:
+def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It asks for a key, which commands find in their environment, and the curl line in its shell's.
+    key = new_key(tmp_path / "keys.yaml", "acme", "it")
+    monkeypatch.setenv(KEY_VARIABLE, key)
     with Collector() as collector:
-        check_up_and_down(machine, collector)
+        check_up_and_down(machine, collector, tmp_path / "keys.yaml", key)
 
 
-def trace_of(machine: Machine) -> str:
+def trace_of(machine: Machine, key: str) -> str:
     """Of a request that was prefilled on one worker and decoded on another."""
     body = {"model": MODEL, "prompt": "one two three four five six", "max_tokens": 8}
-    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers={"x-kvferry-debug": "disaggregate"})
+    headers = {"x-kvferry-debug": "disaggregate", "authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.headers["traceparent"].split("-")[1]
 
 
-def check_up_and_down(machine: Machine, collector: Collector) -> None:
-    up = machine.up("--set", f"tracing.endpoint={collector.endpoint}")
+def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, key: str) -> None:
+    settings = (f"gateway.keys_file={keys_file}", "log_level=DEBUG", f"tracing.endpoint={collector.endpoint}")
+    up = machine.up(*(part for setting in settings for part in ("--set", setting)))
     assert up.returncode == 0, up.stdout + up.stderr
 
     # What a newcomer reads.
@@ -72,7 +80,7 @@ def check_up_and_down(machine: Machine, collector: Collector) -> None:
 
     # So does gRPC where it says.
     (target,) = re.findall(r"gRPC at (127\.0\.0\.1:\d+)", up.stdout)
-    with Client(target) as client:
+    with Client(target, api_key=key) as client:
         assert client.generate("What does a ferry do?", max_tokens=4, timeout_s=60).usage.completion_tokens > 0
 
     # Its processes know each other by certificates of this start.
@@ -84,7 +92,7 @@ def check_up_and_down(machine: Machine, collector: Collector) -> None:
         channel.unary_unary("/kvferry.wire.v1.Worker/Describe")(b"", timeout=5)
 
     # Three processes had a part in it, and one tree tells which.
-    trace_id = trace_of(machine)
+    trace_id = trace_of(machine, key)
     # What ends last in each process.
     last = {"worker prefill", "worker decode", f"text_completion {MODEL}"}
     wait_until(
@@ -139,6 +147,19 @@ def check_up_and_down(machine: Machine, collector: Collector) -> None:
     unknown = machine.run("explain", "cmpl-unknown", timeout_s=60)
     assert unknown.returncode == 1
     assert "no gateway remembers the request 'cmpl-unknown'" in unknown.stderr
+
+    # The key is nowhere: not in logs of ours and Ray's, not in etcd's data or traces, in no record, in no process.
+    searched = [path for path in machine.folder.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    names = {path.name for path in searched}
+    assert {"cluster.json", "config.yaml", "etcd.log", "deploy.log", "db"} <= names, names
+    assert any(path.suffix in (".err", ".log") and b"listens on" in path.read_bytes() for path in searched)
+    secret = key.removeprefix("kvf_").encode()
+    assert [path for path in searched if secret in path.read_bytes()] == []
+    for process in processes:
+        assert secret not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert secret.decode() not in httpx.get(f"{machine.url}/metrics", trust_env=False).text
+    assert collector.raw
+    assert secret not in b"".join(collector.raw)
 
     # Everything listens on loopback, what Ray and Serve start included.
     ports = listening_ports(processes)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from tier_keeper import SwitchableIo
 from waiting import until
 
 from kvferry import config as configuration
@@ -18,6 +22,7 @@ from kvferry.gateway.key_file import new_key
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.tier.direct_io import Fault, Operation
 from kvferry.tier.fsck import pages
 from kvferry.worker.host import WorkerHost, build_engine
 from kvferry.worker.keeper_host import KeeperHost
@@ -252,3 +257,117 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         assert fresh.load().cached_tokens.volume == 0
         assert fresh.load().prompt_tokens.local_compute == num_prompt
         assert cluster.metric("kvferry_skipped_volume_loads_total") == 1
+
+
+class Load:
+    """Clients that ask in turn for prompts that only the volume can hold all of, and for new ones."""
+
+    NUM_PROMPTS = 8
+    NUM_CLIENTS = 3
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._texts: dict[int, str] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_answered = 0
+
+    async def begin(self) -> None:
+        for i in range(self.NUM_PROMPTS):
+            self._texts[i], _ = await ask(self._cluster, self._prompt(i))
+        self._tasks = [asyncio.create_task(self._run(client)) for client in range(self.NUM_CLIENTS)]
+
+    async def some_more(self) -> None:
+        """Requests were begun and answered from now on; raises what one of them did not get."""
+        before = self.num_answered
+        await until(
+            lambda: self.num_answered >= before + 4 * self.NUM_CLIENTS or any(task.done() for task in self._tasks)
+        )
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            assert isinstance(ended, asyncio.CancelledError), ended
+
+    async def _run(self, client: int) -> None:
+        number = client
+        while True:
+            text, _ = await ask(self._cluster, self._prompt(number % self.NUM_PROMPTS))
+            assert text == self._texts[number % self.NUM_PROMPTS]
+            await ask(self._cluster, self._prompt(1_000_000 * (client + 1) + number))
+            self.num_answered += 2
+            number += self.NUM_CLIENTS
+
+    @staticmethod
+    def _prompt(number: int) -> str:
+        return " ".join(f"{number}word{i}" for i in range(100))
+
+
+async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(tmp_path: Path, sockets: Path) -> None:
+    """And metrics say so while it lasts, and the volume is of use again afterwards, in the same keeper."""
+    config = config_with(tmp_path / "volume", sockets, io_timeout_s=0.3, breaker_retry_s=0.2)
+    config = config.model_copy(update={"sim": config.sim.model_copy(update={"num_pages": 64, "cpu_pages": 64})})
+    io = SwitchableIo()
+    async with gateway_over(config) as cluster:
+        host = KeeperHost(config, MemoryMembership(cluster.registry), node="here")
+        host._volumes[0]._io = io
+        await host.start()
+        try:
+            workers = [await add_worker(cluster, host) for _ in range(2)]
+            await until(lambda: all(has_keeper(engine) for _, engine in workers))
+            gateway = await cluster.add_gateway()
+            await cluster.ready(2)
+            load = Load(cluster)
+            await load.begin()
+            (volume_id,) = host.keeper.volume_ids
+
+            def shown(name: str) -> float:
+                return cluster.metric(f'kvferry_volume_{name}{{keeper="{host.keeper_id}",volume="{volume_id}"}}')
+
+            def loaded() -> int:
+                return sum(engine.load().cached_tokens.volume for _, engine in workers)
+
+            async def is_of_use() -> None:
+                before = loaded()
+                await until(lambda: loaded() > before, what="pages loaded from the volume")
+                assert shown("readable") == shown("writable") == 1
+
+            await until(lambda: bool(gateway.keepers.states()))
+            await is_of_use()
+
+            hanging = Fault(until=threading.Event())
+            io.operation_to_fault = {Operation.READ: hanging, Operation.WRITE: hanging}
+            await until(lambda: shown("readable") == shown("writable") == 0, what="metrics of a volume that hangs")
+            await load.some_more()
+            io.operation_to_fault = {}
+            hanging.until.set()
+            await until(lambda: shown("readable") == 1, what="the volume that hung")
+            await load.some_more()
+            await is_of_use()
+            num_trips = shown("breaker_trips_total")
+            assert num_trips >= 2
+
+            io.operation_to_fault = {Operation.WRITE: Fault(errno.ENOSPC)}
+            await until(lambda: shown("writable") == 0, what="metrics of a full drive")
+            await load.some_more()
+            assert shown("readable") == 1
+            io.operation_to_fault = {}
+            await until(lambda: shown("writable") == 1, what="the drive that was full")
+            await is_of_use()
+
+            (tmp_path / "volume").rename(tmp_path / "unmounted")
+            await until(lambda: shown("readable") == 0, what="metrics of a volume that is gone")
+            await load.some_more()
+            (tmp_path / "unmounted").rename(tmp_path / "volume")
+            await until(lambda: shown("readable") == 1, what="the volume that was gone")
+            await load.some_more()
+            await is_of_use()
+            assert shown("breaker_trips_total") > num_trips
+            await load.end()
+        finally:
+            await host.stop()
+        for volume in host._volumes:
+            volume.check()

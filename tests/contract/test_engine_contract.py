@@ -165,6 +165,11 @@ async def run(
     async with asyncio.timeout(DEADLINE_S):
         async for output in engine.generate(request):
             outcome.add(output)
+    if outcome.last.finish_reason is not FinishReason.ABORT:
+        sources, cached = outcome.sources, outcome.last.cached
+        assert cached is not None
+        assert cached.device == sources.local_cache_hit
+        assert cached.cpu + cached.volume + cached.ferry == sources.external_kv_transfer
     return outcome
 
 

@@ -109,7 +109,7 @@ async def test_two_processes(tmp_path: Path, rows: Rows) -> None:
             assert not reader.client.contains(key_of(0)), "the mirror is of what is here"
             # The other one is killed, in the midst of it.
             jobs = [reader.submit_load(PAGES, volumes=on(b.volume_id), first_row=50) for _ in range(3)]
-            b.kill()
+            b.reap()
             for job in jobs:
                 done = await reader.end_of(job)
                 assert len(done.succeeded) + len(done.failed) == len(PAGES)
@@ -123,8 +123,8 @@ async def test_two_processes(tmp_path: Path, rows: Rows) -> None:
                     pass
             assert reader.holds(PAGES, 4)
     finally:
-        a.kill()
-        b.kill()
+        a.reap()
+        b.reap()
 
 
 async def test_a_lender_that_is_stopped_delays_and_wrongs_nobody(tmp_path: Path, rows: Rows) -> None:
@@ -152,7 +152,7 @@ async def test_a_lender_that_is_stopped_delays_and_wrongs_nobody(tmp_path: Path,
                 while not (await reader.load(PAGES, volumes=on(b.volume_id))).succeeded:
                     pass
     finally:
-        b.kill()
+        b.reap()
 
 
 async def test_pages_here_and_there_make_one_job(tmp_path: Path, rows: Rows) -> None:
@@ -427,6 +427,7 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
             assert len((await writer.load(range(50, 60))).succeeded) == 10
         await until(lambda: states[-1].read_bytes_per_s > 0)
         assert not states[-1].breaker_open
+        assert states[-1].stride == LAYOUT.blocks_per_chunk
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: not b.keeper._feeds[volume_id].num_followers)

@@ -1,7 +1,8 @@
 """Real engines with a CPU tier and a keeper's volume: what was computed once is not computed again, and never wrong.
 
-One prefill engine computes prompts and ends; a decode engine that never saw them goes on. The tests share it, in order:
-the last one kills it.
+One prefill engine computes prompts and ends; a decode engine that never saw them goes on, and a prefill engine of
+another node, with a keeper and a volume of its own. The tests share them, in order: the last one kills the decode
+engine.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
-from tier_keeper import KeeperProcess
+from tier_node import NodeProcess
 from tier_pages import page_files
 from waiting import until
 
 from kvferry import model_folder
-from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import (
     CachedTokens,
     Engine,
@@ -50,6 +52,8 @@ BLOCK_SIZE = 32
 NUM_PAGES = 12
 PROMPT_TOKENS = NUM_PAGES * BLOCK_SIZE + 13
 NUM_TOKENS = 16
+NUM_PROMPTS = 9
+OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.25, "volume": {"capacity_gib": 1.0}}
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 ACME = TierHints(Namespace("acme", 3))
 SALT = "acme's"
@@ -74,10 +78,10 @@ async def run(engine: Engine, prompt: Sequence[int], **values: object) -> tuple[
     return tokens, last
 
 
-async def prefill(engine: Engine, prompt: Sequence[int]) -> TransferParams:
+async def prefill(engine: Engine, prompt: Sequence[int], tier: TierHints) -> TransferParams:
     sampling = Sampling(max_tokens=1, temperature=0.0)
     request = EngineRequest(
-        RequestId(f"r{next(_fresh)}"), prompt, sampling, keep_for_transfer=True, cache_salt=SALT, tier=ACME
+        RequestId(f"r{next(_fresh)}"), prompt, sampling, keep_for_transfer=True, cache_salt=SALT, tier=tier
     )
     transfer = None
     async for output in engine.generate(request):
@@ -86,10 +90,12 @@ async def prefill(engine: Engine, prompt: Sequence[int]) -> TransferParams:
     return transfer
 
 
-def engine_of(tier: TierConfig, socket: Path, *, producer: bool) -> VllmEngine:
+def engine_of(keeper: NodeProcess, *, producer: bool) -> VllmEngine:
     folder = str(model_folder.resolve("default"))
     model, engine = ModelConfig(path=folder), EngineConfig(threads=1)
-    return VllmEngine(folder, model, engine, producer=producer, tier=tier, keeper_socket=str(socket))
+    return VllmEngine(
+        folder, model, engine, producer=producer, tier=keeper.config, keeper_socket=str(keeper.socket_path)
+    )
 
 
 def minus(after: CachedTokens, before: CachedTokens) -> CachedTokens:
@@ -100,11 +106,10 @@ def minus(after: CachedTokens, before: CachedTokens) -> CachedTokens:
 
 @dataclass
 class World:
-    keeper: KeeperProcess
-    tier: TierConfig
+    keeper: NodeProcess
     decode: VllmEngine
     mirror: Mirror
-    others: frozenset[int]  # processes of engines that other tests share
+    registry: Path
 
     @property
     def volume(self) -> Path:
@@ -130,22 +135,21 @@ class World:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("tier", numbered=True)
-    others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
-    keeper = KeeperProcess(folder, io_timeout_s=2.0, cpu_gib=0.25, volume={"capacity_gib": 1.0})
-    tier = keeper.config
+    (registry := folder / "registry").mkdir()
+    keeper = NodeProcess(folder / "here", registry, "here", **OPTIONS)
     keeper.start()
-    first = engine_of(tier, keeper.socket_path, producer=True)
+    first = engine_of(keeper, producer=True)
     try:
         await first.start()
-        for i in range(7):
+        for i in range(NUM_PROMPTS):
             sampling = Sampling(max_tokens=1, temperature=0.0)
             request = EngineRequest(RequestId(f"first-{i}"), prompt_of(i), sampling, cache_salt=SALT, tier=ACME)
             async for _ in first.generate(request):
                 pass
-        await until(lambda: len(page_files(folder / "v0")) == 7 * NUM_PAGES, what="pages kept")
+        await until(lambda: len(page_files(keeper.folder / "v0")) == NUM_PROMPTS * NUM_PAGES, what="pages kept")
     finally:
         await first.stop()
-    decode = engine_of(tier, keeper.socket_path, producer=False)
+    decode = engine_of(keeper, producer=False)
     mirror = Mirror(BLOCK_SIZE, 10_000)
 
     async def listen() -> None:
@@ -155,7 +159,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     try:
         await decode.start()
         listening = asyncio.create_task(listen())
-        yield World(keeper, tier, decode, mirror, others)
+        yield World(keeper, decode, mirror, registry)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
     finally:
@@ -173,6 +177,7 @@ async def test_after_all_engines_ended_a_prompt_comes_from_the_volume(world: Wor
     assert cached == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
     assert cached.volume >= 0.95 * len(prompt)
     assert last.sources == PromptSources(len(prompt) - cached.volume, 0, cached.volume)
+    assert last.cached == cached
     # How long it waited for them is known, and stays in this process.
     assert last.transfer_params is None
     times = last.times
@@ -219,56 +224,89 @@ async def test_answers_are_kept_and_the_cpu_tier_has_what_the_engine_gave_away(w
     assert again == expected
     num_cached = len(whole) // BLOCK_SIZE * BLOCK_SIZE
     assert num_cached > NUM_PAGES * BLOCK_SIZE
-    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(cpu=num_cached)
+    assert minus(world.decode.load().cached_tokens, before) == last.cached == CachedTokens(cpu=num_cached)
     assert last.sources == PromptSources(len(whole) - num_cached, 0, num_cached)
 
 
-async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World) -> None:
+@dataclass
+class Elsewhere:
+    """Another node: its own keeper and volume, and an engine that knows neither the prompts nor the other engines."""
+
+    keeper: NodeProcess
+    prefill: VllmEngine
+    hints: TierHints  # where the prompts lie: on the volume of the first node
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def elsewhere(world: World, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Elsewhere]:
+    keeper = NodeProcess(tmp_path_factory.mktemp("elsewhere"), world.registry, "elsewhere", **OPTIONS)
+    keeper.start()
+    engine = engine_of(keeper, producer=True)
+    try:
+        await engine.start()
+        yield Elsewhere(keeper, engine, TierHints(ACME.namespace, volumes={world.keeper.volume_id: NUM_PAGES}))
+    finally:
+        await engine.stop()
+        keeper.reap()
+
+
+async def test_pages_of_another_nodes_volume_come_through_its_keeper(world: World, elsewhere: Elsewhere) -> None:
+    """By NIXL: these keepers share no folder, and a gRPC message of theirs carries no page."""
+    prompt = prompt_of(7)
+    expected = await world.expected(prompt)
+    assert page_files(elsewhere.keeper.folder / "v0") == []
+    read = world.bytes_read()
+    tokens, last = await run(elsewhere.prefill, prompt, tier=elsewhere.hints)
+    assert tokens == expected
+    num_loaded = NUM_PAGES * BLOCK_SIZE
+    assert num_loaded >= 0.95 * len(prompt)
+    assert elsewhere.prefill.load().cached_tokens == CachedTokens(volume=num_loaded)
+    assert last.sources == PromptSources(len(prompt) - num_loaded, 0, num_loaded)
+    # Direct, from the drive of the keeper that has them.
+    assert world.bytes_read() - read >= NUM_PAGES * elsewhere.prefill.info.page_bytes
+
+
+async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World, elsewhere: Elsewhere) -> None:
     """And everything that is mended in the ferry still is, joined with a tier."""
     prompt, other = prompt_of(2), prompt_of(3)
     expected, expected_other = await world.expected(prompt), await world.expected(other)
-    prefilling = engine_of(world.tier, world.keeper.socket_path, producer=True)
-    try:
-        await prefilling.start()
-        transfer = await prefill(prefilling, prompt)
-        assert prefilling.load().cached_tokens == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
-        assert "remote_blocks_expiry_time" in transfer  # nixl_lease.py
-        read, before = world.bytes_read(), world.decode.load().cached_tokens
-        ferried_bytes = world.decode.load().ferried_bytes
-        tokens, last = await run(world.decode, prompt, transfer_params=transfer)
-        assert tokens == expected
-        assert last.sources == PromptSources(external_kv_transfer=len(prompt))
-        times = last.times
-        assert times is not None
-        assert times.load is None
-        assert times.ferry is not None
-        assert times.queued_s <= times.ferry[0] < times.ferry[1] <= times.scheduled_s
-        assert minus(world.decode.load().cached_tokens, before) == CachedTokens(ferry=len(prompt))
-        assert world.bytes_read() == read
-        await until(
-            lambda: world.decode.load().ferried_bytes - ferried_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
-        )
-        # Where the ferry fails, the volume has its turn.
-        kept = await prefill(prefilling, other)
-        gone = {**kept, "remote_engine_id": "0" * 32, "remote_port": 1}
-        before = world.decode.load().cached_tokens
-        tokens, last = await run(world.decode, other, transfer_params=gone)
-        assert tokens == expected_other
-        assert last.sources == PromptSources(len(other) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
-        assert minus(world.decode.load().cached_tokens, before).volume == NUM_PAGES * BLOCK_SIZE
-        # An engine that only keeps pages naps (nixl_keeping.py), until they are released (release.py).
-        steps, num_used = prefilling.load().num_steps, prefilling.load().num_pages_used
-        assert num_used > NUM_PAGES
-        await asyncio.sleep(1.0)  # the window of the measurement
-        assert prefilling.load().num_steps - steps < 150
-        await prefilling.release(kept)
-        await until(lambda: prefilling.load().num_pages_used == 0)
-        workers = workers_of(world)
-        assert len(workers) == 2
-        for worker in workers:
-            assert os.sched_getaffinity(worker.pid) == os.sched_getaffinity(0)  # nixl.py
-    finally:
-        await prefilling.stop()
+    prefilling = elsewhere.prefill
+    before = prefilling.load().cached_tokens
+    transfer = await prefill(prefilling, prompt, elsewhere.hints)
+    assert minus(prefilling.load().cached_tokens, before) == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
+    assert "remote_blocks_expiry_time" in transfer  # nixl_lease.py
+    read, before = world.bytes_read(), world.decode.load().cached_tokens
+    ferried_bytes = world.decode.load().ferried_bytes
+    tokens, last = await run(world.decode, prompt, transfer_params=transfer)
+    assert tokens == expected
+    assert last.sources == PromptSources(external_kv_transfer=len(prompt))
+    times = last.times
+    assert times is not None
+    assert times.load is None
+    assert times.ferry is not None
+    assert times.queued_s <= times.ferry[0] < times.ferry[1] <= times.scheduled_s
+    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(ferry=len(prompt))
+    assert world.bytes_read() == read
+    await until(
+        lambda: world.decode.load().ferried_bytes - ferried_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
+    )
+    # Where the ferry fails, the volume has its turn.
+    kept = await prefill(prefilling, other, elsewhere.hints)
+    gone = {**kept, "remote_engine_id": "0" * 32, "remote_port": 1}
+    before = world.decode.load().cached_tokens
+    tokens, last = await run(world.decode, other, transfer_params=gone)
+    assert tokens == expected_other
+    assert last.sources == PromptSources(len(other) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
+    assert minus(world.decode.load().cached_tokens, before).volume == NUM_PAGES * BLOCK_SIZE
+    # An engine that only keeps pages naps (nixl_keeping.py), until they are released (release.py).
+    steps, num_used = prefilling.load().num_steps, prefilling.load().num_pages_used
+    assert num_used > NUM_PAGES
+    await asyncio.sleep(1.0)  # the window of the measurement
+    assert prefilling.load().num_steps - steps < 150
+    await prefilling.release(kept)
+    await until(lambda: prefilling.load().num_pages_used == 0)
+    for engine in (world.decode, prefilling):
+        assert os.sched_getaffinity(worker_of(engine).pid) == os.sched_getaffinity(0)  # nixl.py
 
 
 def is_worker(process: psutil.Process) -> bool:
@@ -301,26 +339,27 @@ async def test_a_keeper_that_is_killed_is_a_miss_and_comes_back(world: World) ->
     assert last.sources == PromptSources(local_compute=len(prompt))
     world.keeper.start()
     # The engine finds it again by itself, and what it has.
-    await until(lambda: world.keeper.maps(region_of(world)), what="the engine at the keeper")
+    await until(lambda: world.keeper.maps(region_of(world.decode)), what="the engine at the keeper")
     tokens, last = await run(world.decode, later)
     assert tokens == expected
     assert last.sources == PromptSources(len(later) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
 
 
-def worker_of(world: World) -> psutil.Process:
-    (worker,) = workers_of(world)
+def worker_of(engine: VllmEngine) -> psutil.Process:
+    """The process that has the CPU tier of this engine mapped, and computes."""
+    children = psutil.Process().children(recursive=True)
+    (worker,) = (child for child in children if is_worker(child) and regions_of(child, engine))
     return worker
 
 
-def workers_of(world: World) -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.pid not in world.others and is_worker(child)]
+def regions_of(process: psutil.Process, engine: VllmEngine) -> set[int]:
+    """The inodes of an engine's CPU tier that a process has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if f"vllm_offload_{engine.info.engine_id}" in line}
 
 
-def region_of(world: World) -> int:
-    """The inode of the decode engine's CPU tier."""
-    lines = Path(f"/proc/{worker_of(world).pid}/maps").read_text().splitlines()
-    (inode,) = {int(line.split()[4]) for line in lines if f"vllm_offload_{world.decode.info.engine_id}" in line}
+def region_of(engine: VllmEngine) -> int:
+    (inode,) = regions_of(worker_of(engine), engine)
     return inode
 
 
@@ -329,7 +368,7 @@ async def test_killing_an_engine_leaves_no_name_in_shared_memory(world: World) -
         return [file.name for file in Path("/dev/shm").iterdir() if world.decode.info.engine_id in file.name]
 
     assert names() == []
-    worker, inode = worker_of(world), region_of(world)
+    worker, inode = worker_of(world.decode), region_of(world.decode)
     family = [worker, *worker.parents()]
     family = [process for process in family if "VLLM::" in " ".join(process.cmdline())]
     assert len(family) == 2

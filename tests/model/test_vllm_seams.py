@@ -325,6 +325,29 @@ class TestMessageQueue:
         )
 
 
+class TestSideChannel:
+    """engine/vllm_plugins/side_channel.py"""
+
+    @pytest.mark.parametrize(
+        ("brought", "expected"),
+        [(None, (3, 0, 0, 40)), ({"cpu": 8, "volume": 32}, (3, 8, 32, 0)), ({"cpu": 8}, (3, 8, 0, 32))],
+    )
+    def test_what_the_tiers_did_not_bring_the_ferry_did(
+        self, brought: dict[str, int] | None, expected: tuple[int, ...]
+    ) -> None:
+        from kvferry.engine.base import CachedTokens, PromptSources
+        from kvferry.engine.vllm_plugins.side_channel import cached_tokens
+
+        assert cached_tokens(PromptSources(7, 3, 40), brought) == CachedTokens(*expected)
+
+    def test_parameters_of_several_connectors_are_joined(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+        source = inspect.getsource(MultiConnector._aggregate_request_finished)
+        assert "kv_txfer_params.update(txfer_params)" in source
+        assert "Key clash" in source
+
+
 class TestOutputTap:
     """engine/vllm_output_tap.py"""
 
@@ -620,6 +643,7 @@ class Request(SimpleNamespace):
         super().__init__(
             request_id="r",
             all_token_ids=tokens,
+            prompt_token_ids=tokens[:16],
             cache_salt=salt or None,
             kv_hints=hints,
             kv_transfer_params=None,
@@ -664,6 +688,13 @@ class TestOffloading:
         assert parameters(ask) == ["self", "request", "num_computed_tokens", "max_num_new_tokens"]
         source = inspect.getsource(scheduler.OffloadingConnectorScheduler)
         assert "self._req_status[request.request_id] = req_status" in source
+        ask = scheduler.OffloadingConnectorScheduler.get_external_cache_hit_sources
+        assert parameters(ask) == ["self", "request", "num_external_tokens"]
+        for name in ("request_finished", "request_finished_all_groups"):
+            assert parameters(getattr(OffloadingConnector, name)) == ["self", "request", "block_ids"]
+        assert parameters(OffloadingConnector.update_state_after_alloc) == [
+            "self", "request", "blocks", "num_external_tokens",
+        ]  # fmt: skip
         assert "self._sliding_window_groups: tuple" in source
         assert "req_context: ReqContext" in inspect.getsource(scheduler.RequestOffloadState)
         assert {"group_idx", "tokens_per_chunk", "sliding_window_size_in_chunks"} <= set(
@@ -675,7 +706,7 @@ class TestOffloading:
         tiering = inspect.getsource(TieringOffloadingManager)
         assert "self.primary_tier.complete_store(keys, req_context, success)" in tiering
         assert tiering.count("self.primary_tier.complete_write(") == 2
-        assert {"block_hashes", "all_token_ids", "cache_salt", "kv_hints", "num_tokens"} <= {
+        assert {"block_hashes", "all_token_ids", "prompt_token_ids", "cache_salt", "kv_hints", "num_tokens"} <= {
             *re.findall(r"self\.(\w+)", inspect.getsource(Request.__init__)), *vars(Request)
         }  # fmt: skip
         assert isinstance(KVConnectorFactory._registry, dict)
@@ -928,6 +959,15 @@ class TestKeeperTier:
         assert (name, job, namespace) == ("store", 5, Namespace("acme", 3))
         assert pages == [(keys[i], expected[i], 10 + i) for i in (0, 2, 3)]
         assert all(type(row) is int for _, _, row in pages)
+
+    def test_what_came_by_the_ferry_is_left_to_the_other_node(self, tier: Any) -> None:
+        request = Request(list(range(40)))
+        request.kv_transfer_params = {"do_remote_prefill": True, "remote_engine_id": "e"}
+        context, keys = context_of(request, 6)
+        request.kv_transfer_params["do_remote_prefill"] = False  # as vLLM does once the ferry had its turn
+        tier.submit_store(self.job(5, keys, list(range(6)), context, load=False))
+        ((_, _, _, pages),) = tier._client.calls
+        assert [key for key, _, _ in pages] == keys[4:]
 
     def test_what_is_kept_already_or_nobodys_ends_at_once(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext

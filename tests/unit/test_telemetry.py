@@ -194,9 +194,11 @@ def test_what_a_worker_reports_is_read_when_scraped() -> None:
 
 
 def test_what_keepers_report_is_read_when_scraped() -> None:
-    metrics = Metrics(read_volumes=lambda: [VolumeSample("v-1", "k-1", False, 3, 4096, 8192, 10, 2.5)])
+    metrics = Metrics(read_volumes=lambda: [VolumeSample("v-1", "k-1", False, True, 2, 3, 4096, 8192, 10, 2.5)])
     seen, labels = rows(metrics), 'keeper="k-1",volume="v-1"'
     assert seen[f"kvferry_volume_readable{{{labels}}}"] == 0
+    assert seen[f"kvferry_volume_writable{{{labels}}}"] == 1
+    assert seen[f"kvferry_volume_breaker_trips_total{{{labels}}}"] == 2
     assert seen[f"kvferry_volume_pages{{{labels}}}"] == 3
     assert seen[f"kvferry_volume_read_bytes_per_second{{{labels}}}"] == 2.5
 

@@ -216,8 +216,9 @@ class EngineOutput:
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then the alternatives, most likely first.
     `text` may lag behind `token_ids` (a character may need several tokens; a stop string may still be matching).
-    `finish_reason`, `stop_reason`, `sources`, `transfer_params` and `times` are set on the last output only; `times`
-    never leaves the worker.
+    `finish_reason`, `stop_reason`, `sources`, `cached`, `transfer_params` and `times` are set on the last output only;
+    `cached` says of the tokens that `sources` does not call computed where they were, and `times` never leaves the
+    worker.
     `delta` is what the parser made of the text, for requests with `parse`; `text` is then still the raw text.
     """
 
@@ -227,6 +228,7 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     sources: PromptSources | None = None
+    cached: CachedTokens | None = None
     transfer_params: TransferParams | None = None
     delta: AnswerDelta | None = None
     times: EngineTimes | None = None

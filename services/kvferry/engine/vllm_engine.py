@@ -254,6 +254,7 @@ class VllmEngine:
 
         from kvferry.engine.vllm_continuation import rest_of
         from kvferry.engine.vllm_plugins.load_times import take_times
+        from kvferry.engine.vllm_plugins.side_channel import CACHED_PARAMETER, cached_tokens
         from kvferry.engine.vllm_sampling import to_vllm
 
         llm, request_id = self._llm, request.request_id
@@ -297,7 +298,10 @@ class VllmEngine:
                         raise EngineError(f"the engine ended the request with {completion.finish_reason!r}")
                     result.stop_reason = completion.stop_reason
                     result.sources = self._tap.take(request_id) or PromptSources()
-                    result.transfer_params, ferry, load = take_times(output.kv_transfer_params)
+                    transfer_params, ferry, load = take_times(output.kv_transfer_params)
+                    brought = transfer_params.pop(CACHED_PARAMETER, None) if transfer_params is not None else None
+                    result.cached = cached_tokens(result.sources, brought)
+                    result.transfer_params = transfer_params or None
                     result.times = _times(output.metrics, ferry, load)
                 if answer is not None and result.finish_reason is not FinishReason.ABORT:
                     result.delta = answer.take(token_ids, completion.text, finished=finished)

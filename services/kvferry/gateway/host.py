@@ -320,6 +320,8 @@ class GatewayHost:
                 volume_id=volume_of(name),
                 keeper_id=keeper_of(name),
                 readable=state.is_readable,
+                writable=state.is_writable,
+                num_trips=state.num_trips,
                 num_pages=state.num_pages,
                 used_bytes=state.used_bytes,
                 capacity_bytes=state.capacity_bytes,

@@ -67,6 +67,7 @@ class ResidencyIndex:
         self._gpu: dict[str, set[int]] = {}
         self._cpu: dict[str, set[int]] = {}
         self._volumes: dict[str, set[int]] = {}
+        self._strides: dict[str, int] = {}  # of volumes, where it is not 1
 
     def __repr__(self) -> str:
         return (
@@ -130,6 +131,18 @@ class ResidencyIndex:
         for tier in Tier:
             self._of(tier).pop(owner, None)
 
+    def set_stride(self, volume: str, stride: int) -> None:
+        """A page of this volume stands for `stride` pages of an engine, under the route key of the last of them.
+
+        It stays so, whatever the volume holds, until it is set again; 1 at first. Raises ValueError below 1.
+        """
+        if stride < 1:
+            raise ValueError(f"a page that stands for {stride} pages")
+        if stride == 1:
+            self._strides.pop(volume, None)
+        else:
+            self._strides[volume] = stride
+
     def find(self, keys: Sequence[int]) -> Found:
         """How much of the prompt with these route keys is held where; see the class for what a depth means.
 
@@ -139,10 +152,13 @@ class ResidencyIndex:
             return Found()
         gpu = _depths(self._gpu, keys)
         cpu = _continued(self._cpu, keys, gpu) if self._cpu else {}
-        return Found(gpu, cpu, _depths(self._volumes, keys) if self._volumes else {})
+        return Found(gpu, cpu, self._depths_of_volumes(keys) if self._volumes else {})
 
     def verify(self, holder: Holder, keys: Sequence[int], depth: int) -> int:
-        """Of the first `depth` pages, how many are held without a hole. O(depth), at the speed of C where all are."""
+        """Of the first `depth` pages, how many are held without a hole. O(depth), at the speed of C where all are.
+
+        Not for volumes with a stride.
+        """
         held = self._of(holder.tier).get(holder.owner, set())
         if held.issuperset(keys[:depth]):
             return min(depth, len(keys))
@@ -156,6 +172,19 @@ class ResidencyIndex:
                 for key in held:
                     assert isinstance(key, int), f"{owner} holds {key!r} on {tier.value}, which is no key"
                     assert 0 <= key < 1 << 64, f"{owner} holds {key} on {tier.value}, which is not 64 bits"
+
+    def _depths_of_volumes(self, keys: Sequence[int]) -> dict[str, int]:
+        """In pages of an engine, whatever stands for them."""
+        if not self._strides:
+            return _depths(self._volumes, keys)
+        stride_to_owners: dict[int, dict[str, set[int]]] = {}
+        for owner, held in self._volumes.items():
+            stride_to_owners.setdefault(self._strides.get(owner, 1), {})[owner] = held
+        depths: dict[str, int] = {}
+        for stride, owners in stride_to_owners.items():
+            if last := keys[stride - 1 :: stride]:
+                depths |= {owner: depth * stride for owner, depth in _depths(owners, last).items()}
+        return depths
 
     def _of(self, tier: Tier) -> dict[str, set[int]]:
         if tier is Tier.GPU:

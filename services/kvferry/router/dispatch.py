@@ -48,7 +48,7 @@ from kvferry.errors import (
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.keepers import volume_of
-from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, pages_of
+from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, ferried_pages
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, VolumeView, WorkerView
@@ -205,11 +205,9 @@ class Dispatcher:
                 num_generated = len(answer.token_ids)
                 if span is not None:
                     _end_decode(span, num_generated, last)
-                ferried = kept is not None
                 if last.sources is not None:
-                    self._arrived(last.sources, decode, journey, ferried=ferried)
-                measured = answer.measure(submitted_s, placed, decode, last, ferried=ferried)
-                self._policy.learn(decode.member.member_id, measured)
+                    self._arrived(last.sources, last, decode, journey)
+                self._policy.learn(decode.member.member_id, answer.measure(submitted_s, placed, decode, last))
                 return
             except (UnavailableError, Overloaded) as error:
                 if span is not None:
@@ -388,11 +386,9 @@ class Dispatcher:
         if span is not None:
             span.fail(cause)
 
-    def _arrived(self, sources: PromptSources, decode: WorkerLink, journey: Journey, *, ferried: bool) -> None:
+    def _arrived(self, sources: PromptSources, last: EngineOutput, decode: WorkerLink, journey: Journey) -> None:
         journey.sources = sources
-        if not ferried:
-            return
-        journey.ferried_pages = pages_of(sources, decode.member.block_size)
+        journey.ferried_pages = ferried_pages(last, decode.member.block_size)
         journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
         self._metrics.ferried_pages.inc(journey.ferried_pages)
 
@@ -462,10 +458,8 @@ class _Answer:
         self._clock, self._first_s = clock, None
         self._num_before = len(self.token_ids)
 
-    def measure(
-        self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput, *, ferried: bool
-    ) -> Measured:
-        """What the attempt that just ended took. `ferried`: its worker was told to pull the prompt's pages."""
+    def measure(self, submitted_s: float, placed: _Placed, decode: WorkerLink, last: EngineOutput) -> Measured:
+        """What the attempt that just ended took."""
         now_s = self._clock()
         first_s = self._first_s if self._first_s is not None else now_s
         num_steps = len(self.token_ids) - self._num_before - 1
@@ -476,8 +470,7 @@ class _Answer:
             first_token_ms=(first_s - submitted_s) * 1e3,
             load_ms=alone.price.load_ms if alone is not None else 0.0,
             computed_tokens=sources.local_compute,
-            # What came from outside without a ferry came from a slower tier.
-            ferried_pages=pages_of(sources, decode.member.block_size) if ferried else 0,
+            ferried_pages=ferried_pages(last, decode.member.block_size),
             queue_tokens=alone.queue_tokens if alone is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.load.num_running),

@@ -50,9 +50,12 @@ def update_from_wire(message: pb.VolumeUpdate) -> VolumeUpdate:
             state = message.state
             return VolumeState(
                 page_bytes=state.page_bytes,
+                stride=max(1, state.stride),
                 read_bytes_per_s=state.read_bytes_per_s,
                 queued_read_bytes=state.queue_bytes,
                 is_readable=not state.breaker_open,
+                is_writable=not (state.write_breaker_open or state.full),
+                num_trips=state.trips,
                 num_pages=state.num_pages,
                 used_bytes=state.used_bytes,
                 capacity_bytes=state.capacity_bytes,

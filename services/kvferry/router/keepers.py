@@ -37,7 +37,10 @@ class VolumeState:
     page_bytes: int
     read_bytes_per_s: float  # lately; 0 before anything was read
     queued_read_bytes: int
+    stride: int = 1  # pages of an engine in one of its pages
     is_readable: bool = True
+    is_writable: bool = True
+    num_trips: int = 0  # of its breakers
     num_pages: int = 0
     used_bytes: int = 0
     capacity_bytes: int = 0
@@ -157,6 +160,7 @@ class Keepers:
         match update:
             case VolumeState():
                 self._states[name] = update
+                self._index.set_stride(name, update.stride)
                 if update.is_readable:
                     self._views[name] = self._view(member, update)
                 else:
@@ -175,15 +179,16 @@ class Keepers:
     def _forget(self, name: str, follower: Follower) -> None:
         self._views.pop(name, None)
         self._states.pop(name, None)
+        self._index.set_stride(name, 1)
         follower.drop()
 
     def _view(self, member: Member, state: VolumeState) -> VolumeView:
         rate = state.read_bytes_per_s
         if rate <= 0 or state.page_bytes <= 0:
             return VolumeView(frozenset((member.node,)), self._priors.volume_page_ms, 0.0)
-        return VolumeView(
-            frozenset((member.node,)), state.page_bytes / rate * 1e3, state.queued_read_bytes / rate * 1e3
-        )
+        ms_per_byte = 1e3 / rate
+        page_ms = state.page_bytes / state.stride * ms_per_byte
+        return VolumeView(frozenset((member.node,)), page_ms, state.queued_read_bytes * ms_per_byte)
 
 
 def volume_of(name: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
-from kvferry.engine.base import EngineLoad, EngineOutput, EngineRequest, PromptSources, TransferParams
+from kvferry.engine.base import EngineLoad, EngineOutput, EngineRequest, TransferParams
 from kvferry.errors import EngineError, KvferryError, WorkerLost
 from kvferry.membership.base import Member
 from kvferry.router.connection import Connection, dial
@@ -396,6 +396,6 @@ class WorkerLink:
             self._on_change()
 
 
-def pages_of(sources: PromptSources, block_size: int) -> int:
-    """Pages that a transfer of these tokens moved, the last one partly filled."""
-    return -(-sources.external_kv_transfer // block_size)
+def ferried_pages(last: EngineOutput, block_size: int) -> int:
+    """Pages that the ferry moved for the request that ended so, the last one partly filled."""
+    return -(-last.cached.ferry // block_size) if last.cached is not None else 0

@@ -105,7 +105,7 @@ class Books:
         self._claims: dict[_Name, Outcome] = {}
         # Abandoned files in hand stand under names of pages that others may want to write.
         self._abandoned_in_hand: set[str] = set()
-        self._changes: deque[Change] = deque()
+        self._changes: deque[Change] | None = None
         self._is_told = False
         self._num_evicted = 0
 
@@ -177,13 +177,17 @@ class Books:
 
     # Coming
 
-    def add(self, kept: Kept, now_s: float) -> bool:
-        """A file that is there already. False where the index has a page of the name, or one is coming or going."""
+    def add(self, kept_pages: Iterable[Kept], now_s: float) -> list[Kept]:
+        """Files that are there already, oldest first; returns those whose name the index has, or that come or go."""
+        refused: list[Kept] = []
         with self._lock:
-            if self._find(kept.layout, kept.page.key) is not None or (kept.layout, kept.page.key) in self._claims:
-                return False
-            self._keep(kept, now_s)
-            return True
+            for kept in kept_pages:
+                layout, key = kept.layout, kept.page.key
+                if self._find(layout, key) is not None or (self._claims and (layout, key) in self._claims):
+                    refused.append(kept)
+                else:
+                    self._keep(kept, now_s)
+        return refused
 
     def add_quarantined(self, file: File) -> None:
         """A file that is there already."""
@@ -382,6 +386,11 @@ class Books:
 
     # Telling
 
+    def begin_telling(self) -> None:
+        """Whatever changes from now on is told; what was found at the start is not."""
+        with self._lock:
+            self._changes = deque()
+
     def next_change(self) -> Change | None:
         """The oldest that nobody was told of, to be ended with `told`. None where there is none, or somebody tells."""
         with self._lock:
@@ -393,11 +402,6 @@ class Books:
     def told(self) -> None:
         with self._lock:
             self._is_told = False
-
-    def forget_changes(self) -> None:
-        """Nobody listened yet."""
-        with self._lock:
-            self._changes.clear()
 
     # With the lock held
 
@@ -416,7 +420,8 @@ class Books:
         if kept.writer == self._writer:
             self._kept_bytes += kept.num_bytes
             self._retention.add(kept, now_s)
-        self._changes.append(Change(kept.layout, (kept.page,), ()))
+        if self._changes is not None:
+            self._changes.append(Change(kept.layout, (kept.page,), ()))
 
     def _drop(self, kept: Kept) -> None:
         del self._layout_to_pages[kept.layout][kept.page.key]
@@ -424,7 +429,8 @@ class Books:
         if kept.writer == self._writer:
             self._kept_bytes -= kept.num_bytes
             self._retention.discard(kept)
-        self._changes.append(Change(kept.layout, (), (kept.page,)))
+        if self._changes is not None:
+            self._changes.append(Change(kept.layout, (), (kept.page,)))
 
     def _pick_up(self, kept: Kept) -> File:
         file = self._file_of(kept)

@@ -32,12 +32,17 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FoundPage:
     """A page's file as a walk saw it: whole or not, nobody has read it."""
 
-    path: str
+    folder: str
+    name: str
     writer: str
     layout: LayoutDigest
     page: PageId
     num_bytes: int
     modified_s: float
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +144,20 @@ def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[
             if only is not None and namespace != only:
                 continue
             for keys_folder in _folders(namespace_folder.path):
-                for entry in _entries(keys_folder.path):
-                    file = f"{keys_folder.path}/{entry.name}"
+                where = keys_folder.path
+                for entry in _entries(where):
                     page = naming.parse_page_name(entry.name, namespace)
-                    if page is None or naming.fan_out(page.key) != keys_folder.name:
-                        yield ForeignFile(file)
+                    if page is None or keys_folder.name != entry.name[:2]:
+                        yield ForeignFile(entry.path)
                         continue
                     try:
                         facts = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
                     if stat.S_ISREG(facts.st_mode):
-                        yield FoundPage(file, writer, layout, page, facts.st_size, facts.st_mtime)
+                        yield FoundPage(where, entry.name, writer, layout, page, facts.st_size, facts.st_mtime)
                     else:
-                        yield ForeignFile(file)
+                        yield ForeignFile(entry.path)
 
 
 def walk_quarantine(path: Path, writer: str) -> Iterator[FoundPage]:
@@ -165,8 +170,8 @@ def walk_quarantine(path: Path, writer: str) -> Iterator[FoundPage]:
                 page = None if namespace is None else naming.parse_quarantine_name(entry.name, namespace)
                 if layout is not None and page is not None and entry.is_file(follow_symlinks=False):
                     facts = entry.stat(follow_symlinks=False)
-                    file = f"{namespace_folder.path}/{entry.name}"
-                    yield FoundPage(file, writer, layout, page, facts.st_size, facts.st_ctime)
+                    where = namespace_folder.path
+                    yield FoundPage(where, entry.name, writer, layout, page, facts.st_size, facts.st_ctime)
 
 
 def files_of(path: Path, writer: str) -> list[Path]:

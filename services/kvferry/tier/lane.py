@@ -97,10 +97,12 @@ class LaneState:
     breaker: BreakerState  # of reads; while it is not closed the volume's pages are misses
     write_breaker: BreakerState
     num_trips: int
+    is_full: bool  # its drive had no room for the last write
     capacity_bytes: int
     bytes_used: int
     num_pages: int
     page_bytes: int  # of a page's file, on average
+    stride: int  # pages of an engine in one page, in the layout that was used last
     read_bytes_per_s: float  # while it reads, lately; 0 before any
     queued_read_bytes: int  # waiting or being read
     queued_write_bytes: int
@@ -146,6 +148,7 @@ class Lane:
         self.reading = Breaker(config.breaker_failures, config.breaker_retry_s)
         self.writing = Breaker(config.breaker_failures, config.breaker_retry_s)
         self._no_space_until_s = now_s
+        self._is_full = False
         self._rescan_at_s = now_s + _RESCAN_PERIOD_S
         self._suspects: list[tuple[LayoutDigest, PageId]] = []
         self._outcomes: Counter[tuple[str, str]] = Counter()
@@ -154,6 +157,7 @@ class Lane:
         self._read_bytes_per_s = 0.0
         self._probes = random.Random(volume.volume_id)
         self.layout_to_payload_bytes: dict[LayoutDigest, int] = {}
+        self._stride = 1
 
         # Guarded by the condition's lock, which is held for microseconds.
         self._work = threading.Condition()
@@ -198,6 +202,7 @@ class Lane:
         """Which layouts the folder knows. Blocks; before `start`, on any thread."""
         for digest, layout in folder.load_layouts(self.volume.path).items():
             self.layout_to_payload_bytes[digest] = layout.payload_bytes
+            self._stride = layout.blocks_per_chunk
 
     def start(self) -> None:
         """Begin to work."""
@@ -224,6 +229,7 @@ class Lane:
 
     def add_layout(self, layout: PageLayout) -> None:
         """Engines use this layout here."""
+        self._stride = layout.blocks_per_chunk
         if self.layout_to_payload_bytes.get(layout.digest) == layout.payload_bytes:
             return
         self.layout_to_payload_bytes[layout.digest] = layout.payload_bytes
@@ -319,10 +325,12 @@ class Lane:
             breaker=self.reading.state,
             write_breaker=self.writing.state,
             num_trips=self.reading.num_trips + self.writing.num_trips,
+            is_full=self._is_full,
             capacity_bytes=stats.capacity_bytes,
             bytes_used=stats.bytes_used,
             num_pages=stats.num_pages,
             page_bytes=stats.bytes_used // stats.num_pages if stats.num_pages else 0,
+            stride=self._stride,
             read_bytes_per_s=self._read_bytes_per_s,
             queued_read_bytes=self._queued_bytes[Kind.READ],
             queued_write_bytes=self._queued_bytes[Kind.WRITE],
@@ -407,7 +415,10 @@ class Lane:
         if outcome == Outcome.NO_SPACE:
             # Each write that the drive has no room for may cost a page that would have been recycled for it.
             self._no_space_until_s = now_s + self._retry_s
+            self._is_full = True
             self._drop(lambda other: other.kind is Kind.WRITE, Outcome.NO_SPACE)
+        if operation.kind is Kind.WRITE and outcome == Outcome.OK:
+            self._is_full = False
         if outcome != Outcome.IO_ERROR:
             if breaker.succeeded() and breaker is self.reading:
                 log.warning("volume %s answers again", self.volume_id)

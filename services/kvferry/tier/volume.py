@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -165,7 +166,9 @@ class Volume:
         try:
             self._take()
             self._io.probe(Path(self._temporary))
-            self._scan()
+            with _no_collection():
+                self._scan()
+            self._books.begin_telling()
         except TierError:
             self.close()
             raise
@@ -334,7 +337,9 @@ class Volume:
                         found = naming.parse_page_name(entry.name, page.namespace)
                         if entry.name.startswith(start) and found is not None:
                             num_bytes = entry.stat(follow_symlinks=False).st_size
-                            return self._add(FoundPage(entry.path, writer, layout, found, num_bytes, 0.0)) is not None
+                            kept = Kept(layout, found, writer, num_bytes, self._books.next_number())
+                            self._books.add([kept], self._clock())
+                            return True
         return False
 
     # Writing
@@ -490,8 +495,7 @@ class Volume:
             path = self._books.path_of(kept)
             if path not in seen and kept.number < before and self._inode_at(path) == _NOTHING_THERE:
                 self._books.forget(kept)
-        for found in added:
-            self._add(found)
+        self._books.add(map(self._kept, added), self._clock())
         for file in self._books.take_abandoned():
             self._books.put_down(file, is_removed=self._is_removed(file.path))
         self._tell()
@@ -585,40 +589,36 @@ class Volume:
             self._books.add_quarantined(File(bad.path, bad.num_bytes))
         for surplus in self._books.take_surplus():
             self._books.put_down(surplus, is_removed=self._is_removed(surplus.path))
-        newest: dict[tuple[LayoutDigest, PageKey], FoundPage] = {}
-        for found in sorted(_pages(folder.walk(self.path, self._writer)), key=_age):
+        now_s = self._clock()
+        ours = [self._kept(found) for found in sorted(_pages(folder.walk(self.path, self._writer)), key=_age)]
+        for newer in self._books.add(ours, now_s):
             # Two files of one page, of two tenants or with two route keys: only other hands can have put them there.
-            older = newest.pop((found.layout, found.page.key), None)
-            if older is not None:
-                Path(older.path).unlink()
-            newest[found.layout, found.page.key] = found
-        for found in newest.values():
-            kept = self._add(found)
-            if kept is not None and not self._has_right_size(found):
+            older = self._books.pin(newer.layout, newer.page.key)
+            assert older is not None
+            self._books.unpin(older)
+            self.remove(older.layout, older.page)
+            self._books.add([newer], now_s)
+        for kept in ours:
+            if not self._has_right_size(kept):
                 self._quarantine(kept, Outcome.TRUNCATED)
         for writer in folder.writers(self.path):
             if writer != self._writer:
-                for found in _pages(folder.walk(self.path, writer)):
-                    self._add(found)
-        now_s = self._clock()
+                self._books.add(map(self._kept, _pages(folder.walk(self.path, writer))), now_s)
         while (file := self._books.take_excess(now_s)) is not None:
             is_removed = self._is_removed(file.path)
             self._books.put_down(file, is_removed=is_removed)
             if not is_removed:
                 raise TierError(f"volume {self._root} is over its capacity and {file.path} cannot be removed")
-        self._books.forget_changes()
 
-    def _add(self, found: FoundPage) -> Kept | None:
-        """The index' page for a file that is there, or None where it has another one."""
-        kept = Kept(found.layout, found.page, found.writer, found.num_bytes, self._books.next_number())
-        return kept if self._books.add(kept, self._clock()) else None
+    def _kept(self, found: FoundPage) -> Kept:
+        return Kept(found.layout, found.page, found.writer, found.num_bytes, self._books.next_number())
 
-    def _has_right_size(self, found: FoundPage) -> bool:
-        payload_bytes = self._layout_to_payload_bytes.get(found.layout)
+    def _has_right_size(self, kept: Kept) -> bool:
+        payload_bytes = self._layout_to_payload_bytes.get(kept.layout)
         if payload_bytes is not None:
-            return found.num_bytes == page_file.page_file_bytes(payload_bytes)
+            return kept.num_bytes == page_file.page_file_bytes(payload_bytes)
         # Of a layout that nobody described, any size will do that a page can have.
-        return found.num_bytes > HEADER_BYTES and found.num_bytes % ALIGNMENT == 0
+        return kept.num_bytes > HEADER_BYTES and kept.num_bytes % ALIGNMENT == 0
 
     def _learn_layouts(self) -> None:
         for digest, layout in folder.load_layouts(self.path).items():
@@ -635,6 +635,18 @@ class Volume:
 
 def _pages(files: Iterable[FoundPage | ForeignFile]) -> Iterator[FoundPage]:
     return (file for file in files if isinstance(file, FoundPage))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector would look at all pages again and again while they are found, and triple the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _cut(path: str, num_bytes: int) -> int:

@@ -166,6 +166,8 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
             finished.stop_token_id = output.stop_reason
         if output.sources is not None:
             finished.sources.CopyFrom(sources_to_wire(output.sources))
+        if output.cached is not None:
+            finished.cached.CopyFrom(_cached_to_wire(output.cached))
         if output.transfer_params is not None:
             finished.transfer_params = json.dumps(output.transfer_params).encode()
         step.finished.append(finished)
@@ -275,6 +277,8 @@ def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
         output.stop_reason = message.stop_token_id
     if message.HasField("sources"):
         output.sources = sources_from_wire(message.sources)
+    if message.HasField("cached"):
+        output.cached = _cached_from_wire(message.cached)
     if message.transfer_params:
         output.transfer_params = json.loads(message.transfer_params)
     return output
@@ -300,6 +304,10 @@ def _cached_to_wire(cached: CachedTokens) -> pb.CachedTokens:
     return pb.CachedTokens(device=cached.device, cpu=cached.cpu, volume=cached.volume, ferry=cached.ferry)
 
 
+def _cached_from_wire(message: pb.CachedTokens) -> CachedTokens:
+    return CachedTokens(message.device, message.cpu, message.volume, message.ferry)
+
+
 def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
     return pb.Load(
         num_running=load.num_running,
@@ -316,14 +324,13 @@ def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
 
 
 def load_from_wire(message: pb.Load) -> EngineLoad:
-    cached = message.cached_tokens
     return EngineLoad(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_pages_used=message.num_pages_used,
         num_pages=message.num_pages,
         prompt_tokens=sources_from_wire(message.prompt_tokens),
-        cached_tokens=CachedTokens(cached.device, cached.cpu, cached.volume, cached.ferry),
+        cached_tokens=_cached_from_wire(message.cached_tokens),
         ferried_bytes=message.ferried_bytes,
         num_generated_tokens=message.num_generated_tokens,
         num_steps=message.num_steps,

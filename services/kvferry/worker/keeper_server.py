@@ -151,9 +151,13 @@ def state_to_wire(state: LaneState) -> pb.VolumeState:
         read_bytes_per_s=state.read_bytes_per_s,
         queue_bytes=state.queued_read_bytes,
         page_bytes=state.page_bytes,
+        stride=state.stride,
         breaker_open=state.breaker is not BreakerState.CLOSED,
         capacity_bytes=state.capacity_bytes,
         used_bytes=state.bytes_used,
         num_pages=state.num_pages,
         shared=state.is_shared,
+        write_breaker_open=state.write_breaker is not BreakerState.CLOSED,
+        trips=state.num_trips,
+        full=state.is_full,
     )

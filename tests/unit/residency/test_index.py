@@ -81,6 +81,22 @@ def test_the_cpu_tier_continues_what_the_gpu_holds(seed: int) -> None:
     assert index.find(PROMPT) == expected
 
 
+@given(num_pages=st.integers(0, 40), num_held=st.integers(0, 40), stride=st.integers(1, 9))
+def test_a_page_of_a_volume_may_stand_for_several(num_pages: int, num_held: int, stride: int) -> None:
+    index = ResidencyIndex()
+    prompt = list(range(1000, 1000 + num_pages))
+    index.set_stride("coarse", stride)
+    index.store(volume("coarse"), [1000 + (i + 1) * stride - 1 for i in range(num_held)])
+    index.store(volume("fine"), prompt[:5])
+    depths = {"coarse": min(num_held, num_pages // stride) * stride, "fine": min(5, num_pages)}
+    assert index.find(prompt).volumes == {owner: depth for owner, depth in depths.items() if depth}
+
+
+def test_a_stride_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="stands for 0 pages"):
+        ResidencyIndex().set_stride("v", 0)
+
+
 def test_volumes_are_found_beside_workers() -> None:
     index = ResidencyIndex()
     index.store(volume("v"), PROMPT[:7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -91,6 +92,23 @@ async def test_what_volumes_hold_goes_into_the_index_and_their_speed_into_views(
         assert view.nodes == {"n1"}
         assert (view.page_ms, view.queue_ms) == (1.0, 5.0)
         assert "v2@k" not in followed.views()  # has not said yet how it is
+
+
+async def test_a_volume_whose_pages_stand_for_several_of_an_engine() -> None:
+    async with following(keeper("k", "v")) as (followed, index, streams, _):
+        stream = streams.of("k", "v")
+        for update in (dataclasses.replace(STATE, stride=4), SnapshotPart(1, 0, 1, Tier.VOLUME, [14, 18])):
+            stream.put_nowait(update)
+        await until(lambda: index.num_pages == 2)
+        assert index.find(range(11, 24)).volumes == {"v@k": 8}
+        assert followed.views()["v@k"].page_ms == 0.25
+        stream.put_nowait(None)
+        await until(lambda: index.num_pages == 0)
+        # Another keeper's pages under the same name may be of another kind.
+        stream.put_nowait(STATE)
+        stream.put_nowait(SnapshotPart(1, 0, 1, Tier.VOLUME, [11, 12]))
+        await until(lambda: index.num_pages == 2)
+        assert index.find(range(11, 24)).volumes == {"v@k": 2}
 
 
 async def test_an_unmeasured_volume_has_the_prior_rate_and_an_unreadable_one_no_view() -> None:

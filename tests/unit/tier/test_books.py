@@ -50,6 +50,7 @@ class Drive:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.books = Books("/v", "me", CAPACITY, Lru())
+        self.books.begin_telling()
         self.files: dict[str, int] = {}
         self._at_work: list[Writer | Remover | Quarantiner] = []
         self._pinned: list[Kept] = []
@@ -219,7 +220,7 @@ def test_every_byte_is_counted_whatever_order_threads_take(seed: int) -> None:
 def books_with(*pages: PageId) -> Books:
     books = Books("/v", "me", CAPACITY, Lru())
     for of in pages:
-        assert books.add(Kept(DIGEST, of, "me", UNIT), 0.0)
+        assert not books.add([Kept(DIGEST, of, "me", UNIT)], 0.0)
     return books
 
 
@@ -272,7 +273,7 @@ def test_a_page_that_comes_or_goes_is_nobody_elses() -> None:
     room = books.begin_write(DIGEST, page(2), UNIT, 0.0)
     assert isinstance(room, Room)
     assert books.begin_write(DIGEST, page(2), UNIT, 0.0) is Outcome.EXISTS
-    assert not books.add(Kept(DIGEST, page(2), "other", UNIT), 0.0)
+    assert books.add([Kept(DIGEST, page(2), "other", UNIT)], 0.0)
     assert books.begin_remove(DIGEST, page(2)) is None
     assert books.begin_remove(DIGEST, page(1)) is not None
     assert books.begin_write(DIGEST, page(1), UNIT, 0.0) is Outcome.REFUSED
@@ -280,7 +281,7 @@ def test_a_page_that_comes_or_goes_is_nobody_elses() -> None:
 
 def test_pages_of_other_writers_take_no_room_and_are_no_victims() -> None:
     books = books_with(*map(page, range(9)))
-    assert books.add(Kept(DIGEST, page(100), "other", UNIT), 0.0)
+    assert not books.add([Kept(DIGEST, page(100), "other", UNIT)], 0.0)
     assert books.bytes_used == 9 * UNIT
     for number in range(20, 40):
         room = books.begin_write(DIGEST, page(number), UNIT, 0.0)
@@ -295,7 +296,7 @@ def test_quarantine_takes_a_sixteenth_but_always_the_newest() -> None:
     books = Books("/v", "me", 32 * UNIT, Lru())
     for number in range(10):
         kept = Kept(DIGEST, page(number), "me", UNIT)
-        assert books.add(kept, 0.0)
+        assert not books.add([kept], 0.0)
         file = books.begin_quarantine(kept)
         assert file is not None
         surplus = books.end_quarantine(kept, file, File(f"/v/quarantine/{number}", UNIT))
@@ -320,7 +321,6 @@ def test_a_capacity_that_shrank_is_made_true() -> None:
 @pytest.mark.parametrize("law", ["_kept_bytes", "_bytes_in_hand", "_num_pages", "_abandoned_bytes"])
 def test_a_broken_law_is_named(law: str) -> None:
     books = books_with(page(1))
-    books.forget_changes()
     books.check(0.0)
     setattr(books, law, 5)
     with pytest.raises(AssertionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import subprocess
@@ -187,6 +188,7 @@ def writer_process(
     arguments = [str(path), writer, str(capacity), str(int(shared)), str(seed), str(steps)]
     process = subprocess.Popen(
         [sys.executable, tier_writer.__file__, *arguments],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -236,8 +238,11 @@ def test_two_processes_that_write_and_remove_the_same_pages_do_each_other_no_har
         for seed, writer in enumerate(("a", "b"))
     ]
     for process in processes:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, out
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["ok"]
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
     # What both wrote is readable by a third.
     volume = Volume(path, capacity_bytes=8 * PAGE_BYTES, shared=True, writer="c")
     volume.open()

@@ -176,6 +176,7 @@ def test_a_step_carries_many_requests_in_columns_and_their_ends() -> None:
         finish_reason=FinishReason.STOP,
         stop_reason="c",
         sources=PromptSources(1, 2, 3),
+        cached=CachedTokens(4, 5, 6, 7),
         transfer_params={"k": [1]},
     )
     codec.append_output(step, 10, first)
@@ -198,6 +199,7 @@ def test_a_step_carries_many_requests_in_columns_and_their_ends() -> None:
     assert isinstance(stopped, EngineOutput)
     assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, "c")
     assert (stopped.sources, stopped.transfer_params) == (PromptSources(1, 2, 3), {"k": [1]})
+    assert stopped.cached == CachedTokens(4, 5, 6, 7)
     assert isinstance(ended, EngineOutput)
     assert ended.finish_reason is FinishReason.LENGTH
     assert isinstance(failed, EngineDead)

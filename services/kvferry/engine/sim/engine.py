@@ -605,6 +605,7 @@ class SimEngine:
             output.finish_reason = reason
             output.stop_reason = answer.stop_reason
             output.sources = sequence.sources
+            output.cached = sequence.cached
             output.times = sequence.times()
             if sequence.request.keep_for_transfer:
                 output.transfer_params = self._offer(sequence)
@@ -622,7 +623,7 @@ class SimEngine:
             self._memory.write(sequence.pages[i], self._memory.expected(sequence.page_hashes[i]))
         self._publish_stored(sequence, first, end)
 
-    def _publish_stored(self, sequence: TokenSequence, first: int, end: int) -> None:
+    def _publish_stored(self, sequence: TokenSequence, first: int, end: int, *, ferried: bool = False) -> None:
         self._pool.store(
             sequence.pages[first:end],
             sequence.page_hashes[first:end],
@@ -636,6 +637,8 @@ class SimEngine:
             self._tier.store(
                 [(named, self._memory.read(page)) for named, page in zip(names, pages, strict=True)],
                 sequence.namespace,
+                # The prefill engine's keeper keeps them.
+                on_volumes=not ferried,
             )
 
     def _offer(self, sequence: TokenSequence) -> TransferParams | None:
@@ -715,7 +718,7 @@ class SimEngine:
         num_covered = max(num_cached, min((first + num_pulled) * block_size, num_offered))
         num_full = num_covered // block_size
         if num_full > first:
-            self._publish_stored(sequence, first, num_full)
+            self._publish_stored(sequence, first, num_full, ferried=True)
         sequence.sources = PromptSources(sequence.num_prompt - num_covered, num_cached, num_covered - num_cached)
         sequence.cached = CachedTokens(device=num_cached, ferry=num_covered - num_cached)
         sequence.num_computed = min(num_covered, sequence.num_prompt - 1)

@@ -128,8 +128,8 @@ class SimTier:
             return False
         return client.contains(page_key(page_hash)) or (volume_id is not None and client.connected)
 
-    def store(self, pages: Sequence[tuple[Named, bytes]], namespace: Namespace) -> None:
-        """Copy pages in, as far as there is room, and have the keeper keep them."""
+    def store(self, pages: Sequence[tuple[Named, bytes]], namespace: Namespace, *, on_volumes: bool = True) -> None:
+        """Copy pages in, as far as there is room, and have the keeper keep them too unless another engine's does."""
         new: list[tuple[Named, int]] = []
         for named, content in pages:
             if named.page_hash in self._ready:
@@ -141,7 +141,7 @@ class SimTier:
             self._memory[start : start + self._page_bytes] = content
             self._add(named, row)
             new.append((named, row))
-        if self._client is None:
+        if self._client is None or not on_volumes:
             return
         kept = [(named, row) for named, row in new if not self._client.contains(page_key(named.page_hash))]
         if kept:

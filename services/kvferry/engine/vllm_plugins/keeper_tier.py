@@ -75,12 +75,19 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
     def submit_store(self, job_metadata: Any) -> None:
         context = job_metadata.req_context
         pages: RequestPages | None = context.get_state(RequestPages)
-        rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
-        new = [(key, row) for key, row in rows if not self._client.contains(key)]
-        if pages is None or not new:  # nobody can say whose they are, or they are kept already
+        new: list[tuple[Any, int]] = []
+        ends = {key: context.get_offload_key_position(key) or 0 for key in job_metadata.keys}
+        if pages is not None:  # nobody could say whose they are
+            rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
+            # What came by the ferry is not written a second time, to this node's drive.
+            new = [
+                (key, row)
+                for key, row in rows
+                if ends[key] > pages.num_ferried_tokens and not self._client.contains(key)
+            ]
+        if pages is None or not new:
             self._done.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
-        ends = {key: context.get_offload_key_position(key) or 0 for key, _ in new}
         # From the prompt's start: whatever is dropped when there is too much, a prefix is of use, its end alone is not.
         new.sort(key=lambda page: ends[page[0]])
         self._id_to_job[job_metadata.job_id] = job_metadata
@@ -112,7 +119,9 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
     def _result(self, done: JobDone) -> JobResult:
         job = self._id_to_job.pop(done.job)
         if not done.is_load:
-            return JobResult(done.job, success=True, transfer_time=done.seconds, transfer_bytes=done.num_bytes)
+            return JobResult(
+                done.job, success=not done.failed, transfer_time=done.seconds, transfer_bytes=done.num_bytes
+            )
         succeeded = frozenset(done.succeeded)
         failed = [key for key in job.keys if key not in succeeded]
         if failed:

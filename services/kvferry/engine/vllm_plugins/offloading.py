@@ -29,12 +29,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import LookupResult, Medium, get_offload_group_idx
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engine.base import TierHints
 from kvferry.engine.vllm_plugins.cpu_tier import refuse_a_second_region
-from kvferry.engine.vllm_plugins.event_keys import ROUTE_KEYS_TAG
 from kvferry.engine.vllm_plugins.load_times import LOAD_TIMES, LoadTimes
 from kvferry.engine.vllm_plugins.page_layout import layout_fields
+from kvferry.engine.vllm_plugins.side_channel import CACHED_PARAMETER, ROUTE_KEYS_TAG
 from kvferry.pages.keys import pack_keys, route_keys, seed_of
 from kvferry.tier.layout import Namespace
 from kvferry.tracing import TraceContext
@@ -86,9 +87,19 @@ class RequestPages:
     """
 
     __slots__ = (
-        "_block_size", "_keys", "_request", "_tail", "failed", "hints", "overdue", "trace", "waited_since_s",
+        "_block_size",
+        "_keys",
+        "_request",
+        "_tail",
+        "brought",
+        "failed",
+        "hints",
+        "num_ferried_tokens",
+        "overdue",
+        "trace",
+        "waited_since_s",
         "waiting_since_s",
-    )  # fmt: skip
+    )
 
     def __init__(self, request: Any, block_size: int) -> None:
         self._request = request
@@ -96,10 +107,14 @@ class RequestPages:
         self._keys = array("Q")
         self._tail = seed_of(request.cache_salt or "")
         self.hints, self.trace = _hints_of(request)
+        params = request.kv_transfer_params or {}
+        # Of a prompt that comes by the ferry, whose prefill engine keeps its pages on volumes. (The parameters change.)
+        self.num_ferried_tokens = len(request.prompt_token_ids) if params.get("do_remote_prefill") else 0
         self.failed: set[bytes] | None = None  # pages that could not be loaded for this request: not tried again
         self.waiting_since_s: float | None = None  # for pages that come, in its scheduler's monotonic clock
         self.waited_since_s: float | None = None  # the same, of a wait that is over
         self.overdue = False  # it waited long enough
+        self.brought: dict[str, int] | None = None  # tokens that its tiers brought at first, by tier
 
     def route_key(self, end_token: int | None) -> int:
         """Of the page that ends there; 0 where no page of the engine does."""
@@ -278,12 +293,11 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         params, limit = request.kv_transfer_params, None
-        status = self.scheduler._req_status[request.request_id]
-        pages: RequestPages = status.req_context.get_state(RequestPages)
+        pages = self._pages(request)
         if params and params.get("do_remote_prefill"):
             limit = 0  # until the ferry has begun, or given up, this stays set
         elif pages.overdue:
-            limit = self._num_ready(status, num_computed_tokens)
+            limit = self._num_ready(self.scheduler._req_status[request.request_id], num_computed_tokens)
         num_tokens: int | None
         if limit is not None:
             num_tokens, is_async = self.scheduler.get_num_new_matched_tokens(
@@ -303,18 +317,37 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            pages = self.scheduler._req_status[request.request_id].req_context.get_state(RequestPages)
+            pages = self._pages(request)
             self._times.began(request.request_id, pages.waited_since_s)
+            if pages.brought is None:
+                by_source = self.scheduler.get_external_cache_hit_sources(request, num_external_tokens)
+                pages.brought = {
+                    "cpu": by_source.get(CacheHitSource.HOST, 0),
+                    "volume": by_source.get(CacheHitSource.DISK, 0),
+                }
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
         self._times.arrived(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return self._times.finished(request.request_id, super().request_finished(request, block_ids))
+        return self._with_what_is_known(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return self._times.finished(request.request_id, super().request_finished_all_groups(request, block_ids))
+        return self._with_what_is_known(request, super().request_finished_all_groups(request, block_ids))
+
+    def _with_what_is_known(self, request: Any, answer: Any) -> tuple[bool, dict[str, Any] | None]:
+        """How long it waited for pages of the tiers, and how many tokens they brought."""
+        kept, params = self._times.finished(request.request_id, answer)
+        status = self.scheduler._req_status.get(request.request_id)
+        pages = status.req_context.get_state(RequestPages) if status is not None else None
+        if pages is not None and pages.brought is not None:
+            params = {**(params or {}), CACHED_PARAMETER: pages.brought}
+        return kept, params
+
+    def _pages(self, request: Any) -> RequestPages:
+        pages: RequestPages = self.scheduler._req_status[request.request_id].req_context.get_state(RequestPages)
+        return pages
 
     def _num_ready(self, status: Any, num_computed_tokens: int) -> int:
         """Tokens after those computed whose pages are in the CPU tier now."""

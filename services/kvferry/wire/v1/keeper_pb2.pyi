@@ -22,26 +22,34 @@ class VolumeUpdate(_message.Message):
     def __init__(self, residency: _Optional[_Union[_worker_pb2.Residency, _Mapping]] = ..., state: _Optional[_Union[VolumeState, _Mapping]] = ...) -> None: ...
 
 class VolumeState(_message.Message):
-    __slots__ = ("volume_id", "read_bytes_per_s", "queue_bytes", "page_bytes", "breaker_open", "capacity_bytes", "used_bytes", "num_pages", "shared")
+    __slots__ = ("volume_id", "read_bytes_per_s", "queue_bytes", "page_bytes", "stride", "breaker_open", "capacity_bytes", "used_bytes", "num_pages", "shared", "write_breaker_open", "full", "trips")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
     BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    TRIPS_FIELD_NUMBER: _ClassVar[int]
     volume_id: str
     read_bytes_per_s: float
     queue_bytes: int
     page_bytes: int
+    stride: int
     breaker_open: bool
     capacity_bytes: int
     used_bytes: int
     num_pages: int
     shared: bool
-    def __init__(self, volume_id: _Optional[str] = ..., read_bytes_per_s: _Optional[float] = ..., queue_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., breaker_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., shared: _Optional[bool] = ...) -> None: ...
+    write_breaker_open: bool
+    full: bool
+    trips: int
+    def __init__(self, volume_id: _Optional[str] = ..., read_bytes_per_s: _Optional[float] = ..., queue_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., stride: _Optional[int] = ..., breaker_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., shared: _Optional[bool] = ..., write_breaker_open: _Optional[bool] = ..., full: _Optional[bool] = ..., trips: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("volume_id", "layout", "payload_bytes", "tenant", "epoch", "keys", "agent")

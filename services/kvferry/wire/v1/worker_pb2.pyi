@@ -302,7 +302,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("number", "reason", "stop_text", "stop_token_id", "sources", "transfer_params", "failure")
+    __slots__ = ("number", "reason", "stop_text", "stop_token_id", "sources", "transfer_params", "failure", "cached")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,7 @@ class Finished(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PARAMS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     number: int
     reason: FinishReason
     stop_text: str
@@ -317,7 +318,8 @@ class Finished(_message.Message):
     sources: PromptSources
     transfer_params: bytes
     failure: Failure
-    def __init__(self, number: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., transfer_params: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    cached: CachedTokens
+    def __init__(self, number: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., transfer_params: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
 
 class PromptSources(_message.Message):
     __slots__ = ("local_compute", "local_cache_hit", "external_kv_transfer")

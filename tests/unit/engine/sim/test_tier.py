@@ -118,6 +118,7 @@ async def test_a_prompt_outlives_its_engine(config: TierConfig, volume: Path) ->
             answer, last = await run(second, prompt)
             assert answer == expected
             assert last.sources == PromptSources(1, 0, 100)
+            assert last.cached == CachedTokens(volume=100)
             assert second.load().cached_tokens == CachedTokens(volume=100)
             # From its own memory the second time, and when that has been given away, from its CPU tier.
             assert (await run(second, prompt))[1].sources == PromptSources(1, 100, 0)
@@ -198,14 +199,17 @@ async def test_siblings_wait_for_what_one_of_them_loads(config: TierConfig, volu
             assert second.load().cached_tokens == CachedTokens(device=5 * 80, volume=80)
 
 
-async def test_what_two_engines_ferry_is_kept_by_both(config: TierConfig) -> None:
+async def test_what_is_ferried_goes_to_both_cpu_tiers_and_one_volume(tmp_path: Path) -> None:
     prompt = prompt_of(40)
-    async with started(config, volumes=False) as prefill, started(config, volumes=False) as decode:
+    here, there = tier_config(tmp_path / "here"), tier_config(tmp_path / "there")
+    async with keeping(here), keeping(there), started(here) as prefill, started(there) as decode:
         _, last = await run(prefill, prompt, 1, keep_for_transfer=True)
-        _, pulled = await run(decode, prompt, transfer_params=last.transfer_params)
+        _, pulled = await run(decode, prompt, 9, transfer_params=last.transfer_params)
         assert pulled.sources == PromptSources(external_kv_transfer=40)
         assert decode.load().cached_tokens == CachedTokens(ferry=40)
-        assert len(tier_of(decode)._ready) >= 10
+        assert len(tier_of(decode)._ready) == 12
+        await kept(prefill, tmp_path / "here" / "v0", 10)
+        await kept(decode, tmp_path / "there" / "v0", 2)  # of the answer
 
 
 async def test_pages_are_kept_under_their_tenant(config: TierConfig, volume: Path) -> None:
