@@ -393,6 +393,9 @@ def _options(role: RoleConfig, version: str, *, drain_timeout_s: float) -> dict[
             "num_cpus": role.num_cpus,
             "num_gpus": role.num_gpus,
             "resources": dict(role.resources),
+            # Else a job's working folder, whose address changes with every file in it, would become part of each
+            # deployment, and each job replace every replica. Replicas need nothing of it.
+            "runtime_env": {"working_dir": None},
         },
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,

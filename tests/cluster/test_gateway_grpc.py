@@ -618,8 +618,10 @@ async def test_a_gateway_that_lingers_is_not_ready_and_still_serves() -> None:
         draining = asyncio.create_task(gateway.drain())
         await until(lambda: not gateway.readiness().ready)
         assert (await client.get("/readyz")).status_code == 503
-        body = {"model": "sim-model", "prompt": "still there?", "max_tokens": 4}
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        for stream in (False, True):
+            body = {"model": "sim-model", "prompt": "still there?", "max_tokens": 4, "stream": stream}
+            answer = await client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
 

@@ -45,6 +45,8 @@ def test_every_role_becomes_a_deployment_with_its_count_and_its_place() -> None:
     assert built["PrefillWorker"].ray_actor_options["num_gpus"] == 4
     assert built["PrefillWorker"].ray_actor_options["resources"] == {"kvferry_prefill": 1}
     assert built["Gateway"].ray_actor_options["resources"] == {"kvferry_gateway": 1}
+    # Not the job's that deploys.
+    assert {str(each.ray_actor_options["runtime_env"]) for each in built.values()} == {"{'working_dir': None}"}
     assert built["Gateway"].user_config == {"prefill": 2, "decode": 3}
     assert {each.init_args[1] for each in built.values()} == {"/models/m"}
 

@@ -79,6 +79,7 @@ class HttpApp:
         read_targets: Callable[[], Awaitable[bytes]],
     ) -> None:
         self.openai: OpenAI | None = None
+        self.is_leaving = False  # connections are not kept for further requests
         self.max_model_len: int | None = None
         self._admission = admission
         self._access = access

@@ -30,6 +30,9 @@ class HttpProtocol(HttpToolsProtocol):
         # uvicorn has made a task of the application, which has not run yet.
         scope = cast("dict[str, Any]", self.scope)
         scope["extensions"] = {EXTENSION: Exchange(self, self.cycle)}
+        if getattr(self.app, "is_leaving", False):
+            # The answer says `connection: close`, so that the client's next request goes to another gateway.
+            self.cycle.keep_alive = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True

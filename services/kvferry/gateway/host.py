@@ -117,7 +117,6 @@ class GatewayHost:
         self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
         self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access, name)
         self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
-        self._is_leaving = False
         self._readiness_changed = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         tls = self._tls
@@ -201,7 +200,7 @@ class GatewayHost:
         return Readiness(
             ready=self.app.openai is not None
             and bool(self.roster.usable(MemberKind.DECODE))
-            and not (self._is_leaving or self.admission.draining),
+            and not (self.app.is_leaving or self.admission.draining),
             waiting_for=waiting,
             members=[link.member.member_id for kind in WORKER_KINDS for link in self.roster.usable(kind)],
         )
@@ -209,12 +208,17 @@ class GatewayHost:
     async def drain(self) -> None:
         """Leave orderly: no longer ready, after `gateway.linger_s` no new requests, those in flight finish.
 
-        They have at most `gateway.drain_timeout_s`.
+        They have at most `gateway.drain_timeout_s`. New connections are not refused but not taken: on a node where
+        several gateways share the port they go to another one.
         """
-        self._is_leaving = True
+        self.app.is_leaving = True
         self._note_readiness()
         await self._deregister()
         await asyncio.sleep(self._config.gateway.linger_s)
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()  # at once where nothing is answered, else after the answer
         self._refuse_new()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.gateway.drain_timeout_s):
