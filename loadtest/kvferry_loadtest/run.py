@@ -164,7 +164,7 @@ async def _run(
             )
             for tenant in (tenants if len(tenants) > 1 else ())
         },
-        floor=floor_of(plan, scenario.page_tokens),
+        floor=floor_of(plan, scenario.page_tokens, scenario.chat_template),
         server=server_of(sampler.first, sampler.last, sampler.samples, counted),
         harness=watch.verdict(counted),
         seconds=measures.seconds_of(counted, sampler.samples),

@@ -80,6 +80,19 @@ class ObjectiveTable(Objective, frozen=True, kw_only=True, forbid_unknown_fields
     e2e_ms: Positive | None = None
 
 
+class ChatTemplate(Table, frozen=True, kw_only=True):
+    """Tokens that the served model's chat template puts before a message's text, by role, and `end` after it.
+
+    They count in the floor. The prompt ends with those before the assistant's next message.
+    """
+
+    system: CountOrNone = 0
+    user: CountOrNone = 0
+    assistant: CountOrNone = 0
+    tool: CountOrNone = 0
+    end: CountOrNone = 0
+
+
 class Rag(Table, frozen=True, kw_only=True):
     """Chats about a retrieved document, which stands before the first question and stays for the session."""
 
@@ -174,6 +187,7 @@ class Contents(Table, frozen=True, kw_only=True):
     temperature: Seconds = 0.0
     ignore_eos: bool = True  # answers are as long as planned
     page_tokens: Count = 16  # granularity of the floor
+    chat_template: ChatTemplate = ChatTemplate()
     tenants: tuple[Tenant, ...] = ()
     scale: Positive = 1.0  # multiplies all token counts
     rag: Rag | None = None

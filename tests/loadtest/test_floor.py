@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry_loadtest.floor import floor_of, in_planned_order
 from kvferry_loadtest.plan import AnswerOf, Message, Plan, PlannedRequest, RequestId, Segment
-from kvferry_loadtest.scenario import load
+from kvferry_loadtest.scenario import ChatTemplate, load
 from kvferry_loadtest.trace import hit_rates, read_trace
 from kvferry_loadtest.workloads import make_plan
 
@@ -156,6 +156,22 @@ def test_what_begins_with_other_tools_or_another_role_shares_nothing() -> None:
     again = one(3, *parts, tools=True)
     floor = floor_of(Plan(scenario="", seed=0, requests=(user, tools, system, again)), 16)
     assert (floor.prompt_tokens, floor.recompute_tokens) == (256, 192)
+
+
+def test_what_a_chat_template_adds_counts_where_it_is_known() -> None:
+    asked = (Message("system", (Segment("s", 16),)), Message("user", (Segment("q", 10),)))
+    first = PlannedRequest(request_id=RequestId(0), session_id="a", messages=asked, max_tokens=4)
+    more = (*asked, Message("assistant", (AnswerOf(RequestId(0)),)), Message("user", (Segment("r", 10),)))
+    second = PlannedRequest(request_id=RequestId(1), session_id="a", after=(RequestId(0),), messages=more, max_tokens=4)
+    plan = Plan(scenario="", seed=0, requests=(first, second))
+    template = ChatTemplate(system=3, user=3, assistant=4, end=2)
+    # (3 + 16 + 2) + (3 + 10 + 2) + 4 = 40, and the answer's 4; then 2 + (3 + 10 + 2) + 4 more.
+    floor = floor_of(plan, 1, template)
+    assert floor.prompt_tokens == 40 + 65
+    assert floor.recompute_tokens == 40 + 21
+    assert floor.recompute_share_without_answers * floor.prompt_tokens == pytest.approx(40 + 25)
+    assert floor_of(plan, 16, template).recompute_tokens == 40 + 65 - 32
+    assert floor_of(plan, 1).recompute_tokens == 26 + 10
 
 
 parts = st.lists(st.builds(Segment, st.sampled_from("abc"), st.sampled_from([1, 3, 8])), min_size=1, max_size=4)
