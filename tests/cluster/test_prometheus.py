@@ -32,7 +32,7 @@ NOT_ZERO_AT_FIRST = frozenset(
     {
         "kvferry_ready",
         *("kvferry_worker_connected", "kvferry_worker_kv_pages"),
-        *("kvferry_volume_readable", "kvferry_volume_capacity_bytes"),
+        *("kvferry_volume_readable", "kvferry_volume_writable", "kvferry_volume_capacity_bytes"),
         *("kvferry_engine_alive", "kvferry_engine_gateways"),
         *("kvferry_engine_kv_pages", "kvferry_engine_cpu_tier_pages"),
         *("kvferry_keeper_engines", "kvferry_keeper_regions_mapped"),
