@@ -28,7 +28,8 @@ class SimCluster:
     config: ClusterConfig
     registry: MemoryRegistry
     workers: list[tuple[WorkerHost, SimEngine]] = field(default_factory=list)
-    gateway: GatewayHost | None = None
+    gateway: GatewayHost | None = None  # the last one
+    gateways: list[GatewayHost] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -52,6 +53,8 @@ class SimCluster:
 
     async def add_gateway(self) -> GatewayHost:
         self.gateway = GatewayHost(self.config, MODEL, MemoryMembership(self.registry))
+        # A server of gRPC that is left to the collector can stop this process for good.
+        self.gateways.append(self.gateway)
         await self.gateway.start()
         return self.gateway
 
@@ -85,8 +88,8 @@ class SimCluster:
         raise AssertionError(f"no series {line}")
 
     async def stop(self) -> None:
-        if self.gateway is not None:
-            await self.gateway.stop()
+        for gateway in self.gateways:
+            await gateway.stop()
         for host, _ in self.workers:
             await host.stop()
 
