@@ -94,7 +94,9 @@ def a_ray_cluster(
     folder.new_tokens()
     services = Path(__file__).resolve().parent.parent / "services"
     path = os.pathsep.join(filter(None, (str(services), os.environ.get("PYTHONPATH", ""))))
-    everywhere = ray_environment(folder) | {"PYTHONPATH": path} | dict(environ or {})
+    # A job's `python` is found by PATH, as in the image.
+    programs = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    everywhere = ray_environment(folder) | {"PYTHONPATH": path, "PATH": programs} | dict(environ or {})
     port, dashboard_port, agent_port, client_port, agent_grpc = (free_port() for _ in range(5))
     cluster = RayCluster(folder, port, dashboard_port, everywhere)
     try:
