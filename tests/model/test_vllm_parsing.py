@@ -304,7 +304,7 @@ class SaidByVllm:
             completion = SimpleNamespace(
                 token_ids=ids, text=text, logprobs=None, finish_reason=reason, stop_reason=None
             )
-            yield SimpleNamespace(outputs=[completion], finished=last, kv_transfer_params=None)
+            yield SimpleNamespace(outputs=[completion], finished=last, kv_transfer_params=None, metrics=None)
 
 
 async def outputs_of(llm: SaidByVllm, parsers: Parsers, request: EngineRequest) -> list[Any]:
