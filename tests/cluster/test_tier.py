@@ -333,7 +333,7 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(t
             async def is_of_use() -> None:
                 before = loaded()
                 await until(lambda: loaded() > before, what="pages loaded from the volume")
-                assert shown("readable") == shown("writable") == 1
+                await until(lambda: shown("readable") == shown("writable") == 1, what="metrics of a volume of use")
 
             await until(lambda: bool(gateway.keepers.states()))
             await is_of_use()

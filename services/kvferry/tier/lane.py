@@ -37,6 +37,8 @@ _RESCAN_PERIOD_S = 30.0
 _TASK_TIMEOUT_S = 600.0
 # How much the last second counts in the rate of a volume.
 _RATE_WEIGHT = 0.3
+# A rate is forgotten after so long without reads: nobody loads from what was slow, and it would stay so for ever.
+_RATE_KEPT_S = 5.0
 
 
 class Cause(enum.StrEnum):
@@ -103,7 +105,7 @@ class LaneState:
     num_pages: int
     page_bytes: int  # of a page's file, on average
     stride: int  # pages of an engine in one page, in the layout that was used last
-    read_bytes_per_s: float  # while it reads, lately; 0 before any
+    read_bytes_per_s: float  # while it reads, in the last seconds; 0 where it did not
     queued_read_bytes: int  # waiting or being read
     queued_write_bytes: int
     num_running: int
@@ -155,6 +157,7 @@ class Lane:
         self._read_s = 0.0
         self._write_s = 0.0
         self._read_bytes_per_s = 0.0
+        self._rate_at_s = now_s
         self._probes = random.Random(volume.volume_id)
         self.layout_to_payload_bytes: dict[LayoutDigest, int] = {}
         self._stride = 1
@@ -313,6 +316,9 @@ class Lane:
             rate = num_bytes / reading_s
             weight = _RATE_WEIGHT if self._read_bytes_per_s else 1.0
             self._read_bytes_per_s += weight * (rate - self._read_bytes_per_s)
+            self._rate_at_s = now_s
+        elif now_s - self._rate_at_s > _RATE_KEPT_S:
+            self._read_bytes_per_s = 0.0
 
     def state(self) -> LaneState:
         """A copy."""
