@@ -343,7 +343,9 @@ VOLUME_USED = _volume_seen("used_bytes", "bytes", "Bytes of their files.")
 VOLUME_CAPACITY = _volume_seen("capacity_bytes", "bytes", "What the keeper may use.")
 VOLUME_QUEUED = _volume_seen("queued_read_bytes", "bytes", "Waiting to be read, or being read.")
 VOLUME_RATE = _volume_seen(
-    "read_bytes_per_second", "bytes per second", "How fast it read lately, while it read; 0 before any."
+    "read_bytes_per_second",
+    "bytes per second",
+    "How fast it read in the last seconds, while it read; 0 where it did not.",
 )
 _VOLUMES_SEEN = (
     VOLUME_READABLE,
@@ -500,7 +502,7 @@ TIER_READ_RATE = _keeper(
     "tier_read_bytes_per_second",
     Kind.GAUGE,
     "bytes per second",
-    "How fast it read lately, while it read; 0 before any.",
+    "How fast it read in the last seconds, while it read; 0 where it did not.",
     _VOLUME,
 )
 TIER_VERIFICATION_FAILURES = _keeper(

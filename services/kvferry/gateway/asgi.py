@@ -22,7 +22,6 @@ from kvferry.errors import (
     EngineError,
     KvferryError,
     MethodNotAllowed,
-    ModelNotFound,
     RouteNotFound,
     Unauthenticated,
 )
@@ -30,6 +29,7 @@ from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.answers import DONE, error_body, error_chunk
 from kvferry.gateway.connection import Exchange, exchange_of
+from kvferry.gateway.generation import check_model
 from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.outlet import Outlet, open_outlet
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
@@ -129,9 +129,7 @@ class HttpApp:
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
                     self._identify(scope)
-                    name = path.removeprefix("/v1/models/")
-                    if name != self._served_name:
-                        raise ModelNotFound(f"the model {name!r} does not exist; served here: {self._served_name}")
+                    check_model(path.removeprefix("/v1/models/"), self._served_name, param=None)
                     await _respond(send, 200, msgspec.json.encode(self._model()))
                 case _:
                     raise RouteNotFound(f"{method} {path}: no such path")

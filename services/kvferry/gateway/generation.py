@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, RequestId
-from kvferry.errors import EngineError
+from kvferry.errors import EngineError, ModelNotFound
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.request_trace import RequestTrace, Take, TakeText
 from kvferry.gateway.tenants import Tenant
@@ -30,7 +30,13 @@ class Sink(Protocol):
         ...
 
 
-def requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant) -> list[EngineRequest]:
+def check_model(name: str, served_name: str, *, param: str | None = "model") -> None:
+    """Raises ModelNotFound for any other name than the one that is served; `param` is where it stood."""
+    if name != served_name:
+        raise ModelNotFound(f"the model {name!r} does not exist; served here: {served_name}", param=param)
+
+
+def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant) -> list[EngineRequest]:
     """One engine request per choice: `n` of each prompt, numbered as OpenAI numbers them.
 
     Seeds differ within a prompt. Tokens travel as arrays: keys are made from them in less than half of the time.
@@ -64,8 +70,9 @@ class Generation:
 
     def __init__(
         self,
-        requests: list[EngineRequest],
-        num_prompt_tokens: int,
+        answer_id: str,
+        rendered: Sequence[RenderedPrompt],
+        n: int,
         dispatcher: Dispatcher,
         metrics: Metrics,
         *,
@@ -73,15 +80,15 @@ class Generation:
         may_be_alone: bool = True,
         trace: RequestTrace | None = None,
     ) -> None:
-        """`num_prompt_tokens` counts each prompt once. Not `may_be_alone`: prefill workers compute the prompts."""
-        self.requests = requests
+        """`n` choices of each prompt. Not `may_be_alone`: prefill workers compute the prompts."""
+        self.requests = _requests_of(answer_id, rendered, n, tenant)
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:
             span.set({"kvferry.tenant": tenant.name})
-        self.journeys = [Journey(tenant=tenant.name, trace=span) for _ in requests]
-        self.choices = [Choice() if request.parse is None else ParsedChoice() for request in requests]
-        self._num_prompt_tokens = num_prompt_tokens
+        self.journeys = [Journey(tenant=tenant.name, trace=span) for _ in self.requests]
+        self.choices = [Choice() if request.parse is None else ParsedChoice() for request in self.requests]
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._may_be_alone = may_be_alone

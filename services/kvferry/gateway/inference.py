@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
-from kvferry.errors import ModelNotFound, RequestError
+from kvferry.errors import RequestError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
-from kvferry.gateway.generation import Gathered, Generation, refuse_abort, requests_of
+from kvferry.gateway.generation import Gathered, Generation, check_model, refuse_abort
 from kvferry.gateway.inference_messages import in_fields, read_generate, read_tokenize
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.request_trace import RequestTrace
@@ -41,7 +41,7 @@ class Inference:
         """Raises a RequestError for anything wrong with the message; its `param` is the field."""
         begun_ns = time.time_ns()
         message, body = read_generate(raw)
-        self._check_model(message.model)
+        check_model(message.model, self._served_name)
         try:
             if isinstance(body, ChatBody):
                 rendered = [await self._renderer.render_chat(for_renderer(body))]
@@ -51,8 +51,9 @@ class Inference:
             raise in_fields(error, message.WhichOneof("prompt")) from None
         answer_id = f"gen-{secrets.token_hex(12)}"
         generation = Generation(
-            requests_of(answer_id, rendered, body.n or 1, tenant),
-            sum(len(prompt.token_ids) for prompt in rendered),
+            answer_id,
+            rendered,
+            body.n or 1,
             self._dispatcher,
             self._metrics,
             tenant=tenant,
@@ -66,7 +67,7 @@ class Inference:
     async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:
         """Raises as `generate`."""
         message, body = read_tokenize(raw)
-        self._check_model(message.model)
+        check_model(message.model, self._served_name)
         try:
             token_ids = await self._token_ids(body)
         except RequestError as error:
@@ -83,10 +84,6 @@ class Inference:
         return pb.ListModelsResponse(
             models=[pb.Model(name=self._served_name, max_model_len=self._renderer.max_model_len())]
         )
-
-    def _check_model(self, model: str) -> None:
-        if model != self._served_name:
-            raise ModelNotFound(f"the model {model!r} does not exist; served here: {self._served_name}", param="model")
 
 
 class InferenceAnswer:

@@ -16,9 +16,9 @@ from typing import Any
 from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
-from kvferry.errors import EngineError, KvferryError, ModelNotFound
+from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.answers import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
-from kvferry.gateway.generation import Gathered, Generation, journey_values, refuse_abort, requests_of
+from kvferry.gateway.generation import Gathered, Generation, check_model, journey_values, refuse_abort
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.outlet import Outlet
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat
@@ -58,7 +58,7 @@ class OpenAI:
         """Raises a RequestError for anything wrong with the body."""
         begun_ns = time.time_ns()
         body = read_chat(raw)
-        self._check_model(body)
+        check_model(body.model, self._served_name)
         rendered = await self._renderer.render_chat(for_renderer(body))
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         fmt = ChatFormat
@@ -79,7 +79,7 @@ class OpenAI:
         """Raises a RequestError for anything wrong with the body."""
         begun_ns = time.time_ns()
         body = read_completion(raw)
-        self._check_model(body)
+        check_model(body.model, self._served_name)
         rendered = await self._renderer.render_completion(for_renderer(body))
         num_top = body.logprobs
         answer = self._answer(
@@ -101,12 +101,6 @@ class OpenAI:
             if journey.tenant == tenant.name
         ]
 
-    def _check_model(self, body: ChatBody | CompletionBody) -> None:
-        if body.model != self._served_name:
-            raise ModelNotFound(
-                f"the model {body.model!r} does not exist; served here: {self._served_name}", param="model"
-            )
-
     def _answer(
         self,
         body: ChatBody | CompletionBody,
@@ -123,8 +117,9 @@ class OpenAI:
         options = body.stream_options
         with_usage = bool(options and options.include_usage)
         generation = Generation(
-            requests_of(answer_id, rendered, body.n or 1, tenant),
-            sum(len(prompt.token_ids) for prompt in rendered),
+            answer_id,
+            rendered,
+            body.n or 1,
             self._dispatcher,
             self._metrics,
             tenant=tenant,

@@ -41,7 +41,6 @@ class GatewayTls:
         self._client_ca_file = config.client_ca_file
         self._seen = self._signature()
         self._files = self._read()
-        self._fault = ""
 
     def http_context(self) -> ssl.SSLContext:
         """For a listener; it looks for new files at each handshake."""

@@ -35,7 +35,7 @@ class VolumeState:
     """A volume as its keeper sees it at a moment."""
 
     page_bytes: int
-    read_bytes_per_s: float  # lately; 0 before anything was read
+    read_bytes_per_s: float  # in the last seconds; 0 where nothing was read
     queued_read_bytes: int
     stride: int = 1  # pages of an engine in one of its pages
     is_readable: bool = True
