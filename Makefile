@@ -45,13 +45,13 @@ test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
 	@$(BIN)/pytest -m "not model and not cluster" $(ARGS)
 
 bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE" replays a Mooncake trace
-	@$(BIN)/python tools/bench_routing.py $(ARGS)
+	@$(BIN)/python -m bench.routing $(ARGS)
 
 chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clients saw; ARGS="--kills 5"
-	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
+	@$(BIN)/python -m bench.chaos $(ARGS)
 
 bench-residency: $(STAMP) ## Time route keys, the residency index and placement
-	@$(BIN)/python tools/bench_residency.py $(ARGS)
+	@$(BIN)/python -m bench.residency $(ARGS)
 
 check: $(STAMP) ## Lint, format, types, import contract, generated code and pages
 	@$(BIN)/ruff check
@@ -75,22 +75,22 @@ metrics-doc: $(STAMP) ## Write docs/metrics.md from the catalogue of metrics
 	@$(BIN)/python tools/generate_metrics_doc.py
 
 bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON
-	@$(BIN)/python tools/bench_gateway.py $(ARGS)
+	@$(BIN)/python -m bench.gateway $(ARGS)
 
 bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RAG load, with a report (half an hour)
-	@$(BIN)/python tools/bench_rag.py $(ARGS)
+	@$(BIN)/python -m bench.rag $(ARGS)
 
 bench-handoff: $(STAMP) ## Bytes/s of the ferry beside raw NIXL with the same bytes and descriptors; the last line is JSON
-	@$(BIN)/python tools/bench_handoff.py $(ARGS)
+	@$(BIN)/python -m bench.handoff $(ARGS)
 
 bench-tier: $(STAMP) ## Verified reads and writes of pages beside fio and vLLM's loader; the last line is JSON
-	@$(BIN)/python tools/bench_tier.py $(ARGS)
+	@$(BIN)/python -m bench.tier $(ARGS)
 
 fuzz-tier: $(STAMP) ## Spoil N pages of the tier in every way and look for a wrong byte; the last line is JSON
-	@$(BIN)/python tools/fuzz_tier.py --mutations $(N) $(ARGS)
+	@$(BIN)/python -m bench.fuzz_tier --mutations $(N) $(ARGS)
 
 loadtest-smoke: $(STAMP) ## A load test of a sim cluster with its report, in less than a minute
-	@$(BIN)/python tools/bench_rag.py --only kvferry-sim --scenario smoke --repeats 1 --out loadtest-results/smoke $(ARGS)
+	@$(BIN)/python -m bench.rag --only kvferry-sim --scenario smoke --repeats 1 --out loadtest-results/smoke $(ARGS)
 
 loadtest-selfcheck: $(STAMP) ## Measure the load-test harness itself; the last line is JSON
 	@$(BIN)/kvferry-loadtest selfcheck $(ARGS)

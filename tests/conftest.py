@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 import hypothesis
 import pytest
 import pytest_asyncio
-from vllm_engines import VllmPair, start_pair
+
+from bench.vllm_engines import VllmPair, start_pair
 
 # A machine that does other work too is slow, not wrong.
 hypothesis.settings.register_profile("kvferry", deadline=None)

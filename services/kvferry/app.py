@@ -47,11 +47,11 @@ from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ClusterConfig, RoleConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.host import GatewayHost
+from kvferry.keeper.host import KeeperHost
+from kvferry.keeper.socket_path import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.tier.socket_path import socket_path
 from kvferry.worker.host import WorkerHost, build_engine
-from kvferry.worker.keeper_host import KeeperHost
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
 
 if TYPE_CHECKING:
-    from kvferry.tier.folder import FoundPage
-    from kvferry.tier.fsck import Report
+    from kvferry.store.folder import FoundChunk
+    from kvferry.store.fsck import Report
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -273,8 +273,8 @@ def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
 
     Exit codes: 0 all are whole, 1 some are not (mended or not), 2 it could not be checked.
     """
-    from kvferry.tier import fsck as checking
-    from kvferry.tier.keyring import load_keyring
+    from kvferry.store import fsck as checking
+    from kvferry.store.keyring import load_keyring
 
     keyring = None if keys is None else load_keyring(keys)
     console = Console(stderr=True)
@@ -295,9 +295,9 @@ def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
 @_volume
 def ls(path: Path, as_json: bool, limit: int) -> None:
     """List the pages of the volume at PATH, newest first. With --json one object per line."""
-    from kvferry.tier import fsck as checking
+    from kvferry.store import fsck as checking
 
-    found = sorted(checking.pages(path), key=lambda page: -page.modified_s)
+    found = sorted(checking.chunks(path), key=lambda chunk: -chunk.modified_s)
     shown = found[: limit or None]
     if as_json:
         for one in shown:
@@ -307,7 +307,8 @@ def ls(path: Path, as_json: bool, limit: int) -> None:
     for one in shown:
         facts = _listed(one)
         written = datetime.fromtimestamp(one.modified_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        names = (str(one.page.namespace), f"{facts['key'][:16]}…", facts["route_key"], facts["layout"][:12], one.writer)
+        key, layout = f"{facts['key'][:16]}…", facts["layout"][:12]
+        names = (str(one.chunk.namespace), key, facts["route_key"], layout, one.writer)
         table.add_row(*map(escape, names), written, _bytes(one.num_bytes))
     _print_wide(table)
     if len(shown) < len(found):
@@ -319,7 +320,7 @@ def ls(path: Path, as_json: bool, limit: int) -> None:
 @_volume
 def du(path: Path, as_json: bool) -> None:
     """Add up what takes room in the volume at PATH."""
-    from kvferry.tier import fsck as checking
+    from kvferry.store import fsck as checking
 
     uses, layouts, quarantined_bytes = checking.use(path)
     if as_json:
@@ -329,7 +330,7 @@ def du(path: Path, as_json: bool) -> None:
                 "layout": use.layout.hex(),
                 "tenant": use.namespace.tenant,
                 "epoch": use.namespace.epoch,
-                "pages": use.num_pages,
+                "pages": use.num_chunks,
                 "bytes": use.num_bytes,
             }
             for use in uses
@@ -342,21 +343,21 @@ def du(path: Path, as_json: bool) -> None:
         layout = layouts.get(use.layout)
         model, dtype = (layout.model, layout.kv_cache_dtype) if layout is not None else ("?", "?")
         names = (str(use.namespace), model, dtype, use.layout.hex()[:12], use.writer)
-        table.add_row(*map(escape, names), str(use.num_pages), _bytes(use.num_bytes))
+        table.add_row(*map(escape, names), str(use.num_chunks), _bytes(use.num_bytes))
     table.add_section()
-    total = (sum(use.num_pages for use in uses), sum(use.num_bytes for use in uses))
+    total = (sum(use.num_chunks for use in uses), sum(use.num_bytes for use in uses))
     table.add_row("all", "", "", "", "", str(total[0]), _bytes(total[1]))
     if quarantined_bytes:
         table.add_row("in quarantine", "", "", "", "", "", _bytes(quarantined_bytes))
     _print_wide(table)
 
 
-def _listed(found: FoundPage) -> dict[str, Any]:
+def _listed(found: FoundChunk) -> dict[str, Any]:
     return {
-        "key": found.page.key.hex(),
-        "route_key": f"{found.page.route_key:016x}",
-        "tenant": found.page.namespace.tenant,
-        "epoch": found.page.namespace.epoch,
+        "key": found.chunk.key.hex(),
+        "route_key": f"{found.chunk.route_key:016x}",
+        "tenant": found.chunk.namespace.tenant,
+        "epoch": found.chunk.namespace.epoch,
         "layout": found.layout.hex(),
         "writer": found.writer,
         "bytes": found.num_bytes,
@@ -372,7 +373,7 @@ def _print_report(report: Report) -> None:
             table.add_row(*map(escape, (fault.cause, fault.path, fault.mended_to or "")), _bytes(fault.num_bytes))
         _print_wide(table, width=400)
         click.echo()
-    said = f"{report.num_pages} pages, {_bytes(report.num_bytes)}: "
+    said = f"{report.num_chunks} pages, {_bytes(report.num_bytes)}: "
     said += ", ".join(f"{count} {cause}" for cause, count in report.by_cause.items()) or "all whole"
     if report.num_unchecked:
         said += f"; {report.num_unchecked} sealed ones by their headers only (--keys)"
@@ -410,9 +411,9 @@ def _print_first_answer(console: Console, answer: Any) -> None:
     )
     line("prefilled", f"{answer.prefill_worker or '(nobody)'} ({answer.prompt_tokens} prompt tokens)")
     line("decoded", answer.decode_worker)
-    if answer.was_ferried:
-        pages = "1 KV page" if answer.ferried_pages == 1 else f"{answer.ferried_pages} KV pages"
-        line("ferried", f"{pages}, {_bytes(answer.ferried_bytes)}")
+    if answer.was_transferred:
+        pages = "1 KV page" if answer.transferred_pages == 1 else f"{answer.transferred_pages} KV pages"
+        line("ferried", f"{pages}, {_bytes(answer.transferred_bytes)}")
     else:
         line("ferried", "NOTHING: the decode worker computed the prompt itself; the logs of the prefill worker say why")
 
@@ -423,7 +424,7 @@ _PRICE_COLUMNS = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", 
 def _print_explanation(console: Console, request: dict[str, Any]) -> None:
     console.print(
         f"{request['request_id']}: {request['prompt_tokens_by_source']} prompt tokens by source, "
-        f"{request['ferried_pages']} pages ferried"
+        f"{request['transferred_pages']} pages ferried"
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
         + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else ""),
         highlight=False,

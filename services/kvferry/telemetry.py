@@ -109,7 +109,7 @@ REFUSAL_CODES = tuple(sorted(_CODE_TO_ERROR))
 STATUSES = tuple(sorted({"200", "499", "500", *(str(kind.http_status) for kind in _CODE_TO_ERROR.values())}))
 SPAN_OUTCOMES = ("exported", "failed", "dropped")
 END_REASONS = ("stop", "length", "abort", "error", "refused")
-FERRY_FAILURES = ("transfer", "handshake", "lease_ended")
+KV_TRANSFER_FAILURES = ("transfer", "handshake", "lease_ended")
 PAGE_OUTCOMES = (
     *("ok", "missing", "gone", "corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
     *("truncated", "undecryptable", "io_error", "no_space", "refused", "exists"),
@@ -283,7 +283,7 @@ DECODE_RETRIES = Metric(
     Exporter.GATEWAY,
     "Requests given to another decode worker before their first token.",
 )
-FERRIED_PAGES = Metric(
+TRANSFERRED_PAGES = Metric(
     "kvferry_ferried_pages_total",
     Kind.COUNTER,
     "pages",
@@ -314,13 +314,13 @@ WORKER_CACHED_TOKENS = _worker_seen(
     "Prompt tokens whose KV was there already, by the tier that had it.",
     _CACHE_TIER,
 )
-WORKER_FERRIED_BYTES = _worker_seen(
+WORKER_TRANSFERRED_BYTES = _worker_seen(
     "ferried_bytes_total", Kind.COUNTER, "bytes", "Bytes its engine pulled from others."
 )
 WORKER_GENERATED_TOKENS = _worker_seen("generated_tokens_total", Kind.COUNTER, "tokens", "Tokens its engine generated.")
 _WORKERS_SEEN = (
     *(WORKER_CONNECTED, WORKER_RUNNING, WORKER_WAITING, WORKER_PAGES_USED, WORKER_PAGES, WORKER_PROMPT_TOKENS),
-    *(WORKER_CACHED_TOKENS, WORKER_FERRIED_BYTES, WORKER_GENERATED_TOKENS),
+    *(WORKER_CACHED_TOKENS, WORKER_TRANSFERRED_BYTES, WORKER_GENERATED_TOKENS),
 )
 
 
@@ -413,20 +413,20 @@ ENGINE_DECODE_SECONDS = _worker(
     "From a request's first token to its last.",
     buckets=_WHOLE_BUCKETS_S,
 )
-FERRY_SECONDS = _worker(
+KV_TRANSFER_SECONDS = _worker(
     "ferry_seconds", Kind.SUMMARY, "seconds", "Transfers of pages from other engines, and what they took."
 )
-FERRY_BYTES = _worker("ferry_bytes_total", Kind.COUNTER, "bytes", "Bytes that transfers brought.")
-FERRY_FAILED = _worker(
+KV_TRANSFER_BYTES = _worker("ferry_bytes_total", Kind.COUNTER, "bytes", "Bytes that transfers brought.")
+KV_TRANSFER_FAILED = _worker(
     "ferry_failures_total",
     Kind.COUNTER,
     "transfers",
     "Transfers that did not happen; their prompts were computed instead.",
-    Label("cause", "`lease_ended`: too late, the pages may have been reused", FERRY_FAILURES),
+    Label("cause", "`lease_ended`: too late, the pages may have been reused", KV_TRANSFER_FAILURES),
 )
 WORKER_SPANS = _spans(Exporter.WORKER, "engine_")
 
-# Keepers
+# VolumePool
 
 
 def _keeper(name: str, kind: Kind, unit: str, text: str, *labels: Label) -> Metric:
@@ -693,7 +693,7 @@ class WorkerSample:
     num_pages: int
     prompt_tokens_by_source: dict[str, int]
     cached_tokens_by_tier: dict[str, int]
-    ferried_bytes: int
+    transferred_bytes: int
     num_generated_tokens: int
 
 
@@ -758,7 +758,7 @@ class Metrics:
         self.prefill_fallbacks = exposition.counter(PREFILL_FALLBACKS)
         self.continued_requests = exposition.counter(CONTINUED_REQUESTS)
         self.decode_retries = exposition.counter(DECODE_RETRIES)
-        self.ferried_pages = exposition.counter(FERRIED_PAGES)
+        self.transferred_pages = exposition.counter(TRANSFERRED_PAGES)
         exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
         exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
         exposition.read(_WORKERS_SEEN, lambda: _of_workers(read_workers()))
@@ -786,7 +786,7 @@ def _of_workers(workers: Iterable[WorkerSample]) -> Iterator[Reading]:
             yield Reading(WORKER_PROMPT_TOKENS, (*key, source), tokens)
         for tier, tokens in worker.cached_tokens_by_tier.items():
             yield Reading(WORKER_CACHED_TOKENS, (*key, tier), tokens)
-        yield Reading(WORKER_FERRIED_BYTES, key, worker.ferried_bytes)
+        yield Reading(WORKER_TRANSFERRED_BYTES, key, worker.transferred_bytes)
         yield Reading(WORKER_GENERATED_TOKENS, key, worker.num_generated_tokens)
 
 

@@ -10,7 +10,6 @@ from types import MappingProxyType
 
 import httpx
 import pytest_asyncio
-from waiting import until
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
@@ -19,6 +18,7 @@ from kvferry.gateway.host import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.host import WorkerHost, build_engine
+from support.waiting import until
 
 MODEL = "sim-model"
 

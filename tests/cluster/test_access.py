@@ -15,10 +15,9 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from etcd_server import Authority, EtcdServer, find_binary
 from openai import AsyncOpenAI, AuthenticationError
-from waiting import until
 
+from bench.etcd_server import Authority, EtcdServer, find_binary
 from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError
@@ -30,6 +29,7 @@ from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.memory import MemoryMembership
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 from .test_gateway_grpc import details_of, refused, stub_on

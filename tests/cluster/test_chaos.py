@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.__main__ import ask_undisturbed, run_fault
-from chaos.faults import Fault, etcd_away, hanging, killing, leaving
-from chaos.fleet import fleet
-from chaos.load import Client, Load, make_prompts
-from etcd_server import find_binary
 
+from bench.chaos.__main__ import ask_undisturbed, run_fault
+from bench.chaos.faults import Fault, etcd_away, hanging, killing, leaving
+from bench.chaos.fleet import fleet
+from bench.chaos.load import Client, Load, make_prompts
+from bench.etcd_server import find_binary
 from kvferry.membership.base import MemberKind
 
 pytestmark = [

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import pytest
-from waiting import until
 
 import kvferry
 from kvferry.client import (
@@ -36,6 +35,7 @@ from kvferry.client import (
 )
 from kvferry.gateway.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import Certificates, certificates  # noqa: F401  a fixture

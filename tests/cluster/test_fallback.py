@@ -12,20 +12,20 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from tcp_relay import TcpRelay
-from waiting import until
 
 from kvferry import config as configuration
 from kvferry.engine.base import Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim import engine as sim_engine
 from kvferry.engine.sim.engine import Faults
-from kvferry.engine.sim.ferry import PullFault
+from kvferry.engine.sim.kv_transfer import PullFault
 from kvferry.errors import KvferryError
 from kvferry.membership.base import MemberKind
 from kvferry.router.dispatch import prompt_only
 from kvferry.worker import host as worker_host
 from kvferry.worker.host import WorkerHost
+from support.tcp_relay import TcpRelay
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 

@@ -16,7 +16,6 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from waiting import until
 
 from kvferry import config as configuration
 from kvferry.addresses import free_port
@@ -28,6 +27,7 @@ from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
-from waiting import until
 
 from kvferry.membership.base import MemberKind
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 

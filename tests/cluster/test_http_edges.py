@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from waiting import until
 
 from kvferry.engine.base import RequestId
 from kvferry.gateway import asgi, openai
 from kvferry.gateway.answers import encode
 from kvferry.gateway.openai_bodies import MAX_CHOICES
 from kvferry.membership.base import MemberKind
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 

@@ -1,4 +1,4 @@
-"""Keepers of a whole local cluster with the twin engine: made, restarted, outlived, and ended."""
+"""VolumePool of a whole local cluster with the twin engine: made, restarted, outlived, and ended."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from local_machine import Machine, a_machine, assert_nothing_left, listening_ports, wait_until
-from tier_pages import page_files
 
 from kvferry.local.ray_process import ray_environment
+from support.local_machine import Machine, a_machine, assert_nothing_left, listening_ports, wait_until
+from support.tier_chunks import chunk_files
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -65,7 +65,7 @@ def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_p
     (keeper,) = members(machine, "keeper")
     assert len(members(machine, "prefill")) == len(members(machine, "decode")) == 1
     text = ask(machine)
-    wait_until(lambda: len(page_files(volume)) >= 6, timeout_s=30, what="pages on the volume")
+    wait_until(lambda: len(chunk_files(volume)) >= 6, timeout_s=30, what="pages on the volume")
 
     # Killed, it is started anew by Ray, registered, and found by the engines.
     os.kill(keeper["pid"], signal.SIGKILL)

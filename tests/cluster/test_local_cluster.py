@@ -15,7 +15,13 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from local_machine import (
+
+from kvferry.addresses import free_port
+from kvferry.client import Client
+from kvferry.gateway.key_file import new_key
+from kvferry.local.gateway_door import KEY_VARIABLE
+from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
+from support.local_machine import (
     DOWN_TIMEOUT_S,
     Machine,
     a_machine,
@@ -25,13 +31,7 @@ from local_machine import (
     shm_files,
     wait_until,
 )
-from otlp_collector import Collector
-
-from kvferry.addresses import free_port
-from kvferry.client import Client
-from kvferry.gateway.key_file import new_key
-from kvferry.local.gateway_door import KEY_VARIABLE
-from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
+from support.otlp_collector import Collector
 
 MODEL = "SmolLM2-135M-Instruct"  # the default's name, with the twin too
 
@@ -100,8 +100,14 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
     )
     root = collector.tree(trace_id)
     assert {span.service for span in root.all()} == {"kvferry-gateway", "kvferry-prefill", "kvferry-decode"}
-    ferry = root.find("decode", "worker decode", "ferry")
-    assert root.start_s < root.find("prefill", "worker prefill").end_s < ferry.start_s < ferry.end_s < root.end_s
+    kv_transfer = root.find("decode", "worker decode", "ferry")
+    assert (
+        root.start_s
+        < root.find("prefill", "worker prefill").end_s
+        < kv_transfer.start_s
+        < kv_transfer.end_s
+        < root.end_s
+    )
 
     # A second up says that one runs, and changes nothing.
     processes = machine.processes()

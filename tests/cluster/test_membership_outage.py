@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import msgspec
-from waiting import until
 
+from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
-from kvferry.router.link import WorkerLink
 from kvferry.worker.host import WorkerHost
 from kvferry.worker.server import WorkerServer
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 

@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from prometheus_server import NoPrometheus, PrometheusServer, find_prometheus
-from waiting import until
 
 from kvferry import config as configuration
 from kvferry.engine.sim import SimEngine
@@ -21,6 +19,8 @@ from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership
 from kvferry.telemetry import CATALOGUE, IDENTITY, Kind, Metric
 from kvferry.worker.host import WorkerHost, build_engine
+from support.prometheus_server import NoPrometheus, PrometheusServer, find_prometheus
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster
 from .test_tier import config_with, gateway_over, has_keeper, keeper
@@ -156,10 +156,10 @@ async def test_prometheus_sees_every_documented_metric(cluster: SimCluster, prom
     await until_value('sum(kvferry_engine_requests_total{role="decode",reason="length"})', NUM_REQUESTS)
     await until_value('sum(kvferry_engine_decode_seconds_count{role="decode"})', NUM_REQUESTS)
     await until_value('sum(kvferry_ferry_seconds_count{role="decode"})', NUM_REQUESTS)
-    ferried = sum(engine.load().ferried_bytes for engine in cluster.engines(MemberKind.DECODE))
-    await until_value('sum(kvferry_ferry_bytes_total{role="decode"})', ferried)
+    transferred = sum(engine.load().transferred_bytes for engine in cluster.engines(MemberKind.DECODE))
+    await until_value('sum(kvferry_ferry_bytes_total{role="decode"})', transferred)
     # A gateway hears of it a moment later.
-    await until_value('max by (role) (kvferry_worker_ferried_bytes_total{role="decode"})', ferried)
+    await until_value('max by (role) (kvferry_worker_ferried_bytes_total{role="decode"})', transferred)
     stored = 'sum(kvferry_keeper_pages_total{operation="store",outcome="ok"})'
     await until_value(f"{stored} > bool 0", 1)
     await until_value(f'{stored} - sum(kvferry_tier_operations_total{{direction="write",outcome="ok"}})', 0)

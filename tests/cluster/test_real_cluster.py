@@ -14,7 +14,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from local_machine import (
+from openai import AsyncOpenAI
+
+from kvferry.shared_memory import recorded
+from support.local_machine import (
     Machine,
     a_machine,
     assert_nothing_left,
@@ -23,9 +26,6 @@ from local_machine import (
     shm_files,
     wait_until,
 )
-from openai import AsyncOpenAI
-
-from kvferry.shared_memory import recorded
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -275,14 +275,14 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
 
     await asyncio.to_thread(wait_until, replaced, timeout_s=300, what="a new prefill worker")
 
-    def ferried_again() -> bool:
+    def transferred_again() -> bool:
         journey = complete(machine, "At last the new ferry came, and everybody went on board. " * 3)["kvferry"]
         if journey["ferried_pages"] == 0:
             return False
         assert journey["prefill_worker"] != before_id
         return True
 
-    await asyncio.to_thread(wait_until, ferried_again, timeout_s=60, what="a request ferried by the new worker")
+    await asyncio.to_thread(wait_until, transferred_again, timeout_s=60, what="a request ferried by the new worker")
 
 
 def test_down_after_a_kill_of_everything_leaves_nothing(machine: Machine) -> None:

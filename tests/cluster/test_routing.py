@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import httpx
-from waiting import until
 
 from kvferry.addresses import free_port
 from kvferry.engine.sim import SimEngine
@@ -15,8 +14,9 @@ from kvferry.gateway.host import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, Tier
-from kvferry.router.policy import Priced
+from kvferry.router.policy import PricedPolicy
 from kvferry.worker.host import WorkerHost
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -51,9 +51,9 @@ def computed(engines: list[SimEngine]) -> int:
     return sum(engine.load().prompt_tokens.local_compute for engine in engines)
 
 
-def account(cluster: SimCluster) -> Priced:
+def account(cluster: SimCluster) -> PricedPolicy:
     assert cluster.gateway is not None
-    assert isinstance(cluster.gateway.policy, Priced)
+    assert isinstance(cluster.gateway.policy, PricedPolicy)
     return cluster.gateway.policy
 
 

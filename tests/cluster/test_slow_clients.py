@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from waiting import until
+
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 from .test_http_edges import Client

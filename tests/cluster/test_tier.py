@@ -12,20 +12,20 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tier_keeper import SwitchableIo
-from waiting import until
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.engine.sim import SimEngine
 from kvferry.gateway.key_file import new_key
+from kvferry.keeper.host import KeeperHost
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-from kvferry.tier.direct_io import Fault, Operation
-from kvferry.tier.fsck import pages
+from kvferry.store.direct_io import Fault, Operation
+from kvferry.store.fsck import chunks
 from kvferry.worker.host import WorkerHost, build_engine
-from kvferry.worker.keeper_host import KeeperHost
+from support.tier_keeper import SwitchableIo
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster
 
@@ -170,7 +170,7 @@ async def test_a_tenants_pages_on_a_volume_are_its_own(tmp_path: Path, sockets: 
         uncached, values = await ask(cluster, key=acme)
         num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
         await until_known(cluster, num_prompt // PAGE)
-        assert {page.page.namespace.tenant for page in pages(tmp_path / "volume")} == {"acme"}
+        assert {chunk.chunk.namespace.tenant for chunk in chunks(tmp_path / "volume")} == {"acme"}
         await end_workers(cluster)
         _, fresh = await add_worker(cluster, kept)
         await until(lambda: has_keeper(fresh))
@@ -184,7 +184,7 @@ async def test_a_tenants_pages_on_a_volume_are_its_own(tmp_path: Path, sockets: 
         assert (await ask(cluster, key=acme))[0] == uncached
         assert fresh.load().cached_tokens.volume >= 0.95 * num_prompt
         await until(
-            lambda: {page.page.namespace.tenant for page in pages(tmp_path / "volume")} == {"acme", "beta"},
+            lambda: {chunk.chunk.namespace.tenant for chunk in chunks(tmp_path / "volume")} == {"acme", "beta"},
             what="the other tenant's pages are kept under its own name",
         )
 

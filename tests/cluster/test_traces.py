@@ -16,12 +16,10 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from otlp_collector import Collector, SpanNode
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from vllm_engines import VllmPair
-from waiting import until
 
+from bench.vllm_engines import VllmPair
 from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.engine.base import Engine
@@ -31,6 +29,8 @@ from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.host import WorkerHost
+from support.otlp_collector import Collector, SpanNode
+from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
 from .test_tier import add_worker, config_with, end_workers, gateway_over, has_keeper, keeper, until_known
@@ -215,7 +215,7 @@ async def test_workers_export_what_their_engines_did(traced_url: str, pair: Vllm
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         targets = {target["labels"]["kind"]: target for target in (await http.get("/kvferry/v1/targets")).json()}
         for role in ("prefill", "decode"):
-            samples = await samples_of(http, targets[role]["targets"][0], with_ferry=role == "decode")
+            samples = await samples_of(http, targets[role]["targets"][0], with_kv_transfer=role == "decode")
             identity = {"role": role, "worker": targets[role]["labels"]["member"]}
             assert all(identity.items() <= sample.labels.items() for sample in samples)
             value = {(sample.name, sample.labels.get("reason")): sample.value for sample in samples}
@@ -227,13 +227,15 @@ async def test_workers_export_what_their_engines_did(traced_url: str, pair: Vllm
             assert (value.get(("vllm:prompt_tokens_total", None), 0) > 0) == (pair is not None)
 
 
-async def samples_of(http: httpx.AsyncClient, address: str, *, with_ferry: bool) -> list[Sample]:
-    """What is scraped there; `with_ferry`: once a transfer is counted, which vLLM tells with a later step."""
+async def samples_of(http: httpx.AsyncClient, address: str, *, with_kv_transfer: bool) -> list[Sample]:
+    """What is scraped there; `with_kv_transfer`: once a transfer is counted, which vLLM tells with a later step."""
     async with asyncio.timeout(30):
         while True:
             text = (await http.get(f"http://{address}/metrics")).text
             samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-            if not with_ferry or any(sample.name == "kvferry_ferry_bytes_total" and sample.value for sample in samples):
+            if not with_kv_transfer or any(
+                sample.name == "kvferry_ferry_bytes_total" and sample.value for sample in samples
+            ):
                 return samples
             await asyncio.sleep(0.05)
 

@@ -8,7 +8,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from link_peers import (
+
+from kvferry import __version__
+from kvferry.engine.base import FinishReason
+from kvferry.engine.sim import SimEngine
+from kvferry.engine.sim.engine import Faults
+from kvferry.errors import EngineDead
+from kvferry.link import codec
+from kvferry.link import gateway_session as worker_attachment
+from kvferry.link.flow_control import MAX_UNREAD_MESSAGES
+from kvferry.wire.v1 import worker_pb2 as pb
+from kvferry.worker.server import WorkerServer
+from support.link_peers import (
     TRANSPORTS,
     Firehose,
     Gateway,
@@ -20,18 +31,7 @@ from link_peers import (
     serving,
     simulated,
 )
-from waiting import until
-
-from kvferry import __version__
-from kvferry.engine.base import FinishReason
-from kvferry.engine.sim import SimEngine
-from kvferry.engine.sim.engine import Faults
-from kvferry.errors import EngineDead
-from kvferry.wire.v1 import worker_pb2 as pb
-from kvferry.worker import attachment as worker_attachment
-from kvferry.worker import codec
-from kvferry.worker.credit import MAX_UNREAD_MESSAGES
-from kvferry.worker.server import WorkerServer
+from support.waiting import until
 
 
 @pytest.fixture(params=TRANSPORTS)

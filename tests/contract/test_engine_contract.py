@@ -169,7 +169,7 @@ async def run(
         sources, cached = outcome.sources, outcome.last.cached
         assert cached is not None
         assert cached.device == sources.local_cache_hit
-        assert cached.cpu + cached.volume + cached.ferry == sources.external_kv_transfer
+        assert cached.cpu + cached.volume + cached.kv_transfer == sources.external_kv_transfer
     return outcome
 
 
@@ -311,7 +311,7 @@ async def test_pulled_pages_give_the_answer_that_was_computed(engine_pair: Engin
     prompt = fresh_prompt(engine_pair, num_tokens)
     aggregated = await run(engine_pair.decode, prompt, greedy(), cache_salt="aggregated")
     assert aggregated.sources == PromptSources(local_compute=num_tokens)
-    ferried_bytes = engine_pair.decode.load().ferried_bytes
+    transferred_bytes = engine_pair.decode.load().transferred_bytes
 
     transfer_params = await prefill(engine_pair, prompt)
     disaggregated = await run(engine_pair.decode, prompt, greedy(), transfer_params=transfer_params)
@@ -319,7 +319,7 @@ async def test_pulled_pages_give_the_answer_that_was_computed(engine_pair: Engin
     assert disaggregated.token_ids == aggregated.token_ids
     assert disaggregated.text == aggregated.text
     assert disaggregated.sources == PromptSources(external_kv_transfer=num_tokens)
-    await eventually(lambda: engine_pair.decode.load().ferried_bytes > ferried_bytes)
+    await eventually(lambda: engine_pair.decode.load().transferred_bytes > transferred_bytes)
 
 
 async def test_a_prompt_half_known_pulls_the_other_half(engine_pair: EnginePair) -> None:

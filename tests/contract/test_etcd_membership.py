@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import Authority, EtcdServer, ServerTls, find_binary, write_token_keys
 
+from bench.etcd_server import Authority, EtcdServer, ServerTls, find_binary, write_token_keys
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from etcd_server import EtcdServer
 
+from bench.etcd_server import EtcdServer
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.etcd import EtcdMembership

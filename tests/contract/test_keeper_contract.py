@@ -1,7 +1,7 @@
 """What an engine may rely on: real sockets, shared memory, files, processes, and what breaks them.
 
 The laws: each job ends exactly once; no row is given back while it may still be written or read; whatever cannot be
-loaded leaves the mirror; what a volume does is the matter of its own pages alone.
+loaded leaves the mirror; what a volume does is the matter of its own chunks alone.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
-from tier_rows import Rows, key_of, layout_of, rows_of
-from waiting import until
 
 from kvferry.errors import TierError
-from kvferry.tier import messages
-from kvferry.tier.breaker import BreakerState
-from kvferry.tier.client import AWAY
-from kvferry.tier.direct_io import Fault, Operation
-from kvferry.tier.keeper import Keeper
-from kvferry.tier.lane import Cause
-from kvferry.tier.layout import Namespace, PageId
-from kvferry.tier.outcome import Outcome
-from kvferry.tier.volume import Volume
+from kvferry.keeper import messages
+from kvferry.keeper.breaker import BreakerState
+from kvferry.keeper.client import AWAY
+from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.volume_io import Cause
+from kvferry.store.direct_io import Fault, Operation
+from kvferry.store.layout import ChunkId, Namespace
+from kvferry.store.outcome import Outcome
+from kvferry.store.volume import Volume
+from support.tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
+from support.tier_rows import Rows, key_of, layout_of, rows_of
+from support.waiting import until
 
 ROW_BYTES = 64 << 10
 LAYOUT = layout_of(ROW_BYTES)
-PAGES = range(16)
+CHUNKS = range(16)
 
 
 @pytest.fixture
@@ -56,62 +56,62 @@ async def engine_of(keeper: Keeper | KeeperProcess, rows: Rows, **options: objec
         await asyncio.to_thread(each.client.stop)
 
 
-async def test_pages_come_back_as_they_were(tmp_path: Path, rows: Rows) -> None:
+async def test_chunks_come_back_as_they_were(tmp_path: Path, rows: Rows) -> None:
     config = tier_config(tmp_path)
     async with keeping(config) as keeper, engine_of(keeper, rows) as a:
-        done = await a.store(PAGES)
-        assert (done.succeeded, done.num_bytes) == ({key_of(i) for i in PAGES}, 16 * ROW_BYTES)
-        await a.sees(PAGES)
-        done = await a.load(PAGES[::-1], first_row=30)
-        assert done.succeeded == {key_of(i) for i in PAGES}
-        assert a.holds(PAGES[::-1], 30)
+        done = await a.store(CHUNKS)
+        assert (done.succeeded, done.num_bytes) == ({key_of(i) for i in CHUNKS}, 16 * ROW_BYTES)
+        await a.sees(CHUNKS)
+        done = await a.load(CHUNKS[::-1], first_row=30)
+        assert done.succeeded == {key_of(i) for i in CHUNKS}
+        assert a.holds(CHUNKS[::-1], 30)
         # Again: there already.
-        done = await a.store(PAGES)
+        done = await a.store(CHUNKS)
         assert (len(done.succeeded), done.num_bytes) == (16, 0)
         assert keeper.stats.stores == {Outcome.OK: 16, Outcome.EXISTS: 16}
         with rows_of(64, ROW_BYTES) as others, engine(keeper.socket_path, others, LAYOUT, "f") as b:
-            await b.sees(PAGES)
-            await b.load(PAGES)
-            assert b.holds(PAGES)
+            await b.sees(CHUNKS)
+            await b.load(CHUNKS)
+            assert b.holds(CHUNKS)
             # What one stores the other sees.
             await b.store([99])
             await a.sees([99])
             await asyncio.to_thread(b.client.stop)
     # And the next keeper too.
     async with keeping(config) as keeper, engine_of(keeper, rows) as a:
-        await a.sees([*PAGES, 99])
-        assert len((await a.load(PAGES)).succeeded) == 16
-        assert a.holds(PAGES)
+        await a.sees([*CHUNKS, 99])
+        assert len((await a.load(CHUNKS)).succeeded) == 16
+        assert a.holds(CHUNKS)
 
 
-async def test_a_page_of_another_layout_or_namespace_is_none(tmp_path: Path, rows: Rows) -> None:
+async def test_a_chunk_of_another_layout_or_namespace_is_none(tmp_path: Path, rows: Rows) -> None:
     async with keeping(tier_config(tmp_path)) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
-        done = await a.load(PAGES, namespace=Namespace("other", 0))
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
+        done = await a.load(CHUNKS, namespace=Namespace("other", 0))
         assert set(done.failed.values()) == {Outcome.WRONG_NAMESPACE}
-        await a.misses(PAGES)
+        await a.misses(CHUNKS)
         with engine(keeper.socket_path, rows, layout_of(ROW_BYTES, dtype="bfloat16"), "f") as b:
             await b.connected()
-            done = await b.load(PAGES)
+            done = await b.load(CHUNKS)
             assert set(done.failed.values()) == {Outcome.MISSING}
             await asyncio.to_thread(b.client.stop)
 
 
-async def test_a_corrupt_page_leaves_the_good_ones(tmp_path: Path, rows: Rows) -> None:
+async def test_a_corrupt_chunk_leaves_the_good_ones(tmp_path: Path, rows: Rows) -> None:
     async with keeping(tier_config(tmp_path)) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
         (file,) = (tmp_path / "v0" / "pages").rglob(f"{key_of(3).hex()}-*.page")
         content = bytearray(file.read_bytes())
         content[5000] ^= 1
         file.write_bytes(content)
-        done = await a.load(PAGES)
+        done = await a.load(CHUNKS)
         assert done.failed == {key_of(3): Outcome.CORRUPT_PAYLOAD}
-        assert done.succeeded == {key_of(i) for i in PAGES if i != 3}
+        assert done.succeeded == {key_of(i) for i in CHUNKS if i != 3}
         assert not a.client.contains(key_of(3))
-        assert a.holds(PAGES[:3])
-        assert a.holds(PAGES[4:], 4)
+        assert a.holds(CHUNKS[:3])
+        assert a.holds(CHUNKS[4:], 4)
         await a.store([3])
         await a.sees([3])
         assert (await a.load([3])).succeeded
@@ -132,8 +132,8 @@ async def test_several_jobs_at_once_end_once_each(tmp_path: Path, rows: Rows) ->
         await asyncio.sleep(0)
         assert len(a.collect()) == 128
         volumes = keeper.stats.volumes
-        assert all(volume.num_pages > 8 for volume in volumes), "both are used"
-        assert sum(volume.num_pages for volume in volumes) == 64, "and no page is on both"
+        assert all(volume.num_chunks > 8 for volume in volumes), "both are used"
+        assert sum(volume.num_chunks for volume in volumes) == 64, "and no page is on both"
 
 
 # Whose memory it is
@@ -144,10 +144,10 @@ async def test_a_keeper_killed_in_mid_read_keeps_the_row_until_it_is_gone(tmp_pa
     keeper.start()
     try:
         async with engine_of(keeper, rows) as a:
-            await a.store(PAGES)
-            await a.sees(PAGES)
+            await a.store(CHUNKS)
+            await a.sees(CHUNKS)
             keeper.stall()
-            load = a.submit_load(PAGES[:8], first_row=20)
+            load = a.submit_load(CHUNKS[:8], first_row=20)
             store = a.submit_store([100])
             await until(lambda: keeper.num_stalled >= 4)
             keeper.kill()
@@ -156,40 +156,40 @@ async def test_a_keeper_killed_in_mid_read_keeps_the_row_until_it_is_gone(tmp_pa
                 await asyncio.sleep(0)
             assert keeper.has_ended, "the client gave rows back that a living process may write"
             assert set(a.done[load].failed.values()) == {AWAY}
-            await a.misses(PAGES)
+            await a.misses(CHUNKS)
             keeper.reap()
             # Misses between, and no waiting for them.
             assert set((await a.load([0])).failed.values()) == {AWAY}
             keeper.go_on()
             keeper.start()
-            await a.sees(PAGES)
-            await a.load(PAGES)
-            assert a.holds(PAGES)
+            await a.sees(CHUNKS)
+            await a.load(CHUNKS)
+            assert a.holds(CHUNKS)
             assert a.client.stats.reconnects == 1
     finally:
         keeper.reap()
 
 
-async def test_a_keeper_that_is_stopped_hides_its_pages_and_owns_its_rows(
+async def test_a_keeper_that_is_stopped_hides_its_chunks_and_owns_its_rows(
     tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "SILENCE_S", 1.5)
-    monkeypatch.setattr("kvferry.tier.client._TICK_S", 0.1)
+    monkeypatch.setattr("kvferry.keeper.client._TICK_S", 0.1)
     keeper = KeeperProcess(tmp_path)
     keeper.start()
     try:
         async with engine_of(keeper, rows) as a:
-            await a.store(PAGES)
-            await a.sees(PAGES)
+            await a.store(CHUNKS)
+            await a.sees(CHUNKS)
             os.kill(keeper.pid, signal.SIGSTOP)
-            job = a.submit_load(PAGES)
-            await a.misses(PAGES)
+            job = a.submit_load(CHUNKS)
+            await a.misses(CHUNKS)
             assert not a.client.connected
             assert job not in a.collect()
             os.kill(keeper.pid, signal.SIGCONT)
             assert len((await a.end_of(job)).succeeded) == 16
-            assert a.holds(PAGES)
-            await a.sees(PAGES)
+            assert a.holds(CHUNKS)
+            await a.sees(CHUNKS)
     finally:
         keeper.reap()
 
@@ -197,8 +197,8 @@ async def test_a_keeper_that_is_stopped_hides_its_pages_and_owns_its_rows(
 _ENGINE = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[2])
-from tier_keeper import engine
-from tier_rows import layout_of, rows_of
+from support.tier_keeper import engine
+from support.tier_rows import layout_of, rows_of
 async def main():
     with rows_of(64, 65536) as rows, engine(sys.argv[1], rows, layout_of(65536), "killed") as a:
         await a.connected()
@@ -218,7 +218,7 @@ async def test_an_engine_that_is_killed_leaves_nothing(tmp_path: Path, rows: Row
     keeper = KeeperProcess(tmp_path, io_timeout_s=60)
     keeper.start()
     child = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", _ENGINE, str(keeper.socket_path), str(Path(__file__).parent.parent)],
+        [sys.executable, "-c", _ENGINE, str(keeper.socket_path), str(Path(__file__).parents[1])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -236,12 +236,12 @@ async def test_an_engine_that_is_killed_leaves_nothing(tmp_path: Path, rows: Row
         child.kill()
         child.wait()
         async with engine_of(keeper, rows) as a:
-            await a.sees(PAGES)
+            await a.sees(CHUNKS)
             assert keeper.maps(inode), "it is still being read into"
             keeper.go_on()
             await until(lambda: not keeper.maps(inode))
-            await a.load(PAGES)
-            assert a.holds(PAGES)
+            await a.load(CHUNKS)
+            assert a.holds(CHUNKS)
             mine = os.fstat(rows.fd).st_ino
             assert keeper.maps(mine)
         await until(lambda: not keeper.maps(mine))
@@ -255,10 +255,10 @@ async def test_a_hanging_read_keeps_its_row_and_a_stopping_keeper_its_word(tmp_p
     io, gate = SwitchableIo(), threading.Event()
     config = tier_config(tmp_path, io_timeout_s=0.2)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
         io.operation_to_fault[Operation.READ] = Fault(until=gate)
-        job = a.submit_load(PAGES)
+        job = a.submit_load(CHUNKS)
         await until(lambda: keeper.stats.volumes[0].num_overdue == 4)
         assert not await keeper.stop(0.2)
         assert job not in a.collect(), "its rows may still be written"
@@ -279,21 +279,21 @@ async def test_rows_that_are_given_back_are_never_written_again(tmp_path: Path, 
     num_failed = num_loaded = 0
     try:
         async with engine_of(keeper, rows) as a:
-            await a.store(PAGES)
+            await a.store(CHUNKS)
             for _ in range(6):
-                await a.sees(PAGES)
+                await a.sees(CHUNKS)
                 job_to_rows: dict[int, range] = {}
                 for first_row in range(0, 64, 16):
                     for row in range(first_row, first_row + 16):
                         marked.pop(row, None)
-                    job = a.submit_load(PAGES, first_row=first_row)
+                    job = a.submit_load(CHUNKS, first_row=first_row)
                     job_to_rows[job] = range(first_row, first_row + 16)
                 await asyncio.sleep(rng.random() * 0.02)
                 keeper.kill()
                 for job, its_rows in job_to_rows.items():
                     done = await a.end_of(job)
                     for row in its_rows:
-                        i = PAGES[row % 16]
+                        i = CHUNKS[row % 16]
                         if key_of(i) in done.succeeded:
                             assert a.holds([i], row)
                             num_loaded += 1
@@ -333,7 +333,7 @@ async def test_a_broken_engine_costs_itself_alone(
     tmp_path: Path, rows: Rows, frame: messages.ToKeeper, why: str
 ) -> None:
     async with keeping(tier_config(tmp_path)) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
+        await a.store(CHUNKS)
         with socket.socket(socket.AF_UNIX) as broken, rows_of(64, ROW_BYTES) as others:
             broken.connect(str(keeper.socket_path))
             hello = messages.Hello(messages.PROTOCOL, "broken", LAYOUT.to_json(), 64, ROW_BYTES)
@@ -341,8 +341,8 @@ async def test_a_broken_engine_costs_itself_alone(
             broken.setblocking(False)
             broken.send(messages.encode(frame))
             assert why in await bye_of(broken)
-        await a.load(PAGES)
-        assert a.holds(PAGES)
+        await a.load(CHUNKS)
+        assert a.holds(CHUNKS)
         assert keeper.stats.num_regions_mapped == 1
 
 
@@ -390,12 +390,12 @@ async def bye_of(connection: socket.socket) -> str:
                     return message.reason
 
 
-async def test_a_region_that_shrinks_costs_its_own_pages(tmp_path: Path) -> None:
+async def test_a_region_that_shrinks_costs_its_own_chunks(tmp_path: Path) -> None:
     """Hashing what is not there any more would end the keeper."""
     async with keeping(tier_config(tmp_path)) as keeper:
         with rows_of(64, ROW_BYTES) as rows, engine(keeper.socket_path, rows, LAYOUT) as a:
             await a.connected()
-            await a.store(PAGES)
+            await a.store(CHUNKS)
             rows.memory.close()
             os.ftruncate(rows.fd, ROW_BYTES)
             a.client.store(77, Namespace(), [(key_of(50), 0, 50)])
@@ -407,13 +407,13 @@ async def test_noise_ends_nothing_but_its_own_connection(tmp_path: Path, rows: R
     rng = random.Random(3)
     hello = messages.encode(messages.Hello(messages.PROTOCOL, "e", LAYOUT.to_json(), 64, ROW_BYTES))
     async with keeping(tier_config(tmp_path)) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
+        await a.store(CHUNKS)
         for _ in range(300):
             with socket.socket(socket.AF_UNIX) as broken:
                 broken.connect(str(keeper.socket_path))
                 noise = bytearray(hello)
                 if rng.random() < 0.5:
-                    noise += messages.encode(messages.Load(1, "default", 0, b"".join(map(key_of, PAGES)), [*PAGES]))
+                    noise += messages.encode(messages.Load(1, "default", 0, b"".join(map(key_of, CHUNKS)), [*CHUNKS]))
                 for _ in range(rng.randrange(4)):
                     noise[rng.randrange(len(noise))] = rng.randrange(256)
                 with contextlib.suppress(OSError):
@@ -422,8 +422,8 @@ async def test_noise_ends_nothing_but_its_own_connection(tmp_path: Path, rows: R
                 await asyncio.sleep(0)
         await until(lambda: len(keeper._links) == 1)
         await until(lambda: keeper.stats.num_regions_mapped == 1)
-        await a.load(PAGES)
-        assert a.holds(PAGES)
+        await a.load(CHUNKS)
+        assert a.holds(CHUNKS)
 
 
 async def test_only_one_keeper_serves_a_socket(tmp_path: Path, rows: Rows) -> None:
@@ -434,12 +434,12 @@ async def test_only_one_keeper_serves_a_socket(tmp_path: Path, rows: Rows) -> No
             await other.start()
         await other.stop()
         async with engine_of(keeper, rows) as a:
-            assert (await a.store(PAGES)).succeeded
+            assert (await a.store(CHUNKS)).succeeded
         assert keeper.socket_path.stat().st_mode & 0o777 == 0o600
     assert not keeper.socket_path.exists()
     keeper.socket_path.touch()  # what a killed one leaves
     async with keeping(config) as keeper, engine_of(keeper, rows) as a:
-        await a.sees(PAGES)
+        await a.sees(CHUNKS)
 
 
 async def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ async def test_a_volume_that_hangs_is_left_alone_and_heals(tmp_path: Path, rows:
         assert volumes[hanging.volume_id].num_overdue >= 4
         assert volumes[well.volume_id].breaker is BreakerState.CLOSED
         assert stuck not in a.collect(), "four of its rows may still be written"
-        # New pages go to the other one, and loads fail at once.
+        # New chunks go to the other one, and loads fail at once.
         assert (await a.store(range(200, 204))).succeeded
         assert set((await a.load(on_hanging[:1], first_row=40)).failed.values()) <= {Outcome.MISSING}
         # Several probes hang as well.
@@ -501,33 +501,33 @@ async def test_a_volume_that_fails_is_left_alone_and_heals(tmp_path: Path, rows:
     io = SwitchableIo()
     config = tier_config(tmp_path, breaker_retry_s=0.2)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
         io.operation_to_fault[operation] = Fault(errno.EIO)
-        done = await a.load(PAGES)
+        done = await a.load(CHUNKS)
         assert len(done.failed) == 16
         assert set(done.failed.values()) <= {Outcome.IO_ERROR, Cause.UNAVAILABLE}
-        await a.misses(PAGES)
+        await a.misses(CHUNKS)
         assert not any((await a.store([50])).succeeded)
         io.operation_to_fault.clear()
-        await a.sees(PAGES)
-        await a.load(PAGES)
-        assert a.holds(PAGES)
+        await a.sees(CHUNKS)
+        await a.load(CHUNKS)
+        assert a.holds(CHUNKS)
         assert keeper.stats.volumes[0].num_trips >= 1
 
 
-async def test_one_bad_sector_is_one_page(tmp_path: Path, rows: Rows) -> None:
+async def test_one_bad_sector_is_one_chunk(tmp_path: Path, rows: Rows) -> None:
     io = SwitchableIo()
     async with keeping(tier_config(tmp_path), [io]) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
         io.choose = lambda operation, path: (
             Fault(errno.EIO) if operation is Operation.READ and key_of(5).hex() in path else None
         )
         assert (await a.load([5])).failed == {key_of(5): Outcome.IO_ERROR}
-        assert len((await a.load(PAGES[6:])).succeeded) == 10
+        assert len((await a.load(CHUNKS[6:])).succeeded) == 10
         # It is removed, so that it can be stored again.
-        await until(lambda: keeper.stats.volumes[0].num_pages == 15)
+        await until(lambda: keeper.stats.volumes[0].num_chunks == 15)
         io.choose = lambda operation, path: None
         async with asyncio.timeout(10):
             while (await a.store([5])).num_bytes != ROW_BYTES:  # refused while its file is being put aside
@@ -541,16 +541,16 @@ async def test_writes_that_fail_lose_no_job(tmp_path: Path, rows: Rows, error: i
     io = SwitchableIo()
     config = tier_config(tmp_path, breaker_retry_s=0.2)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
         io.operation_to_fault[Operation.WRITE] = Fault(error)
         jobs = [a.submit_store([i]) for i in range(100, 132)]
         for job in jobs:
             assert len((await a.end_of(job)).failed) == 1
-        # Reading is not its business; pages that gave way for others are gone, which on a full drive is what they do.
-        there = [i for i in PAGES if keeper._volumes[0].contains(LAYOUT.digest, key_of(i))]
+        # Reading is not its business; chunks that gave way for others are gone, which on a full drive is what they do.
+        there = [i for i in CHUNKS if keeper._volumes[0].contains(LAYOUT.digest, key_of(i))]
         assert len(there) >= 8
-        await a.misses([i for i in PAGES if i not in there])
+        await a.misses([i for i in CHUNKS if i not in there])
         assert len((await a.load(there)).succeeded) == len(there)
         assert a.holds(there)
         io.operation_to_fault.clear()
@@ -577,32 +577,32 @@ async def test_a_full_volume_makes_room(tmp_path: Path, rows: Rows) -> None:
 async def test_a_volume_that_disappears_comes_back(tmp_path: Path, rows: Rows) -> None:
     config = tier_config(tmp_path, breaker_retry_s=0.2)
     async with keeping(config) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
         (tmp_path / "v0").rename(tmp_path / "away")
-        done = await a.load(PAGES)
+        done = await a.load(CHUNKS)
         assert set(done.failed.values()) <= {Outcome.IO_ERROR, Cause.UNAVAILABLE}
-        await a.misses(PAGES)
+        await a.misses(CHUNKS)
         assert not (await a.store([50])).succeeded
         assert not (tmp_path / "v0").exists(), "nothing is written below a mount point"
         (tmp_path / "away").rename(tmp_path / "v0")
-        await a.sees(PAGES)
-        await a.load(PAGES)
-        assert a.holds(PAGES)
-        assert keeper.stats.volumes[0].num_pages == 16
+        await a.sees(CHUNKS)
+        await a.load(CHUNKS)
+        assert a.holds(CHUNKS)
+        assert keeper.stats.volumes[0].num_chunks == 16
 
 
 async def test_the_write_budget_refuses_and_fills_up_again(tmp_path: Path, rows: Rows) -> None:
     now_s = [1000.0]
-    # Two pages an hour, and a bucket for as many.
+    # Two chunks an hour, and a bucket for as many.
     gib_per_day = 48 * ROW_BYTES / (1 << 30)
     config = tier_config(tmp_path, volume={"write_gib_per_day": gib_per_day})
     async with keeping(config, clock=lambda: now_s[0]) as keeper, engine_of(keeper, rows) as a:
-        done = await a.store(PAGES)
+        done = await a.store(CHUNKS)
         assert len(done.succeeded) == 2
         assert set(done.failed.values()) == {Outcome.REFUSED}
         now_s[0] += 3600
-        assert len((await a.store(PAGES)).succeeded) == 4, "two are there already"
+        assert len((await a.store(CHUNKS)).succeeded) == 4, "two are there already"
         assert keeper.stats.stores == {Outcome.OK: 4, Outcome.EXISTS: 2, Outcome.REFUSED: 26}
 
 
@@ -610,8 +610,8 @@ async def test_the_queue_is_bounded_and_reads_go_first(tmp_path: Path, rows: Row
     io, gate = SwitchableIo(), threading.Event()
     config = tier_config(tmp_path, queue_mib=1, io_threads=1)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
-        await a.store(PAGES)
-        await a.sees(PAGES)
+        await a.store(CHUNKS)
+        await a.sees(CHUNKS)
         order: list[str] = []
 
         def choose(operation: Operation, path: str) -> Fault | None:
@@ -622,11 +622,11 @@ async def test_the_queue_is_bounded_and_reads_go_first(tmp_path: Path, rows: Row
         io.choose = choose
         writes = a.submit_store(range(100, 120))
         await until(lambda: keeper.stats.volumes[0].num_running == 1)
-        reads = a.submit_load(PAGES, first_row=40)
+        reads = a.submit_load(CHUNKS, first_row=40)
         await until(lambda: keeper.stats.volumes[0].queued_read_bytes == 16 * ROW_BYTES)
         gate.set()
         assert len((await a.end_of(reads)).succeeded) == 16
-        assert a.holds(PAGES, 40)
+        assert a.holds(CHUNKS, 40)
         done = await a.end_of(writes)
         assert len(done.succeeded) == 16
         assert set(done.failed.values()) == {Cause.QUEUE_FULL}
@@ -637,20 +637,20 @@ async def test_two_engines_that_store_the_same_write_it_once(tmp_path: Path, row
     async with keeping(tier_config(tmp_path)) as keeper, engine_of(keeper, rows) as a:
         with rows_of(64, ROW_BYTES) as others, engine(keeper.socket_path, others, LAYOUT, "f") as b:
             await b.connected()
-            jobs = a.submit_store(PAGES), b.submit_store(PAGES)
+            jobs = a.submit_store(CHUNKS), b.submit_store(CHUNKS)
             assert len((await a.end_of(jobs[0])).succeeded) == len((await b.end_of(jobs[1])).succeeded) == 16
             assert keeper.stats.volumes[0].bytes_written == 16 * ROW_BYTES
             await asyncio.to_thread(b.client.stop)
 
 
 async def test_a_shared_volume_is_searched_for_what_others_wrote(tmp_path: Path, rows: Rows) -> None:
-    """A page that another node has just written, and that the router knows of."""
+    """A chunk that another node has just written, and that the router knows of."""
     config = tier_config(tmp_path, volume={"shared": True})
     async with keeping(config) as keeper, engine_of(keeper, rows) as a:
         other = Volume(config.volumes[0].path, capacity_bytes=1 << 26, shared=True, writer="elsewhere")
         await asyncio.to_thread(other.open)
         rows.fill(0, 7)
-        assert other.write(LAYOUT.digest, PageId(key_of(7), 8), memoryview(rows.memory)[:ROW_BYTES]) is Outcome.OK
+        assert other.write(LAYOUT.digest, ChunkId(key_of(7), 8), memoryview(rows.memory)[:ROW_BYTES]) is Outcome.OK
         other.close()
         assert not a.client.contains(key_of(7))
         done = await a.load([7], volumes={7: other.volume_id}, first_row=9)

@@ -10,23 +10,23 @@ import grpc
 import msgspec
 import pytest
 import uvloop
-from link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated
-from tcp_relay import TcpRelay
-from waiting import until
 
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.engine import Faults
 from kvferry.errors import EngineError, WorkerLost
+from kvferry.link import flow_control
+from kvferry.link import worker_link as router_link
+from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
+from kvferry.link.grpc_server import SERVICE
+from kvferry.link.worker_link import RemoteRequest, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.router import link as router_link
-from kvferry.router.link import RemoteRequest, WorkerLink
 from kvferry.wire.v1 import worker_pb2 as pb
-from kvferry.worker import credit
-from kvferry.worker.frames import PREAMBLE, FrameDecoder, encode_frames
-from kvferry.worker.grpc_server import SERVICE
 from kvferry.worker.server import WorkerServer
+from support.link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated
+from support.tcp_relay import TcpRelay
+from support.waiting import until
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -264,7 +264,7 @@ async def test_residency_is_passed_on_and_a_snapshot_asked_for(transport: Transp
     async with working(transport) as worker, linked(worker.member()) as link:
         heard: list[pb.Residency] = []
         link.on_residency = heard.append
-        worker.server.on_want_snapshot = lambda attachment: attachment.send_residency(
+        worker.server.on_want_snapshot = lambda gateway_session: gateway_session.send_residency(
             pb.Residency(sequence=3, snapshot=True)
         )
         link.want_snapshot()  # too early: nothing happens
@@ -293,7 +293,7 @@ async def test_a_gateway_that_reads_never_runs_out_of_credit(transport: Transpor
         async with linked(member(f"127.0.0.1:{port}", transport)) as link:
             await until(lambda: link.usable)
             sent = Sent(link, request())
-            num_wanted = 4 * credit.MAX_UNREAD_BYTES // 2000
+            num_wanted = 4 * flow_control.MAX_UNREAD_BYTES // 2000
             await until(lambda: len(sent.outputs) > num_wanted)
             assert sum(len(output.token_ids) for output in sent.outputs) == len(sent.outputs)
             sent.cancel()
@@ -302,9 +302,9 @@ async def test_a_gateway_that_reads_never_runs_out_of_credit(transport: Transpor
 
 async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
     """The gateway speaks of itself, or the worker would take it for lost."""
-    from kvferry.worker import attachment
+    from kvferry.link import gateway_session
 
-    monkeypatch.setattr(attachment, "SILENCE_LIMIT_S", 0.4)
+    monkeypatch.setattr(gateway_session, "SILENCE_LIMIT_S", 0.4)
     monkeypatch.setattr(router_link, "ACK_EVERY_S", 0.1)
     async with working(transport) as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from etcd_server import Authority
-from link_peers import TRANSPORTS, Transport, request, serving, simulated
-from waiting import until
 
+from bench.etcd_server import Authority
 from kvferry.config import TlsConfig, WorkerConfig
 from kvferry.engine.base import EngineOutput, FinishReason
+from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.router.link import WorkerLink
 from kvferry.worker.server import WorkerServer
+from support.link_peers import TRANSPORTS, Transport, request, serving, simulated
+from support.waiting import until
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -59,7 +59,7 @@ def link_to(worker: WorkerServer, transport: Transport, tls: TlsConfig) -> Worke
 
 
 async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> None:
-    async with simulated() as engine, serving(engine, mutual_tls=files.ours) as worker:
+    async with simulated() as engine, serving(engine, tls=files.ours) as worker:
         link = link_to(worker, transport, files.ours)
         try:
             await until(lambda: link.usable)
@@ -84,8 +84,8 @@ async def test_who_does_not_belong_is_not_linked(
         "expired": files.expired,
         "wrong name": files.ours.model_copy(update={"server_name": "elsewhere.example"}),
     }[shown]
-    async with simulated() as engine, serving(engine, mutual_tls=files.ours) as worker:
-        with caplog.at_level(logging.DEBUG, logger="kvferry.router.link"):
+    async with simulated() as engine, serving(engine, tls=files.ours) as worker:
+        with caplog.at_level(logging.DEBUG, logger="kvferry.link.worker_link"):
             link = link_to(worker, transport, tls)
             try:
                 # Dialled and refused, more than once.
@@ -97,7 +97,7 @@ async def test_who_does_not_belong_is_not_linked(
 
 
 async def test_a_name_that_the_certificate_carries_will_do(files: Files, transport: Transport) -> None:
-    async with simulated() as engine, serving(engine, mutual_tls=files.ours) as worker:
+    async with simulated() as engine, serving(engine, tls=files.ours) as worker:
         link = link_to(worker, transport, files.ours.model_copy(update={"server_name": "localhost"}))
         try:
             await until(lambda: link.usable)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import msgspec
 import pytest
-from etcd_server import EtcdServer, find_binary
 
+from bench.etcd_server import EtcdServer, find_binary
 from kvferry.config import MembershipConfig
 from kvferry.errors import UnavailableError
 from kvferry.membership.base import (

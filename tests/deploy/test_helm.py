@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import helm_check, newest_helm, one, write_values
 
 from kvferry import __version__
+from support.chart import helm_check, newest_helm, one, write_values
 
 VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
 SCHEMA = json.loads((helm_check.CHART / "values.schema.json").read_text())

@@ -15,10 +15,10 @@ from typing import Any
 import click
 import pytest
 import yaml
-from chart import helm_check, newest_helm, write_values
 
 from kvferry import app, cli
 from kvferry import config as configuration
+from support.chart import helm_check, newest_helm, write_values
 
 ROOT = helm_check.ROOT
 PAGES = [ROOT / "docs" / "operations.md", ROOT / "deploy" / "ray" / "README.md"]

@@ -23,15 +23,15 @@ import grpc
 import httpx
 import pytest
 import yaml
-from chart import newest_helm, one, write_values
-from etcd_server import find_binary
-from local_machine import wait_until
-from ray_cluster import RayCluster, a_ray_cluster
 
+from bench.etcd_server import find_binary
 from kvferry import model_folder
 from kvferry.addresses import free_port
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1.inference_pb2_grpc import InferenceStub
+from support.chart import newest_helm, one, write_values
+from support.local_machine import wait_until
+from support.ray_cluster import RayCluster, a_ray_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 

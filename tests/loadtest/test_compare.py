@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 
 import pytest
-from loadtest_results import result
 from rich.console import Console
 
 from kvferry_loadtest.compare import Comparison, compare, print_comparison, verdict
@@ -11,6 +10,7 @@ from kvferry_loadtest.errors import ResultError
 from kvferry_loadtest.figures import FIGURES
 from kvferry_loadtest.intervals import Ratio
 from kvferry_loadtest.result import Harness, Objective, Result, Server
+from support.loadtest_results import result
 
 TTFT_P50 = next(index for index, figure in enumerate(FIGURES) if figure.key == "ttft_p50")
 

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from waiting import until
 
 from kvferry_loadtest import content
 from kvferry_loadtest.apis import Sampling
@@ -19,6 +18,7 @@ from kvferry_loadtest.http_client import Endpoint
 from kvferry_loadtest.openai_api import OpenAiApi
 from kvferry_loadtest.plan import AnswerOf, Message, Plan, PlannedRequest, RequestId, Segment
 from kvferry_loadtest.record import Outcome, Record
+from support.waiting import until
 
 HELLO = (Message("user", (Segment("hello", 4),)),)
 

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from waiting import until
 
 from kvferry_loadtest.apis import Sampling
 from kvferry_loadtest.engine import Engine
@@ -17,6 +16,7 @@ from kvferry_loadtest.plan import AnswerOf, Message, Plan, PlannedRequest, Reque
 from kvferry_loadtest.record import Outcome, Record
 from kvferry_loadtest.run import apis_of, look_at
 from kvferry_loadtest.wire import inference_pb2 as pb
+from support.waiting import until
 
 SAMPLING = Sampling(model="fake")
 

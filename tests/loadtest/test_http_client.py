@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from waiting import until
 
 from kvferry_loadtest.errors import TargetError
 from kvferry_loadtest.fake_server import Answering, FakeServer
 from kvferry_loadtest.http_client import Endpoint, HttpClient
+from support.waiting import until
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from load_records import record
 
 from kvferry_loadtest.measures import duration_s, errors_of, group_of, keeps_to, seconds_of
 from kvferry_loadtest.record import Outcome
 from kvferry_loadtest.result import Objective
 from kvferry_loadtest.server_metrics import Sample
+from support.load_records import record
 
 
 def test_scheduled_latency_contains_what_the_harness_was_late() -> None:

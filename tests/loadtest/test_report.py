@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from loadtest_results import FLOOR_SHARE, result
 from msgspec.structs import replace
 
 from kvferry_loadtest.errors import ResultError
 from kvferry_loadtest.figures import FIGURES
 from kvferry_loadtest.report import write_report
 from kvferry_loadtest.result import Distribution, Harness, Objective, Result, Server
+from support.loadtest_results import FLOOR_SHARE, result
 
 OVERLOADED = Harness(
     ok=False, reason="its event loop stalled 412 ms", cpu_share=0.99, lateness_p99_ms=96, loop_stall_max_ms=412

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from load_records import record
 
 from kvferry_loadtest.http_client import Endpoint, HttpClient
 from kvferry_loadtest.server_metrics import DIALECTS, Sample, Sampler, read_text, server_of, summed
+from support.load_records import record
 
 VLLM = """\
 # HELP vllm:prompt_tokens_by_source_total Number of prompt tokens by source.

@@ -3,11 +3,11 @@ from __future__ import annotations
 import io
 
 import pytest
-from loadtest_results import result
 from rich.console import Console
 
 from kvferry_loadtest.result import Harness, Result, Server
 from kvferry_loadtest.terminal import Progress, print_summary
+from support.loadtest_results import result
 
 
 def plain() -> tuple[Console, io.StringIO]:

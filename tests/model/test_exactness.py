@@ -9,8 +9,8 @@ import time
 
 import psutil
 import pytest
-from vllm_engines import VllmPair
 
+from bench.vllm_engines import VllmPair
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
@@ -72,13 +72,13 @@ async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
             )
 
         async with few_at_once:
-            (aggregated, computed), (disaggregated, ferried) = await asyncio.gather(alone(), apart())
+            (aggregated, computed), (disaggregated, transferred) = await asyncio.gather(alone(), apart())
         assert len(aggregated) == NUM_TOKENS
         assert disaggregated == aggregated, f"prompt {i} of {len(prompt)} tokens"
         assert computed.sources is not None
         assert (computed.sources.local_compute, computed.sources.external_kv_transfer) == (len(prompt), 0)
-        assert ferried.sources is not None
-        assert (ferried.sources.local_compute, ferried.sources.external_kv_transfer) == (0, len(prompt))
+        assert transferred.sources is not None
+        assert (transferred.sources.local_compute, transferred.sources.external_kv_transfer) == (0, len(prompt))
 
     before = vllm_pair.decode.load()
     await asyncio.gather(*(compare(i, prompt) for i, prompt in enumerate(made)))
@@ -87,7 +87,7 @@ async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
     assert after.prompt_tokens.external_kv_transfer - before.prompt_tokens.external_kv_transfer == num_tokens
     assert after.prompt_tokens.local_compute - before.prompt_tokens.local_compute == num_tokens  # the aggregated ones
     num_pages = sum(-(-len(prompt) // info.block_size) for prompt in made)
-    assert after.ferried_bytes - before.ferried_bytes == num_pages * info.page_bytes
+    assert after.transferred_bytes - before.transferred_bytes == num_pages * info.page_bytes
 
 
 async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmPair) -> None:

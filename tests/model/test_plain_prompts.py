@@ -1,4 +1,4 @@
-"""engine/vllm_plain_prompts.py gives what vLLM's own renderer gives, token for token and parameter for parameter."""
+"""engine/vllm/plain_prompts.py gives what vLLM's own renderer gives, token for token and parameter for parameter."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 
 from kvferry import model_folder
 from kvferry.config import ModelConfig
-from kvferry.engine import vllm_plain_prompts, vllm_renderer
 from kvferry.engine.base import RenderedPrompt
-from kvferry.engine.vllm_plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered
-from kvferry.engine.vllm_renderer import VllmRenderer
+from kvferry.engine.vllm import plain_prompts
+from kvferry.engine.vllm import renderer as vllm_renderer
+from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered
+from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.inference_messages import read_generate
 from kvferry.gateway.openai_bodies import for_renderer
@@ -150,7 +151,7 @@ def test_it_is_switched_off_where_it_differs(monkeypatch: pytest.MonkeyPatch, ca
         right = rendered(self, *arguments, **named)
         return right and Rendered([*right.token_ids, 1], right.sampling)
 
-    monkeypatch.setattr(vllm_plain_prompts.PlainPrompts, "_rendered", wrong)
+    monkeypatch.setattr(plain_prompts.PlainPrompts, "_rendered", wrong)
     with caplog.at_level(logging.WARNING):
         made = VllmRenderer(str(model_folder.resolve("default")), "m", ModelConfig())
     assert not made.renders_plain_prompts_itself

@@ -20,9 +20,6 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from tier_node import NodeProcess
-from tier_pages import page_files
-from waiting import until
 
 from kvferry import model_folder
 from kvferry.config import EngineConfig, ModelConfig
@@ -37,12 +34,15 @@ from kvferry.engine.base import (
     TierHints,
     TransferParams,
 )
-from kvferry.engine.vllm_engine import VllmEngine
+from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Tier
-from kvferry.tier.layout import Namespace
-from kvferry.worker.mirror import Mirror
+from kvferry.store.layout import Namespace
+from kvferry.worker.page_mirror import PageMirror
+from support.tier_chunks import chunk_files
+from support.tier_node import NodeProcess
+from support.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -100,7 +100,10 @@ def engine_of(keeper: NodeProcess, *, producer: bool) -> VllmEngine:
 
 def minus(after: CachedTokens, before: CachedTokens) -> CachedTokens:
     return CachedTokens(
-        after.device - before.device, after.cpu - before.cpu, after.volume - before.volume, after.ferry - before.ferry
+        after.device - before.device,
+        after.cpu - before.cpu,
+        after.volume - before.volume,
+        after.kv_transfer - before.kv_transfer,
     )
 
 
@@ -108,7 +111,7 @@ def minus(after: CachedTokens, before: CachedTokens) -> CachedTokens:
 class World:
     keeper: NodeProcess
     decode: VllmEngine
-    mirror: Mirror
+    mirror: PageMirror
     registry: Path
 
     @property
@@ -118,7 +121,7 @@ class World:
     def file_of(self, prompt: Sequence[int], page: int) -> Path:
         """Of a page of a prompt under SALT: the name ends with the route key."""
         key = route_keys(prompt, BLOCK_SIZE, seed_of(SALT))[page]
-        (file,) = (file for file in page_files(self.volume) if file.stem.endswith(f"-{key:016x}"))
+        (file,) = (file for file in chunk_files(self.volume) if file.stem.endswith(f"-{key:016x}"))
         return file
 
     async def expected(self, prompt: Sequence[int]) -> list[int]:
@@ -146,11 +149,11 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             request = EngineRequest(RequestId(f"first-{i}"), prompt_of(i), sampling, cache_salt=SALT, tier=ACME)
             async for _ in first.generate(request):
                 pass
-        await until(lambda: len(page_files(keeper.folder / "v0")) == NUM_PROMPTS * NUM_PAGES, what="pages kept")
+        await until(lambda: len(chunk_files(keeper.folder / "v0")) == NUM_PROMPTS * NUM_PAGES, what="pages kept")
     finally:
         await first.stop()
     decode = engine_of(keeper, producer=False)
-    mirror = Mirror(BLOCK_SIZE, 10_000)
+    mirror = PageMirror(BLOCK_SIZE, 10_000)
 
     async def listen() -> None:
         async for batch in decode.kv_events():
@@ -182,7 +185,7 @@ async def test_after_all_engines_ended_a_prompt_comes_from_the_volume(world: Wor
     assert last.transfer_params is None
     times = last.times
     assert times is not None
-    assert times.ferry is None
+    assert times.kv_transfer is None
     assert times.load is not None
     assert times.queued_s <= times.load[0] < times.load[1] <= times.scheduled_s <= times.first_token_s
     # Gateways hear that it is in this engine's memory, and in its CPU tier.
@@ -254,7 +257,7 @@ async def test_pages_of_another_nodes_volume_come_through_its_keeper(world: Worl
     """By NIXL: these keepers share no folder, and a gRPC message of theirs carries no page."""
     prompt = prompt_of(7)
     expected = await world.expected(prompt)
-    assert page_files(elsewhere.keeper.folder / "v0") == []
+    assert chunk_files(elsewhere.keeper.folder / "v0") == []
     read = world.bytes_read()
     tokens, last = await run(elsewhere.prefill, prompt, tier=elsewhere.hints)
     assert tokens == expected
@@ -276,19 +279,21 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
     assert minus(prefilling.load().cached_tokens, before) == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
     assert "remote_blocks_expiry_time" in transfer  # nixl_lease.py
     read, before = world.bytes_read(), world.decode.load().cached_tokens
-    ferried_bytes = world.decode.load().ferried_bytes
+    transferred_bytes = world.decode.load().transferred_bytes
     tokens, last = await run(world.decode, prompt, transfer_params=transfer)
     assert tokens == expected
     assert last.sources == PromptSources(external_kv_transfer=len(prompt))
     times = last.times
     assert times is not None
     assert times.load is None
-    assert times.ferry is not None
-    assert times.queued_s <= times.ferry[0] < times.ferry[1] <= times.scheduled_s
-    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(ferry=len(prompt))
+    assert times.kv_transfer is not None
+    assert times.queued_s <= times.kv_transfer[0] < times.kv_transfer[1] <= times.scheduled_s
+    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(kv_transfer=len(prompt))
     assert world.bytes_read() == read
     await until(
-        lambda: world.decode.load().ferried_bytes - ferried_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
+        lambda: (
+            world.decode.load().transferred_bytes - transferred_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
+        )
     )
     # Where the ferry fails, the volume has its turn.
     kept = await prefill(prefilling, other, elsewhere.hints)

@@ -17,10 +17,10 @@ import pytest
 from kvferry import model_folder
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import AnswerDelta, Continued, EngineRequest, FinishReason, RenderedPrompt, RequestId
-from kvferry.engine.vllm_engine import VllmEngine
-from kvferry.engine.vllm_parsing import Parsers, texts_of
-from kvferry.engine.vllm_renderer import VllmRenderer
-from kvferry.engine.vllm_sampling import to_vllm
+from kvferry.engine.vllm.engine import VllmEngine
+from kvferry.engine.vllm.parsing import Parsers, texts_of
+from kvferry.engine.vllm.renderer import VllmRenderer
+from kvferry.engine.vllm.sampling import to_vllm
 from kvferry.errors import ConfigError, EngineError, InvalidRequest
 
 pytestmark = pytest.mark.model

@@ -35,21 +35,21 @@ def test_the_pinned_version_is_installed() -> None:
 
 
 class TestSampling:
-    """engine/vllm_sampling.py"""
+    """engine/vllm/sampling.py"""
 
     def test_every_parameter_is_carried_set_by_us_or_refused(self) -> None:
         from vllm.sampling_params import SamplingParams
 
-        from kvferry.engine import vllm_sampling
+        from kvferry.engine.vllm import sampling
 
-        known = {*vllm_sampling.CARRIED, *vllm_sampling.OURS, *vllm_sampling.REFUSED, "structured_outputs"}
+        known = {*sampling.CARRIED, *sampling.OURS, *sampling.REFUSED, "structured_outputs"}
         fields = {field.name for field in msgspec.structs.fields(SamplingParams) if not field.name.startswith("_")}
         assert fields == known
 
     def test_parameters_survive_both_ways(self) -> None:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-        from kvferry.engine.vllm_sampling import from_vllm, to_vllm
+        from kvferry.engine.vllm.sampling import from_vllm, to_vllm
 
         params = SamplingParams(
             temperature=0.5,
@@ -72,7 +72,7 @@ class TestSampling:
     def test_what_is_not_carried_is_refused(self) -> None:
         from vllm.sampling_params import SamplingParams
 
-        from kvferry.engine.vllm_sampling import from_vllm
+        from kvferry.engine.vllm.sampling import from_vllm
         from kvferry.errors import InvalidRequest
 
         with pytest.raises(InvalidRequest, match="prompt_logprobs is not supported"):
@@ -80,7 +80,7 @@ class TestSampling:
 
 
 class TestNixl:
-    """engine/vllm_plugins/nixl.py"""
+    """engine/vllm/plugins/nixl.py"""
 
     def test_the_pin_that_we_undo_is_still_there(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
@@ -95,7 +95,7 @@ class TestNixl:
         assert parameters(NixlPullConnector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
 
     def test_unequal_block_sizes_fail_the_handshake(self) -> None:
-        from kvferry.engine.vllm_plugins.nixl import refuse_unequal_block_sizes
+        from kvferry.engine.vllm.plugins.nixl import refuse_unequal_block_sizes
 
         def remote(block_size: int, blocks_per_page: int = 1) -> SimpleNamespace:
             return SimpleNamespace(
@@ -121,7 +121,7 @@ class TestNixl:
 
 
 class TestNixlLease:
-    """engine/vllm_plugins/nixl_lease.py"""
+    """engine/vllm/plugins/nixl_lease.py"""
 
     def test_vllm_still_has_what_is_wrapped(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, pull_scheduler, pull_worker
@@ -161,7 +161,7 @@ class TestNixlLease:
         [(60, 0, True), (4, 0, False), (-1, 0, False), (60, 1000, True), (4, -9, False)],
     )
     def test_nothing_is_read_past_the_lease(self, left_s: float, offset: float, in_time: bool) -> None:
-        from kvferry.engine.vllm_plugins.nixl_lease import read_within_leases
+        from kvferry.engine.vllm.plugins.nixl_lease import read_within_leases
 
         worker, meta, read = self.worker(time.perf_counter() + offset + left_s, offset=offset)
         read_within_leases(worker)
@@ -171,14 +171,14 @@ class TestNixlLease:
 
     @pytest.mark.parametrize(("left_s", "in_time"), [(60, True), (4, False)])
     def test_what_was_read_past_the_lease_is_a_failed_load(self, left_s: float, in_time: bool) -> None:
-        from kvferry.engine.vllm_plugins.nixl_lease import read_within_leases
+        from kvferry.engine.vllm.plugins.nixl_lease import read_within_leases
 
         worker, _, _ = self.worker(time.perf_counter() + left_s)
         read_within_leases(worker)
         assert worker._pop_done_transfers({}) == ({"r"}, set() if in_time else {"r"})
 
     def test_notices_without_pages_and_engines_not_met_pass(self) -> None:
-        from kvferry.engine.vllm_plugins.nixl_lease import read_within_leases
+        from kvferry.engine.vllm.plugins.nixl_lease import read_within_leases
 
         worker, meta, read = self.worker(time.perf_counter() - 60)
         read_within_leases(worker)
@@ -190,7 +190,7 @@ class TestNixlLease:
         assert read == ["notice", "unmet"]
 
     def test_answers_carry_the_end_of_their_lease(self) -> None:
-        from kvferry.engine.vllm_plugins.nixl_lease import say_when_leases_end
+        from kvferry.engine.vllm.plugins.nixl_lease import say_when_leases_end
 
         answers = {"kept": (True, {"do_remote_prefill": True}), "not": (False, None)}
         scheduler = SimpleNamespace(
@@ -203,7 +203,7 @@ class TestNixlLease:
 
 
 class TestNixlKeeping:
-    """engine/vllm_plugins/nixl_keeping.py"""
+    """engine/vllm/plugins/nixl_keeping.py"""
 
     def test_vllm_still_has_what_is_wrapped(self) -> None:
         from vllm.config import KVTransferConfig
@@ -221,7 +221,7 @@ class TestNixlKeeping:
 
 
 class TestContinuation:
-    """engine/vllm_continuation.py"""
+    """engine/vllm/continuation.py"""
 
     def test_vllm_still_has_what_is_replaced(self) -> None:
         from vllm.v1.engine import EngineCoreRequest
@@ -238,7 +238,7 @@ class TestContinuation:
 
 
 class TestParsing:
-    """engine/vllm_parsing.py"""
+    """engine/vllm/parsing.py"""
 
     def test_parsers_are_made_and_fed_as_we_do_it(self) -> None:
         from vllm.entrypoints.generate.base.protocol import DeltaMessage, DeltaToolCall
@@ -246,7 +246,7 @@ class TestParsing:
         from vllm.parser import ParserManager
         from vllm.parser.abstract_parser import Parser
 
-        from kvferry.engine.vllm_parsing import FIELDS
+        from kvferry.engine.vllm.parsing import FIELDS
 
         assert {"tool_parser_name", "reasoning_parser_name", "enable_auto_tools", "is_harmony", "tokenizer"} <= set(
             parameters(ParserManager.get_parser)
@@ -283,7 +283,7 @@ class TestParsing:
 
 
 class TestNixlProgress:
-    """engine/vllm_plugins/nixl_progress.py"""
+    """engine/vllm/plugins/nixl_progress.py"""
 
     def test_nixl_still_spins_unless_told_otherwise(self) -> None:
         import sys
@@ -300,7 +300,7 @@ class TestNixlProgress:
 
         from nixl._api import nixl_agent
 
-        from kvferry.engine.vllm_plugins.nixl_progress import PROGRESS_PERIOD_US, waiting_progress_thread
+        from kvferry.engine.vllm.plugins.nixl_progress import PROGRESS_PERIOD_US, waiting_progress_thread
 
         bindings = sys.modules[nixl_agent.__module__].nixlBind
         plain = bindings.nixlAgentConfig
@@ -314,7 +314,7 @@ class TestNixlProgress:
 
 
 class TestMessageQueue:
-    """engine/vllm_plugins/message_queue.py"""
+    """engine/vllm/plugins/message_queue.py"""
 
     def test_readers_yield_through_the_name_we_replace(self) -> None:
         from vllm.distributed.device_communicators import shm_broadcast
@@ -326,7 +326,7 @@ class TestMessageQueue:
 
 
 class TestSideChannel:
-    """engine/vllm_plugins/side_channel.py"""
+    """engine/vllm/plugins/side_channel.py"""
 
     @pytest.mark.parametrize(
         ("brought", "expected"),
@@ -336,7 +336,7 @@ class TestSideChannel:
         self, brought: dict[str, int] | None, expected: tuple[int, ...]
     ) -> None:
         from kvferry.engine.base import CachedTokens, PromptSources
-        from kvferry.engine.vllm_plugins.side_channel import cached_tokens
+        from kvferry.engine.vllm.plugins.side_channel import cached_tokens
 
         assert cached_tokens(PromptSources(7, 3, 40), brought) == CachedTokens(*expected)
 
@@ -349,7 +349,7 @@ class TestSideChannel:
 
 
 class TestOutputTap:
-    """engine/vllm_output_tap.py"""
+    """engine/vllm/output_tap.py"""
 
     def test_the_processor_gets_outputs_first_and_knows_requests(self) -> None:
         from vllm.v1.engine import EngineCoreOutput
@@ -368,7 +368,7 @@ class TestOutputTap:
 
 
 class TestCounters:
-    """engine/vllm_counters.py"""
+    """engine/vllm/counters.py"""
 
     def test_the_statistics_have_what_we_read(self) -> None:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -398,21 +398,21 @@ class TestCounters:
     def test_transfers_are_counted_alone_and_joined(self, joined: bool) -> None:
         from vllm.v1.metrics.stats import SchedulerStats
 
-        from kvferry.engine.vllm_counters import Counters
+        from kvferry.engine.vllm.counters import Counters
 
-        ferry = {"bytes_transferred": [3, 4], "num_failed_transfers": [1]}
+        moved = {"bytes_transferred": [3, 4], "num_failed_transfers": [1]}
         counters = Counters(None)
         stats = SchedulerStats()
-        stats.kv_connector_stats = {"FerryConnector": ferry, "TierConnector": {"x": 1}} if joined else ferry
+        stats.kv_connector_stats = {"KvTransferConnector": moved, "TierConnector": {"x": 1}} if joined else moved
         counters.record(stats, None)
-        assert (counters.ferried_bytes, counters.num_failed_transfers) == (7, 1)
+        assert (counters.transferred_bytes, counters.num_failed_transfers) == (7, 1)
 
     def test_cached_tokens_are_counted_by_tier(self) -> None:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
         from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
         from kvferry.engine.base import CachedTokens
-        from kvferry.engine.vllm_counters import Counters
+        from kvferry.engine.vllm.counters import Counters
 
         assert {source.value for source in CacheHitSource} == {"device", "host", "p2p", "disk", "external_unspecified"}
         counters, stats = Counters(None), SchedulerStats()
@@ -422,11 +422,11 @@ class TestCounters:
         by_source = {CacheHitSource.HOST: 1, CacheHitSource.DISK: 2, CacheHitSource.P2P: 3}
         external.record(num_tokens=6, num_hits=6, preempted=False, hits_by_source=by_source)
         counters.record(stats, None)
-        assert counters.cached_tokens == CachedTokens(device=4, cpu=1, volume=2, ferry=3)
+        assert counters.cached_tokens == CachedTokens(device=4, cpu=1, volume=2, kv_transfer=3)
 
 
 class TestEvents:
-    """engine/vllm_events.py"""
+    """engine/vllm/events.py"""
 
     def test_there_are_no_other_kinds_of_events(self) -> None:
         from vllm.distributed import kv_events
@@ -436,7 +436,7 @@ class TestEvents:
 
 
 class TestAsyncLLM:
-    """engine/vllm_engine.py"""
+    """engine/vllm/engine.py"""
 
     def test_the_calls_we_make(self) -> None:
         from vllm.inputs.engine import tokens_input
@@ -450,7 +450,7 @@ class TestAsyncLLM:
 
     def test_operators_keep_their_own_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvferry.config import EngineConfig
-        from kvferry.engine.vllm_engine import prepare_environment
+        from kvferry.engine.vllm.engine import prepare_environment
 
         monkeypatch.setattr(os, "environ", {"UCX_TLS": "rc", "OMP_NUM_THREADS": "7"})
         prepare_environment(EngineConfig(threads=3), side_channel_port=1234)
@@ -460,12 +460,12 @@ class TestAsyncLLM:
 
 
 class TestRelease:
-    """engine/vllm_plugins/release.py"""
+    """engine/vllm/plugins/release.py"""
 
     def test_no_attribute_hides_one_of_the_worker(self) -> None:
         from vllm.v1.worker.worker_base import WorkerBase
 
-        from kvferry.engine.vllm_plugins.release import ReleaseExtension
+        from kvferry.engine.vllm.plugins.release import ReleaseExtension
 
         ours = [name for name in dir(ReleaseExtension) if not name.startswith("__")]
         assert ours == ["kvferry_release"]
@@ -475,7 +475,7 @@ class TestRelease:
         """It compares the same clock, and an ended lease is reaped at its next look."""
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-        from kvferry.engine.vllm_plugins.release import end_lease
+        from kvferry.engine.vllm.plugins.release import end_lease
 
         worker = SimpleNamespace(
             _reqs_to_send={"a": float("inf"), "b": float("inf")},
@@ -493,7 +493,7 @@ class TestRelease:
 
 
 class TestCpuTier:
-    """engine/vllm_plugins/cpu_tier.py"""
+    """engine/vllm/plugins/cpu_tier.py"""
 
     def test_vllm_still_refuses_the_cpu_device_in_the_one_place_we_replace(self) -> None:
         from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -509,7 +509,7 @@ class TestCpuTier:
     def test_a_worker_is_asked_for_what_ours_does(self) -> None:
         from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
-        from kvferry.engine.vllm_plugins.cpu_tier import MemoryCopies
+        from kvferry.engine.vllm.plugins.cpu_tier import MemoryCopies
 
         assert OffloadingWorker.__abstractmethods__ == {"submit_store", "submit_load", "get_finished", "wait"}
         assert not MemoryCopies.__abstractmethods__
@@ -540,7 +540,7 @@ class TestCpuTier:
         assert "register_kv_caches(kv_caches)" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
 
     def test_the_name_goes_once_the_scheduler_has_it_mapped(self, region: Callable[..., Any]) -> None:
-        from kvferry.engine.vllm_plugins.cpu_tier import forget_name, refuse_a_second_region
+        from kvferry.engine.vllm.plugins.cpu_tier import forget_name, refuse_a_second_region
 
         worker, scheduler = region(rank=0), region(rank=None)
         forget_name(scheduler)
@@ -555,7 +555,7 @@ class TestCpuTier:
         assert Path(late.mmap_path).exists()
 
     def test_the_name_stays_when_the_scheduler_was_first(self, region: Callable[..., Any]) -> None:
-        from kvferry.engine.vllm_plugins.cpu_tier import forget_name, refuse_a_second_region
+        from kvferry.engine.vllm.plugins.cpu_tier import forget_name, refuse_a_second_region
 
         scheduler = region(rank=None)
         forget_name(scheduler)
@@ -589,7 +589,7 @@ class TestCpuTier:
         )
         from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-        from kvferry.engine.vllm_plugins.cpu_tier import MemoryCopies
+        from kvferry.engine.vllm.plugins.cpu_tier import MemoryCopies
 
         page_bytes, num_pages = 1024, 12
         tensors = [torch.randint(-128, 127, (num_pages, page_bytes), dtype=torch.int8) for _ in range(2)]
@@ -622,7 +622,7 @@ class TestCpuTier:
     def test_a_copy_that_fails_ends_the_engine(self, region: Callable[..., Any]) -> None:
         from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-        from kvferry.engine.vllm_plugins.cpu_tier import MemoryCopies
+        from kvferry.engine.vllm.plugins.cpu_tier import MemoryCopies
 
         copies = MemoryCopies(CanonicalKVCaches([], []), 1, region(rank=0))
         copies.submit_store(1, object(), object())
@@ -661,7 +661,7 @@ def context_of(request: Request, num_pages: int, pages_per_chunk: int = 1) -> tu
     """A ReqContext with its state and chunk keys."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-    from kvferry.engine.vllm_plugins.offloading import RequestPages
+    from kvferry.engine.vllm.plugins.offloading import RequestPages
 
     context = ReqContext("r")
     context.set_state(RequestPages(request, BLOCK_SIZE))
@@ -673,7 +673,7 @@ def context_of(request: Request, num_pages: int, pages_per_chunk: int = 1) -> tu
 
 
 class TestOffloading:
-    """engine/vllm_plugins/offloading.py"""
+    """engine/vllm/plugins/offloading.py"""
 
     def test_vllm_still_has_what_is_overridden_and_reached_into(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -739,12 +739,12 @@ class TestOffloading:
         [(1_474_560, 32, 1), (1 << 20, 32, 1), (300_000, 32, 4), (4096, 32, 8), (4096, 300, 1), (100, 1, 256)],
     )
     def test_small_pages_are_grouped(self, block_bytes: int, tokens: int, expected: int) -> None:
-        from kvferry.engine.vllm_plugins.offloading import blocks_per_chunk
+        from kvferry.engine.vllm.plugins.offloading import blocks_per_chunk
 
         assert blocks_per_chunk(block_bytes, tokens) == expected
 
     def test_route_keys_grow_with_the_answer_and_are_those_of_the_prompt(self) -> None:
-        from kvferry.engine.vllm_plugins.offloading import RequestPages
+        from kvferry.engine.vllm.plugins.offloading import RequestPages
         from kvferry.pages.keys import route_keys, seed_of
 
         tokens = list(range(10))
@@ -761,8 +761,8 @@ class TestOffloading:
         from vllm.v1.kv_hints import KvHintsEnvelope
 
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm_plugins.offloading import RequestPages, to_kv_hints
-        from kvferry.tier.layout import Namespace
+        from kvferry.engine.vllm.plugins.offloading import RequestPages, to_kv_hints
+        from kvferry.store.layout import Namespace
 
         hints = TierHints(Namespace("acme", 3), {"near": 2, "far": 4})
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(to_kv_hints("r", hints)), type=KvHintsEnvelope)
@@ -781,8 +781,8 @@ class TestOffloading:
         from vllm.v1.kv_offload.base import Medium, OffloadingEvent, make_offload_key
 
         from kvferry.engine.base import PagesRemoved, PagesStored
-        from kvferry.engine.vllm_events import _decoder, _translate
-        from kvferry.engine.vllm_plugins.offloading import CpuTierEvents
+        from kvferry.engine.vllm.events import _decoder, _translate
+        from kvferry.engine.vllm.plugins.offloading import CpuTierEvents
         from kvferry.pages.keys import route_keys, seed_of
 
         request = Request(list(range(40)), salt="s")
@@ -810,7 +810,7 @@ class TestOffloading:
     def test_other_groups_and_partial_chunks_are_not_told_of(self) -> None:
         from vllm.v1.kv_offload.base import make_offload_key
 
-        from kvferry.engine.vllm_plugins.offloading import CpuTierEvents
+        from kvferry.engine.vllm.plugins.offloading import CpuTierEvents
 
         context, _ = context_of(Request(list(range(40))), 4)
         other, partial = make_offload_key(b"h" * 32, 1), make_offload_key(b"p" * 32, 0)
@@ -823,16 +823,16 @@ class TestOffloading:
     def test_connectors_can_be_found_by_name(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        from kvferry.engine import vllm_engine
-        from kvferry.engine.vllm_plugins.offloading import TierConnector, register_connectors
+        from kvferry.engine.vllm import engine
+        from kvferry.engine.vllm.plugins.offloading import TierConnector, register_connectors
 
         for _ in range(2):
-            register_connectors({vllm_engine.TIER_CONNECTOR_CLASS: vllm_engine.TIER_CONNECTOR_MODULE})
+            register_connectors({engine.TIER_CONNECTOR_CLASS: engine.TIER_CONNECTOR_MODULE})
         assert KVConnectorFactory.get_connector_class_by_name("TierConnector") is TierConnector
 
 
 class TestTimes:
-    """engine/vllm_plugins/load_times.py, and the statistics of requests that engine/vllm_engine.py reads."""
+    """engine/vllm/plugins/load_times.py, and the statistics of requests that engine/vllm/engine.py reads."""
 
     def test_connectors_are_told_when_pages_are_waited_for_and_there(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -849,14 +849,14 @@ class TestTimes:
         from vllm.outputs import RequestOutput
         from vllm.v1.metrics.stats import RequestStateStats
 
-        from kvferry.engine.vllm_engine import _times
+        from kvferry.engine.vllm.engine import _times
 
         assert "metrics" in parameters(RequestOutput.__init__)
         stats = RequestStateStats(queued_ts=1.0, scheduled_ts=2.0, first_token_ts=3.0, last_token_ts=4.0)
         times = _times(stats, [1.25, 1.75], None)
         assert times is not None
         assert (times.queued_s, times.scheduled_s, times.first_token_s, times.last_token_s) == (1.0, 2.0, 3.0, 4.0)
-        assert (times.ferry, times.load) == ((1.25, 1.75), None)
+        assert (times.kv_transfer, times.load) == ((1.25, 1.75), None)
         assert _times(RequestStateStats(), None, None) is None
 
     def test_vllm_has_a_registry_of_its_own_metrics(self) -> None:
@@ -886,11 +886,11 @@ class FakeClient:
 
 
 class TestKeeperTier:
-    """engine/vllm_plugins/keeper_tier.py"""
+    """engine/vllm/plugins/keeper_tier.py"""
 
     @pytest.fixture
     def tier(self) -> Any:
-        from kvferry.engine.vllm_plugins.keeper_tier import KeeperTier
+        from kvferry.engine.vllm.plugins.keeper_tier import KeeperTier
 
         tier = KeeperTier.__new__(KeeperTier)
         tier._client = FakeClient()
@@ -908,7 +908,7 @@ class TestKeeperTier:
         from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        from kvferry.engine.vllm_plugins.keeper_tier import KeeperTier
+        from kvferry.engine.vllm.plugins.keeper_tier import KeeperTier
 
         assert not KeeperTier.__abstractmethods__
         assert parameters(SecondaryTierManager.__init__) == [
@@ -933,7 +933,7 @@ class TestKeeperTier:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm_plugins.offloading import to_kv_hints
+        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
 
         hints = to_kv_hints("r", TierHints(volumes={"far": 2}))
         context, keys = context_of(Request(list(range(40)), hints), 4)
@@ -946,9 +946,9 @@ class TestKeeperTier:
 
     def test_a_store_names_whose_pages_they_are_and_begins_at_the_start(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm_plugins.offloading import to_kv_hints
+        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
         from kvferry.pages.keys import route_keys, seed_of
-        from kvferry.tier.layout import Namespace
+        from kvferry.store.layout import Namespace
 
         hints = to_kv_hints("r", TierHints(Namespace("acme", 3)))
         context, keys = context_of(Request(list(range(40)), hints), 4)
@@ -982,8 +982,8 @@ class TestKeeperTier:
 
     def test_a_load_says_where_pages_lie_that_are_not_in_the_mirror(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm_plugins.offloading import to_kv_hints
-        from kvferry.tier.layout import DEFAULT_NAMESPACE
+        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
+        from kvferry.store.layout import DEFAULT_NAMESPACE
 
         context, keys = context_of(Request(list(range(40)), to_kv_hints("r", TierHints(volumes={"far": 2}))), 3)
         tier._client.held = {keys[0], keys[2]}
@@ -993,7 +993,7 @@ class TestKeeperTier:
 
     def test_a_load_says_whose_trace_it_belongs_to(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm_plugins.offloading import to_kv_hints
+        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
         from kvferry.tracing import TraceContext
 
         trace = TraceContext("00-" + 32 * "a" + "-" + 16 * "b" + "-01", "shop=7")
@@ -1005,7 +1005,7 @@ class TestKeeperTier:
     def test_what_did_not_load_is_a_miss_for_this_request_from_then_on(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import LookupResult
 
-        from kvferry.tier.client import JobDone
+        from kvferry.keeper.client import JobDone
 
         context, keys = context_of(Request(list(range(40))), 3)
         another, _ = context_of(Request(list(range(40))), 3)
@@ -1020,7 +1020,7 @@ class TestKeeperTier:
         assert tier.lookup(keys[1], another) is LookupResult.HIT
 
     def test_a_load_that_brought_nothing_is_a_failure_of_all(self, tier: Any) -> None:
-        from kvferry.tier.client import JobDone
+        from kvferry.keeper.client import JobDone
 
         context, keys = context_of(Request(list(range(40))), 2)
         tier.submit_load(self.job(5, keys, [7, 8], context, load=True))
@@ -1045,7 +1045,7 @@ class TestKeeperTier:
 
 
 class TestPageLayout:
-    """engine/vllm_plugins/page_layout.py"""
+    """engine/vllm/plugins/chunk_layout.py"""
 
     def test_keys_are_still_packed_by_instruction_set(self) -> None:
         from vllm.platforms import cpu
@@ -1076,13 +1076,13 @@ class TestPageLayout:
     def test_whatever_changes_a_byte_changes_the_digest(self) -> None:
         import torch
 
-        from kvferry.engine.vllm_plugins.page_layout import layout_fields
-        from kvferry.tier.layout import PageLayout
+        from kvferry.engine.vllm.plugins.chunk_layout import layout_fields
+        from kvferry.store.layout import ChunkLayout
 
         named = {"model_name": "m", "weights_revision": "r", "blocks_per_chunk": 1}
 
         def digest(names: dict[str, Any], **changes: Any) -> bytes:
-            return PageLayout(**layout_fields(self.config(**changes), **names), payload_bytes=1_474_560).digest  # type: ignore[arg-type]
+            return ChunkLayout(**layout_fields(self.config(**changes), **names), payload_bytes=1_474_560).digest  # type: ignore[arg-type]
 
         digests = [
             digest(named),
@@ -1101,6 +1101,6 @@ class TestPageLayout:
     def test_the_instruction_set_is_named(self) -> None:
         import platform
 
-        from kvferry.engine.vllm_plugins.page_layout import instruction_set
+        from kvferry.engine.vllm.plugins.chunk_layout import instruction_set
 
         assert instruction_set(self.config()).startswith(platform.machine())

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from etcd_server import Authority
 
+from bench.etcd_server import Authority
 from kvferry.config import ClusterConfig, MetricsConfig, TlsConfig, parse
 from kvferry.errors import ConfigError
 from kvferry.metrics_listener import NUM_PORTS, MetricsListener

@@ -13,7 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry import telemetry
 from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
+from kvferry.keeper.breaker import BreakerState
+from kvferry.keeper.volume_io import Cause
 from kvferry.router.placement import Reason
+from kvferry.store.outcome import Outcome
 from kvferry.telemetry import (
     CATALOGUE,
     ENDPOINTS,
@@ -30,9 +33,6 @@ from kvferry.telemetry import (
     VolumeSample,
     WorkerSample,
 )
-from kvferry.tier.breaker import BreakerState
-from kvferry.tier.lane import Cause
-from kvferry.tier.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +46,7 @@ SAMPLE = WorkerSample(
     num_pages=64,
     prompt_tokens_by_source={"local_compute": 3, "local_cache_hit": 0, "external_kv_transfer": 41},
     cached_tokens_by_tier={"device": 0, "cpu": 0, "volume": 32, "ferry": 41},
-    ferried_bytes=4096,
+    transferred_bytes=4096,
     num_generated_tokens=17,
 )
 
@@ -112,7 +112,7 @@ def test_labels_have_the_values_that_the_code_gives_them() -> None:
     assert set(telemetry.VERIFICATION_FAILURES) < set(Outcome)
     assert set(telemetry.BREAKER_STATES) == set(BreakerState)
     assert list(telemetry.PROMPT_SOURCES) == [field.name for field in dataclasses.fields(PromptSources)]
-    assert list(telemetry.CACHE_TIERS) == [field.name for field in dataclasses.fields(CachedTokens)]
+    assert list(telemetry.CACHE_TIERS) == list(CachedTokens().by_tier())
     assert set(FinishReason) < set(telemetry.END_REASONS)
 
 

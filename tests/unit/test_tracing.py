@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from waiting import until
 
 from kvferry import tracing as tracing_module
 from kvferry.config import TracingConfig
 from kvferry.errors import ConfigError, NoDecodeWorker
 from kvferry.telemetry import SpanCounts
 from kvferry.tracing import Clock, TraceContext, Tracing, error_type, start_tracing
+from support.waiting import until
 
 CONFIG = TracingConfig(endpoint="collector:4317")
 PARENT = TraceContext("00-" + 32 * "a" + "-" + 16 * "b" + "-01", "shop=7")
@@ -144,7 +144,7 @@ async def test_a_parent_that_is_none_begins_a_trace(traceparent: str) -> None:
 def test_without_an_endpoint_nothing_of_opentelemetry_is_loaded() -> None:
     assert start_tracing(TracingConfig(), service="gateway", instance="g") is None
     program = (
-        "import sys, kvferry.gateway.host, kvferry.worker.host, kvferry.worker.keeper_host; "
+        "import sys, kvferry.gateway.host, kvferry.worker.host, kvferry.keeper.host; "
         "print(sorted(name for name in sys.modules if name.startswith('opentelemetry')))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from typing import Any, NewType, Protocol
 import msgspec
 
 from kvferry.errors import InvalidRequest
-from kvferry.tier.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
 from kvferry.tracing import TraceContext
 
 RequestId = NewType("RequestId", str)
@@ -187,11 +187,18 @@ class CachedTokens:
     device: int = 0  # in the engine's own memory
     cpu: int = 0  # in its CPU tier
     volume: int = 0  # on NVMe, through the CPU tier
-    ferry: int = 0  # in another engine
+    kv_transfer: int = 0  # in another engine
+
+    def by_tier(self) -> dict[str, int]:
+        """Token counts under the public names of the tiers: those of the metrics' label `tier`."""
+        return {"device": self.device, "cpu": self.cpu, "volume": self.volume, "ferry": self.kv_transfer}
 
     def __add__(self, other: CachedTokens) -> CachedTokens:
         return CachedTokens(
-            self.device + other.device, self.cpu + other.cpu, self.volume + other.volume, self.ferry + other.ferry
+            self.device + other.device,
+            self.cpu + other.cpu,
+            self.volume + other.volume,
+            self.kv_transfer + other.kv_transfer,
         )
 
 
@@ -206,7 +213,7 @@ class EngineTimes:
     scheduled_s: float  # its prompt, or what was left of it, began to be computed
     first_token_s: float
     last_token_s: float
-    ferry: tuple[float, float] | None = None
+    kv_transfer: tuple[float, float] | None = None
     load: tuple[float, float] | None = None
 
 
@@ -258,19 +265,19 @@ class EngineLoad:
     num_pages: int = 0
     prompt_tokens: PromptSources = PromptSources()
     cached_tokens: CachedTokens = CachedTokens()
-    ferried_bytes: int = 0
+    transferred_bytes: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0  # finished; one that stands still while requests wait is an engine that hangs
 
 
 @dataclass(frozen=True, slots=True)
-class FerryStats:
+class KvTransferStats:
     """Transfers of pages from other engines to this one, since it started."""
 
     num_transfers: int = 0
     num_bytes: int = 0
     seconds: float = 0.0  # summed
-    num_failed: Mapping[str, int] = field(default_factory=dict)  # by cause (telemetry.FERRY_FAILURES)
+    num_failed: Mapping[str, int] = field(default_factory=dict)  # by cause (telemetry.KV_TRANSFER_FAILURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +357,7 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad: ...
 
-    def ferry_stats(self) -> FerryStats: ...
+    def kv_transfer_stats(self) -> KvTransferStats: ...
 
     def own_metrics(self) -> Iterable[Any]:
         """Prometheus metric families that the engine makes itself, outside our catalogue. May be slow to make."""

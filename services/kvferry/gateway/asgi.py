@@ -31,8 +31,8 @@ from kvferry.gateway.answers import DONE, error_body, error_chunk
 from kvferry.gateway.connection import Exchange, exchange_of
 from kvferry.gateway.generation import check_model
 from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
-from kvferry.gateway.outlet import Outlet, open_outlet
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
+from kvferry.gateway.stream_writer import StreamWriter, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
 from kvferry.telemetry import CONTENT_TYPE, Metrics
 from kvferry.tracing import Tracing
@@ -222,7 +222,7 @@ class HttpApp:
         assert self.openai is not None
         read = self.openai.chat if endpoint == "chat_completions" else self.openai.completion
         timeout_s = self._config.request_timeout_s
-        outlet: Outlet | None = None
+        outlet: StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await read(raw, tenant=tenant, debug=debug, trace=trace)
@@ -234,7 +234,7 @@ class HttpApp:
                     else:
                         await _respond(send, 200, body, [_JSON, *named])
                     return
-                outlet = open_outlet(
+                outlet = open_stream_writer(
                     exchange,
                     send,
                     [*_STREAM_HEADERS, *named],

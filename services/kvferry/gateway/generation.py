@@ -77,10 +77,10 @@ class Generation:
         metrics: Metrics,
         *,
         tenant: Tenant,
-        may_be_alone: bool = True,
+        may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
     ) -> None:
-        """`n` choices of each prompt. Not `may_be_alone`: prefill workers compute the prompts."""
+        """`n` choices of each prompt. Not `may_be_aggregated`: prefill workers compute the prompts."""
         self.requests = _requests_of(answer_id, rendered, n, tenant)
         self._trace = trace
         span = trace.span if trace is not None else None
@@ -91,7 +91,7 @@ class Generation:
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._may_be_alone = may_be_alone
+        self._may_be_aggregated = may_be_aggregated
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
 
@@ -130,7 +130,9 @@ class Generation:
         takers: tuple[Take, TakeText] = (sink.take, sink.take_text)
         if self._trace is not None:
             takers = self._trace.listen(index, *takers)
-        await self._dispatcher.run(self.requests[index], self.journeys[index], *takers, may_be_alone=self._may_be_alone)
+        await self._dispatcher.run(
+            self.requests[index], self.journeys[index], *takers, may_be_aggregated=self._may_be_aggregated
+        )
 
     async def _run_several(self, sinks: Sequence[Sink]) -> None:
         tasks = [asyncio.create_task(self._dispatch(index, sink)) for index, sink in enumerate(sinks)]
@@ -197,8 +199,8 @@ def journey_values(journey: Journey) -> dict[str, Any]:
         "decode_worker": journey.decode_worker,
         "prefill_failure": journey.prefill_failure or None,
         "continued_after": journey.continued_after,
-        "ferried_pages": journey.ferried_pages,
-        "ferried_bytes": journey.ferried_bytes,
+        "ferried_pages": journey.transferred_pages,
+        "ferried_bytes": journey.transferred_bytes,
         "prompt_tokens_by_source": dataclasses.asdict(journey.sources),
     }
 

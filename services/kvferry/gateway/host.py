@@ -23,7 +23,7 @@ from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimRenderer
-from kvferry.engine.vllm_renderer import VllmRenderer
+from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
@@ -38,11 +38,11 @@ from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, 
 from kvferry.metrics_listener import MetricsListener, Server
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.keeper_stream import follow_over
-from kvferry.router.keepers import Keepers, keeper_of, volume_of
-from kvferry.router.policy import InTurns, Policy, Priced
-from kvferry.router.residents import Residents
-from kvferry.router.roster import Roster
+from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
+from kvferry.router.residency_subscriber import ResidencySubscriber
+from kvferry.router.volume_pool import VolumePool, keeper_of, volume_of
+from kvferry.router.volume_stream import follow_over
+from kvferry.router.worker_pool import WorkerPool
 from kvferry.telemetry import Metrics, SpanCounts, VolumeSample, WorkerSample
 from kvferry.tracing import Tracing, start_tracing
 
@@ -98,10 +98,10 @@ class GatewayHost:
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
         targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
-        self.residents = Residents(ResidencyIndex())
+        self.residents = ResidencySubscriber(ResidencyIndex())
         priced = config.gateway.placement == "priced"
-        self.policy: Policy = Priced(self.residents.index) if priced else InTurns()
-        self.roster = Roster(
+        self.policy: Policy = PricedPolicy(self.residents.index) if priced else RoundRobinPolicy()
+        self.roster = WorkerPool(
             membership,
             self.gateway_id,
             config.worker,
@@ -110,7 +110,7 @@ class GatewayHost:
             on_gone=self.policy.forget,
             on_change=self._note_readiness,
         )
-        self.keepers = Keepers(membership, self.residents.index, follow_over(config.worker.tls))
+        self.keepers = VolumePool(membership, self.residents.index, follow_over(config.worker.tls))
         access = Access(config.gateway)
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         name = config.served_name
@@ -306,8 +306,8 @@ class GatewayHost:
                 num_pages_used=link.load.num_pages_used,
                 num_pages=link.load.num_pages,
                 prompt_tokens_by_source=dataclasses.asdict(link.load.prompt_tokens),
-                cached_tokens_by_tier=dataclasses.asdict(link.load.cached_tokens),
-                ferried_bytes=link.load.ferried_bytes,
+                cached_tokens_by_tier=link.load.cached_tokens.by_tier(),
+                transferred_bytes=link.load.transferred_bytes,
                 num_generated_tokens=link.load.num_generated_tokens,
             )
             for kind in WORKER_KINDS

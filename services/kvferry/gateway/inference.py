@@ -57,7 +57,7 @@ class Inference:
             self._dispatcher,
             self._metrics,
             tenant=tenant,
-            may_be_alone=not disaggregate,
+            may_be_aggregated=not disaggregate,
             trace=trace,
         )
         if trace is not None:

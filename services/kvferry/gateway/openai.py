@@ -20,9 +20,9 @@ from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.answers import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
 from kvferry.gateway.generation import Gathered, Generation, check_model, journey_values, refuse_abort
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
-from kvferry.gateway.outlet import Outlet
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat
 from kvferry.gateway.request_trace import RequestTrace
+from kvferry.gateway.stream_writer import StreamWriter
 from kvferry.gateway.tenants import Tenant
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import explain
@@ -123,7 +123,7 @@ class OpenAI:
             self._dispatcher,
             self._metrics,
             tenant=tenant,
-            may_be_alone=not debug.disaggregate,
+            may_be_aggregated=not debug.disaggregate,
             trace=trace,
         )
         return Answer(
@@ -163,7 +163,7 @@ class Answer:
         await generation.run([Gathered(generation, choice) for choice in generation.choices])
         return self._format.whole(generation.choices, generation.usage(), self._debug_values())
 
-    async def stream(self, outlet: Outlet) -> None:
+    async def stream(self, outlet: StreamWriter) -> None:
         """Write everything up to `[DONE]`, which closes the outlet.
 
         Raises KvferryError while nothing was written; later errors are events.
@@ -196,7 +196,7 @@ class Answer:
     def generation(self) -> Generation:
         return self._generation
 
-    def end_choice(self, events: bytes, outlet: Outlet) -> None:
+    def end_choice(self, events: bytes, outlet: StreamWriter) -> None:
         """Write what a choice ends with; of an only one, together with the end of the answer that follows at once."""
         if len(self._generation.choices) == 1:
             self._last_events = events
@@ -212,7 +212,7 @@ class _Streamed:
 
     __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_outlet", "_write_text")
 
-    def __init__(self, answer: Answer, index: int, fmt: Format, outlet: Outlet) -> None:
+    def __init__(self, answer: Answer, index: int, fmt: Format, outlet: StreamWriter) -> None:
         self._answer = answer
         self._index = index
         self._format = fmt

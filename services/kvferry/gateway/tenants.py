@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.engine.base import TierHints
-from kvferry.tier.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whoever a key or a client certificate names. Raises ValueError for a name that is none (tier/layout.py).
+    """Whoever a key or a client certificate names. Raises ValueError for a name that is none (store/layout.py).
 
     `cache_salt` goes into every page key and route key, so that engines, residency and routers never find one tenant's
     pages for another; `tier` names the folders of its pages on volumes. Neither is ever taken from a client.

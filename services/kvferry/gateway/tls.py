@@ -11,7 +11,7 @@ import grpc
 
 from kvferry.config import ServerTlsConfig
 from kvferry.errors import ConfigError
-from kvferry.worker.tls import TellingSslObject
+from kvferry.mutual_tls import TellingSslObject
 
 log = logging.getLogger(__name__)
 

@@ -37,12 +37,12 @@ class FirstAnswer:
     completion_tokens: int
     prefill_worker: str | None
     decode_worker: str
-    ferried_pages: int
-    ferried_bytes: int
+    transferred_pages: int
+    transferred_bytes: int
 
     @property
-    def was_ferried(self) -> bool:
-        return self.prefill_worker is not None and self.ferried_pages > 0
+    def was_transferred(self) -> bool:
+        return self.prefill_worker is not None and self.transferred_pages > 0
 
 
 def ask(
@@ -120,6 +120,6 @@ def _collect(
         completion_tokens=int(usage.get("completion_tokens", 0)),
         prefill_worker=journey.get("prefill_worker"),
         decode_worker=journey["decode_worker"],
-        ferried_pages=int(journey.get("ferried_pages", 0)),
-        ferried_bytes=int(journey.get("ferried_bytes", 0)),
+        transferred_pages=int(journey.get("ferried_pages", 0)),
+        transferred_bytes=int(journey.get("ferried_bytes", 0)),
     )

@@ -96,7 +96,7 @@ class RunFolder:
 
     @property
     def keeper(self) -> Path:
-        """Where the keeper has its socket (tier/socket_path.py)."""
+        """Where the keeper has its socket (keeper/socket_path.py)."""
         return self.path / "keeper"
 
     @property

@@ -15,8 +15,8 @@ from kvferry.local.cluster import is_alive
 from kvferry.local.run_folder import ClusterRecord, RunFolder
 from kvferry.membership.base import WORKER_KINDS, Member, MemberKind
 from kvferry.membership.etcd import EtcdMembership
+from kvferry.mutual_tls import channel_to
 from kvferry.wire.v1 import worker_pb2, worker_pb2_grpc
-from kvferry.worker.tls import channel_to
 
 _DESCRIBE_TIMEOUT_S = 3.0
 _MEMBERS_TIMEOUT_S = 10.0
@@ -38,7 +38,7 @@ class WorkerLoad:
     ferried_bytes: int
     prompt_tokens_computed: int
     prompt_tokens_cached: int
-    prompt_tokens_ferried: int
+    prompt_tokens_transferred: int
     draining: bool
 
 
@@ -152,6 +152,6 @@ async def _describe(address: str, tls: TlsConfig) -> WorkerLoad:
         ferried_bytes=load.ferried_bytes,
         prompt_tokens_computed=load.prompt_tokens.local_compute,
         prompt_tokens_cached=load.prompt_tokens.local_cache_hit,
-        prompt_tokens_ferried=load.prompt_tokens.external_kv_transfer,
+        prompt_tokens_transferred=load.prompt_tokens.external_kv_transfer,
         draining=load.draining,
     )

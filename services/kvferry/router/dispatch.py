@@ -45,14 +45,14 @@ from kvferry.errors import (
     WorkerDraining,
     WorkerLost,
 )
+from kvferry.link.worker_link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, transferred_pages
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
-from kvferry.router.keepers import volume_of
-from kvferry.router.link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, ferried_pages
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, VolumeView, WorkerView
-from kvferry.router.roster import Roster, candidate_of
+from kvferry.router.volume_pool import volume_of
+from kvferry.router.worker_pool import WorkerPool, candidate_of
 from kvferry.telemetry import FALLBACK_CAUSES, Metrics
 from kvferry.tracing import Span, error_type
 
@@ -78,8 +78,8 @@ class Journey:
     prefill_failure: str = ""
     prefill_sources: PromptSources = field(default_factory=PromptSources)
     sources: PromptSources = field(default_factory=PromptSources)
-    ferried_pages: int = 0
-    ferried_bytes: int = 0
+    transferred_pages: int = 0
+    transferred_bytes: int = 0
     continued_after: list[int] = field(default_factory=list)  # tokens given when a decode worker was lost
     choices: list[Choice] = field(default_factory=list)  # every decision about it, the last few
     trace: Span | None = None  # of the whole request, where it is traced: what is done for it are its children
@@ -106,7 +106,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: WorkerPool,
         policy: Policy,
         metrics: Metrics,
         config: GatewayConfig,
@@ -140,14 +140,14 @@ class Dispatcher:
         sink: Sink,
         text_sink: TextSink | None = None,
         *,
-        may_be_alone: bool = True,
+        may_be_aggregated: bool = True,
     ) -> None:
         """Give the request's outputs to `sink`, from whichever workers it takes, until one has a finish reason.
         `text_sink`, where given, gets those that are tokens and text alone.
 
         A decode worker that is lost is replaced by another one, which goes on where it stopped; the sink sees one
         answer. Cancelling cancels the request on every worker. Raises NoDecodeWorker, or what the request was refused
-        or failed with. Not `may_be_alone`: a prefill worker computes the prompt wherever there is one.
+        or failed with. Not `may_be_aggregated`: a prefill worker computes the prompt wherever there is one.
         """
         journey.request_id = request.request_id
         self._recent.append(journey)
@@ -155,19 +155,19 @@ class Dispatcher:
         tried = _Tried()
         unused = _Unused(self._roster)
         try:
-            await self._run(answer, tried, unused, journey, may_be_alone=may_be_alone)
+            await self._run(answer, tried, unused, journey, may_be_aggregated=may_be_aggregated)
         finally:
             unused.release()
             journey.trace = None  # remembered for longer than its request
 
     async def _run(
-        self, answer: _Answer, tried: _Tried, unused: _Unused, journey: Journey, *, may_be_alone: bool
+        self, answer: _Answer, tried: _Tried, unused: _Unused, journey: Journey, *, may_be_aggregated: bool
     ) -> None:
         kept: _Kept | None = None
         lost: KvferryError | None = None
         while True:
             attempt = answer.request()
-            placed, kept = await self._place(attempt, tried, lost, kept, journey, may_be_alone=may_be_alone)
+            placed, kept = await self._place(attempt, tried, lost, kept, journey, may_be_aggregated=may_be_aggregated)
             if kept is None:
                 unused.release()
             num_generated: int | None = None
@@ -242,20 +242,20 @@ class Dispatcher:
         kept: _Kept | None,
         journey: Journey,
         *,
-        may_be_alone: bool,
+        may_be_aggregated: bool,
     ) -> tuple[_Placed, _Kept | None]:
         """Where to go next, and what is kept for it: with decode workers that can use the pages first.
 
         A request that lost its worker waits for another one; a new request where there is none is refused at once.
         Whoever gets the answer calls `ended` of the policy.
         """
-        placed = self._place_now(attempt, tried, kept, journey, may_be_alone=may_be_alone)
+        placed = self._place_now(attempt, tried, kept, journey, may_be_aggregated=may_be_aggregated)
         if placed is None and lost is not None and not isinstance(lost, Overloaded):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._worker_wait_s):
                     while placed is None:
                         await self._roster.change()
-                        placed = self._place_now(attempt, tried, kept, journey, may_be_alone=may_be_alone)
+                        placed = self._place_now(attempt, tried, kept, journey, may_be_aggregated=may_be_aggregated)
         if placed is not None:
             return placed
         if isinstance(lost, Overloaded):
@@ -264,7 +264,7 @@ class Dispatcher:
         raise NoDecodeWorker(f"no decode worker is connected{why}")
 
     def _place_now(
-        self, attempt: EngineRequest, tried: _Tried, kept: _Kept | None, journey: Journey, *, may_be_alone: bool
+        self, attempt: EngineRequest, tried: _Tried, kept: _Kept | None, journey: Journey, *, may_be_aggregated: bool
     ) -> tuple[_Placed, _Kept | None] | None:
         """None when there is nobody to decode."""
         decode = [view for link, view in self._roster.views(MemberKind.DECODE) if tried.may_try(link)]
@@ -280,7 +280,9 @@ class Dispatcher:
         now_s = self._clock()
         self._num_placed += 1
         request = _placement_request(attempt, decode[0].candidate.block_size, self._num_placed)
-        choice = self._policy.place(request, prefill, decode, now_s, volumes=self._volumes(), may_be_alone=may_be_alone)
+        choice = self._policy.place(
+            request, prefill, decode, now_s, volumes=self._volumes(), may_be_aggregated=may_be_aggregated
+        )
         assert choice is not None
         self._policy.began(request, choice, now_s)
         journey.choices = [*journey.choices[-(MAX_CHOICES - 1) :], choice]
@@ -388,15 +390,15 @@ class Dispatcher:
 
     def _arrived(self, sources: PromptSources, last: EngineOutput, decode: WorkerLink, journey: Journey) -> None:
         journey.sources = sources
-        journey.ferried_pages = ferried_pages(last, decode.member.block_size)
-        journey.ferried_bytes = journey.ferried_pages * decode.member.page_bytes
-        self._metrics.ferried_pages.inc(journey.ferried_pages)
+        journey.transferred_pages = transferred_pages(last, decode.member.block_size)
+        journey.transferred_bytes = journey.transferred_pages * decode.member.page_bytes
+        self._metrics.transferred_pages.inc(journey.transferred_pages)
 
 
 class _Unused:
     """Pages that were kept for a request and that no decode engine was told of: given back unless one is."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: WorkerPool) -> None:
         self._roster = roster
         self.kept: _Kept | None = None
 
@@ -470,7 +472,7 @@ class _Answer:
             first_token_ms=(first_s - submitted_s) * 1e3,
             load_ms=alone.price.load_ms if alone is not None else 0.0,
             computed_tokens=sources.local_compute,
-            ferried_pages=ferried_pages(last, decode.member.block_size),
+            transferred_pages=transferred_pages(last, decode.member.block_size),
             queue_tokens=alone.queue_tokens if alone is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.load.num_running),

@@ -11,7 +11,7 @@ from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Reason, RoundRobin
 from kvferry.router.pricing import Decision, PlacementRequest, Placer, VolumeView, WorkerView
-from kvferry.router.rates import Priors
+from kvferry.router.rates import CostDefaults
 
 
 class Choice(Protocol):
@@ -34,7 +34,7 @@ class Measured:
     first_token_ms: float
     load_ms: float  # of it, what pages from slower tiers were expected to take, when it computed alone
     computed_tokens: int  # by the decode worker
-    ferried_pages: int
+    transferred_pages: int
     queue_tokens: int  # that were before it, when it computed alone
     step_ms: float | None  # mean time between its tokens
     num_streams: int  # on the worker meanwhile
@@ -51,7 +51,7 @@ class Policy(Protocol):
         now_s: float,
         *,
         volumes: Mapping[str, VolumeView],
-        may_be_alone: bool,
+        may_be_aggregated: bool,
     ) -> Choice | None: ...
 
     def began(self, request: PlacementRequest, choice: Choice, now_s: float) -> None: ...
@@ -69,11 +69,13 @@ class Policy(Protocol):
     def forget(self, worker: MemberId) -> None: ...
 
 
-class Priced:
+class PricedPolicy:
     """Where it costs the fewest milliseconds (pricing.py)."""
 
-    def __init__(self, index: ResidencyIndex, priors: Priors | None = None, seed: int | None = None) -> None:
-        self.placer = Placer(index, priors, seed)
+    def __init__(
+        self, index: ResidencyIndex, cost_defaults: CostDefaults | None = None, seed: int | None = None
+    ) -> None:
+        self.placer = Placer(index, cost_defaults, seed)
         self.place = self.placer.place
         self.prefilled = self.placer.prefilled
         self.first_token = self.placer.first_token
@@ -91,8 +93,8 @@ class Priced:
         self.placer.observed_prefill(worker, computed_tokens, elapsed_ms - load_ms, queue_tokens)
 
     def learn(self, worker: MemberId, measured: Measured) -> None:
-        if measured.ferried_pages:
-            self.placer.observed_ferry(worker, measured.ferried_pages, measured.first_token_ms)
+        if measured.transferred_pages:
+            self.placer.observed_kv_transfer(worker, measured.transferred_pages, measured.first_token_ms)
         elif measured.computed_tokens:
             self.placer.observed_prefill(
                 worker,
@@ -104,7 +106,7 @@ class Priced:
             self.placer.observed_step(worker, measured.step_ms, measured.num_streams)
 
 
-class InTurns:
+class RoundRobinPolicy:
     """Round robin, always disaggregated where it can be: what there is to compare with, and to fall back on."""
 
     def __init__(self) -> None:
@@ -118,7 +120,7 @@ class InTurns:
         now_s: float,
         *,
         volumes: Mapping[str, VolumeView],
-        may_be_alone: bool,
+        may_be_aggregated: bool,
     ) -> Choice | None:
         return self._round_robin.place([view.candidate for view in prefill], [view.candidate for view in decode])
 
@@ -160,4 +162,5 @@ def explain(choice: Choice) -> dict[str, Any]:
 
 def _price(price: Any) -> dict[str, Any]:
     values = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(price).items()}
+    values["ferry_ms"] = values.pop("kv_transfer_ms")  # the name that `kvferry explain --json` has always shown
     return {**values, "total_ms": round(price.total_ms, 3)}

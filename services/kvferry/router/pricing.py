@@ -36,7 +36,7 @@ from kvferry.engine.base import EngineLoad, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import Found, ResidencyIndex
 from kvferry.router.placement import Candidate, Reason
-from kvferry.router.rates import Priors, RatePool, WorkerRates
+from kvferry.router.rates import CostDefaults, RatePool, WorkerRates
 
 # In-flight pages are noted at every 4th page and at the last one: a quarter of the work, and a sibling is credited with
 # up to 3 pages less than it will find.
@@ -107,14 +107,14 @@ class Price:
     load_ms: float  # of pages from slower tiers
     compute_ms: float  # of missing tokens
     others_ms: float  # what the compute costs other requests
-    ferry_ms: float
+    kv_transfer_ms: float
     streams_ms: float  # the answer's steps and what they cost other streams
     matched: Matched
     volume: str = ""  # where pages are loaded from; empty: none are
 
     @property
     def total_ms(self) -> float:
-        return self.queue_ms + self.load_ms + self.compute_ms + self.others_ms + self.ferry_ms + self.streams_ms
+        return self.queue_ms + self.load_ms + self.compute_ms + self.others_ms + self.kv_transfer_ms + self.streams_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +160,14 @@ _NO_LOAD: Final[_Load] = ("", 0, 0)
 
 # A priced prefill worker: (cost, order, worker, queue_ms, load_ms, compute_ms, missing tokens, pages held on the GPU,
 # on the CPU, on volumes, expected, load). A priced decode worker: the same of computing alone, where cost is that of a
-# ferry, then (cost alone, streams_ms, ferry_ms, lacking pages). Tuples, since hundreds are made for each decision.
+# transfer, then (alone, streams_ms, kv_transfer_ms, lacking pages). Tuples, since hundreds are made for each decision.
 _PrefillRow = tuple[float, int, "_Worker", float, float, float, int, int, int, int, int, _Load]
 _DecodeRow = tuple[float, int, "_Worker", float, float, float, int, int, int, int, int, _Load, float, float, float, int]
 _COST: Final = 0
 _LOAD: Final = 11
 _ALONE: Final = 12
 _STREAMS: Final = 13
-_FERRY: Final = 14
+_KV_TRANSFER: Final = 14
 _LACKING: Final = 15
 _Row = TypeVar("_Row", bound=tuple[Any, ...])
 
@@ -185,12 +185,12 @@ class _Rows:
     work_weight: float
 
     def price_of(self, prefill: _PrefillRow | None, decode: _DecodeRow) -> Price:
-        alone, streams_ms, ferry_ms = decode[_ALONE], decode[_STREAMS], decode[_FERRY]
+        alone, streams_ms, kv_transfer_ms = decode[_ALONE], decode[_STREAMS], decode[_KV_TRANSFER]
         computing = decode if prefill is None else prefill
         queue_ms, load_ms, compute_ms = computing[3:6]
         matched = Matched(*(pages * self.block_size for pages in computing[7:11]))
         if prefill is None:
-            others_ms, ferry_ms = alone - queue_ms - load_ms - compute_ms - streams_ms, 0.0
+            others_ms, kv_transfer_ms = alone - queue_ms - load_ms - compute_ms - streams_ms, 0.0
         else:
             others_ms = self.work_weight * compute_ms
         return Price(
@@ -200,7 +200,7 @@ class _Rows:
             load_ms,
             compute_ms,
             others_ms,
-            ferry_ms,
+            kv_transfer_ms,
             streams_ms,
             matched,
             computing[_LOAD][0],
@@ -230,11 +230,11 @@ class _Worker:
         "coming",
         "compute_weight",
         "expected",
-        "ferry_page_ms",
         "foreign_prompts",
         "full_ms_per_page",
         "group",
         "head_since_s",
+        "kv_transfer_page_ms",
         "member_id",
         "ms_per_step",
         "ms_per_token",
@@ -268,7 +268,7 @@ class _Worker:
         self.view: WorkerView | None = None
         self.ms_per_token = 0.0
         self.foreign_prompts = 0.0  # other gateways' prompts before a new one
-        self.ferry_page_ms = 0.0
+        self.kv_transfer_page_ms = 0.0
         self.step_ms = 0.0  # with one more stream
         self.ms_per_step = 0.0  # what a step of one more stream costs it and the others
         self.wait_ms = 0.0  # until it gets a place among the streams
@@ -287,24 +287,26 @@ class _Worker:
     def idle(self) -> bool:
         return not (self.prefills or self.coming or self.streams or self.expected or self.arriving)
 
-    def sum_up(self, view: WorkerView, priors: Priors, output_tokens: float) -> None:
+    def sum_up(self, view: WorkerView, cost_defaults: CostDefaults, output_tokens: float) -> None:
         self.view = view
         load, rates = view.load, self.rates
         self.ms_per_token = rates.prefill_ms_per_token.value
-        self.ferry_page_ms = rates.ferry_page_ms.value
+        self.kv_transfer_page_ms = rates.kv_transfer_page_ms.value
         # The one that runs is half done.
         self.foreign_prompts = max(0.0, load.num_running + load.num_waiting - len(self.prefills) - 0.5)
         self.unheard = len(self.coming) + _num_since(self.streams, view.reported_s)
         streams = load.num_running + load.num_waiting + self.unheard
         scale = rates.step_scale.value
-        self.step_ms = scale * (priors.step_ms + priors.step_ms_per_stream * (streams + 1))
-        self.ms_per_step = self.step_ms + scale * priors.step_ms_per_stream * streams
+        self.step_ms = scale * (cost_defaults.step_ms + cost_defaults.step_ms_per_stream * (streams + 1))
+        self.ms_per_step = self.step_ms + scale * cost_defaults.step_ms_per_stream * streams
         # Each one before it waits for a stream to end; the ends of those running are spread over an answer's time.
         self.wait_ms = load.num_waiting * output_tokens * self.step_ms / max(1, load.num_running)
-        self.compute_weight = 1.0 + priors.work_weight + priors.interference_weight * (streams + 1)
+        self.compute_weight = 1.0 + cost_defaults.work_weight + cost_defaults.interference_weight * (streams + 1)
         if load.num_pages:
-            self.room_pages = priors.pages_full_share * load.num_pages - load.num_pages_used
-            self.full_ms_per_page = priors.pages_full_ms / ((1.0 - priors.pages_full_share) * load.num_pages)
+            self.room_pages = cost_defaults.pages_full_share * load.num_pages - load.num_pages_used
+            self.full_ms_per_page = cost_defaults.pages_full_ms / (
+                (1.0 - cost_defaults.pages_full_share) * load.num_pages
+            )
         else:
             self.room_pages, self.full_ms_per_page = float("inf"), 0.0
 
@@ -339,19 +341,21 @@ class Placer:
     `forget` a worker that is gone.
     """
 
-    def __init__(self, index: ResidencyIndex, priors: Priors | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self, index: ResidencyIndex, cost_defaults: CostDefaults | None = None, seed: int | None = None
+    ) -> None:
         self._index = index
-        self.priors = priors or Priors()
+        self.cost_defaults = cost_defaults or CostDefaults()
         self._random = random.Random(seed)
-        self._prefill_rates = RatePool(self.priors)
-        self._decode_rates = RatePool(self.priors)
+        self._prefill_rates = RatePool(self.cost_defaults)
+        self._decode_rates = RatePool(self.cost_defaults)
         self._prefill: dict[MemberId, _Worker] = {}
         self._decode: dict[MemberId, _Worker] = {}
         self._groups: dict[tuple[str, int, str], int] = {}
         self._flights: dict[RequestId, _Flight] = {}
         # Computed pages that the index may not know yet: (until, pages), soonest first.
         self._fading: deque[tuple[float, _Note]] = deque()
-        self._output_tokens = self.priors.output_tokens
+        self._output_tokens = self.cost_defaults.output_tokens
 
     def __repr__(self) -> str:
         return (
@@ -371,11 +375,11 @@ class Placer:
         now_s: float,
         *,
         volumes: Mapping[str, VolumeView] = NO_VOLUMES,
-        may_be_alone: bool = True,
+        may_be_aggregated: bool = True,
     ) -> Decision | None:
         """The cheapest placement, or one near it by chance. None when there is nobody to decode.
 
-        Not `may_be_alone`: a decode worker computes the prompt only where no prefill worker can.
+        Not `may_be_aggregated`: a decode worker computes the prompt only where no prefill worker can.
 
         `prefill` and `decode` are those that may be given requests now, `volumes` those that may be read, by id; what
         the index knows of others does not count. Changes no account. O(P + D), with a probe of the index for each.
@@ -396,18 +400,20 @@ class Placer:
         prefill_row: _PrefillRow | None = None
         computing: _PrefillRow | _DecodeRow
         # How near is near depends on what is at stake: not on the answer's own steps, which cost the same anywhere.
-        if p_rows and (not may_be_alone or p_rows[0][_COST] + d_rows[0][_COST] <= alone[_ALONE]):
-            margin = self.priors.near_ms + self.priors.near_share * (p_rows[0][_COST] + d_rows[0][_FERRY])
+        if p_rows and (not may_be_aggregated or p_rows[0][_COST] + d_rows[0][_COST] <= alone[_ALONE]):
+            margin = self.cost_defaults.near_ms + self.cost_defaults.near_share * (
+                p_rows[0][_COST] + d_rows[0][_KV_TRANSFER]
+            )
             prefill_row = computing = self._among_near(p_rows, _COST, margin)
             decode_row = self._among_near(d_rows, _COST, margin)
             reason = Reason.SIBLING if prefill_row[10] else Reason.DISAGGREGATED
-            lacking, ferry_ms = decode_row[_LACKING], decode_row[_FERRY]
+            lacking, kv_transfer_ms = decode_row[_LACKING], decode_row[_KV_TRANSFER]
         else:
-            margin = self.priors.near_ms + self.priors.near_share * (alone[_ALONE] - alone[_STREAMS])
+            margin = self.cost_defaults.near_ms + self.cost_defaults.near_share * (alone[_ALONE] - alone[_STREAMS])
             by_cost = sorted(decode_rows, key=itemgetter(_ALONE))
             decode_row = computing = self._among_near(by_cost, _ALONE, margin)
             reason = self._why_alone(request, prefill_rows, p_rows, d_rows, decode_row)
-            lacking, ferry_ms = 0, 0.0
+            lacking, kv_transfer_ms = 0, 0.0
         rows = _Rows(
             prefill_row,
             decode_row,
@@ -415,7 +421,7 @@ class Placer:
             d_rows[:_NUM_RUNNERS_UP],
             alone,
             request.block_size,
-            self.priors.work_weight,
+            self.cost_defaults.work_weight,
         )
         on = decode_row[2]
         return Decision(
@@ -425,7 +431,7 @@ class Placer:
             computing[6],
             computing[2].queued_tokens,
             lacking,
-            computing[3] + computing[4] + computing[5] + ferry_ms + on.wait_ms + on.step_ms,
+            computing[3] + computing[4] + computing[5] + kv_transfer_ms + on.wait_ms + on.step_ms,
             *computing[_LOAD],
             rows,
         )
@@ -498,17 +504,17 @@ class Placer:
         """
         is_decode = worker in self._decode
         rates = (self._decode_rates if is_decode else self._prefill_rates).of(worker)
-        if rates.observed_prefill(self.priors, computed_tokens, elapsed_ms, queued_ahead_tokens):
+        if rates.observed_prefill(self.cost_defaults, computed_tokens, elapsed_ms, queued_ahead_tokens):
             self._learned(worker, is_decode)
 
-    def observed_ferry(self, worker: MemberId, num_pages: int, elapsed_ms: float) -> None:
+    def observed_kv_transfer(self, worker: MemberId, num_pages: int, elapsed_ms: float) -> None:
         """The decode worker had `num_pages` pages this long after it was asked."""
-        if self._decode_rates.of(worker).observed_ferry(self.priors, num_pages, elapsed_ms):
+        if self._decode_rates.of(worker).observed_kv_transfer(self.cost_defaults, num_pages, elapsed_ms):
             self._learned(worker, is_decode=True)
 
     def observed_step(self, worker: MemberId, step_ms: float, num_streams: int) -> None:
         """A decode step of `num_streams` streams."""
-        if self._decode_rates.of(worker).observed_step(self.priors, step_ms, num_streams):
+        if self._decode_rates.of(worker).observed_step(self.cost_defaults, step_ms, num_streams):
             self._learned(worker, is_decode=True)
 
     def forget(self, worker: MemberId) -> None:
@@ -557,11 +563,11 @@ class Placer:
     def _price_prefill(
         self, request: PlacementRequest, views: Sequence[WorkerView], found: Found, offers: list[_Offer], now_s: float
     ) -> list[_PrefillRow]:
-        priors, worker_of, gpu, cpu = self.priors, self._prefill.get, found.gpu, found.cpu
+        cost_defaults, worker_of, gpu, cpu = self.cost_defaults, self._prefill.get, found.gpu, found.cpu
         beyond = bool(cpu or offers)
         num_tokens, block_size, keys = request.num_tokens, request.block_size, request.keys
-        cpu_page_ms, fixed_ms = priors.cpu_page_ms, priors.prefill_fixed_ms
-        charged = 1.0 + priors.work_weight
+        cpu_page_ms, fixed_ms = cost_defaults.cpu_page_ms, cost_defaults.prefill_fixed_ms
+        charged = 1.0 + cost_defaults.work_weight
         rows: list[_PrefillRow] = []
         for order, view in enumerate(views):
             member_id = view.candidate.member_id
@@ -585,7 +591,9 @@ class Placer:
                     expected, held = reach - held, reach
                 if offers:
                     page_compute_ms = block_size * ms_per_token * charged
-                    load, volume_ms = _best_load(offers, held, worker.node, page_compute_ms, priors.remote_page_ms)
+                    load, volume_ms = _best_load(
+                        offers, held, worker.node, page_compute_ms, cost_defaults.remote_page_ms
+                    )
                     if load[1]:
                         on_volume, held = load[1] - held, load[1]
                         load_ms += volume_ms
@@ -601,12 +609,12 @@ class Placer:
     def _price_decode(
         self, request: PlacementRequest, views: Sequence[WorkerView], found: Found, offers: list[_Offer], now_s: float
     ) -> list[_DecodeRow]:
-        priors, worker_of, gpu, cpu = self.priors, self._decode.get, found.gpu, found.cpu
+        cost_defaults, worker_of, gpu, cpu = self.cost_defaults, self._decode.get, found.gpu, found.cpu
         beyond = bool(cpu)
         num_tokens, block_size, keys = request.num_tokens, request.block_size, request.keys
         num_pages = -(-num_tokens // block_size)
-        cpu_page_ms, fixed_ms = priors.cpu_page_ms, priors.prefill_fixed_ms
-        handoff_ms = priors.handoff_ms
+        cpu_page_ms, fixed_ms = cost_defaults.cpu_page_ms, cost_defaults.prefill_fixed_ms
+        handoff_ms = cost_defaults.handoff_ms
         steps = min(float(request.max_tokens), self._output_tokens)
         wanted_pages = num_pages + int(steps) // block_size
         rows: list[_DecodeRow] = []
@@ -627,11 +635,11 @@ class Placer:
             # A decode worker does not read volumes while a ferry brings the same pages. What a sibling's ferry brings
             # is there in time for this one's, and too late for computing alone.
             lacking = num_pages - (_reach(worker.arriving, keys, held) if worker.arriving else held)
-            ferry_ms = handoff_ms + lacking * worker.ferry_page_ms + load_ms
+            kv_transfer_ms = handoff_ms + lacking * worker.kv_transfer_page_ms + load_ms
             load = _NO_LOAD
             if offers:
                 page_compute_ms = block_size * worker.ms_per_token * worker.compute_weight
-                load, volume_ms = _best_load(offers, held, worker.node, page_compute_ms, priors.remote_page_ms)
+                load, volume_ms = _best_load(offers, held, worker.node, page_compute_ms, cost_defaults.remote_page_ms)
                 if load[1]:
                     on_volume, held = load[1] - held, load[1]
                     load_ms += volume_ms
@@ -645,7 +653,7 @@ class Placer:
             alone = queue_ms + load_ms + compute_ms * worker.compute_weight + streams_ms
             rows.append(
                 (
-                    ferry_ms + streams_ms,
+                    kv_transfer_ms + streams_ms,
                     order,
                     worker,
                     queue_ms,
@@ -659,7 +667,7 @@ class Placer:
                     load,
                     alone,
                     streams_ms,
-                    ferry_ms,
+                    kv_transfer_ms,
                     lacking,
                 )
             )
@@ -716,7 +724,7 @@ class Placer:
         facts = (candidate.model, candidate.block_size, candidate.kv_cache_dtype)
         worker.group = self._groups.setdefault(facts, len(self._groups))
         worker.node = candidate.node
-        worker.sum_up(view, self.priors, self._output_tokens)
+        worker.sum_up(view, self.cost_defaults, self._output_tokens)
         return worker
 
     def _learned(self, member_id: MemberId, is_decode: bool) -> None:
@@ -754,7 +762,7 @@ class Placer:
 
     def _fade_later(self, note: _Note, now_s: float) -> None:
         """The pages are there; the index will hear of it within the grace."""
-        self._fading.append((now_s + self.priors.expected_grace_s, note))
+        self._fading.append((now_s + self.cost_defaults.expected_grace_s, note))
 
     def _fade(self, now_s: float) -> None:
         fading = self._fading

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Priors:
+class CostDefaults:
     """What is believed before anything was measured, and the weights of a price. Times in ms."""
 
     prefill_ms_per_token: float = 0.1  # 10,000 tokens a second
@@ -19,7 +19,7 @@ class Priors:
     cpu_page_ms: float = 0.02  # 1 MiB at 50 GB/s
     volume_page_ms: float = 0.25  # 1 MiB at 4 GB/s, verified
     remote_page_ms: float = 0.1  # more, where another node's keeper has to send it: 1 MiB at 10 GB/s
-    ferry_page_ms: float = 0.05  # 1 MiB at 20 GB/s
+    kv_transfer_page_ms: float = 0.05  # 1 MiB at 20 GB/s
     handoff_ms: float = 5.0  # of every ferry, whatever its size
     step_ms: float = 10.0  # a decode step of no stream
     step_ms_per_stream: float = 0.1
@@ -77,43 +77,43 @@ class Rate:
 class WorkerRates:
     """The rates of one worker. `step_scale` is its decode step relative to the priors' line over streams."""
 
-    __slots__ = ("ferry_page_ms", "prefill_ms_per_token", "step_scale")
+    __slots__ = ("kv_transfer_page_ms", "prefill_ms_per_token", "step_scale")
 
-    def __init__(self, priors: Priors) -> None:
-        self.prefill_ms_per_token = Rate(priors.prefill_ms_per_token)
-        self.ferry_page_ms = Rate(priors.ferry_page_ms)
+    def __init__(self, cost_defaults: CostDefaults) -> None:
+        self.prefill_ms_per_token = Rate(cost_defaults.prefill_ms_per_token)
+        self.kv_transfer_page_ms = Rate(cost_defaults.kv_transfer_page_ms)
         self.step_scale = Rate(1.0)
 
     def observed_prefill(
-        self, priors: Priors, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int
+        self, cost_defaults: CostDefaults, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int
     ) -> bool:
         """Returns whether it said something: prefills of a few tokens do not."""
         tokens = computed_tokens + queued_ahead_tokens
         if computed_tokens < _MIN_TOKENS or elapsed_ms <= 0:
             return False
         # At least half of the time is the tokens', however small the job.
-        self.prefill_ms_per_token.observe(max(elapsed_ms - priors.prefill_fixed_ms, elapsed_ms / 2) / tokens)
+        self.prefill_ms_per_token.observe(max(elapsed_ms - cost_defaults.prefill_fixed_ms, elapsed_ms / 2) / tokens)
         return True
 
-    def observed_ferry(self, priors: Priors, num_pages: int, elapsed_ms: float) -> bool:
+    def observed_kv_transfer(self, cost_defaults: CostDefaults, num_pages: int, elapsed_ms: float) -> bool:
         if num_pages < 1 or elapsed_ms <= 0:
             return False
-        self.ferry_page_ms.observe(max(elapsed_ms - priors.handoff_ms, elapsed_ms / 10) / num_pages)
+        self.kv_transfer_page_ms.observe(max(elapsed_ms - cost_defaults.handoff_ms, elapsed_ms / 10) / num_pages)
         return True
 
-    def observed_step(self, priors: Priors, step_ms: float, num_streams: int) -> bool:
+    def observed_step(self, cost_defaults: CostDefaults, step_ms: float, num_streams: int) -> bool:
         if num_streams < 1 or step_ms <= 0:
             return False
-        self.step_scale.observe(step_ms / (priors.step_ms + priors.step_ms_per_stream * num_streams))
+        self.step_scale.observe(step_ms / (cost_defaults.step_ms + cost_defaults.step_ms_per_stream * num_streams))
         return True
 
 
 class RatePool:
     """The rates of all workers of a role."""
 
-    def __init__(self, priors: Priors) -> None:
-        self._priors = priors
-        self._typical = WorkerRates(priors)
+    def __init__(self, cost_defaults: CostDefaults) -> None:
+        self._priors = cost_defaults
+        self._typical = WorkerRates(cost_defaults)
         self._workers: dict[str, WorkerRates] = {}
         self._num_changes = 0
 

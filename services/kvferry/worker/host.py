@@ -16,7 +16,7 @@ from kvferry.addresses import join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Engine
 from kvferry.engine.sim import SimEngine
-from kvferry.engine.vllm_engine import VllmEngine
+from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener
@@ -24,7 +24,7 @@ from kvferry.shared_memory import record_shared_memory
 from kvferry.telemetry import SpanCounts
 from kvferry.tracing import Tracing, start_tracing
 from kvferry.worker.metrics import WorkerMetrics
-from kvferry.worker.residency_source import ResidencySource
+from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import WorkerServer
 from kvferry.worker.watchdog import HangWatch
 
@@ -81,9 +81,9 @@ class WorkerHost:
             max_requests=config.worker.max_requests,
             heartbeat_s=config.worker.heartbeat_s,
             frames=config.worker.link == "frames",
-            mutual_tls=config.worker.tls,
+            tls=config.worker.tls,
         )
-        self.residency = ResidencySource(engine, self.server)
+        self.residency = ResidencyPublisher(engine, self.server)
         self._tracing: Tracing | None = None
         self.metrics = self.server.observer.metrics = WorkerMetrics(
             engine, self.server, worker_id=self.worker_id, role=kind.value, read_span_counts=self._span_counts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvferry import telemetry
-from kvferry.engine.base import Engine, EngineLoad, EngineTimes, FerryStats
+from kvferry.engine.base import Engine, EngineLoad, EngineTimes, KvTransferStats
 from kvferry.errors import KvferryError
 from kvferry.telemetry import Exporter, Exposition, Reading, SpanCounts
 from kvferry.worker.server import WorkerServer
@@ -17,7 +17,12 @@ _READ = (
     *(telemetry.ENGINE_ALIVE, telemetry.ENGINE_DRAINING, telemetry.ENGINE_GATEWAYS, telemetry.ENGINE_RUNNING),
     *(telemetry.ENGINE_WAITING, telemetry.ENGINE_PAGES, telemetry.ENGINE_PAGES_USED, telemetry.ENGINE_CPU_PAGES),
     *(telemetry.ENGINE_STEPS, telemetry.ENGINE_PROMPT_TOKENS, telemetry.ENGINE_CACHED_TOKENS),
-    *(telemetry.ENGINE_GENERATED_TOKENS, telemetry.FERRY_SECONDS, telemetry.FERRY_BYTES, telemetry.FERRY_FAILED),
+    *(
+        telemetry.ENGINE_GENERATED_TOKENS,
+        telemetry.KV_TRANSFER_SECONDS,
+        telemetry.KV_TRANSFER_BYTES,
+        telemetry.KV_TRANSFER_FAILED,
+    ),
     telemetry.WORKER_SPANS,
 )
 
@@ -52,7 +57,7 @@ class WorkerMetrics:
 
     def observe(self, times: EngineTimes) -> None:
         """A request ended well."""
-        begun_s = min(wait[0] for wait in (times.ferry, times.load, (times.scheduled_s,)) if wait is not None)
+        begun_s = min(wait[0] for wait in (times.kv_transfer, times.load, (times.scheduled_s,)) if wait is not None)
         self._queue_seconds.observe(max(0.0, begun_s - times.queued_s))
         self._prefill_seconds.observe(max(0.0, times.first_token_s - times.scheduled_s))
         self._decode_seconds.observe(max(0.0, times.last_token_s - times.first_token_s))
@@ -75,9 +80,9 @@ class WorkerMetrics:
     def _read(self) -> Iterator[Reading]:
         engine, server = self._engine, self._server
         try:
-            load, ferry, num_cpu_pages = engine.load(), engine.ferry_stats(), engine.info.num_cpu_pages
+            load, kv_transfer, num_cpu_pages = engine.load(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
         except KvferryError:
-            load, ferry, num_cpu_pages = EngineLoad(), FerryStats(), 0
+            load, kv_transfer, num_cpu_pages = EngineLoad(), KvTransferStats(), 0
         yield Reading(telemetry.ENGINE_ALIVE, (), float(not server.died.is_set()))
         yield Reading(telemetry.ENGINE_DRAINING, (), float(server.draining))
         yield Reading(telemetry.ENGINE_GATEWAYS, (), len(server.attachments))
@@ -89,11 +94,11 @@ class WorkerMetrics:
         yield Reading(telemetry.ENGINE_STEPS, (), load.num_steps)
         for source, tokens in dataclasses.asdict(load.prompt_tokens).items():
             yield Reading(telemetry.ENGINE_PROMPT_TOKENS, (source,), tokens)
-        for tier, tokens in dataclasses.asdict(load.cached_tokens).items():
+        for tier, tokens in load.cached_tokens.by_tier().items():
             yield Reading(telemetry.ENGINE_CACHED_TOKENS, (tier,), tokens)
         yield Reading(telemetry.ENGINE_GENERATED_TOKENS, (), load.num_generated_tokens)
-        yield Reading(telemetry.FERRY_SECONDS, (), ferry.num_transfers, ferry.seconds)
-        yield Reading(telemetry.FERRY_BYTES, (), ferry.num_bytes)
-        for cause, count in ferry.num_failed.items():
-            yield Reading(telemetry.FERRY_FAILED, (cause,), count)
+        yield Reading(telemetry.KV_TRANSFER_SECONDS, (), kv_transfer.num_transfers, kv_transfer.seconds)
+        yield Reading(telemetry.KV_TRANSFER_BYTES, (), kv_transfer.num_bytes)
+        for cause, count in kv_transfer.num_failed.items():
+            yield Reading(telemetry.KV_TRANSFER_FAILED, (cause,), count)
         yield from telemetry.read_spans(telemetry.WORKER_SPANS, self._read_span_counts())

@@ -7,16 +7,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from kvferry import __version__
+from kvferry import __version__, mutual_tls
 from kvferry.config import TlsConfig
 from kvferry.engine.base import Engine, EngineLoad
 from kvferry.errors import EngineDead, KvferryError, Overloaded, WorkerDraining
+from kvferry.link import codec
+from kvferry.link.frame_server import FrameServer
+from kvferry.link.gateway_session import GatewaySession, SessionTransport
+from kvferry.link.grpc_server import GrpcServer
 from kvferry.wire.v1 import worker_pb2 as pb
-from kvferry.worker import codec, tls
-from kvferry.worker.attachment import Attachment, Outlet
-from kvferry.worker.frame_server import FrameServer
-from kvferry.worker.grpc_server import GrpcServer
-from kvferry.worker.observer import Observer
+from kvferry.worker.request_instrumentation import RequestInstrumentation
 
 # A refused request is told when to come back from how fast the last ones ended.
 _NUM_ENDS = 64
@@ -27,7 +27,7 @@ class WorkerServer:
     """Serves one engine.
 
     `start` binds, `drain` refuses new requests and waits for those in flight, `stop` ends everything. With `frames`,
-    links are taken on `frame_port` as well as on `port`, where gRPC listens; with `mutual_tls`, both only from
+    links are taken on `frame_port` as well as on `port`, where gRPC listens; with `tls`, both only from
     gateways with a certificate.
 
     `on_want_snapshot` is called when a gateway asks for all this worker holds; `attachments` are who is to be told of
@@ -44,7 +44,7 @@ class WorkerServer:
         max_requests: int,
         heartbeat_s: float,
         frames: bool = True,
-        mutual_tls: TlsConfig | None = None,
+        tls: TlsConfig | None = None,
     ) -> None:
         self._engine = engine
         self._worker_id = worker_id
@@ -52,10 +52,10 @@ class WorkerServer:
         self._host = host
         self._max_requests = max_requests
         self._heartbeat_s = heartbeat_s
-        self._tls = mutual_tls if mutual_tls is not None and mutual_tls.enabled else None
+        self._tls = tls if tls is not None and tls.enabled else None
         self._grpc = GrpcServer(self.attach, self.detach, self.welcome)
         self._frames = FrameServer(self.attach, self.detach) if frames else None
-        self._attachments: set[Attachment] = set()
+        self._attachments: set[GatewaySession] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -64,10 +64,10 @@ class WorkerServer:
         self._end_times_s: deque[float] = deque(maxlen=_NUM_ENDS)
         self._num_requests_before = 0
         self.draining = False
-        self.observer = Observer(role)
+        self.observer = RequestInstrumentation(role)
         self.died = asyncio.Event()  # set once the engine was seen dead
         self.why_died = ""
-        self.on_want_snapshot: Callable[[Attachment], None] | None = None
+        self.on_want_snapshot: Callable[[GatewaySession], None] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -90,15 +90,17 @@ class WorkerServer:
         return sum(len(attachment.tasks) for attachment in self._attachments)
 
     @property
-    def attachments(self) -> tuple[Attachment, ...]:
+    def attachments(self) -> tuple[GatewaySession, ...]:
         """Of gateways that are linked now."""
         return tuple(self._attachments)
 
     async def start(self) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
-        await self._grpc.start(self._host, tls.server_credentials(self._tls) if self._tls is not None else None)
+        await self._grpc.start(self._host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None)
         if self._frames is not None:
-            await self._frames.start(self._host, tls.server_context(self._tls) if self._tls is not None else None)
+            await self._frames.start(
+                self._host, mutual_tls.server_context(self._tls) if self._tls is not None else None
+            )
 
     def refuse_new(self) -> None:
         """Take no new requests from now on, and tell every gateway at once."""
@@ -138,13 +140,13 @@ class WorkerServer:
 
     # What transports and attachments call.
 
-    def attach(self, outlet: Outlet, hello: pb.Hello) -> Attachment:
+    def attach(self, outlet: SessionTransport, hello: pb.Hello) -> GatewaySession:
         """The attachment of a gateway that has just linked; its Welcome waits."""
-        attachment = Attachment(self, outlet, hello, self._want_snapshot)
+        attachment = GatewaySession(self, outlet, hello, self._want_snapshot)
         self._attachments.add(attachment)
         return attachment
 
-    def detach(self, attachment: Attachment) -> asyncio.Task[None]:
+    def detach(self, attachment: GatewaySession) -> asyncio.Task[None]:
         """End the requests of an attachment; it counts until they are gone."""
 
         async def end() -> None:
@@ -210,7 +212,7 @@ class WorkerServer:
     def heartbeat_s(self) -> float:
         return self._heartbeat_s
 
-    def _want_snapshot(self, attachment: Attachment) -> None:
+    def _want_snapshot(self, attachment: GatewaySession) -> None:
         if self.on_want_snapshot is not None:
             self.on_want_snapshot(attachment)
 

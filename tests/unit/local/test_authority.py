@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry import mutual_tls as worker_tls
 from kvferry.config import TlsConfig, parse
 from kvferry.local.authority import SERVER_NAME, make_certificates
-from kvferry.worker import tls as worker_tls
 
 
 async def exchanged(server: TlsConfig, client: TlsConfig, name: str = SERVER_NAME) -> bytes:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from etcd_server import Authority
 
+from bench.etcd_server import Authority
 from kvferry.config import GatewayConfig, ServerTlsConfig
 from kvferry.gateway.tls import GatewayTls
 from kvferry.local.child import child_environment

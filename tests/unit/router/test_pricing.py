@@ -15,10 +15,10 @@ from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.placement import Candidate, Reason
 from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, Placer, VolumeView, WorkerView
-from kvferry.router.rates import Priors
+from kvferry.router.rates import CostDefaults
 
 BLOCK_SIZE = 16
-PRIORS = Priors()
+PRIORS = CostDefaults()
 
 _fresh = itertools.count()
 
@@ -258,12 +258,12 @@ def test_the_breakdown_adds_up_and_the_chosen_is_the_cheapest_but_for_chance() -
     with_prefill = [price for price in runners_up if price.prefill is not None]
     assert [price.total_ms for price in with_prefill] == sorted(price.total_ms for price in with_prefill)
     for price in (decision.price, *runners_up):
-        assert min(price.queue_ms, price.load_ms, price.compute_ms, price.others_ms, price.ferry_ms) >= 0
+        assert min(price.queue_ms, price.load_ms, price.compute_ms, price.others_ms, price.kv_transfer_ms) >= 0
         assert price.total_ms <= decision.price.total_ms * 2 or price.prefill is None
     assert (decision.price.prefill, decision.price.decode) == (decision.prefill, decision.decode)
     # Whoever chose a neighbour by chance chose one that is near.
     assert decision.price.total_ms <= min(price.total_ms for price in runners_up) * 1.06 + 2
-    ttft = decision.price.queue_ms + decision.price.load_ms + decision.price.compute_ms + decision.price.ferry_ms
+    ttft = decision.price.queue_ms + decision.price.load_ms + decision.price.compute_ms + decision.price.kv_transfer_ms
     assert decision.expected_ttft_ms == pytest.approx(ttft + PRIORS.step_ms + PRIORS.step_ms_per_stream)
 
 
@@ -465,8 +465,8 @@ def serve(
     speed = {worker.candidate.member_id: ms for worker, ms in zip(prefill, speeds_ms_per_token, strict=True)}
     # So many decode workers, so slow at prompts, that prefill workers are the ones to compute.
     decode = views("d", 64)
-    priors = dataclasses.replace(PRIORS, interference_weight=100.0)
-    placers = [Placer(ResidencyIndex(), priors, seed=seed) for seed in range(num_placers)]
+    cost_defaults = dataclasses.replace(PRIORS, interference_weight=100.0)
+    placers = [Placer(ResidencyIndex(), cost_defaults, seed=seed) for seed in range(num_placers)]
     free_at = dict.fromkeys(speed, 0.0)
     served: collections.Counter[MemberId] = collections.Counter()
     done: list[tuple[float, int, Placer, RequestId, MemberId, float, int]] = []

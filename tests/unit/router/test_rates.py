@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.rates import Priors, Rate, RatePool
+from kvferry.router.rates import CostDefaults, Rate, RatePool
 
-PRIORS = Priors()
+PRIORS = CostDefaults()
 
 
 def test_a_rate_follows_what_is_observed() -> None:
@@ -39,7 +39,7 @@ def test_an_unobserved_worker_is_taken_to_be_like_the_median() -> None:
             pool.changed()
     assert pool.of("new").prefill_ms_per_token.value == pytest.approx(0.3, rel=0.1)
     assert early.prefill_ms_per_token.value == pytest.approx(0.3, rel=0.1)
-    assert pool.of("new").ferry_page_ms.value == PRIORS.ferry_page_ms
+    assert pool.of("new").kv_transfer_page_ms.value == PRIORS.kv_transfer_page_ms
     pool.forget("a")
     assert pool.of("a").prefill_ms_per_token.num_observed == 0
 
@@ -55,7 +55,7 @@ def test_observations_that_say_nothing_are_passed_over() -> None:
     rates = RatePool(PRIORS).of("w")
     assert not rates.observed_prefill(PRIORS, 5, 10.0, 0)
     assert not rates.observed_prefill(PRIORS, 1000, 0.0, 0)
-    assert not rates.observed_ferry(PRIORS, 0, 10.0)
+    assert not rates.observed_kv_transfer(PRIORS, 0, 10.0)
     assert not rates.observed_step(PRIORS, 10.0, 0)
     assert rates.prefill_ms_per_token.num_observed == 0
 
@@ -63,7 +63,7 @@ def test_observations_that_say_nothing_are_passed_over() -> None:
 def test_ferries_and_steps_are_told_apart_from_their_fixed_part() -> None:
     rates = RatePool(PRIORS).of("w")
     for _ in range(30):
-        rates.observed_ferry(PRIORS, 100, PRIORS.handoff_ms + 100 * 0.3)
+        rates.observed_kv_transfer(PRIORS, 100, PRIORS.handoff_ms + 100 * 0.3)
         rates.observed_step(PRIORS, 2 * (PRIORS.step_ms + 8 * PRIORS.step_ms_per_stream), 8)
-    assert rates.ferry_page_ms.value == pytest.approx(0.3, rel=0.02)
+    assert rates.kv_transfer_page_ms.value == pytest.approx(0.3, rel=0.02)
     assert rates.step_scale.value == pytest.approx(2.0, rel=0.02)

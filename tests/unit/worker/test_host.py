@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from waiting import until
 
 from kvferry import config as configuration
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.engine import Faults
 from kvferry.errors import EngineDead
+from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-from kvferry.router.link import WorkerLink
 from kvferry.worker.host import WorkerHost, build_engine
+from support.waiting import until
 
 
 @pytest.fixture

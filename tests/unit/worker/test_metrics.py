@@ -14,10 +14,10 @@ from kvferry.config import SimConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.errors import EngineDead
+from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.metrics import KeeperMetrics
+from kvferry.keeper.remote import ChunkLender, RemoteKeepers, RemoteStats
 from kvferry.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter, SpanCounts
-from kvferry.tier.keeper import Keeper
-from kvferry.tier.remote import PageLender, RemoteKeepers, RemoteStats
-from kvferry.worker.keeper_metrics import KeeperMetrics
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.server import WorkerServer
 
@@ -59,7 +59,7 @@ async def test_times_of_a_request_go_where_they_belong() -> None:
     metrics = worker_metrics(an_engine())
     observer = metrics._server.observer
     request = EngineRequest(RequestId("r"), [1, 2], Sampling(max_tokens=3))
-    times = EngineTimes(10.0, 12.0, 12.5, 14.5, ferry=(10.25, 11.75))
+    times = EngineTimes(10.0, 12.0, 12.5, 14.5, kv_transfer=(10.25, 11.75))
     observer.begin(request).finished(EngineOutput((), "", finish_reason=FinishReason.STOP, times=times))
     observer.begin(request).finished(EngineOutput((), "", finish_reason=FinishReason.ABORT, times=times))
     observer.begin(request).failed(EngineDead("gone"))
@@ -93,7 +93,7 @@ async def test_a_keeper_has_all_its_metrics(tmp_path: Path) -> None:
     keeper = Keeper(TierConfig(), [], keeper_id="k-1")
     remote = SimpleNamespace(stats=RemoteStats(2, {}, 8192, 0.5, 0.25))
     lender = SimpleNamespace(num_lent=3, num_expired=1)
-    metrics = KeeperMetrics(keeper, cast("RemoteKeepers", remote), cast("PageLender", lender))
+    metrics = KeeperMetrics(keeper, cast("RemoteKeepers", remote), cast("ChunkLender", lender))
     assert metrics.exposition.missing == frozenset()
     text = await metrics.render()
     assert names_of(text) == {metric.name for metric in CATALOGUE if metric.exporter is Exporter.KEEPER}

@@ -5,7 +5,7 @@ of a model.
 """
 
 from kvferry.engine.sim.engine import Faults, SimEngine
-from kvferry.engine.sim.ferry import PullFault
+from kvferry.engine.sim.kv_transfer import PullFault
 from kvferry.engine.sim.renderer import SimRenderer
 from kvferry.engine.sim.tokenizer import SimTokenizer
 

@@ -26,9 +26,9 @@ from kvferry.engine.base import (
     EngineLoad,
     EngineOutput,
     EngineRequest,
-    FerryStats,
     FinishReason,
     KvEventBatch,
+    KvTransferStats,
     PromptSources,
     RequestId,
     TransferParams,
@@ -37,10 +37,10 @@ from kvferry.engine.base import (
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.sim.answer import Answer
 from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId
-from kvferry.engine.sim.ferry import (
+from kvferry.engine.sim.kv_transfer import (
     PULL_TIMEOUT_S,
-    FerryError,
-    FerryServer,
+    KvTransferError,
+    KvTransferServer,
     PullFault,
     Ticket,
     pull_pages,
@@ -114,7 +114,7 @@ class SimEngine:
         self._info: EngineInfo | None = None
         self._failure: EngineDead | None = None
         self._loop_task: asyncio.Task[None] | None = None
-        self._ferry: FerryServer | None = None
+        self._kv_transfer: KvTransferServer | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -135,10 +135,10 @@ class SimEngine:
         self._tier_end: asyncio.Task[None] | None = None
         self._num_generated_tokens = 0
         self._num_steps = 0
-        self._ferried_bytes = 0
-        self._num_ferries = 0
-        self._num_failed_ferries = 0
-        self._ferry_s = 0.0
+        self._transferred_bytes = 0
+        self._num_transfers = 0
+        self._num_failed_transfers = 0
+        self._transfer_s = 0.0
         self.num_preemptions = 0
         self.num_wrong_pages = 0  # that a tier brought, and that were computed instead
 
@@ -162,14 +162,14 @@ class SimEngine:
     @faults.setter
     def faults(self, faults: Faults) -> None:
         self._faults = faults
-        if self._ferry is not None:
-            self._ferry.fault = faults.pulls
+        if self._kv_transfer is not None:
+            self._kv_transfer.fault = faults.pulls
         self._work.set()
 
     @property
     def num_offers(self) -> int:
         """Prompts whose pages wait to be pulled from here."""
-        return self._ferry.num_offers if self._ferry is not None else 0
+        return self._kv_transfer.num_offers if self._kv_transfer is not None else 0
 
     async def start(self) -> None:
         if self._loop_task is not None:
@@ -177,7 +177,7 @@ class SimEngine:
         self._reset()
         self._failure = None
         engine_id = EngineId(secrets.token_hex(16))
-        self._ferry = FerryServer(
+        self._kv_transfer = KvTransferServer(
             engine_id,
             self._layout,
             host=self._host,
@@ -185,9 +185,9 @@ class SimEngine:
             read_page=self._memory.read,
             free_pages=self._free_offered,
         )
-        self._ferry.fault = self._faults.pulls
+        self._kv_transfer.fault = self._faults.pulls
         try:
-            await self._ferry.start()
+            await self._kv_transfer.start()
         except OSError as error:
             raise UnsupportedEngine(f"the sim engine cannot listen on {self._host!r}: {error.strerror}") from None
         if self._tier_config.enabled:
@@ -214,8 +214,8 @@ class SimEngine:
         self._die("the engine was stopped")
         tasks = [task for task in (self._loop_task, self._tier_end, *self._background) if task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._ferry is not None:
-            await self._ferry.wait_closed()
+        if self._kv_transfer is not None:
+            await self._kv_transfer.wait_closed()
         self._loop_task = None
 
     def kill(self) -> None:
@@ -236,13 +236,15 @@ class SimEngine:
             num_pages=self._pool.num_pages,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            ferried_bytes=self._ferried_bytes,
+            transferred_bytes=self._transferred_bytes,
             num_generated_tokens=self._num_generated_tokens,
             num_steps=self._num_steps,
         )
 
-    def ferry_stats(self) -> FerryStats:
-        return FerryStats(self._num_ferries, self._ferried_bytes, self._ferry_s, {"transfer": self._num_failed_ferries})
+    def kv_transfer_stats(self) -> KvTransferStats:
+        return KvTransferStats(
+            self._num_transfers, self._transferred_bytes, self._transfer_s, {"transfer": self._num_failed_transfers}
+        )
 
     def own_metrics(self) -> Iterable[Any]:
         return ()
@@ -308,10 +310,10 @@ class SimEngine:
     async def release(self, transfer_params: TransferParams) -> None:
         try:
             ticket = Ticket.from_params(transfer_params)
-        except FerryError:
+        except KvTransferError:
             return
-        if self._ferry is not None and ticket.engine_id == self._ferry.engine_id:
-            self._ferry.release(ticket.offer_id)
+        if self._kv_transfer is not None and ticket.engine_id == self._kv_transfer.engine_id:
+            self._kv_transfer.release(ticket.offer_id)
 
     # Coming and going of requests.
 
@@ -414,8 +416,8 @@ class SimEngine:
             self._loop_task.cancel()
         for task in self._background:
             task.cancel()
-        if self._ferry is not None:
-            self._ferry.close()
+        if self._kv_transfer is not None:
+            self._kv_transfer.close()
         if self._tier is not None:
             self._tier_end = asyncio.get_running_loop().create_task(self._tier.stop())
         for sequence in self._id_to_sequence.values():
@@ -623,7 +625,7 @@ class SimEngine:
             self._memory.write(sequence.pages[i], self._memory.expected(sequence.page_hashes[i]))
         self._publish_stored(sequence, first, end)
 
-    def _publish_stored(self, sequence: TokenSequence, first: int, end: int, *, ferried: bool = False) -> None:
+    def _publish_stored(self, sequence: TokenSequence, first: int, end: int, *, transferred: bool = False) -> None:
         self._pool.store(
             sequence.pages[first:end],
             sequence.page_hashes[first:end],
@@ -638,12 +640,12 @@ class SimEngine:
                 [(named, self._memory.read(page)) for named, page in zip(names, pages, strict=True)],
                 sequence.namespace,
                 # The prefill engine's keeper keeps them.
-                on_volumes=not ferried,
+                on_volumes=not transferred,
             )
 
     def _offer(self, sequence: TokenSequence) -> TransferParams | None:
         """Hand the hold on the prompt's pages to the ferry."""
-        if self._ferry is None:
+        if self._kv_transfer is None:
             return None
         num_full, num_tail = divmod(sequence.num_prompt, self._block_size)
         # A tail page that answer tokens were computed into as well is no longer what the puller's prompt says it is.
@@ -653,7 +655,7 @@ class SimEngine:
             self._memory.write(sequence.pages[num_full], self._memory.expected(sequence.tail_hash()))
         offered, sequence.pages = sequence.pages[:num_pages], sequence.pages[num_pages:]
         num_tokens = sequence.num_prompt if with_tail else num_full * self._block_size
-        return self._ferry.offer(offered, num_tokens).to_params()
+        return self._kv_transfer.offer(offered, num_tokens).to_params()
 
     def _free_offered(self, pages: Sequence[PageId]) -> None:
         self._pool.free(pages)
@@ -687,14 +689,14 @@ class SimEngine:
                 ) as contents,
             ):
                 async for content in contents:
-                    self._ferried_bytes += len(content)
+                    self._transferred_bytes += len(content)
                     at = first + num_pulled
                     if content != self._memory.expected(expected[at]):
-                        raise FerryError(f"page {at} does not hold the tokens of this prompt")
+                        raise KvTransferError(f"page {at} does not hold the tokens of this prompt")
                     self._memory.write(sequence.pages[at], content)
                     num_pulled += 1
             is_whole = True
-        except (asyncio.CancelledError, FerryError, OSError) as error:
+        except (asyncio.CancelledError, KvTransferError, OSError) as error:
             self._release(ticket)  # the connection that would have carried it may never have been there, or be gone
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -702,12 +704,12 @@ class SimEngine:
                 "request %s computes its prompt: %s", sequence.request.request_id, str(error) or type(error).__name__
             )
         finally:
-            sequence.ferry = (began_s, time.monotonic())
+            sequence.kv_transfer = (began_s, time.monotonic())
             if is_whole:
-                self._num_ferries += 1
-                self._ferry_s += sequence.ferry[1] - began_s
+                self._num_transfers += 1
+                self._transfer_s += sequence.kv_transfer[1] - began_s
             else:
-                self._num_failed_ferries += 1
+                self._num_failed_transfers += 1
             # Whatever went wrong, nobody else would ever take the sequence out of PULLING.
             if sequence.phase is Phase.PULLING:
                 self._arrived(sequence, first, num_pulled, num_offered)
@@ -718,9 +720,9 @@ class SimEngine:
         num_covered = max(num_cached, min((first + num_pulled) * block_size, num_offered))
         num_full = num_covered // block_size
         if num_full > first:
-            self._publish_stored(sequence, first, num_full, ferried=True)
+            self._publish_stored(sequence, first, num_full, transferred=True)
         sequence.sources = PromptSources(sequence.num_prompt - num_covered, num_cached, num_covered - num_cached)
-        sequence.cached = CachedTokens(device=num_cached, ferry=num_covered - num_cached)
+        sequence.cached = CachedTokens(device=num_cached, kv_transfer=num_covered - num_cached)
         sequence.num_computed = min(num_covered, sequence.num_prompt - 1)
         sequence.phase = Phase.RUNNING
         sequence.begin_computing()
@@ -814,6 +816,6 @@ class _ListenerReplaced(Exception):
 def _ticket(params: TransferParams) -> Ticket | None:
     try:
         return Ticket.from_params(params)
-    except FerryError as error:
+    except KvTransferError as error:
         log.warning("a prompt is computed here: %s", error)
         return None

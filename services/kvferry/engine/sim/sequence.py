@@ -10,11 +10,11 @@ from array import array
 from kvferry.engine.base import CachedTokens, EngineOutput, EngineRequest, EngineTimes, PromptSources
 from kvferry.engine.sim.answer import Answer
 from kvferry.engine.sim.block_pool import PageHash, PageId, chain_hash, root_hash
-from kvferry.engine.sim.ferry import Ticket
+from kvferry.engine.sim.kv_transfer import Ticket
 from kvferry.engine.sim.mailbox import Mailbox
 from kvferry.engine.sim.tier import Named
 from kvferry.pages.keys import TOKEN_BYTES, route_keys, seed_of
-from kvferry.tier.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
 
 
 class Phase(enum.Enum):
@@ -34,7 +34,7 @@ class TokenSequence:
     """
 
     __slots__ = (
-        "_route_keys", "answer", "block_size", "bringing", "cached", "capacity", "ferry", "first_token_s", "load",
+        "_route_keys", "answer", "block_size", "bringing", "cached", "capacity", "first_token_s", "kv_transfer", "load",
         "mailbox", "max_tokens_total", "num_computed", "num_prompt", "num_stored", "num_tokens", "packed",
         "page_hashes", "pages", "phase", "pull", "queued_s", "request", "root", "scheduled_s", "sources", "ticket",
     )  # fmt: skip
@@ -73,7 +73,7 @@ class TokenSequence:
         self.queued_s = time.monotonic()
         self.scheduled_s = 0.0
         self.first_token_s = 0.0
-        self.ferry: tuple[float, float] | None = None
+        self.kv_transfer: tuple[float, float] | None = None
         self.load: tuple[float, float] | None = None
         self.extend_hashes(self.num_prompt // block_size)
 
@@ -97,7 +97,7 @@ class TokenSequence:
         """With its last token."""
         is_first = self.num_tokens == self.num_prompt + 1
         last_s = self.first_token_s if is_first else time.monotonic()
-        return EngineTimes(self.queued_s, self.scheduled_s, self.first_token_s, last_s, self.ferry, self.load)
+        return EngineTimes(self.queued_s, self.scheduled_s, self.first_token_s, last_s, self.kv_transfer, self.load)
 
     def extend_hashes(self, num_pages: int) -> None:
         """Know the hashes of the first `num_pages` pages, all of them full of known tokens."""

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from kvferry.engine.base import KvEvent, PagesRemoved, PagesStored
 from kvferry.engine.sim.block_pool import PageHash
+from kvferry.keeper.client import JobDone, KeeperClient, Region
 from kvferry.residency.index import Tier
-from kvferry.tier.client import JobDone, KeeperClient, Region
-from kvferry.tier.layout import ALIGNMENT, PAGE_KEY_BYTES, Namespace, PageKey, PageLayout
+from kvferry.store.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayout, Namespace
 from kvferry.tracing import TraceContext
 
 # Neither vLLM nor its twin is told when a job ends: both look. vLLM once a step, of which an idle engine takes one a
@@ -41,13 +41,13 @@ class Loaded(NamedTuple):
     tier: Tier  # where it lay: CPU or VOLUME
 
 
-def page_key(page_hash: PageHash) -> PageKey:
-    return PageKey(page_hash.to_bytes(PAGE_KEY_BYTES - 4, "big") + bytes(4))
+def page_key(page_hash: PageHash) -> ChunkKey:
+    return ChunkKey(page_hash.to_bytes(CHUNK_KEY_BYTES - 4, "big") + bytes(4))
 
 
-def sim_layout(model: str, *, block_size: int, page_bytes: int) -> PageLayout:
+def sim_layout(model: str, *, block_size: int, page_bytes: int) -> ChunkLayout:
     """What sim pages mean; the row of a page is filled up to what drives can read."""
-    return PageLayout(
+    return ChunkLayout(
         model=model,
         weights_revision="sim",
         dtype="sim",
@@ -76,7 +76,7 @@ class SimTier:
 
     def __init__(
         self,
-        layout: PageLayout,
+        layout: ChunkLayout,
         *,
         page_bytes: int,
         num_rows: int,
@@ -165,7 +165,7 @@ class SimTier:
         """
         run: list[tuple[Named, int, Tier]] = []
         wanted: list[tuple[Named, int]] = []
-        volumes: dict[PageKey, str] = {}
+        volumes: dict[ChunkKey, str] = {}
         for named, volume_id in pages:
             if not self.has(named.page_hash, volume_id):
                 break
@@ -203,7 +203,7 @@ class SimTier:
     async def _bring(
         self,
         wanted: Sequence[tuple[Named, int]],
-        volumes: dict[PageKey, str],
+        volumes: dict[ChunkKey, str],
         namespace: Namespace,
         patience_s: float,
         trace: TraceContext | None,

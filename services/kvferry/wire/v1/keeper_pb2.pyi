@@ -22,16 +22,16 @@ class VolumeUpdate(_message.Message):
     def __init__(self, residency: _Optional[_Union[_worker_pb2.Residency, _Mapping]] = ..., state: _Optional[_Union[VolumeState, _Mapping]] = ...) -> None: ...
 
 class VolumeState(_message.Message):
-    __slots__ = ("volume_id", "read_bytes_per_s", "queue_bytes", "page_bytes", "stride", "breaker_open", "capacity_bytes", "used_bytes", "num_pages", "shared", "write_breaker_open", "full", "trips")
+    __slots__ = ("volume_id", "read_bytes_per_s", "queue_bytes", "chunk_bytes", "blocks_per_chunk", "breaker_open", "capacity_bytes", "used_bytes", "num_chunks", "shared", "write_breaker_open", "full", "trips")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PER_CHUNK_FIELD_NUMBER: _ClassVar[int]
     BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     WRITE_BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
@@ -39,17 +39,17 @@ class VolumeState(_message.Message):
     volume_id: str
     read_bytes_per_s: float
     queue_bytes: int
-    page_bytes: int
-    stride: int
+    chunk_bytes: int
+    blocks_per_chunk: int
     breaker_open: bool
     capacity_bytes: int
     used_bytes: int
-    num_pages: int
+    num_chunks: int
     shared: bool
     write_breaker_open: bool
     full: bool
     trips: int
-    def __init__(self, volume_id: _Optional[str] = ..., read_bytes_per_s: _Optional[float] = ..., queue_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., stride: _Optional[int] = ..., breaker_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., shared: _Optional[bool] = ..., write_breaker_open: _Optional[bool] = ..., full: _Optional[bool] = ..., trips: _Optional[int] = ...) -> None: ...
+    def __init__(self, volume_id: _Optional[str] = ..., read_bytes_per_s: _Optional[float] = ..., queue_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., blocks_per_chunk: _Optional[int] = ..., breaker_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., shared: _Optional[bool] = ..., write_breaker_open: _Optional[bool] = ..., full: _Optional[bool] = ..., trips: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("volume_id", "layout", "payload_bytes", "tenant", "epoch", "keys", "agent")
@@ -70,18 +70,18 @@ class FetchRequest(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., layout: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., agent: _Optional[str] = ...) -> None: ...
 
 class FetchReply(_message.Message):
-    __slots__ = ("lease", "pages", "agent", "agent_metadata")
+    __slots__ = ("lease", "chunks", "agent", "agent_metadata")
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     lease: int
-    pages: _containers.RepeatedCompositeFieldContainer[FetchedPage]
+    chunks: _containers.RepeatedCompositeFieldContainer[FetchedChunk]
     agent: str
     agent_metadata: bytes
-    def __init__(self, lease: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[FetchedPage, _Mapping]]] = ..., agent: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, lease: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[FetchedChunk, _Mapping]]] = ..., agent: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
 
-class FetchedPage(_message.Message):
+class FetchedChunk(_message.Message):
     __slots__ = ("cause", "address", "header")
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]

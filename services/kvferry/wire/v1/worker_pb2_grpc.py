@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class WorkerStub:
     """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
-    length-prefixed frames on TCP (worker/frames.py) or over Attach.
+    length-prefixed frames on TCP (link/frames.py) or over Attach.
     """
 
     def __init__(self, channel):
@@ -50,7 +50,7 @@ class WorkerStub:
 
 class WorkerServicer:
     """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
-    length-prefixed frames on TCP (worker/frames.py) or over Attach.
+    length-prefixed frames on TCP (link/frames.py) or over Attach.
     """
 
     def Attach(self, request_iterator, context):
@@ -91,7 +91,7 @@ def add_WorkerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Worker:
     """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
-    length-prefixed frames on TCP (worker/frames.py) or over Attach.
+    length-prefixed frames on TCP (link/frames.py) or over Attach.
     """
 
     @staticmethod

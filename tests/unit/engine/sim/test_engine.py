@@ -314,7 +314,7 @@ async def test_pulled_prompts_of_every_length(pair: tuple[SimEngine, SimEngine],
     token_ids, last = await run(decode, prompt, 20, transfer_params=transfer_params)
     assert token_ids == await expected_tokens(prompt, 20)
     assert last.sources == PromptSources(external_kv_transfer=num_prompt)
-    assert decode.load().ferried_bytes == -(-num_prompt // BLOCK_SIZE) * decode.info.page_bytes
+    assert decode.load().transferred_bytes == -(-num_prompt // BLOCK_SIZE) * decode.info.page_bytes
     await eventually(lambda: is_idle(prefiller) and is_idle(decode))
 
 

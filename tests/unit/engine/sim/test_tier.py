@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_keeper import KeeperProcess, keeping, tier_config
-from tier_pages import page_files
-from waiting import until
 
 from kvferry.config import SimConfig, TierConfig
 from kvferry.engine.base import (
@@ -29,11 +26,14 @@ from kvferry.engine.base import (
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.block_pool import PageHash, chain_hash, root_hash
 from kvferry.engine.sim.tier import Named, SimTier, page_key, sim_layout
+from kvferry.keeper.socket_path import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier
-from kvferry.tier.layout import DEFAULT_NAMESPACE, Namespace
-from kvferry.tier.socket_path import socket_path
-from kvferry.worker.mirror import Mirror
+from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.worker.page_mirror import PageMirror
+from support.tier_chunks import chunk_files
+from support.tier_keeper import KeeperProcess, keeping, tier_config
+from support.waiting import until
 
 BLOCK_SIZE = 4
 PAGE_BYTES = 64
@@ -91,7 +91,7 @@ async def run(
 
 async def kept(engine: SimEngine, folder: Path, num_pages: int) -> None:
     """Until so many pages lie on the volume, and the engine knows."""
-    await until(lambda: tier_of(engine).num_jobs == 0 and len(page_files(folder)) == num_pages, what="pages kept")
+    await until(lambda: tier_of(engine).num_jobs == 0 and len(chunk_files(folder)) == num_pages, what="pages kept")
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ async def test_what_is_ferried_goes_to_both_cpu_tiers_and_one_volume(tmp_path: P
         _, last = await run(prefill, prompt, 1, keep_for_transfer=True)
         _, pulled = await run(decode, prompt, 9, transfer_params=last.transfer_params)
         assert pulled.sources == PromptSources(external_kv_transfer=40)
-        assert decode.load().cached_tokens == CachedTokens(ferry=40)
+        assert decode.load().cached_tokens == CachedTokens(kv_transfer=40)
         assert len(tier_of(decode)._ready) == 12
         await kept(prefill, tmp_path / "here" / "v0", 10)
         await kept(decode, tmp_path / "there" / "v0", 2)  # of the answer
@@ -219,7 +219,7 @@ async def test_pages_are_kept_under_their_tenant(config: TierConfig, volume: Pat
         async with started(config) as engine:
             await run(engine, prompt, 1, tier=hints)
             await kept(engine, volume, 10)
-        assert {file.parent.parent.name for file in page_files(volume)} == {"acme.3"}
+        assert {file.parent.parent.name for file in chunk_files(volume)} == {"acme.3"}
         async with started(config) as engine:
             await knows(engine, prompt)
             # Whoever asks for another's page by its key does not get it.
@@ -236,7 +236,7 @@ async def test_a_flipped_bit_is_computed_again(config: TierConfig, volume: Path)
         async with started(config) as second:
             await knows(second, prompt)
             name = page_key(page_hashes(prompt)[5]).hex()
-            flip(next(file for file in page_files(volume) if file.name.startswith(name)))
+            flip(next(file for file in chunk_files(volume) if file.name.startswith(name)))
             answer, last = await run(second, prompt)
             assert answer == expected
             assert last.sources == PromptSources(61 - 5 * BLOCK_SIZE, 0, 5 * BLOCK_SIZE)
@@ -326,7 +326,7 @@ async def test_what_hangs_is_computed_and_its_memory_stays_the_keepers(tmp_path:
 
 async def test_gateways_hear_of_the_cpu_tier(config: TierConfig) -> None:
     async with started(config, volumes=False, num_pages=12, cpu_pages=16) as engine:
-        mirror = Mirror(BLOCK_SIZE, 1000)
+        mirror = PageMirror(BLOCK_SIZE, 1000)
         batches: list[KvEventBatch] = []
 
         async def listen() -> None:

@@ -1,0 +1,166 @@
+"""Processes of a cluster: started, killed by their id, and started again as a supervisor would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.etcd_server import EtcdServer
+from kvferry.addresses import free_port
+from kvferry.membership.base import WORKER_KINDS, MemberKind
+
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Process:
+    """One member; after a kill, another process takes its place under a new member id."""
+
+    kind: MemberKind
+    port: int
+    config: dict[str, Any]
+    log: Path
+    member_id: str = ""
+    process: asyncio.subprocess.Process | None = None
+    ready: bool = False
+    num_kills: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "bench.chaos.member",
+                self.kind.value,
+                str(self.port),
+                json.dumps(self.config),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        assert self.process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await self.process.stdout.readline()
+        assert line, f"{self.kind.value} did not start; see {self.log}:\n{self.log.read_text()[-2000:]}"
+        self.member_id = json.loads(line)["member_id"]
+
+    async def kill(self) -> None:
+        """As a crash: at once, and nothing is told."""
+        assert self.process is not None
+        self.ready = False
+        self.num_kills += 1
+        self.process.kill()
+        await self.process.wait()
+
+    def hang(self) -> None:
+        """Alive for the kernel, dead for everybody else."""
+        assert self.process is not None
+        self.num_kills += 1
+        self.process.send_signal(signal.SIGSTOP)
+
+    async def stop(self) -> None:
+        """Leave orderly."""
+        assert self.process is not None
+        self.ready = False
+        self.process.terminate()
+        await self.process.wait()
+
+    async def end(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+
+@dataclass
+class Fleet:
+    """Every process of one cluster, and its etcd."""
+
+    etcd: EtcdServer
+    processes: list[Process] = field(default_factory=list)
+
+    def of(self, kind: MemberKind) -> list[Process]:
+        return [process for process in self.processes if process.kind is kind]
+
+    def urls(self) -> list[str]:
+        """Gateways that take requests, as a load balancer knows them."""
+        return [process.url for process in self.of(MemberKind.GATEWAY) if process.ready]
+
+    async def start(self) -> None:
+        await asyncio.gather(*(process.start() for process in self.processes))
+        await self.complete()
+
+    async def complete(self, within_s: float = 60.0) -> None:
+        """Wait until every gateway has a link to every worker, and to no other."""
+        workers = {process.member_id for process in self.processes if process.kind in WORKER_KINDS}
+        async with httpx.AsyncClient(timeout=5) as http, asyncio.timeout(within_s):
+            for process in self.of(MemberKind.GATEWAY):
+                members: set[str] = set()
+                while members != workers:
+                    with contextlib.suppress(httpx.TransportError):
+                        answer = (await http.get(f"{process.url}/readyz")).json()
+                        members = set(answer["members"])
+                    await asyncio.sleep(0.02)
+                process.ready = True
+
+    async def replace(self, process: Process) -> None:
+        """What a supervisor does after a death."""
+        await process.start()
+        await self.complete()
+
+
+@asynccontextmanager
+async def fleet(
+    folder: Path,
+    *,
+    prefill: int = 2,
+    decode: int = 3,
+    gateways: int = 2,
+    overrides: Callable[[MemberKind, int], dict[str, Any]] = lambda kind, i: {},
+    **values: Any,
+) -> AsyncIterator[Fleet]:
+    """A running cluster of sim engines.
+
+    `values` are sections of its configuration; `overrides` gives sections of one member's own, by kind and number.
+    """
+    (folder / "etcd").mkdir()
+    with EtcdServer(folder / "etcd") as etcd:
+        config = {
+            "model": {"path": "sim-model"},
+            "engine": {"kind": "sim", "block_size": 16},
+            "membership": {"endpoints": [etcd.endpoint], "lease_ttl_s": 5},
+            "prefill": {"replicas": prefill},
+            "decode": {"replicas": decode},
+            "worker": {"heartbeat_s": 0.5},
+            "sim": {"step_ms": 10.0, "prefill_tokens_per_s": 2_000.0, "num_pages": 1024},
+            **values,
+        }
+        counts = ((MemberKind.PREFILL, prefill), (MemberKind.DECODE, decode), (MemberKind.GATEWAY, gateways))
+        running = Fleet(etcd)
+        for kind, count in counts:
+            for i in range(count):
+                port = free_port("127.0.0.1") if kind is MemberKind.GATEWAY else 0
+                running.processes.append(
+                    Process(kind, port, {**config, **overrides(kind, i)}, folder / f"{kind.value}-{i}.log")
+                )
+        try:
+            await running.start()
+            yield running
+        finally:
+            await asyncio.gather(*(process.end() for process in running.processes))

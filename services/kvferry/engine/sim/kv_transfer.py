@@ -1,0 +1,314 @@
+"""How pages get from a sim engine to another, in another process: offered under a key, pulled, verified, released.
+
+Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller connects, asks for pages by number, compares
+every one with what its own tokens say it must be, and releases the offer, whatever came of it. An offer nobody releases
+ends with its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from kvferry.engine.base import TransferParams
+from kvferry.engine.sim.block_pool import PageId
+from kvferry.engine.sim.page_memory import LayoutDigest
+
+log = logging.getLogger(__name__)
+
+MAX_QUESTION_BYTES = 4096
+ANSWER_OVERHEAD_BYTES = 4096  # beside the page itself
+CONNECT_TIMEOUT_S = 2.0
+PULL_TIMEOUT_S = 10.0  # a whole pull; then the puller computes the rest itself
+IDLE_TIMEOUT_S = 60.0  # a connection that asks for nothing
+
+
+class KvTransferError(Exception):
+    """Pages could not be had: refused, broken off, or not what was asked for. The puller computes them."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What `transfer_params` hold: where the pages of one prompt are and how many of its tokens they cover."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    engine_id: str
+    offer_id: str
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+    def to_params(self) -> TransferParams:
+        params: dict[str, object] = msgspec.to_builtins(self)
+        return params
+
+    @staticmethod
+    def from_params(params: TransferParams) -> Ticket:
+        """Raises KvTransferError for parameters that no sim engine made."""
+        try:
+            return msgspec.convert(dict(params), Ticket)
+        except msgspec.ValidationError as error:
+            raise KvTransferError(f"not a sim engine's transfer parameters: {error}") from None
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True):
+    engine_id: str
+    offer_id: str
+    layout: LayoutDigest
+    first_page: int
+    num_pages: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    engine_id: str
+    offer_id: str
+
+
+class Page(msgspec.Struct, frozen=True, tag=True):
+    content: bytes
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+_question_decoder = msgspec.msgpack.Decoder(Pull | Release)
+_answer_decoder = msgspec.msgpack.Decoder(Page | Refusal)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Pull | Release | Page | Refusal) -> bytes:
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(4, "big") + payload
+
+
+async def read_payload(reader: asyncio.StreamReader, max_bytes: int) -> bytes | None:
+    """Return one frame's payload, or None if the peer closed between frames.
+
+    Raises KvTransferError for a cut or oversized frame.
+    """
+    try:
+        length = int.from_bytes(await reader.readexactly(4), "big")
+        if length > max_bytes:
+            raise KvTransferError(f"a frame of {length} bytes; at most {max_bytes} are allowed")
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        if not error.partial and error.expected == 4:
+            return None
+        raise KvTransferError("the peer broke off within a frame") from None
+
+
+class PullFault(enum.StrEnum):
+    """What a ferry does with pulls, on demand of a test."""
+
+    NONE = "none"
+    REFUSE = "refuse"
+    CORRUPT = "corrupt"  # one byte of every page is wrong
+    BREAK_OFF = "break_off"  # the first page, then the connection ends
+    HANG = "hang"
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    pages: Sequence[PageId]
+    expiry: asyncio.TimerHandle
+    num_pulls: int = 0
+    released: bool = False
+
+
+class KvTransferServer:
+    """Offers pages of one engine.
+
+    Owns the hold on the offered pages: gives it back through `free_pages` when the offer is released or its lease ends,
+    but never while a pull is reading them.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        layout: LayoutDigest,
+        *,
+        host: str,
+        lease_s: float,
+        read_page: Callable[[PageId], bytes],
+        free_pages: Callable[[Sequence[PageId]], None],
+    ) -> None:
+        self.engine_id = engine_id
+        self._layout = layout
+        self._host = host
+        self._lease_s = lease_s
+        self._read_page = read_page
+        self._free_pages = free_pages
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._id_to_offer: dict[str, _Offer] = {}
+        self.port = 0
+        self.fault = PullFault.NONE
+
+    def __repr__(self) -> str:
+        return f"<FerryServer {self._host}:{self.port} offers={self.num_offers} connections={len(self._connections)}>"
+
+    @property
+    def num_offers(self) -> int:
+        return len(self._id_to_offer)
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, self._host, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def offer(self, pages: Sequence[PageId], num_tokens: int) -> Ticket:
+        """Keep held pages for whoever comes with the ticket."""
+        # Not to be guessed: the listener has no other authentication.
+        offer_id = secrets.token_hex(16)
+        expiry = asyncio.get_running_loop().call_later(self._lease_s, self._expire, offer_id)
+        self._id_to_offer[offer_id] = _Offer(pages, expiry)
+        return Ticket(self._host, self.port, self.engine_id, offer_id, num_tokens)
+
+    def release(self, offer_id: str) -> None:
+        """End an offer. Unknown and ended ones are ignored."""
+        offer = self._id_to_offer.pop(offer_id, None)
+        if offer is not None:
+            offer.expiry.cancel()
+            offer.released = True
+            self._settle(offer)
+
+    def close(self) -> None:
+        """Stop listening and break every connection off, at once."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for offer in self._id_to_offer.values():
+            offer.expiry.cancel()
+        self._id_to_offer.clear()
+        for connection in self._connections:
+            connection.cancel()
+
+    async def wait_closed(self) -> None:
+        """After `close`: until nothing of it runs any more."""
+        while self._connections:
+            await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _expire(self, offer_id: str) -> None:
+        log.warning("pages offered as %s were not pulled within %g s", offer_id[:8], self._lease_s)
+        self.release(offer_id)
+
+    def _settle(self, offer: _Offer) -> None:
+        if offer.released and offer.num_pulls == 0:
+            self._free_pages(offer.pages)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None:  # taken before `close`, and told of only now
+            writer.transport.abort()
+            return
+        connection = asyncio.ensure_future(self._serve(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+        # A task that is cancelled before its first step closes nothing.
+        connection.add_done_callback(lambda _: writer.close())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                async with asyncio.timeout(IDLE_TIMEOUT_S):
+                    payload = await read_payload(reader, MAX_QUESTION_BYTES)
+                if payload is None:
+                    break
+                question = _question_decoder.decode(payload)
+                if isinstance(question, Pull):
+                    await self._answer(question, writer)
+                elif question.engine_id == self.engine_id:
+                    self.release(question.offer_id)
+        except (KvTransferError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            log.debug("a ferry connection ended: %s", error)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _answer(self, pull: Pull, writer: asyncio.StreamWriter) -> None:
+        offer = self._id_to_offer.get(pull.offer_id)
+        refusal = self._refusal(pull, offer)
+        if refusal is not None or offer is None:
+            writer.write(frame(Refusal(refusal or "")))
+            await writer.drain()
+            return
+        if self.fault is PullFault.HANG:
+            return
+        offer.num_pulls += 1
+        try:
+            for page in offer.pages[pull.first_page : pull.first_page + pull.num_pages]:
+                content = self._read_page(page)
+                if self.fault is PullFault.CORRUPT:
+                    content = bytes([content[0] ^ 1]) + content[1:]
+                writer.write(frame(Page(content)))
+                await writer.drain()
+                if self.fault is PullFault.BREAK_OFF:
+                    raise KvTransferError("broken off, as asked")
+        finally:
+            offer.num_pulls -= 1
+            self._settle(offer)
+
+    def _refusal(self, pull: Pull, offer: _Offer | None) -> str | None:
+        if self.fault is PullFault.REFUSE:
+            return "refused, as asked"
+        if pull.engine_id != self.engine_id:
+            return "another engine answers here now"
+        if pull.layout != self._layout:
+            return "pages have another layout here"
+        if offer is None:
+            return "no such offer: pulled before, released, or its lease ended"
+        if pull.first_page < 0 or pull.num_pages < 0 or pull.first_page + pull.num_pages > len(offer.pages):
+            return f"only {len(offer.pages)} pages are offered"
+        return None
+
+
+async def pull_pages(
+    ticket: Ticket, layout: LayoutDigest, *, page_bytes: int, first_page: int, num_pages: int
+) -> AsyncGenerator[bytes, None]:
+    """Contents of the offered pages, in order. Releases the offer when it ends, is closed or is cancelled.
+
+    Raises KvTransferError when the pages cannot be had, and OSError when nobody answers.
+    """
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(ticket.host, ticket.port)
+    except ValueError as error:
+        raise KvTransferError(f"{ticket.host!r} is not a host: {error}") from None
+    try:
+        if num_pages:
+            writer.write(frame(Pull(ticket.engine_id, ticket.offer_id, layout, first_page, num_pages)))
+        for _ in range(num_pages):
+            payload = await read_payload(reader, page_bytes + ANSWER_OVERHEAD_BYTES)
+            if payload is None:
+                raise KvTransferError("the peer closed the connection")
+            try:
+                answer = _answer_decoder.decode(payload)
+            except msgspec.MsgspecError as error:
+                raise KvTransferError(f"not a ferry's answer: {error}") from None
+            if isinstance(answer, Refusal):
+                raise KvTransferError(answer.reason)
+            if len(answer.content) != page_bytes:
+                raise KvTransferError(f"a page of {len(answer.content)} bytes; ours have {page_bytes}")
+            yield answer.content
+    finally:
+        # Writing and closing do not wait: this part is done even when the puller was cancelled.
+        if not writer.is_closing():
+            writer.write(frame(Release(ticket.engine_id, ticket.offer_id)))
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def release_offer(ticket: Ticket) -> None:
+    """Tell the engine that nobody will come for its pages. A failure is left to the lease."""
+    try:
+        async for _ in pull_pages(ticket, 0, page_bytes=0, first_page=0, num_pages=0):
+            pass
+    except (KvTransferError, OSError) as error:
+        log.debug("offer %s was not released: %s", ticket.offer_id[:8], error)

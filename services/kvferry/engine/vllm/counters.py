@@ -1,0 +1,76 @@
+"""vLLM's own statistics of an engine, kept as totals: a StatLogger, the seam vLLM offers for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from kvferry.engine.base import CachedTokens, PromptSources
+
+
+class Counters(StatLoggerBase):  # type: ignore[misc]
+    """Totals since the engine started, and the last step's moment."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin counting anew."""
+        self.num_running = 0
+        self.num_waiting = 0
+        self.kv_cache_usage = 0.0  # share of pages in use, 0 to 1
+        self.prompt_tokens = PromptSources()
+        self.cached_tokens = CachedTokens()
+        self.num_generated_tokens = 0
+        self.transferred_bytes = 0
+        self.num_transfers = 0
+        self.transfer_s = 0.0
+        self.num_failed_transfers = 0
+        self.num_failed_handshakes = 0
+        self.num_ended_leases = 0
+        self.num_steps = 0
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        if scheduler_stats is not None:
+            # Once a step, also where it only computed a chunk of a prompt and gave nobody anything.
+            self.num_steps += 1
+            self.num_running = scheduler_stats.num_running_reqs
+            self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+            if scheduler_stats.kv_connector_stats:
+                self._record_transfers(scheduler_stats.kv_connector_stats)
+            external = scheduler_stats.connector_prefix_cache_stats
+            num_local = scheduler_stats.prefix_cache_stats.hits if scheduler_stats.prefix_cache_stats else 0
+            if num_local or (external is not None and external.hits):
+                by_source = external.hits_by_source if external is not None else {}
+                self.cached_tokens += CachedTokens(
+                    device=num_local,
+                    cpu=by_source.get(CacheHitSource.HOST, 0),
+                    volume=by_source.get(CacheHitSource.DISK, 0),
+                    kv_transfer=by_source.get(CacheHitSource.P2P, 0),
+                )
+        if iteration_stats is not None:
+            self.num_generated_tokens += iteration_stats.num_generation_tokens
+            prompt = iteration_stats.prompt_token_stats
+            if prompt.total:
+                self.prompt_tokens += PromptSources(
+                    prompt.computed, prompt.local_cache_hit, prompt.external_kv_transfer
+                )
+
+    def _record_transfers(self, stats: dict[str, Any]) -> None:
+        """Of the ferry: alone, or under its name where several connectors are joined."""
+        transfers = stats.get("KvTransferConnector", stats)
+        self.transferred_bytes += int(sum(transfers.get("bytes_transferred", ())))
+        durations_s = transfers.get("transfer_duration", ())
+        self.num_transfers += len(durations_s)
+        self.transfer_s += sum(durations_s)
+        self.num_failed_transfers += len(transfers.get("num_failed_transfers", ()))
+        self.num_failed_handshakes += len(transfers.get("num_failed_handshakes", ()))
+        self.num_ended_leases += len(transfers.get("num_kv_expired_reqs", ()))
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to announce: the worker says when it serves."""

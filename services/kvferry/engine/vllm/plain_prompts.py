@@ -1,0 +1,233 @@
+"""Plain chats and prompts to tokens, in a fifth of the time that vLLM's renderer takes for everything.
+
+vLLM hands a prompt to a thread for its template and again for its tokens, and builds its parameters anew each time. For
+a chat of texts or a single prompt, nothing of that changes the outcome. Here vLLM's own parts (message parser, compiled
+template, tokenizer, parameters) are called one after the other, and parameters are kept per combination of what was
+asked for. `verify` compares with vLLM's renderer, and whoever uses this must not where they differ.
+
+Everything else is left to vLLM: any field not listed here, long prompts, and whatever fails, so that errors are vLLM's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from kvferry.engine.base import Parse, Sampling
+
+# What only the sampling parameters depend on. Not `min_tokens`: its bounds depend on the prompt's length.
+SAMPLING_FIELDS = frozenset(
+    {
+        "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
+        "ignore_eos", "logprobs", "top_logprobs", "include_stop_str_in_output", "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
+)  # fmt: skip
+CHAT_FIELDS = SAMPLING_FIELDS | {"messages", "max_tokens", "max_completion_tokens", "seed"}
+COMPLETION_FIELDS = SAMPLING_FIELDS | {"prompt", "max_tokens", "seed", "add_special_tokens"}
+
+ROLES = frozenset({"system", "user", "assistant"})
+
+_NUM_KEPT_SAMPLINGS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """`sampling.max_tokens` is what vLLM gives a request that asks for none."""
+
+    token_ids: Sequence[int]
+    sampling: Sampling
+    parse: Parse | None = None
+
+
+class PlainPrompts:
+    """For one model, given vLLM's ServingRender of it. Methods may be called from any thread.
+
+    Raises TypeError when that model's tokenizer is not of the kind this is written for.
+    """
+
+    def __init__(self, serving: Any) -> None:
+        from tokenizers import Tokenizer
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from vllm.renderers.hf import HfRenderer, resolve_chat_template, resolve_chat_template_content_format
+
+        online = serving.online_renderer
+        # Most parsers change nothing about a body without tools; `verify` finds those that do.
+        always_adjusts = online.parser is not None and online.parser.always_adjust_request
+        if not isinstance(online.renderer, HfRenderer) or online.use_harmony or always_adjusts:
+            raise TypeError("this model's prompts are not rendered by a Hugging Face tokenizer alone")
+        tokenizer = online.renderer.get_tokenizer()
+        if not tokenizer.is_fast:
+            raise TypeError("this model's tokenizer is not a fast one")
+        self._serving = serving
+        self._model_config = online.model_config
+        self._max_model_len = int(self._model_config.max_model_len)
+        self._max_chars = self._max_model_len * int(tokenizer.max_chars_per_token)
+        # A copy without truncation: the original's is set and unset by every call of whoever else uses it.
+        self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        template = resolve_chat_template(tokenizer, chat_template=None, tools=None, model_config=self._model_config)
+        self._template = _compile_jinja_template(template) if template is not None else None
+        self._template_values = {
+            **(self._template.globals if self._template is not None else {}),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **tokenizer.special_tokens_map,
+        }
+        self._content_format = (
+            resolve_chat_template_content_format(
+                chat_template=None,
+                tools=None,
+                given_format=online.chat_template_content_format,
+                tokenizer=tokenizer,
+                model_config=self._model_config,
+            )
+            if template is not None
+            else "string"
+        )
+        self._sampling_of = functools.lru_cache(_NUM_KEPT_SAMPLINGS)(self._resolve)
+
+    def takes_chat(self, body: Mapping[str, Any]) -> bool:
+        return (
+            self._template is not None
+            and CHAT_FIELDS.issuperset(body)
+            and body.get("seed") != -1  # vLLM's way to say: none
+            and all(
+                len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str
+                for message in body["messages"]
+            )
+        )
+
+    def takes_completion(self, body: Mapping[str, Any]) -> bool:
+        return COMPLETION_FIELDS.issuperset(body) and body.get("seed") != -1 and type(body["prompt"]) is str
+
+    def chat(self, body: Mapping[str, Any]) -> Rendered | None:
+        """Of a body that `takes_chat`. None: ask vLLM."""
+        from vllm.renderers.chat_utils import parse_chat_messages
+
+        try:
+            conversation, _, _ = parse_chat_messages(
+                body["messages"], self._model_config, content_format=self._content_format
+            )
+            assert self._template is not None
+            # As `render` does, which first puts together the same globals each time.
+            context = self._template.new_context({**self._template_values, "messages": conversation}, shared=True)
+            text = "".join(self._template.root_render_func(context))
+            return self._rendered("chat", text, body, add_special_tokens=False)
+        except Exception:  # vLLM finds it again and says what it is
+            return None
+
+    def completion(self, body: Mapping[str, Any]) -> Rendered | None:
+        """Of a body that `takes_completion`. None: ask vLLM."""
+        try:
+            with_special = body.get("add_special_tokens", True)
+            return self._rendered("completion", body["prompt"], body, add_special_tokens=with_special)
+        except Exception:  # as above
+            return None
+
+    def _rendered(self, kind: str, text: str, body: Mapping[str, Any], *, add_special_tokens: bool) -> Rendered | None:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+
+        if len(text) > self._max_chars:
+            return None
+        # Not `encode`: it keeps the interpreter's lock.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encoding.ids
+        if not 0 < len(token_ids) < self._max_model_len:
+            return None
+        asked = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
+        max_tokens = get_max_tokens(
+            self._max_model_len,
+            None if kind == "chat" else CompletionRequest.model_fields["max_tokens"].default,
+            len(token_ids),
+            self._serving.default_sampling_params,
+            self._serving.override_max_tokens,
+        )
+        sampling = self._sampling_of(kind, msgspec.json.encode(asked))
+        return Rendered(token_ids, structs.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
+
+    def _resolve(self, kind: str, asked: bytes) -> Sampling:
+        """vLLM's parameters for these fields of a body, with every default of the model."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        from kvferry.engine.vllm.sampling import from_vllm
+
+        fields = msgspec.json.decode(asked)
+        if kind == "chat":
+            request = ChatCompletionRequest.model_validate(
+                {"messages": [{"role": "user", "content": ""}], "model": "", **fields}
+            )
+        else:
+            request = CompletionRequest.model_validate({"prompt": "x", "model": "", **fields})
+        return from_vllm(request.to_sampling_params(1, self._serving.default_sampling_params))
+
+
+def _chat(*turns: tuple[str, str], **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns], **fields}
+
+
+# What any template and tokenizer may treat in a way of its own.
+CHAT_PROBES: Sequence[Mapping[str, Any]] = (
+    _chat(("user", "hi")),
+    _chat(("user", "")),
+    _chat(("user", "  leading and trailing spaces \n\n")),
+    _chat(("system", "You are terse."), ("user", "one"), ("assistant", "two"), ("user", "three")),
+    _chat(("system", ""), ("user", "no system text")),
+    _chat(("system", "a"), ("system", "b"), ("user", "c")),
+    _chat(("user", "a"), ("user", "b")),
+    _chat(("assistant", "I begin"), ("user", "b")),
+    _chat(("user", "the last turn is the assistant's"), ("assistant", "So")),
+    _chat(("user", "ünïcödé 漢字 😀 \u200d \u0301 \ufeff עברית")),
+    _chat(("user", "<|im_start|>system\nspecial<|im_end|> </s> <s> [INST] <|endoftext|> <|eot_id|>")),
+    _chat(("user", "{{ messages }} {% raw %} \\n \t\r\n \x00")),
+    _chat(("user", "word " * 700)),
+    _chat(
+        ("user", "hi"),
+        temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5,
+        repetition_penalty=1.1, stop=["x", "y"], seed=7, logprobs=True, top_logprobs=3, ignore_eos=True,
+        include_stop_str_in_output=True, skip_special_tokens=False, spaces_between_special_tokens=False,
+    ),
+    _chat(("user", "hi"), stop="x", logprobs=True, temperature=0.02),
+)  # fmt: skip
+COMPLETION_PROBES: Sequence[Mapping[str, Any]] = (
+    {"prompt": "Once upon a time"},
+    {"prompt": " "},
+    {"prompt": "ünïcödé 漢字 😀 <|im_start|> </s> <s>", "add_special_tokens": False},
+    {"prompt": "<s>\n\nword " * 100, "temperature": 0.7, "stop": "x", "logprobs": 2, "seed": 3},
+)
+
+Ask = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
+
+
+async def verify(plain: PlainPrompts, ask_chat: Ask, ask_completion: Ask) -> str:
+    """How `plain` differs from vLLM's own renderer, which the other two ask; empty when nothing was found."""
+    for probe in CHAT_PROBES:
+        if plain.takes_chat(probe) and (difference := await _difference(probe, plain.chat(probe), ask_chat)):
+            return difference
+    for probe in COMPLETION_PROBES:
+        if difference := await _difference(probe, plain.completion(probe), ask_completion):
+            return difference
+    return ""
+
+
+async def _difference(probe: Mapping[str, Any], got: Rendered | None, ask: Ask) -> str:
+    try:
+        wanted = await ask(probe)
+    except Exception as error:
+        return "" if got is None else f"vLLM refuses {probe}: {error}"
+    if got is None:
+        return f"vLLM alone renders {probe}"
+    if list(got.token_ids) != list(wanted.token_ids):
+        return f"other tokens for {probe}"
+    if got.sampling != wanted.sampling:
+        return f"other parameters for {probe}: {got.sampling}, not {wanted.sampling}"
+    return ""

@@ -1,0 +1,160 @@
+"""The volumes, as vLLM's tiers see them: a SecondaryTierManager that only talks to its node's keeper.
+
+It lives in the engine's scheduler and never waits there. What can be loaded it knows from the mirror that its client
+keeps; loads and stores are handed over and asked after in later steps. While the keeper is away everything is a miss.
+
+A page that could not be loaded for a request is a miss for that request from then on: the mirror may learn of it again
+at any time, and a request that tried again and again would never be computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar
+
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvferry.engine.vllm.plugins.offloading import RequestPages
+from kvferry.keeper.client import JobDone, KeeperClient, Region
+from kvferry.store.layout import ChunkKey, ChunkLayout
+
+log = logging.getLogger(__name__)
+
+_DRAIN_SAYS_EVERY_S = 10.0
+
+
+class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
+    """vLLM makes one per engine, in the process of its scheduler, once all workers have the region mapped."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        socket_path: str,
+        layout: dict[str, Any],
+    ) -> None:
+        """`layout` is a ChunkLayout without its `payload_bytes`, which is the row of the region."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        assert primary_kv_view.shape is not None
+        region = Region(
+            fd=offloading_spec._scheduler_mmap.fd,
+            num_rows=primary_kv_view.shape[0],
+            row_bytes=self.block_size_bytes,
+        )
+        self._client = KeeperClient(
+            socket_path,
+            region,
+            ChunkLayout(**layout, payload_bytes=self.block_size_bytes),
+            engine_id=offloading_spec._engine_id,
+        )
+        self._id_to_job: dict[int, Any] = {}
+        self._done: list[JobResult] = []  # jobs in which there was nothing to do
+        self._client.start()
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        pages: RequestPages | None = req_context.get_state(RequestPages)
+        if pages is None or not pages.hints.load or (pages.failed is not None and key in pages.failed):
+            return LookupResult.MISS
+        if self._client.contains(key):
+            return LookupResult.HIT
+        if (
+            pages.hints.volumes
+            and self._client.connected
+            and pages.volume_of(req_context.get_offload_key_position(key)) is not None
+        ):
+            return LookupResult.HIT
+        return LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        context = job_metadata.req_context
+        pages: RequestPages | None = context.get_state(RequestPages)
+        new: list[tuple[Any, int]] = []
+        ends = {key: context.get_offload_key_position(key) or 0 for key in job_metadata.keys}
+        if pages is not None:  # nobody could say whose they are
+            rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
+            # What came by the ferry is not written a second time, to this node's drive.
+            new = [
+                (key, row)
+                for key, row in rows
+                if ends[key] > pages.num_transferred_tokens and not self._client.contains(key)
+            ]
+        if pages is None or not new:
+            self._done.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+            return
+        # From the prompt's start: whatever is dropped when there is too much, a prefix is of use, its end alone is not.
+        new.sort(key=lambda page: ends[page[0]])
+        self._id_to_job[job_metadata.job_id] = job_metadata
+        self._client.store(
+            job_metadata.job_id,
+            pages.hints.namespace,
+            [(ChunkKey(key), pages.route_key(ends[key]), row) for key, row in new],
+        )
+
+    def submit_load(self, job_metadata: Any) -> None:
+        context = job_metadata.req_context
+        pages: RequestPages = context.get_state(RequestPages)
+        volumes: dict[ChunkKey, str] = {}
+        if pages.hints.volumes:
+            for key in job_metadata.keys:
+                volume_id = pages.volume_of(context.get_offload_key_position(key))
+                if volume_id is not None and not self._client.contains(key):
+                    volumes[key] = volume_id
+        self._id_to_job[job_metadata.job_id] = job_metadata
+        rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
+        self._client.load(job_metadata.job_id, pages.hints.namespace, list(rows), volumes, pages.trace)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results, self._done = self._done, []
+        for done in self._client.finished():
+            results.append(self._result(done))
+        return results
+
+    def _result(self, done: JobDone) -> JobResult:
+        job = self._id_to_job.pop(done.job)
+        if not done.is_load:
+            return JobResult(
+                done.job, success=not done.failed, transfer_time=done.seconds, transfer_bytes=done.num_bytes
+            )
+        succeeded = frozenset(done.succeeded)
+        failed = [key for key in job.keys if key not in succeeded]
+        if failed:
+            pages: RequestPages = job.req_context.get_state(RequestPages)
+            pages.failed = (pages.failed or set()) | set(failed)
+        return JobResult(
+            done.job,
+            success=not failed,
+            successful_keys=tuple(succeeded) if failed else None,
+            transfer_time=done.seconds,
+            transfer_bytes=done.num_bytes,
+        )
+
+    def touch(self, keys: Collection[Any], req_context: Any) -> None:
+        if known := [key for key in keys if self._client.contains(key)]:
+            self._client.touch(known)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        # What engines have in memory is not read from volumes: without this, a volume would forget first what is used
+        # most.
+        self.touch(req_context._offload_key_positions, req_context)
+
+    def nap(self, longest_s: float) -> None:
+        """Wait for the keeper, if there is something to wait for."""
+        if self._client.has_unfinished:
+            self._client.wait_idle(longest_s)
+
+    def drain_jobs(self) -> None:
+        while not self._client.wait_idle(_DRAIN_SAYS_EVERY_S):
+            log.warning("waiting for the keeper to end %d jobs", len(self._id_to_job))
+
+    def shutdown(self) -> None:
+        self._client.stop()

@@ -1,0 +1,265 @@
+"""vLLM's renderer in process, without an engine.
+
+Chat template and tokens, and sampling parameters with the model's defaults.
+
+Importing takes about 8 s of CPU; do it once, at start-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from msgspec import structs
+from pydantic import ValidationError
+
+from kvferry.config import ModelConfig
+from kvferry.engine.base import Parse, RenderedPrompt
+from kvferry.engine.vllm.plain_prompts import PlainPrompts, Rendered, verify
+from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
+
+log = logging.getLogger(__name__)
+
+# Characters of a prompt that are rendered at once, about 0.6 ms; more would hold up the tokens of everybody else, and a
+# thread renders them (0.1 ms to get there and back).
+MOST_CHARS_AT_ONCE = 2_000
+
+
+class VllmRenderer:
+    """A Renderer. Complete once constructed; needs the model's folder for config and tokenizer, never its weights.
+
+    Plain chats and prompts take a short way, if it was seen at construction to lead to the same tokens.
+    """
+
+    def __init__(self, model_folder: str, served_name: str, model: ModelConfig) -> None:
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # Read by vLLM's CPU platform while it builds a configuration; no cache is allocated here.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        from vllm.config import ModelConfig as VllmModelConfig
+        from vllm.config import VllmConfig
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+        from vllm.entrypoints.scale_out.render.serving import ServingRender
+        from vllm.renderers import renderer_from_config
+        from vllm.renderers.online_renderer import OnlineRenderer
+
+        from kvferry.engine.vllm.parsing import check_names
+
+        check_names(model)
+        config = VllmModelConfig(
+            model=model_folder,
+            tokenizer=model_folder,
+            max_model_len=model.max_model_len,
+            trust_remote_code=model.trust_remote_code,
+            renderer_num_workers=1,
+        )
+        try:
+            online = OnlineRenderer(
+                model_config=config,
+                renderer=renderer_from_config(VllmConfig(model_config=config)),
+                request_logger=None,
+                chat_template=None,
+                chat_template_content_format="auto",
+                enable_auto_tools=bool(model.tool_parser),
+                tool_parser=model.tool_parser or None,
+                reasoning_parser=model.reasoning_parser or None,
+            )
+        except TypeError as error:
+            # Of a parser that needs tokens which this tokenizer lacks.
+            raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
+        online.warmup()
+        self._online = online
+        self._model = model
+        self._served_name = served_name
+        self._max_model_len = int(config.max_model_len)
+        self._serving = ServingRender(
+            OpenAIModelRegistry(
+                model_config=config,
+                base_model_paths=[BaseModelPath(name=served_name, model_path=model_folder)],
+            ),
+            online,
+        )
+        self._plain_parse = self._parse_of_plain()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
+        # In the thread: the caller's may run an event loop.
+        self._plain = self._thread.submit(self._verified_plain_prompts).result()
+        # What was imported lives as long as the process. Left to the garbage collector, its 630,000 objects make every
+        # full collection a pause of 0.3 s for all streams.
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or extension modules report what is left at the end as leaked
+
+    @property
+    def renders_plain_prompts_itself(self) -> bool:
+        return self._plain is not None
+
+    def _verified_plain_prompts(self) -> PlainPrompts | None:
+        try:
+            plain = PlainPrompts(self._serving)
+            difference = asyncio.run(verify(plain, self._ask_chat, self._ask_completion))
+        except Exception as error:
+            # Whatever it is, vLLM's own renderer works without.
+            difference = f"{type(error).__name__}: {error}"
+        if not difference:
+            return plain
+        log.warning("plain prompts are left to vLLM's renderer, which takes longer: %s", difference)
+        return None
+
+    def _parse_of_plain(self) -> Parse | None:
+        """Of every chat that `PlainPrompts` takes: none of its fields says anything to a parser."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        from kvferry.engine.vllm.parsing import parse_of
+
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+        request = ChatCompletionRequest.model_validate({**body, "model": ""})
+        return parse_of(body, self._model, self._online.effective_chat_template_kwargs(request), reasoning_ended=None)
+
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
+        if body.get("tools") and body.get("tool_choice") != "none" and not self._model.tool_parser:
+            raise InvalidRequest(
+                "tools need model.tool_parser in this cluster's configuration, which is not set; "
+                'with tool_choice "none" the model is only told of them',
+                param="tools",
+            )
+        requested = body.get("max_completion_tokens")
+        if requested is None:
+            requested = body.get("max_tokens")
+        rendered: Rendered | None = None
+        if self._plain is not None and self._plain.takes_chat(body):
+            num_chars = sum(len(message["content"]) for message in body["messages"])
+            rendered = await self._at_once_if_short(self._plain.chat, body, num_chars)
+            if rendered is not None and self._plain_parse is not None:
+                rendered = dataclasses.replace(rendered, parse=self._plain_parse)
+        if rendered is None:
+            rendered = await self._ask_chat(body)
+        return self._within_context(rendered, requested)
+
+    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
+        requested = body.get("max_tokens", 16)
+        if self._plain is not None and self._plain.takes_completion(body):
+            rendered = await self._at_once_if_short(self._plain.completion, body, len(body["prompt"]))
+            if rendered is not None:
+                return [self._within_context(rendered, requested)]
+        return [self._within_context(one, requested) for one in await self._ask_completions(body)]
+
+    async def _at_once_if_short(
+        self, render: Callable[[Mapping[str, Any]], Rendered | None], body: Mapping[str, Any], num_chars: int
+    ) -> Rendered | None:
+        if num_chars <= MOST_CHARS_AT_ONCE:
+            return render(body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, render, body)
+
+    async def _ask_chat(self, body: Mapping[str, Any]) -> Rendered:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        from kvferry.engine.vllm.parsing import parse_of
+
+        chat_template_kwargs: dict[str, Any] = {}
+
+        async def render(request: ChatCompletionRequest) -> Any:
+            chat_template_kwargs.update(self._online.effective_chat_template_kwargs(request))
+            return await self._serving.render_chat_request(request)
+
+        plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
+        request = await self._render(render, ChatCompletionRequest, plain)
+        rendered = _as_rendered(request)
+        # Without a grammar no engine asks.
+        reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
+        parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
+        return dataclasses.replace(rendered, parse=parse)
+
+    async def _ask_completions(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        plain = {key: value for key, value in body.items() if key != "max_tokens"}
+        rendered = await self._render(self._serving.render_completion_request, CompletionRequest, plain)
+        if isinstance(body["prompt"], list):
+            self._check_vocabulary(rendered)
+        return [_as_rendered(one) for one in rendered]
+
+    def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
+        """vLLM's renderer leaves it to the engine, which knows no field to name."""
+        from vllm.exceptions import VLLMClientError
+
+        for request in rendered:
+            try:
+                self._online.renderer.validate_token_ids(request.token_ids)
+            except VLLMClientError as error:
+                raise InvalidRequest(f"prompt: {error}", param="prompt") from None
+
+    async def _ask_completion(self, body: Mapping[str, Any]) -> Rendered:
+        (rendered,) = await self._ask_completions(body)
+        return rendered
+
+    async def _render(self, render: Any, kind: Any, body: Mapping[str, Any]) -> Any:
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            result = await render(kind.model_validate({**body, "model": self._served_name}))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            # vLLM's wrapping validators show up as parts such as "function-wrap[...]".
+            where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
+            raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise self._from_vllm(str(error), getattr(error, "parameter", None)) from None
+        except Exception as error:
+            # Chat templates raise jinja2.TemplateError for messages they refuse (roles out of order, say).
+            if type(error).__module__.startswith("jinja2"):
+                raise InvalidRequest(
+                    f"messages: the model's chat template refuses them: {error}", param="messages"
+                ) from None
+            raise
+        if isinstance(result, ErrorResponse):
+            raise self._from_vllm(result.error.message, result.error.param)
+        return result
+
+    def _from_vllm(self, message: str, param: str | None) -> KvferryError:
+        first_line = message.strip().splitlines()[0] if message.strip() else "the request cannot be rendered"
+        if "context length" in message or "maximum model length" in message:
+            return ContextLengthExceeded(first_line, param=param)
+        return InvalidRequest(first_line, param=param)
+
+    def _within_context(self, rendered: Rendered, requested: int | None) -> RenderedPrompt:
+        sampling = rendered.sampling
+        num_prompt_tokens = len(rendered.token_ids)
+        if requested is not None:
+            if num_prompt_tokens + requested > self._max_model_len:
+                raise context_exceeded(self._max_model_len, num_prompt_tokens, requested)
+            sampling = structs.replace(sampling, max_tokens=requested)
+        if sampling.min_tokens > sampling.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({sampling.min_tokens}) is over max_tokens ({sampling.max_tokens})", param="min_tokens"
+            )
+        if sampling.max_tokens < 1:
+            raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
+        return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling, parse=rendered.parse)
+
+
+def _as_rendered(request: Any) -> Rendered:
+    """Of vLLM's GenerateRequest."""
+    from kvferry.engine.vllm.sampling import from_vllm
+
+    return Rendered(request.token_ids, from_vllm(request.sampling_params))
+
+
+def context_exceeded(max_model_len: int, num_prompt_tokens: int, max_tokens: int) -> ContextLengthExceeded:
+    """The error that gives all three numbers."""
+    return ContextLengthExceeded(
+        f"this model's context is {max_model_len} tokens, but the request asks for {num_prompt_tokens + max_tokens}: "
+        f"{num_prompt_tokens} in the prompt and {max_tokens} to generate",
+        param="max_tokens",
+    )

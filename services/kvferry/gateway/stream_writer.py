@@ -1,0 +1,174 @@
+"""Where a streamed answer goes: bytes in, without waiting, from whoever has them.
+
+A token is written by the code that received it, for all requests of an engine's step in turn. So a client that does not
+read must hold up nobody: what it leaves unread waits up to a limit, then the client is cut.
+
+There are two kinds: past ASGI, under the gateway's own server, and through ASGI, under any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from kvferry.gateway.connection import Exchange
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class StreamWriter(Protocol):
+    """One streamed answer. The first write sends status and headers: until then an error can have a status of its own.
+
+    Writing after the end, or once the client is gone, does nothing.
+    """
+
+    @property
+    def started(self) -> bool: ...
+
+    def write(self, events: bytes) -> None:
+        """Never waits, never raises for what the client does."""
+        ...
+
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        """`write` of what stands between these two, for many events that begin and end alike."""
+        ...
+
+    async def close(self, events: bytes) -> None:
+        """`write`, and end the answer; returns when it was handed over to the operating system or nearly so."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up an answer that was not closed; nothing happens to one that was, or that never started."""
+        ...
+
+
+def open_stream_writer(
+    exchange: Exchange | None, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]
+) -> StreamWriter:
+    """`tell_slow` is called once when more than `max_unread_bytes` wait for the client. The answer is lost by then."""
+    if exchange is not None and exchange.is_ready:
+        return TransportStreamWriter(exchange, send, headers, max_unread_bytes, tell_slow)
+    return AsgiStreamWriter(send, headers, max_unread_bytes, tell_slow)
+
+
+class TransportStreamWriter:
+    """An StreamWriter to a connection's transport."""
+
+    __slots__ = ("_ended", "_exchange", "_headers", "_max_unread_bytes", "_send", "_tell_slow", "started")
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        send: Send,
+        headers: Headers,
+        max_unread_bytes: int,
+        tell_slow: Callable[[], None],
+    ) -> None:
+        self.started = False
+        self._ended = False
+        self._exchange = exchange
+        self._send = send
+        self._headers = headers
+        self._max_unread_bytes = max_unread_bytes
+        self._tell_slow = tell_slow
+
+    def write(self, events: bytes) -> None:
+        if self._ended:
+            return
+        exchange = self._exchange
+        if not self.started:
+            self.started = True
+            exchange.start(200, self._headers)
+        exchange.write(events)
+        if exchange.may_have_unread:
+            self._cut_if_slow()
+
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        exchange = self._exchange
+        write = exchange.writer(before, after)
+
+        def write_between(middle: bytes) -> None:
+            if not self.started or self._ended:
+                self.write(before + middle + after)
+                return
+            write(middle)
+            if exchange.may_have_unread:
+                self._cut_if_slow()
+
+        return write_between
+
+    def _cut_if_slow(self) -> None:
+        if self._exchange.num_unread_bytes() > self._max_unread_bytes:
+            self.abandon()
+            self._tell_slow()
+
+    async def close(self, events: bytes) -> None:
+        if self._ended:
+            return
+        if not self.started:
+            self.write(events)
+            events = b""
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        self._ended = True
+
+    def abandon(self) -> None:
+        if self.started and not self._ended:
+            self._ended = True
+            self._exchange.abort()
+
+
+class AsgiStreamWriter:
+    """An StreamWriter to an ASGI server: a task sends what was written since it last sent."""
+
+    def __init__(self, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]) -> None:
+        self._send = send
+        self._headers = headers
+        self._max_unread_bytes = max_unread_bytes
+        self._tell_slow = tell_slow
+        self._pending = bytearray()
+        self._written = asyncio.Event()
+        self._ended = False  # nothing more is written
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._pump is not None
+
+    def write(self, events: bytes) -> None:
+        if self._ended:
+            return
+        self._pending += events
+        self._written.set()
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._send_all())
+        if len(self._pending) > self._max_unread_bytes:
+            self.abandon()
+            self._tell_slow()
+
+    def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        return lambda middle: self.write(before + middle + after)
+
+    async def close(self, events: bytes) -> None:
+        self.write(events)
+        assert self._pump is not None
+        self._ended = True
+        self._written.set()
+        await self._pump
+
+    def abandon(self) -> None:
+        self._ended = True
+        if self._pump is not None:
+            self._pump.cancel()
+
+    async def _send_all(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        while True:
+            await self._written.wait()
+            self._written.clear()
+            ended = self._ended
+            events, self._pending = bytes(self._pending), bytearray()
+            await self._send({"type": "http.response.body", "body": events, "more_body": not ended})
+            if ended:
+                return

@@ -1,0 +1,1 @@
+"""The keeper process of a node, its protocol and its client."""

@@ -1,0 +1,101 @@
+"""When a volume is left alone, and when it is tried again; and how much may be written to it. Pure."""
+
+from __future__ import annotations
+
+import enum
+
+
+class BreakerState(enum.StrEnum):
+    CLOSED = "closed"  # in use
+    OPEN = "open"  # left alone
+    HALF_OPEN = "half_open"  # one operation is on trial
+
+
+class Breaker:
+    """Opens after `max_failures` in a row, or at once. Then one operation is tried every `retry_s`; it closes when that
+    ends well.
+    """
+
+    def __init__(self, max_failures: int, retry_s: float) -> None:
+        self._max_failures = max_failures
+        self._retry_s = retry_s
+        self._num_failures = 0
+        self._retry_at_s = 0.0
+        self.state = BreakerState.CLOSED
+        self.num_trips = 0
+
+    def __repr__(self) -> str:
+        return f"<Breaker {self.state.value}, {self._num_failures} failures in a row, {self.num_trips} trips>"
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is BreakerState.CLOSED
+
+    def is_ripe(self, now_s: float) -> bool:
+        """Whether an operation may be put on trial now."""
+        return self.state is BreakerState.OPEN and now_s >= self._retry_at_s
+
+    def begin_trial(self) -> None:
+        """The next end decides. Only when ripe."""
+        self.state = BreakerState.HALF_OPEN
+
+    def succeeded(self) -> bool:
+        """An operation ended well. Returns whether that closed it: while it is open, those that began before do not."""
+        self._num_failures = 0
+        if self.state is not BreakerState.HALF_OPEN:
+            return False
+        self.state = BreakerState.CLOSED
+        return True
+
+    def failed(self, now_s: float) -> bool:
+        """An operation failed. Returns whether that opened it."""
+        self._num_failures += 1
+        if self.state is BreakerState.CLOSED and self._num_failures < self._max_failures:
+            return False
+        return self.trip(now_s)
+
+    def trip(self, now_s: float) -> bool:
+        """Open at once, or stay open for longer. Returns whether it was closed."""
+        was_closed = self.is_closed
+        if was_closed:
+            self.num_trips += 1
+        self.state = BreakerState.OPEN
+        self._retry_at_s = now_s + self._retry_s
+        return was_closed
+
+
+class WriteBudget:
+    """Bytes a day, as a bucket that fills evenly and holds an hour's share.
+
+    Over any span of time no more is written than its share, an hour's share and one chunk.
+    """
+
+    DAY_S = 86_400.0
+    BURST_S = 3_600.0
+
+    def __init__(self, bytes_per_day: float | None, now_s: float) -> None:
+        """None: no limit."""
+        self._bytes_per_s = None if bytes_per_day is None else bytes_per_day / self.DAY_S
+        self._level = 0.0 if self._bytes_per_s is None else self._bytes_per_s * self.BURST_S
+        self._at_s = now_s
+
+    def __repr__(self) -> str:
+        return "<WriteBudget without limit>" if self._bytes_per_s is None else f"<WriteBudget {self._level:.0f} bytes>"
+
+    def allows(self, now_s: float) -> bool:
+        """Whether something may be written. One chunk may leave it in debt: it would never fit into a small bucket."""
+        if self._bytes_per_s is None:
+            return True
+        self._level = min(
+            self._level + (now_s - self._at_s) * self._bytes_per_s, max(self._level, self._bytes_per_s * self.BURST_S)
+        )
+        self._at_s = now_s
+        return self._level > 0
+
+    def spend(self, num_bytes: int) -> None:
+        if self._bytes_per_s is not None:
+            self._level -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """It was not written after all."""
+        self.spend(-num_bytes)

@@ -1,0 +1,227 @@
+"""The life of a keeper: volumes open, engines and other nodes served, registered; until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+
+import grpc
+
+from kvferry import __version__, mutual_tls
+from kvferry.addresses import is_loopback, join_host_port
+from kvferry.config import ClusterConfig
+from kvferry.errors import KvferryError, TierError
+from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.metrics import KeeperMetrics
+from kvferry.keeper.nixl_agent import NixlAgent
+from kvferry.keeper.remote import ChunkLender, RemoteKeepers
+from kvferry.keeper.server import KeeperServer
+from kvferry.link.grpc_server import CHANNEL_OPTIONS
+from kvferry.membership.base import (
+    Joined,
+    Left,
+    Member,
+    MemberChange,
+    MemberId,
+    MemberKind,
+    Membership,
+    Registration,
+    Snapshot,
+)
+from kvferry.metrics_listener import MetricsListener
+from kvferry.store.keyring import load_keyring
+from kvferry.store.volume import Volume
+from kvferry.telemetry import SpanCounts
+from kvferry.tracing import Tracing, start_tracing
+
+log = logging.getLogger(__name__)
+
+_REWATCH_S = 1.0
+_STOP_GRACE_S = 5.0
+
+
+class KeeperHost:
+    """Owns the volumes, the keeper, its server and its registration.
+
+    `start` once, `stop` at the end; `check_health` in between. `node` names the machine, and this keeper among those
+    that write to a shared volume.
+    """
+
+    def __init__(self, config: ClusterConfig, membership: Membership, *, node: str = "") -> None:
+        """Raises ConfigError for keys that cannot be read."""
+        tier = config.tier
+        self._config = config
+        self._membership = membership
+        self._node = node or socket.gethostname()
+        self._tls = config.worker.tls if config.worker.tls.enabled else None
+        self._registration: Registration | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._others = _OtherKeepers()
+        self._is_stopped = False
+        self.keeper_id = MemberId(f"{MemberKind.KEEPER.value}-{secrets.token_hex(4)}")
+        keyring = load_keyring(tier.encryption_keys_file) if tier.encryption_keys_file is not None else None
+        writer = re.sub(r"[^A-Za-z0-9._-]", "-", self._node).lstrip("._-")[:100] or "node"
+        self._volumes = [
+            Volume(
+                volume.path,
+                capacity_bytes=int(volume.capacity_gib * (1 << 30)),
+                shared=volume.shared,
+                writer=writer if volume.shared else "local",
+                keyring=keyring,
+            )
+            for volume in tier.volumes
+        ]
+        self._agent = NixlAgent(self.keeper_id)
+        self.remote = RemoteKeepers(self._agent, self._others.locate, self._dial, timeout_s=tier.io_timeout_s)
+        self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
+        self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.io_timeout_s)
+        self.server = KeeperServer(self.keeper, self.lender, node=self._node)
+        self._tracing: Tracing | None = None
+        self.metrics = KeeperMetrics(self.keeper, self.remote, self.lender, read_span_counts=self._span_counts)
+        self._listener = MetricsListener(config.metrics, config.metrics.keeper_port, self.metrics.render)
+
+    def __repr__(self) -> str:
+        return f"<KeeperHost {self.keeper!r} port={self.server.port}, others: {self._others!r}>"
+
+    @property
+    def member(self) -> Member:
+        return Member(
+            kind=MemberKind.KEEPER,
+            member_id=self.keeper_id,
+            address=join_host_port(self._config.tier.host, self.server.port),
+            model=self._config.served_name,
+            version=__version__,
+            node=self._node,
+            pid=os.getpid(),
+            volumes=self.keeper.volume_ids,
+            socket_path=str(self.keeper.socket_path),
+            metrics_address=self._listener.address,
+            started_unix_s=time.time(),
+        )
+
+    async def start(self) -> None:
+        """Raises TierError where a volume or the socket cannot be used, UnavailableError without the registry."""
+        self._prepare_environment()
+        for volume in self._volumes:
+            begin_s = time.monotonic()
+            await asyncio.to_thread(volume.open)
+            log.info("%r found in %.2f s", volume, time.monotonic() - begin_s)
+        self._tracing = self.keeper.tracing = self.server.tracing = start_tracing(
+            self._config.tracing, service=MemberKind.KEEPER.value, instance=self.keeper_id
+        )
+        await self.keeper.start()
+        await self._listener.start()
+        await self.server.start(
+            self._config.tier.host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None
+        )
+        self._watch = asyncio.create_task(self._follow_others())
+        self._registration = await self._membership.register(self.member)
+        log.info("%s serves %s", self.keeper_id, ", ".join(self.keeper.volume_ids) or "no volumes")
+
+    async def check_health(self) -> None:
+        """Raises TierError once the keeper does not serve any more."""
+        self.keeper.check_health()
+
+    async def stop(self) -> None:
+        """End everything; may be repeated, and after a start that failed."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        tasks = [task for task in (self._watch, self._warming) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._registration is not None:
+            await self._registration.revoke()
+        await self.server.stop()
+        is_quiet = await self.keeper.stop(_STOP_GRACE_S)
+        await self.lender.close()
+        if is_quiet:
+            await self.remote.close()
+            for volume in self._volumes:
+                volume.close()
+        else:
+            # What hangs keeps its volume and its memory; the process's end frees both.
+            log.warning("%s stops while I/O hangs", self.keeper_id)
+        await self._agent.stop()
+        await self._listener.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
+        await self._membership.close()
+
+    def _span_counts(self) -> SpanCounts:
+        return self._tracing.counts if self._tracing is not None else SpanCounts()
+
+    def _prepare_environment(self) -> None:
+        """What UCX reads, before NIXL is loaded. Values that an operator set stay."""
+        if self._config.engine.device == "cpu":
+            os.environ.setdefault("UCX_TLS", self._config.engine.ucx_tls)
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        if is_loopback(self._config.tier.host):
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+    def _dial(self, address: str) -> grpc.aio.Channel:
+        return mutual_tls.channel_to(
+            address, self._config.worker.tls, (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0))
+        )
+
+    async def _follow_others(self) -> None:
+        """For ever: a watch that fails is a fault of ours, and must not leave this keeper with yesterday's members."""
+        while True:
+            try:
+                async for change in self._membership.watch():
+                    self._others.apply(change, self.keeper_id)
+                    self.remote.keep_only(self._others.addresses)
+                    if self._others.addresses and self._warming is None:
+                        self._warming = asyncio.create_task(self._warm_up())
+            except KvferryError as error:
+                log.warning("the other keepers cannot be followed: %s", error.message)
+            except Exception:
+                log.exception("following the other keepers failed; trying again")
+            await asyncio.sleep(_REWATCH_S)
+
+    async def _warm_up(self) -> None:
+        with contextlib.suppress(TierError):  # it has said why
+            await self.lender.warm_up()
+
+
+class _OtherKeepers:
+    """Who serves which volume elsewhere, as membership says."""
+
+    def __init__(self) -> None:
+        self._members: dict[MemberId, Member] = {}
+
+    def __repr__(self) -> str:
+        return f"{sorted(self._members)}"
+
+    @property
+    def addresses(self) -> set[str]:
+        return {member.address for member in self._members.values()}
+
+    def apply(self, change: MemberChange, own: MemberId) -> None:
+        match change:
+            case Snapshot(members):
+                self._members.clear()
+                for member in members:
+                    self._joined(member, own)
+            case Joined(member):
+                self._joined(member, own)
+            case Left(_, member_id):
+                self._members.pop(member_id, None)
+
+    def _joined(self, member: Member, own: MemberId) -> None:
+        if member.kind is MemberKind.KEEPER and member.member_id != own:
+            self._members[member.member_id] = member
+
+    def locate(self, volume_id: str) -> str | None:
+        """The address of a keeper that has this volume."""
+        # The youngest: an older one with the same volume may be one that was killed and whose lease still runs.
+        serving = [member for member in self._members.values() if volume_id in member.volumes]
+        return max(serving, key=lambda member: member.started_unix_s).address if serving else None

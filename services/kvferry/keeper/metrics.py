@@ -1,0 +1,96 @@
+"""The metrics of one keeper: its jobs, its volumes, and what it gets from other nodes and lends to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvferry import telemetry
+from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.remote import ChunkLender, RemoteKeepers
+from kvferry.keeper.volume_io import VolumeIoState
+from kvferry.telemetry import VERIFICATION_FAILURES, Exporter, Exposition, Reading, SpanCounts
+
+_READ = (
+    *(telemetry.KEEPER_ENGINES, telemetry.KEEPER_REGIONS, telemetry.KEEPER_JOB_SECONDS, telemetry.KEEPER_PAGES),
+    *(telemetry.KEEPER_BYTES, telemetry.KEEPER_REMOTE_PAGES, telemetry.KEEPER_REMOTE_BYTES),
+    *(telemetry.KEEPER_REMOTE_SECONDS, telemetry.KEEPER_LENT, telemetry.KEEPER_EXPIRED, telemetry.KEEPER_SPANS),
+    *(telemetry.TIER_PAGES, telemetry.TIER_USED, telemetry.TIER_CAPACITY, telemetry.TIER_QUEUE),
+    *(telemetry.TIER_RUNNING, telemetry.TIER_OVERDUE, telemetry.TIER_OPERATIONS, telemetry.TIER_BYTES),
+    *(telemetry.TIER_SECONDS, telemetry.TIER_READ_RATE, telemetry.TIER_VERIFICATION_FAILURES),
+    *(telemetry.TIER_QUARANTINED, telemetry.TIER_EVICTED, telemetry.TIER_BREAKER, telemetry.TIER_TRIPS),
+)
+
+
+class KeeperMetrics:
+    """Reads the keeper and its two ends of the way to other nodes whenever it is scraped."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        remote: RemoteKeepers,
+        lender: ChunkLender,
+        *,
+        read_span_counts: Callable[[], SpanCounts] = SpanCounts,
+    ) -> None:
+        self._keeper = keeper
+        self._remote = remote
+        self._lender = lender
+        self._read_span_counts = read_span_counts
+        self.exposition = Exposition(Exporter.KEEPER, {"keeper": keeper.keeper_id})
+        self.exposition.read(_READ, self._read)
+
+    async def render(self) -> bytes:
+        """The text exposition."""
+        return self.exposition.render()
+
+    def _read(self) -> Iterator[Reading]:
+        stats, remote, lender = self._keeper.stats, self._remote.stats, self._lender
+        yield Reading(telemetry.KEEPER_ENGINES, (), len(stats.engines))
+        yield Reading(telemetry.KEEPER_REGIONS, (), stats.num_regions_mapped)
+        yield Reading(telemetry.KEEPER_JOB_SECONDS, ("load",), stats.ended_load_jobs, stats.load_job_s)
+        yield Reading(telemetry.KEEPER_JOB_SECONDS, ("store",), stats.ended_store_jobs, stats.store_job_s)
+        for job, outcomes in (("load", stats.loads), ("store", stats.stores)):
+            for outcome, count in outcomes.items():
+                yield Reading(telemetry.KEEPER_PAGES, (job, outcome), count)
+        yield Reading(telemetry.KEEPER_BYTES, ("load",), stats.bytes_loaded)
+        yield Reading(telemetry.KEEPER_BYTES, ("store",), stats.bytes_stored)
+        for outcome, count in stats.remote_loads.items():
+            yield Reading(telemetry.KEEPER_REMOTE_PAGES, (outcome,), count)
+        yield Reading(telemetry.KEEPER_REMOTE_BYTES, (), remote.bytes_loaded)
+        yield Reading(telemetry.KEEPER_REMOTE_SECONDS, ("fetch",), remote.fetch_s)
+        yield Reading(telemetry.KEEPER_REMOTE_SECONDS, ("read",), remote.read_s)
+        yield Reading(telemetry.KEEPER_LENT, (), lender.num_lent)
+        yield Reading(telemetry.KEEPER_EXPIRED, (), lender.num_expired)
+        yield from telemetry.read_spans(telemetry.KEEPER_SPANS, self._read_span_counts())
+        for volume in stats.volumes:
+            yield from _of_volume(volume)
+
+
+def _of_volume(state: VolumeIoState) -> Iterator[Reading]:
+    volume = state.volume_id
+    yield Reading(telemetry.TIER_PAGES, (volume,), state.num_chunks)
+    yield Reading(telemetry.TIER_USED, (volume,), state.bytes_used)
+    yield Reading(telemetry.TIER_CAPACITY, (volume,), state.capacity_bytes)
+    yield Reading(telemetry.TIER_QUEUE, (volume, "read"), state.queued_read_bytes)
+    yield Reading(telemetry.TIER_QUEUE, (volume, "write"), state.queued_write_bytes)
+    yield Reading(telemetry.TIER_RUNNING, (volume,), state.num_running)
+    yield Reading(telemetry.TIER_OVERDUE, (volume,), state.num_overdue)
+    # At zero: what comes after may say otherwise. Or a volume that nothing happened on would have no series of these.
+    yield Reading(telemetry.TIER_OPERATIONS, (volume, "read", "ok"), 0)
+    yield Reading(telemetry.TIER_VERIFICATION_FAILURES, (volume, VERIFICATION_FAILURES[0]), 0)
+    for (direction, outcome), count in state.outcomes.items():
+        if direction not in telemetry.DIRECTIONS:
+            continue  # a look at the folder that hung
+        yield Reading(telemetry.TIER_OPERATIONS, (volume, direction, outcome), count)
+        if direction == "read" and outcome in VERIFICATION_FAILURES:
+            yield Reading(telemetry.TIER_VERIFICATION_FAILURES, (volume, outcome), count)
+    yield Reading(telemetry.TIER_BYTES, (volume, "read"), state.bytes_read)
+    yield Reading(telemetry.TIER_BYTES, (volume, "write"), state.bytes_written)
+    yield Reading(telemetry.TIER_SECONDS, (volume, "read"), state.read_s)
+    yield Reading(telemetry.TIER_SECONDS, (volume, "write"), state.write_s)
+    yield Reading(telemetry.TIER_READ_RATE, (volume,), state.read_bytes_per_s)
+    yield Reading(telemetry.TIER_QUARANTINED, (volume,), state.quarantined)
+    yield Reading(telemetry.TIER_EVICTED, (volume,), state.evicted)
+    for direction, breaker in (("read", state.breaker), ("write", state.write_breaker)):
+        yield Reading(telemetry.TIER_BREAKER, (volume, direction, breaker.value), 1)
+    yield Reading(telemetry.TIER_TRIPS, (volume,), state.num_trips)

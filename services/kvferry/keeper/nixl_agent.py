@@ -1,0 +1,219 @@
+"""NIXL, in a thread of its own: registering memory, and reading memory that other processes have registered.
+
+An agent is used by one thread only, which looks after transfers while there are any and sleeps otherwise. It has no
+progress thread: NIXL's own spins, and whoever lends memory has one that looks while something is lent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from kvferry.errors import TierError
+
+log = logging.getLogger(__name__)
+
+# Between two looks at transfers under way, and at memory that others may be reading. More often costs a tenth of a core
+# and moves no more; a progress thread that waits for data did worse.
+_POLL_S = 0.0005
+_POLL_LENT_S = 0.001
+_BACKEND = "UCX"
+
+
+class Read(NamedTuple):
+    """One piece: where it lies in the other process, and where it goes in this one."""
+
+    remote_address: int
+    local_address: int
+    num_bytes: int
+
+
+class NixlAgent:
+    """Nothing is imported and no thread starts before the first use. Its methods belong to one event loop.
+
+    All raise TierError where NIXL is not installed or refuses.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_lent = 0
+        self._fault = ""
+        # Of the thread alone.
+        self._nixl: Any = None
+        self._transfers: dict[Any, asyncio.Future[bool]] = {}
+        self._registered: dict[int, Any] = {}
+
+    def __repr__(self) -> str:
+        state = self._fault or ("idle" if self._thread is None else f"{len(self._transfers)} transfers")
+        return f"<NixlAgent {self.name}: {state}>"
+
+    async def warm_up(self) -> None:
+        """Load NIXL now: it takes seconds, which the first chunk of another node would wait."""
+        await self._do(lambda: None)
+
+    async def register(self, address: int, num_bytes: int) -> None:
+        """Others may read it, and reads may go there, until `deregister`."""
+        await self._do(lambda: self._register(address, num_bytes))
+
+    async def deregister(self, address: int) -> None:
+        """May be repeated. Nothing may be under way there."""
+        await self._do(lambda: self._deregister(address))
+
+    async def metadata(self, address: int) -> bytes:
+        """What another agent needs to read the memory registered at `address`, and nothing else of this process."""
+        return bytes(await self._do(lambda: self._metadata(address)))
+
+    async def add_remote(self, metadata: bytes) -> str:
+        """The name of an agent that may be read from now on."""
+        name = await self._do(lambda: self._nixl.add_remote_agent(metadata))
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    async def remove_remote(self, name: str) -> None:
+        await self._do(lambda: self._nixl.remove_remote_agent(name))
+
+    async def read(self, remote: str, reads: Sequence[Read]) -> bool:
+        """Read pieces of a remote agent's memory. False when any of them failed.
+
+        Returns only when nothing is written any more; so it must not be cancelled, and takes as long as it takes.
+        """
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        await self._do(lambda: self._begin(remote, reads, future))
+        return await future
+
+    def lend(self) -> None:
+        """Others may be reading our memory: look after them until `take_back`."""
+        self._num_lent += 1
+        self._commands.put((lambda: None, asyncio.get_running_loop().create_future()))
+
+    def take_back(self) -> None:
+        self._num_lent -= 1
+
+    async def stop(self) -> None:
+        """End the thread; what is under way is left to the process's end. May be repeated."""
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        self._fault = self._fault or "stopped"
+        self._commands.put(None)
+        await asyncio.to_thread(thread.join)
+
+    async def _do(self, command: Callable[[], Any]) -> Any:
+        if self._fault:
+            raise TierError(f"NIXL: {self._fault}")
+        loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._loop = loop
+            self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+            self._thread.start()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._commands.put((command, future))
+        return await future
+
+    # The thread's side
+
+    def _run(self) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            self._nixl = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
+        except ImportError as error:
+            self._fault = f"it is not installed ({error}): pages of other nodes are misses"
+        except Exception as error:
+            self._fault = f"it does not start ({error}): pages of other nodes are misses"
+        if self._fault:
+            log.warning("NIXL: %s", self._fault)
+        while True:
+            timeout_s = _POLL_S if self._transfers else _POLL_LENT_S if self._num_lent > 0 else None
+            try:
+                command = self._commands.get(timeout=timeout_s)
+            except queue.Empty:
+                self._look()
+                continue
+            if command is None:
+                break
+            self._execute(*command)
+        self._nixl = None
+
+    def _execute(self, command: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        try:
+            if self._fault:
+                raise TierError(f"NIXL: {self._fault}")
+            result = command()
+        except TierError as error:
+            self._answer(future, None, error)
+        except Exception as error:
+            self._answer(future, None, TierError(f"NIXL: {type(error).__name__}: {error}"))
+        else:
+            self._answer(future, result, None)
+
+    def _answer(self, future: asyncio.Future[Any], result: Any, error: TierError | None) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(settle)
+        except RuntimeError:
+            log.debug("the loop is closed: nobody waits for NIXL any more")
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        if address not in self._registered:
+            self._registered[address] = self._nixl.register_memory(
+                [(address, num_bytes, 0, "")], "DRAM", backends=[_BACKEND]
+            )
+
+    def _deregister(self, address: int) -> None:
+        registered = self._registered.pop(address, None)
+        if registered is not None:
+            self._nixl.deregister_memory(registered, backends=[_BACKEND])
+
+    def _metadata(self, address: int) -> Any:
+        return self._nixl.get_partial_agent_metadata(self._registered[address], True, [_BACKEND])
+
+    def _begin(self, remote: str, reads: Sequence[Read], future: asyncio.Future[bool]) -> None:
+        nixl = self._nixl
+        here = nixl.get_xfer_descs([(read.local_address, read.num_bytes, 0) for read in reads], "DRAM")
+        there = nixl.get_xfer_descs([(read.remote_address, read.num_bytes, 0) for read in reads], "DRAM")
+        handle = nixl.initialize_xfer("READ", here, there, remote, backends=[_BACKEND])
+        # From here on something may be written: no more exceptions.
+        self._transfers[handle] = future
+        try:
+            state = nixl.transfer(handle)
+        except Exception:
+            log.exception("a NIXL transfer could not be begun")
+            state = "ERR"
+        self._look_at(handle, state)
+
+    def _look(self) -> None:
+        if self._num_lent > 0:
+            self._nixl.get_new_notifs()
+        for handle in list(self._transfers):
+            try:
+                state = self._nixl.check_xfer_state(handle)
+            except Exception as error:
+                # Raised for transfers that have ended in an error, of the connection for instance.
+                log.warning("a NIXL transfer failed: %s", error)
+                state = "ERR"
+            self._look_at(handle, state)
+
+    def _look_at(self, handle: Any, state: str) -> None:
+        if state == "PROC":
+            return
+        future = self._transfers.pop(handle)
+        try:
+            handle.release()
+        except Exception as error:
+            log.warning("a NIXL transfer could not be released: %s", error)
+        self._answer(future, state == "DONE", None)

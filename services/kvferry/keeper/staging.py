@@ -1,0 +1,57 @@
+"""Memory from which chunks are lent to other keepers, in pieces. Pure but for the memory itself."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from kvferry.store.layout import ALIGNMENT
+
+
+class Staging:
+    """Hands out aligned pieces of `num_bytes`, first fit; adjacent free pieces become one again."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, length), by start, never adjacent
+        self._taken: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<Staging {self.num_free} of {self.num_bytes} bytes free, {len(self._taken)} pieces taken>"
+
+    @property
+    def num_free(self) -> int:
+        return sum(length for _, length in self._free)
+
+    def take(self, num_bytes: int) -> int | None:
+        """The start of a piece, or None where none is large enough."""
+        length = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        for i, (start, free) in enumerate(self._free):
+            if free >= length:
+                if free == length:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + length, free - length)
+                self._taken[start] = length
+                return start
+        return None
+
+    def give_back(self, start: int) -> None:
+        """Raises KeyError for what was not taken."""
+        length = self._taken.pop(start)
+        insort(self._free, (start, length))
+        i = self._free.index((start, length))
+        for left in (i, i - 1):
+            if 0 <= left < len(self._free) - 1 and sum(self._free[left]) == self._free[left + 1][0]:
+                self._free[left : left + 2] = [(self._free[left][0], self._free[left][1] + self._free[left + 1][1])]
+
+    def check(self) -> None:
+        """The laws of this class. Raises AssertionError."""
+        pieces = sorted([*self._free, *self._taken.items()])
+        end = 0
+        for start, length in pieces:
+            assert start == end, f"{start} follows {end}"
+            assert length > 0
+            end = start + length
+        assert end == self.num_bytes
+        for (start, length), (following, _) in zip(self._free, self._free[1:], strict=False):
+            assert start + length < following, "adjacent free pieces"

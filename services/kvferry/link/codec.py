@@ -1,0 +1,379 @@
+"""Between the engine's types and the messages of worker.proto.
+
+Both directions side by side, so that they cannot drift apart.
+
+Gateways use it too; it stands with the worker because the format is the worker's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec import structs
+
+from kvferry.engine.base import (
+    AnswerDelta,
+    CachedTokens,
+    Continued,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Parse,
+    PromptSources,
+    RequestId,
+    Sampling,
+    TierHints,
+    TokenLogprob,
+    ToolCallDelta,
+)
+from kvferry.errors import EngineError, KvferryError, by_code
+from kvferry.pages.keys import pack_keys, unpack_keys
+from kvferry.residency.feed import Delta, SnapshotPart
+from kvferry.residency.index import Tier
+from kvferry.store.layout import Namespace
+from kvferry.tracing import TraceContext
+from kvferry.wire.v1 import worker_pb2 as pb
+
+_FINISH_TO_WIRE = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+_ERROR_BY_CODE = by_code()
+
+_json = msgspec.json.Encoder()
+_delta_from_json = msgspec.json.Decoder(AnswerDelta)
+
+_TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
+_OPTIONAL = frozenset({"seed", "logprobs"})
+_SAMPLING_FIELDS = Sampling.__struct_fields__
+
+
+def sampling_to_wire(sampling: Sampling) -> pb.Sampling:
+    # What is the wire's default anyway is left out: setting a field costs 0.5 us.
+    values = structs.asdict(sampling).items()
+    return pb.Sampling(**{name: value for name, value in values if value or (name in _OPTIONAL and value is not None)})
+
+
+def sampling_from_wire(message: pb.Sampling) -> Sampling:
+    values: dict[str, object] = {}
+    for name in _SAMPLING_FIELDS:
+        value = getattr(message, name)
+        if name in _TUPLES:
+            value = tuple(value)
+        elif name == "logit_bias":
+            value = dict(value)
+        elif name in _OPTIONAL and not message.HasField(name):
+            value = None
+        values[name] = value
+    return Sampling(**values)  # type: ignore[arg-type]
+
+
+def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
+    message = pb.Downward()
+    # Filled in place: messages given to a constructor are copied.
+    submit = message.submit
+    submit.number = number
+    submit.request_id = request.request_id
+    submit.prompt_token_ids.extend(request.prompt_token_ids)
+    submit.sampling.MergeFrom(sampling_to_wire(request.sampling))
+    submit.keep_for_transfer = request.keep_for_transfer
+    submit.cache_salt = request.cache_salt
+    if request.transfer_params is not None:
+        submit.transfer_params = json.dumps(request.transfer_params).encode()
+    if request.continued is not None:
+        submit.continued.num_tokens = request.continued.num_tokens
+        submit.continued.num_chars = request.continued.num_chars
+    if request.parse is not None:
+        submit.parse.request = request.parse.request
+        submit.parse.num_tokens_before = request.parse.num_tokens_before
+        submit.parse.num_chars_before = request.parse.num_chars_before
+    if request.tier is not None:
+        submit.tier.tenant = request.tier.namespace.tenant
+        submit.tier.epoch = request.tier.namespace.epoch
+        submit.tier.no_load = not request.tier.load
+        for volume_id, num_pages in request.tier.volumes.items():
+            submit.tier.volumes.add(volume_id=volume_id, num_pages=num_pages)
+    if request.trace is not None:
+        submit.traceparent = request.trace.traceparent
+        submit.tracestate = request.trace.tracestate
+    return message
+
+
+def submit_from_wire(message: pb.Submit) -> EngineRequest:
+    """Raises ValueError for what cannot be read."""
+    return EngineRequest(
+        request_id=RequestId(message.request_id),
+        prompt_token_ids=list(message.prompt_token_ids),
+        sampling=sampling_from_wire(message.sampling),
+        keep_for_transfer=message.keep_for_transfer,
+        transfer_params=json.loads(message.transfer_params) if message.transfer_params else None,
+        cache_salt=message.cache_salt,
+        continued=Continued(message.continued.num_tokens, message.continued.num_chars)
+        if message.HasField("continued")
+        else None,
+        parse=_parse_from_wire(message.parse) if message.HasField("parse") else None,
+        tier=_tier_hints_from_wire(message.tier) if message.HasField("tier") else None,
+        trace=TraceContext.of(message.traceparent, message.tracestate),
+    )
+
+
+def _parse_from_wire(message: pb.Parse) -> Parse:
+    return Parse(message.request, message.num_tokens_before, message.num_chars_before)
+
+
+def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
+    volumes = {entry.volume_id: entry.num_pages for entry in message.volumes}
+    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load)
+
+
+def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
+    """Add one request's output to a step's columns."""
+    delta = output.delta
+    if output.token_ids or output.text or delta is not None:
+        step.numbers.append(number)
+        step.num_tokens.append(len(output.token_ids))
+        step.token_ids.extend(output.token_ids)
+        step.texts.append(_as_utf8(output.text))
+        if output.logprobs is not None:
+            step.logprobs.append(
+                pb.StepLogprobs(
+                    index=len(step.numbers) - 1,
+                    positions=[
+                        pb.PositionLogprobs(
+                            top=[
+                                pb.TokenLogprob(token_id=t.token_id, text=_as_utf8(t.text), logprob=t.logprob)
+                                for t in position
+                            ]
+                        )
+                        for position in output.logprobs
+                    ],
+                )
+            )
+        if delta is not None:
+            step.deltas.append(pb.StepDelta(index=len(step.numbers) - 1, delta=_delta_to_json(delta)))
+    if output.finish_reason is not None:
+        finished = pb.Finished(number=number, reason=_FINISH_TO_WIRE[output.finish_reason])
+        if isinstance(output.stop_reason, str):
+            finished.stop_text = _as_utf8(output.stop_reason)
+        elif output.stop_reason is not None:
+            finished.stop_token_id = output.stop_reason
+        if output.sources is not None:
+            finished.sources.CopyFrom(sources_to_wire(output.sources))
+        if output.cached is not None:
+            finished.cached.CopyFrom(_cached_to_wire(output.cached))
+        if output.transfer_params is not None:
+            finished.transfer_params = json.dumps(output.transfer_params).encode()
+        step.finished.append(finished)
+
+
+def approximate_bytes(output: EngineOutput) -> int:
+    """About how many bytes an output takes on the wire, never far less; serialising it to know would cost too much."""
+    size = 32 + 5 * len(output.token_ids) + 4 * len(output.text)
+    for position in output.logprobs or ():
+        size += sum(24 + 4 * len(entry.text) for entry in position)
+    if output.delta is not None:
+        size += 64 + 4 * (len(output.delta.content) + len(output.delta.reasoning))
+        size += sum(128 + 4 * len(call.arguments) for call in output.delta.tool_calls)
+    return size
+
+
+def append_failure(step: pb.Step, number: int, error: KvferryError) -> None:
+    step.finished.append(
+        pb.Finished(
+            number=number,
+            reason=pb.FINISH_REASON_ERROR,
+            failure=pb.Failure(
+                code=error.code or "engine_error",
+                message=_as_utf8(error.message),
+                retry_after_s=error.retry_after_s,
+            ),
+        )
+    )
+
+
+def _delta_to_json(delta: AnswerDelta) -> bytes:
+    try:
+        return _json.encode(delta)
+    except UnicodeEncodeError:
+        calls = tuple(
+            ToolCallDelta(
+                call.index, call.id, _as_utf8(call.name) if call.name is not None else None, _as_utf8(call.arguments)
+            )
+            for call in delta.tool_calls
+        )
+        return _json.encode(AnswerDelta(_as_utf8(delta.content), _as_utf8(delta.reasoning), calls))
+
+
+def _as_utf8(text: str) -> str:
+    """Lone surrogates become U+FFFD: protobuf refuses them, and a step refused half-way loses whatever is in it."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
+    """What a step says: the columns in order, then the ends."""
+    yield from _columns_of(step)
+    yield from ends_of(step)
+
+
+def is_text_alone(step: pb.Step) -> bool:
+    """Whether `texts_of` and `ends_of` are all that a step says."""
+    return not (step.logprobs or step.deltas)
+
+
+def texts_of(step: pb.Step) -> Iterable[tuple[int, Sequence[int], str]]:
+    """The columns in order: number, tokens, text. No object is built for an output, and for one token no list."""
+    token_ids, num_tokens = list(step.token_ids), list(step.num_tokens)
+    each: Iterable[Sequence[int]]
+    if len(token_ids) == len(num_tokens) == num_tokens.count(1):
+        each = zip(token_ids)
+    else:
+        ends = list(itertools.accumulate(num_tokens))
+        each = [token_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return zip(step.numbers, each, step.texts, strict=True)
+
+
+def ends_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
+    for ended in step.finished:
+        yield ended.number, _ended(ended)
+
+
+def _columns_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput]]:
+    logprobs = {entry.index: entry for entry in step.logprobs}
+    deltas = {entry.index: entry.delta for entry in step.deltas}
+    # Lists: reading a message's columns entry by entry costs twice as much.
+    token_ids = list(step.token_ids)
+    start = 0
+    for i, (number, count, text) in enumerate(zip(step.numbers, step.num_tokens, step.texts, strict=True)):
+        end = start + count
+        output = EngineOutput(token_ids[start:end], text)
+        start = end
+        if logprobs and (entry := logprobs.get(i)) is not None:
+            output.logprobs = _logprobs_from_wire(entry)
+        if deltas and (delta := deltas.get(i)) is not None:
+            output.delta = _delta_from_json.decode(delta)
+        yield number, output
+
+
+def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
+    if message.reason == pb.FINISH_REASON_ERROR:
+        failure = message.failure
+        error = _ERROR_BY_CODE.get(failure.code, EngineError)(failure.message)
+        if failure.HasField("retry_after_s"):
+            error.retry_after_s = failure.retry_after_s
+        return error
+    output = EngineOutput(token_ids=(), text="", finish_reason=_FINISH_FROM_WIRE[message.reason])
+    if message.stop_text:
+        output.stop_reason = message.stop_text
+    elif message.HasField("stop_token_id"):
+        output.stop_reason = message.stop_token_id
+    if message.HasField("sources"):
+        output.sources = sources_from_wire(message.sources)
+    if message.HasField("cached"):
+        output.cached = _cached_from_wire(message.cached)
+    if message.transfer_params:
+        output.transfer_params = json.loads(message.transfer_params)
+    return output
+
+
+def _logprobs_from_wire(entry: pb.StepLogprobs) -> Sequence[Sequence[TokenLogprob]]:
+    return [[TokenLogprob(t.token_id, t.text, t.logprob) for t in position.top] for position in entry.positions]
+
+
+def sources_to_wire(sources: PromptSources) -> pb.PromptSources:
+    return pb.PromptSources(
+        local_compute=sources.local_compute,
+        local_cache_hit=sources.local_cache_hit,
+        external_kv_transfer=sources.external_kv_transfer,
+    )
+
+
+def sources_from_wire(message: pb.PromptSources) -> PromptSources:
+    return PromptSources(message.local_compute, message.local_cache_hit, message.external_kv_transfer)
+
+
+def _cached_to_wire(cached: CachedTokens) -> pb.CachedTokens:
+    return pb.CachedTokens(device=cached.device, cpu=cached.cpu, volume=cached.volume, kv_transfer=cached.kv_transfer)
+
+
+def _cached_from_wire(message: pb.CachedTokens) -> CachedTokens:
+    return CachedTokens(message.device, message.cpu, message.volume, message.kv_transfer)
+
+
+def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
+    return pb.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_pages_used=load.num_pages_used,
+        num_pages=load.num_pages,
+        draining=draining,
+        prompt_tokens=sources_to_wire(load.prompt_tokens),
+        cached_tokens=_cached_to_wire(load.cached_tokens),
+        transferred_bytes=load.transferred_bytes,
+        num_generated_tokens=load.num_generated_tokens,
+        num_steps=load.num_steps,
+    )
+
+
+def load_from_wire(message: pb.Load) -> EngineLoad:
+    return EngineLoad(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_pages_used=message.num_pages_used,
+        num_pages=message.num_pages,
+        prompt_tokens=sources_from_wire(message.prompt_tokens),
+        cached_tokens=_cached_from_wire(message.cached_tokens),
+        transferred_bytes=message.transferred_bytes,
+        num_generated_tokens=message.num_generated_tokens,
+        num_steps=message.num_steps,
+    )
+
+
+def delta_to_wire(delta: Delta) -> pb.Residency:
+    return pb.Residency(
+        sequence=delta.sequence,
+        cleared=delta.cleared,
+        stored=[_tier_to_wire(tier, keys) for tier, keys in delta.stored.items()],
+        removed=[_tier_to_wire(tier, keys) for tier, keys in delta.removed.items()],
+    )
+
+
+def part_to_wire(part: SnapshotPart) -> pb.Residency:
+    return pb.Residency(
+        sequence=part.sequence,
+        snapshot=True,
+        part=part.part,
+        num_parts=part.num_parts,
+        stored=[_tier_to_wire(part.tier, part.keys)],
+    )
+
+
+def residency_from_wire(message: pb.Residency) -> Delta | SnapshotPart:
+    """Raises ValueError for tiers and keys that are none."""
+    if message.snapshot:
+        if len(message.stored) != 1:
+            raise ValueError(f"a part of a snapshot names {len(message.stored)} tiers")
+        tier, keys = _tier_from_wire(message.stored[0])
+        return SnapshotPart(message.sequence, message.part, message.num_parts, tier, keys)
+    return Delta(
+        message.sequence,
+        dict(map(_tier_from_wire, message.stored)),
+        dict(map(_tier_from_wire, message.removed)),
+        message.cleared,
+    )
+
+
+def _tier_to_wire(tier: Tier, keys: Sequence[int]) -> pb.TierKeys:
+    return pb.TierKeys(tier=tier.value, keys=pack_keys(keys))
+
+
+def _tier_from_wire(message: pb.TierKeys) -> tuple[Tier, Sequence[int]]:
+    return Tier(message.tier), unpack_keys(message.keys)

@@ -1,0 +1,90 @@
+"""A link as frames on TCP: no task wakes for a message, what arrived is handed on where it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import cast
+
+from kvferry import mutual_tls as worker_tls
+from kvferry.config import TlsConfig
+from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, encode_frames, send_at_once
+
+
+class FrameConnection(asyncio.Protocol):
+    """A Connection; `dial` makes it."""
+
+    def __init__(self, receive: Callable[[bytes], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        self._receive = receive
+        self._decoder = FrameDecoder()
+        self._transport: asyncio.Transport | None = None
+        self._lost = loop.create_future()
+
+    @staticmethod
+    async def dial(address: str, tls: TlsConfig, receive: Callable[[bytes], None]) -> FrameConnection:
+        """Raises OSError when nobody answers or the TLS handshake fails, ConfigError for unusable TLS files."""
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        context = worker_tls.client_context(tls) if tls.enabled else None
+        name = (tls.server_name or host) if context is not None else None
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: FrameConnection(receive), host, int(port), ssl=context, server_hostname=name
+        )
+        return connection
+
+    def __repr__(self) -> str:
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"<FrameConnection {peer}{' ' + self.ended.result() if self.ended.done() else ''}>"
+
+    def send(self, payload: bytes) -> None:
+        if self._transport is not None and not self.ended.done():
+            self._transport.write(encode_frames((payload,)))
+
+    async def close(self) -> None:
+        self._end("this gateway closed the connection")
+        if self._transport is not None:
+            # What was sent leaves first: a cancel is worth it.
+            self._transport.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await asyncio.shield(self._lost)
+            if self._transport is not None:
+                self._transport.abort()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        send_at_once(transport)
+        self._transport.write(PREAMBLE)
+
+    def data_received(self, data: bytes) -> None:
+        receive, ended = self._receive, self.ended
+        try:
+            for payload in self._decoder.feed(data):
+                if ended.done():
+                    return
+                receive(payload)
+        except FrameError as error:
+            self._end(f"it does not speak our frames: {error}")
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if not self._decoder.greeted:
+            self._end("it refused the connection")
+        elif error is not None:
+            self._end(f"the connection broke ({error})")
+        else:
+            self._end("it ended the connection")
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    def _end(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)

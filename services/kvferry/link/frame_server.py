@@ -1,0 +1,202 @@
+"""Where a worker takes links as frames on TCP: one connection per gateway, one write per engine step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from typing import cast
+
+from google.protobuf.message import DecodeError
+
+from kvferry import __version__
+from kvferry.link.frames import (
+    GREETING_TIMEOUT_S,
+    MAX_FIRST_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    PREAMBLE,
+    FrameDecoder,
+    FrameError,
+    encode_frames,
+    send_at_once,
+)
+from kvferry.link.gateway_session import GatewaySession, SessionTransport
+from kvferry.wire.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# A gateway that has said who it is.
+Attach = Callable[[SessionTransport, pb.Hello], GatewaySession]
+Detach = Callable[[GatewaySession], object]
+
+
+class FrameServer:
+    """Listens from `start` to `stop`.
+
+    Connections become attachments through `attach` once their gateway said who it is, and end through `detach`.
+    """
+
+    def __init__(self, attach: Attach, detach: Detach) -> None:
+        self._attach = attach
+        self._detach = detach
+        self._server: asyncio.Server | None = None
+        self._connections: set[_Connection] = set()
+        self._gone = asyncio.Event()
+        self._stopping = False
+        self.port = 0
+
+    async def start(self, host: str, context: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s = GREETING_TIMEOUT_S if context is not None else None
+        self._server = await loop.create_server(
+            lambda: _Connection(self), host, 0, ssl=context, ssl_handshake_timeout=timeout_s
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self, grace_s: float) -> None:
+        """Let what waits leave, for `grace_s` at most."""
+        if self._server is None:
+            return
+        self._stopping = True
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._until_gone()
+        except TimeoutError:
+            for connection in list(self._connections):
+                connection.abort()
+            await self._until_gone()
+        self._server = None
+
+    async def _until_gone(self) -> None:
+        while self._connections:
+            self._gone.clear()
+            await self._gone.wait()
+
+    # What connections call.
+
+    def came(self, connection: _Connection) -> None:
+        self._connections.add(connection)
+        if self._stopping:  # taken before `stop`, and told of only now
+            connection.abort()
+
+    def went(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._gone.set()
+
+    def attach(self, outlet: SessionTransport, hello: pb.Hello) -> GatewaySession:
+        if hello.version != __version__:
+            # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
+            log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
+        return self._attach(outlet, hello)
+
+    def detach(self, attachment: GatewaySession) -> None:
+        self._detach(attachment)
+
+
+class _Connection(asyncio.Protocol):
+    """An SessionTransport, and the way in: everything that arrived is handed on before `data_received` returns."""
+
+    def __init__(self, server: FrameServer) -> None:
+        self._server = server
+        self._decoder = FrameDecoder(MAX_FIRST_FRAME_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._peer = ""
+        self._attachment: GatewaySession | None = None
+        self._greeting: asyncio.TimerHandle | None = None
+        self._finishing = False  # no more is written
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._peer = _describe(transport.get_extra_info("peername"))
+        send_at_once(transport)
+        self._greeting = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._not_greeted)
+        self._server.came(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._decoder.feed(data):
+                if self._transport is None:
+                    return
+                if self._attachment is None:
+                    self._greet(payload)
+                else:
+                    self._attachment.receive(payload)
+        except ValueError as error:
+            self._refuse(str(error))
+        except Exception:
+            # Not this connection's fault, perhaps, but it cannot go on.
+            log.exception("reading from %s failed", self._peer)
+            self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._greeting is not None:
+            self._greeting.cancel()
+        if self._attachment is not None:
+            self._server.detach(self._attachment)
+        self._server.went(self)
+
+    # What the attachment calls.
+
+    def ready(self) -> None:
+        transport, attachment = self._transport, self._attachment
+        if transport is None or attachment is None or transport.is_closing() or self._finishing:
+            return
+        if payloads := attachment.take():
+            transport.write(encode_frames(payloads))
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """End after what waits was sent."""
+        transport = self._transport
+        if transport is None:
+            return
+        if self._attachment is None:
+            transport.close()
+            return
+        self._attachment.close()
+        if transport.can_write_eof():
+            # Closing with something unread resets the connection, and the gateway may lose what it has not read yet. It
+            # closes when it has come to the end; until then what it sends is read.
+            transport.write_eof()
+            self._finishing = True
+        else:
+            transport.close()
+
+    def _greet(self, payload: bytes) -> None:
+        assert self._transport is not None
+        try:
+            message = pb.Downward.FromString(payload)
+        except DecodeError:
+            raise FrameError("its first message cannot be read") from None
+        if message.WhichOneof("kind") != "hello":
+            raise FrameError("its first message is not Hello")
+        if self._greeting is not None:
+            self._greeting.cancel()
+        self._decoder.max_frame_bytes = MAX_FRAME_BYTES
+        # Only now: who speaks something else learns nothing of what answers here.
+        self._transport.write(PREAMBLE)
+        self._attachment = self._server.attach(self, message.hello)
+        self.ready()
+
+    def _refuse(self, reason: str) -> None:
+        log.warning("the connection from %s ends: %s", self._peer, reason)
+        self.abort()
+
+    def _not_greeted(self) -> None:
+        self._refuse(f"it did not say who it is within {GREETING_TIMEOUT_S:g} s")
+
+
+def _describe(peername: object) -> str:
+    if isinstance(peername, tuple) and len(peername) >= 2:
+        return f"{peername[0]}:{peername[1]}"
+    return str(peername)

@@ -1,0 +1,170 @@
+"""A worker's gRPC server: Attach as a link's other transport, and Describe for tools.
+
+Payloads pass it serialized, as they pass frames: what is in them is the attachment's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvferry import __version__
+from kvferry.addresses import join_host_port
+from kvferry.errors import UnavailableError
+from kvferry.link.frames import MAX_FRAME_BYTES
+from kvferry.link.gateway_session import GatewaySession, SessionTransport
+from kvferry.wire.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SERVICE = "kvferry.wire.v1.Worker"
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    # A silent peer (machine gone, cable cut) is found within seconds, not by TCP's minutes.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # What grpcio 1.85 really waits for; with keepalive_timeout_ms alone a hung peer is never noticed.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
+)
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class GrpcServer:
+    """Listens from `start` to `stop`. Attach streams become attachments through `attach`, and end through `detach`.
+
+    `detach` returns the task that ends the attachment's requests.
+    """
+
+    def __init__(
+        self,
+        attach: Callable[[SessionTransport, pb.Hello], GatewaySession],
+        detach: Callable[[GatewaySession], asyncio.Task[None]],
+        welcome: Callable[[], pb.Welcome],
+    ) -> None:
+        self._attach = attach
+        self._detach = detach
+        self._welcome = welcome
+        self._server: grpc.aio.Server | None = None
+        self._outlets: set[_GrpcTransport] = set()
+        self.port = 0
+
+    async def start(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
+        server = self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        handlers = {
+            "Attach": grpc.stream_stream_rpc_method_handler(self._serve_attach),
+            "Describe": grpc.unary_unary_rpc_method_handler(
+                self._serve_describe, pb.DescribeRequest.FromString, pb.Welcome.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        address = join_host_port(host, 0)
+        if credentials is None:
+            self.port = server.add_insecure_port(address)
+        else:
+            self.port = server.add_secure_port(address, credentials)
+        await server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Let what waits leave, for `grace_s` at most."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            for outlet in self._outlets:
+                outlet.close()
+            await server.stop(grace_s)
+
+    async def _serve_describe(self, request: pb.DescribeRequest, context: Context) -> pb.Welcome:
+        try:
+            return self._welcome()
+        except UnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
+            raise
+
+    # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector, and the requests
+    # with it.
+    async def _serve_attach(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        hello = _hello(await anext(aiter(messages), None))
+        if hello is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+            return
+        if hello.version != __version__:
+            # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
+            log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
+        outlet = _GrpcTransport()
+        attachment = outlet.attachment = self._attach(outlet, hello)
+        self._outlets.add(outlet)
+        reader = asyncio.create_task(_read(messages, attachment, outlet))
+        try:
+            while not outlet.gone:
+                outlet.event.clear()
+                payloads = attachment.take()
+                for payload in payloads:
+                    await context.write(payload)
+                # Something may have come while these were written.
+                if not payloads:
+                    if outlet.closing:
+                        break
+                    await outlet.event.wait()
+        finally:
+            self._outlets.discard(outlet)
+            reader.cancel()
+            # Shielded: a second cancel must not leave requests in the engine.
+            await asyncio.shield(self._detach(attachment))
+        if outlet.fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, outlet.fault)
+
+
+class _GrpcTransport:
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.closing = False  # what waits is sent, then no more
+        self.gone = False  # nobody reads
+        self.fault = ""  # what the gateway sent that no gateway would send
+        self.attachment: GatewaySession | None = None
+
+    def ready(self) -> None:
+        self.event.set()
+
+    def abort(self) -> None:
+        self.gone = True
+        self.event.set()
+
+    def close(self) -> None:
+        self.closing = True
+        if self.attachment is not None:
+            self.attachment.close()
+
+
+async def _read(messages: AsyncIterator[bytes], attachment: GatewaySession, outlet: _GrpcTransport) -> None:
+    """Follow what the gateway asks until its half of the stream ends."""
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            async for payload in messages:
+                attachment.receive(payload)
+    except ValueError as error:
+        log.warning("the stream of gateway %s ends: %s", attachment.gateway_id, error)
+        outlet.fault = str(error)
+    except Exception:
+        log.exception("reading from gateway %s failed", attachment.gateway_id)
+    finally:
+        outlet.abort()
+
+
+def _hello(payload: bytes | None) -> pb.Hello | None:
+    if payload is None:
+        return None
+    try:
+        message = pb.Downward.FromString(payload)
+    except DecodeError:
+        return None
+    return message.hello if message.WhichOneof("kind") == "hello" else None

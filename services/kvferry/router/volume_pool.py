@@ -1,0 +1,205 @@
+"""The keepers this gateway knows: what their volumes hold goes into the index, how fast they read into prices.
+
+Membership says which keepers there are; a stream from each, for each of its volumes, says whether it lives: a keeper
+that left the registry is followed for as long as its streams last, since the registry may have lost its lease in an
+outage. A volume that several keepers mount is followed at each of them: every one has its own queue and is near to
+other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Membership, Snapshot
+from kvferry.residency.feed import Delta, Follower, SnapshotPart
+from kvferry.residency.index import ResidencyIndex
+from kvferry.router.pricing import VolumeView
+from kvferry.router.rates import CostDefaults
+
+log = logging.getLogger(__name__)
+
+REWATCH_S = 1.0
+REDIAL_FIRST_S = 0.1
+REDIAL_MOST_S = 3.0
+
+_SEPARATOR = "@"
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeState:
+    """A volume as its keeper sees it at a moment."""
+
+    page_bytes: int
+    read_bytes_per_s: float  # in the last seconds; 0 where nothing was read
+    queued_read_bytes: int
+    stride: int = 1  # pages of an engine in one of its pages
+    is_readable: bool = True
+    is_writable: bool = True
+    num_trips: int = 0  # of its breakers
+    num_pages: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+
+
+VolumeUpdate = SnapshotPart | Delta | VolumeState
+# Of a keeper and a volume of it; ends or raises OSError or KvferryError when the stream breaks.
+FollowVolume = Callable[[Member, str], AsyncIterator[VolumeUpdate]]
+
+
+class VolumePool:
+    """Follows every volume of every keeper, from `start` to `close`."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        index: ResidencyIndex,
+        follow: FollowVolume,
+        cost_defaults: CostDefaults | None = None,
+    ) -> None:
+        self._membership = membership
+        self._index = index
+        self._follow = follow
+        self._priors = cost_defaults or CostDefaults()
+        self._task: asyncio.Task[None] | None = None
+        self._keepers: dict[MemberId, tuple[Member, list[asyncio.Task[None]]]] = {}
+        self._gone: set[MemberId] = set()  # left the registry
+        self._ending: set[asyncio.Task[None]] = set()
+        self._views: dict[str, VolumeView] = {}
+        self._states: dict[str, VolumeState] = {}
+        self.num_gaps = 0
+
+    def __repr__(self) -> str:
+        return f"<Keepers {len(self._keepers)}, reading from {sorted(self._views)}>"
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    def views(self) -> Mapping[str, VolumeView]:
+        """The volumes that can be read now, by the names under which the index holds them (see `volume_of`)."""
+        return self._views
+
+    def states(self) -> Mapping[str, VolumeState]:
+        """What was last heard of every volume whose keeper can be heard."""
+        return self._states
+
+    async def close(self) -> None:
+        tasks = [self._task] if self._task is not None else []
+        for member_id in list(self._keepers):
+            self._drop(member_id)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async for change in self._membership.watch():
+                    self._apply(change)
+            except Exception:
+                log.exception("following the keepers failed; trying again")
+            await asyncio.sleep(REWATCH_S)
+
+    def _apply(self, change: MemberChange) -> None:
+        match change:
+            case Snapshot(members):
+                present = {member.member_id: member for member in members if member.kind is MemberKind.KEEPER}
+                self._gone |= self._keepers.keys() - present.keys()
+                for member in present.values():
+                    self._joined(member)
+            case Joined(member) if member.kind is MemberKind.KEEPER:
+                self._joined(member)
+            case Left(MemberKind.KEEPER, member_id) if member_id in self._keepers:
+                self._gone.add(member_id)
+
+    def _joined(self, member: Member) -> None:
+        self._gone.discard(member.member_id)
+        known = self._keepers.get(member.member_id)
+        if known is not None and not all(task.done() for task in known[1]):
+            if (known[0].address, known[0].volumes) == (member.address, member.volumes):
+                self._keepers[member.member_id] = (member, known[1])
+                return
+            self._drop(member.member_id)
+        tasks = [asyncio.create_task(self._keep_following(member, volume_id)) for volume_id in member.volumes]
+        self._keepers[member.member_id] = (member, tasks)
+
+    def _drop(self, member_id: MemberId) -> None:
+        self._gone.discard(member_id)
+        _, tasks = self._keepers.pop(member_id, (None, []))
+        for task in tasks:
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _keep_following(self, member: Member, volume_id: str) -> None:
+        name = f"{volume_id}{_SEPARATOR}{member.member_id}"
+        follower = Follower(self._index, name)
+        pause_s = REDIAL_FIRST_S
+        try:
+            while True:
+                try:
+                    async for update in self._follow(member, volume_id):
+                        pause_s = REDIAL_FIRST_S
+                        if not self._take(name, member, follower, update):
+                            break
+                except (OSError, KvferryError) as error:
+                    log.debug("no word from keeper %s of volume %s: %s", member.member_id, volume_id, error)
+                # What it held cannot be loaded through it now.
+                self._forget(name, follower)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                if member.member_id in self._gone:
+                    return
+                pause_s = min(pause_s * 2, REDIAL_MOST_S)
+        except Exception:
+            log.exception("following volume %s of keeper %s failed", volume_id, member.member_id)
+        finally:
+            self._forget(name, follower)
+
+    def _take(self, name: str, member: Member, follower: Follower, update: VolumeUpdate) -> bool:
+        """False when something was lost, and everything has to be told again."""
+        match update:
+            case VolumeState():
+                self._states[name] = update
+                self._index.set_stride(name, update.stride)
+                if update.is_readable:
+                    self._views[name] = self._view(member, update)
+                else:
+                    self._views.pop(name, None)
+            case SnapshotPart():
+                follower.take_part(update)
+            case Delta():
+                waited = follower.needs_snapshot
+                follower.take_delta(update)
+                if follower.needs_snapshot and not waited:
+                    self.num_gaps += 1
+                    log.warning("what volume %s holds was told with a gap; asking for all of it", name)
+                    return False
+        return True
+
+    def _forget(self, name: str, follower: Follower) -> None:
+        self._views.pop(name, None)
+        self._states.pop(name, None)
+        self._index.set_stride(name, 1)
+        follower.drop()
+
+    def _view(self, member: Member, state: VolumeState) -> VolumeView:
+        rate = state.read_bytes_per_s
+        if rate <= 0 or state.page_bytes <= 0:
+            return VolumeView(frozenset((member.node,)), self._priors.volume_page_ms, 0.0)
+        ms_per_byte = 1e3 / rate
+        page_ms = state.page_bytes / state.stride * ms_per_byte
+        return VolumeView(frozenset((member.node,)), page_ms, state.queued_read_bytes * ms_per_byte)
+
+
+def volume_of(name: str) -> str:
+    """The id of the volume that the index holds under this name."""
+    return name.partition(_SEPARATOR)[0]
+
+
+def keeper_of(name: str) -> MemberId:
+    """The keeper through which that is."""
+    return MemberId(name.partition(_SEPARATOR)[2])

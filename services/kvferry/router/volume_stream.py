@@ -1,0 +1,64 @@
+"""How a keeper tells a gateway of one volume: a gRPC stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvferry.config import TlsConfig
+from kvferry.link import codec
+from kvferry.link.grpc_server import CHANNEL_OPTIONS
+from kvferry.membership.base import Member
+from kvferry.mutual_tls import channel_to
+from kvferry.router.volume_pool import FollowVolume, VolumeState, VolumeUpdate
+from kvferry.wire.v1 import keeper_pb2 as pb
+
+_FOLLOW = "/kvferry.wire.v1.Keeper/Follow"
+
+
+def follow_over(tls: TlsConfig) -> FollowVolume:
+    """Streams of keepers that are dialled as workers are. They raise ConnectionError when they break."""
+
+    async def follow(member: Member, volume_id: str) -> AsyncIterator[VolumeUpdate]:
+        async with channel_to(member.address, tls, CHANNEL_OPTIONS) as channel:
+            call: Any = channel.unary_stream(
+                _FOLLOW,
+                request_serializer=pb.FollowRequest.SerializeToString,
+                response_deserializer=pb.VolumeUpdate.FromString,
+            )(pb.FollowRequest(volume_id=volume_id))
+            try:
+                async for message in call:
+                    yield update_from_wire(message)
+            except grpc.aio.AioRpcError as error:
+                raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+            except ValueError as error:
+                raise ConnectionError(f"a message that cannot be read: {error}") from None
+            finally:
+                call.cancel()
+
+    return follow
+
+
+def update_from_wire(message: pb.VolumeUpdate) -> VolumeUpdate:
+    """Raises ValueError."""
+    match message.WhichOneof("kind"):
+        case "residency":
+            return codec.residency_from_wire(message.residency)
+        case "state":
+            state = message.state
+            return VolumeState(
+                page_bytes=state.chunk_bytes,
+                stride=max(1, state.blocks_per_chunk),
+                read_bytes_per_s=state.read_bytes_per_s,
+                queued_read_bytes=state.queue_bytes,
+                is_readable=not state.breaker_open,
+                is_writable=not (state.write_breaker_open or state.full),
+                num_trips=state.trips,
+                num_pages=state.num_chunks,
+                used_bytes=state.used_bytes,
+                capacity_bytes=state.capacity_bytes,
+            )
+        case _:
+            raise ValueError("an empty update")

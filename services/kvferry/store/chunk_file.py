@@ -1,0 +1,258 @@
+"""The bytes of a chunk file: a header of one sector, then the payload. Pure.
+
+The header names the chunk, its layout and its owner, and holds the payload's checksum; a checksum over the whole header
+binds all of that together. So a chunk under a wrong name, of another model, torn, flipped, or put together from two
+chunks is seen, whichever byte it is. A chunk is *plain* (xxh3-128: integrity, no secret; whoever writes the folder may
+forge chunks) or *sealed* (AES-256-GCM under a key per tenant and epoch, with the header as associated data).
+
+    offset  bytes
+         0      8  magic
+         8      2  version
+        10      1  algorithm: 1 plain, 2 sealed
+        11      1  length of the tenant
+        12      4  zero
+        16      8  payload bytes
+        24     36  chunk key
+        60      4  zero
+        64      8  route key
+        72     16  layout digest
+        88     64  tenant, filled up with zeros
+       152      8  epoch
+       160      8  created, in nanoseconds since 1970
+       168      8  fingerprint of the key it is sealed with, else zeros
+       176     12  nonce, else zeros
+       188   3876  zeros
+      4064     16  xxh3-128 of the payload, or the GCM tag
+      4080     16  xxh3-128 of all before
+
+Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from kvferry.store.layout import (
+    ALIGNMENT,
+    ChunkId,
+    ChunkKey,
+    LayoutDigest,
+    Namespace,
+    check_payload_bytes,
+)
+from kvferry.store.outcome import Outcome
+
+HEADER_BYTES = ALIGNMENT
+SEALING_KEY_BYTES = 32
+
+_MAGIC = b"KVFERRY\n"
+_VERSION = 1
+_FACTS = struct.Struct("<8sHBB4xQ36s4xQ16s64sQQ8s12s")
+_CHECK_AT = HEADER_BYTES - 32
+_HEADER_CHECK_AT = HEADER_BYTES - 16
+_ZEROS = bytes(HEADER_BYTES)
+_NOTHING = bytes(8)
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+# Enough for any payload, and a length that GCM takes in one piece.
+_MAX_PAYLOAD_BYTES = 1 << 30
+
+
+class Algorithm(enum.IntEnum):
+    """How a payload is checked. The value stands in the header."""
+
+    PLAIN = 1
+    SEALED = 2
+
+
+class Keyring(Protocol):
+    """Who may read what. With a keyring, nothing is ever written or accepted unsealed."""
+
+    def key(self, namespace: Namespace) -> bytes | None:
+        """SEALING_KEY_BYTES of this tenant and epoch, or None where there is no key, or none any more.
+
+        Never the same key for two namespaces. Chunks of one key have random nonces of 96 bits: up to 2^32 chunks are
+        written under it before a repeated one has odds of more than 2^-33, and raising the epoch starts anew.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a whole header says."""
+
+    algorithm: Algorithm
+    chunk: ChunkId
+    layout: LayoutDigest
+    payload_bytes: int
+    created_s: float
+    fingerprint: bytes
+    nonce: bytes
+    check: bytes
+
+
+def chunk_file_bytes(payload_bytes: int) -> int:
+    """The size of a chunk's file."""
+    return HEADER_BYTES + payload_bytes
+
+
+def write_plain_header(
+    header: memoryview, payload: memoryview, layout: LayoutDigest, chunk: ChunkId, created_s: float
+) -> None:
+    """Fill `header` (HEADER_BYTES) for `payload` as it is."""
+    check = xxhash.xxh3_128_digest(payload)
+    _write_facts(header, Algorithm.PLAIN, len(payload), layout, chunk, created_s)
+    _write_checks(header, check)
+
+
+def seal(
+    header: memoryview,
+    payload: memoryview,
+    sealed: memoryview,
+    layout: LayoutDigest,
+    chunk: ChunkId,
+    created_s: float,
+    key: bytes,
+    random_bytes: Callable[[int], bytes] = os.urandom,
+) -> None:
+    """Encrypt `payload` into `sealed`, which is as long, and fill `header` (HEADER_BYTES) for it."""
+    # Slow to import, and a keeper without keys needs none of it.
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    nonce = random_bytes(_NONCE_BYTES)
+    _write_facts(header, Algorithm.SEALED, len(payload), layout, chunk, created_s, _fingerprint(key), nonce)
+    encryptor = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
+    encryptor.authenticate_additional_data(header[:_CHECK_AT])
+    encryptor.update_into(payload, sealed)
+    encryptor.finalize()
+    _write_checks(header, encryptor.tag)
+
+
+def parse_header(header: memoryview) -> Header | None:
+    """What a header says, or None where it is not one, whole, of this version."""
+    if bytes(header[_HEADER_CHECK_AT:]) != xxhash.xxh3_128_digest(header[:_HEADER_CHECK_AT]):
+        return None
+    (
+        magic,
+        version,
+        algorithm,
+        tenant_bytes,
+        payload_bytes,
+        key,
+        route_key,
+        layout,
+        tenant,
+        epoch,
+        created_ns,
+        fingerprint,
+        nonce,
+    ) = _FACTS.unpack_from(header)
+    if magic != _MAGIC or version != _VERSION:
+        return None
+    # Under a right checksum this is what somebody made on purpose, and it may still be nonsense.
+    try:
+        namespace = Namespace(tenant[:tenant_bytes].decode("ascii"), epoch)
+        check_payload_bytes(payload_bytes)
+        return Header(
+            Algorithm(algorithm),
+            ChunkId(ChunkKey(key), route_key, namespace),
+            LayoutDigest(layout),
+            payload_bytes,
+            created_ns / 1e9,
+            fingerprint,
+            nonce,
+            bytes(header[_CHECK_AT:_HEADER_CHECK_AT]),
+        )
+    except ValueError:
+        return None
+
+
+def check_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload_bytes: int) -> Outcome:
+    """Whether this is the chunk that was asked for: OK, WRONG_KEY, WRONG_LAYOUT or WRONG_NAMESPACE."""
+    if header.chunk.key != chunk.key or header.chunk.route_key != chunk.route_key:
+        return Outcome.WRONG_KEY
+    if header.layout != layout or header.payload_bytes != payload_bytes:
+        return Outcome.WRONG_LAYOUT
+    if header.chunk.namespace != chunk.namespace:
+        return Outcome.WRONG_NAMESPACE
+    return Outcome.OK
+
+
+def check_plain(header: Header, payload: memoryview) -> Outcome:
+    """Whether the payload is the one that was written: OK, CORRUPT_PAYLOAD, or UNDECRYPTABLE for a sealed chunk."""
+    if header.algorithm is not Algorithm.PLAIN:
+        return Outcome.UNDECRYPTABLE
+    return Outcome.OK if xxhash.xxh3_128_digest(payload) == header.check else Outcome.CORRUPT_PAYLOAD
+
+
+def unseal(header: Header, raw_header: memoryview, sealed: memoryview, payload: memoryview, key: bytes) -> Outcome:
+    """Decrypt `sealed` into `payload`, which holds anything at all unless the answer is OK.
+
+    CORRUPT_PAYLOAD for bytes that were changed; UNDECRYPTABLE for a chunk that is plain, or sealed with another key.
+    """
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    if header.algorithm is not Algorithm.SEALED or header.fingerprint != _fingerprint(key):
+        return Outcome.UNDECRYPTABLE
+    decryptor = Cipher(algorithms.AES(key), modes.GCM(header.nonce, header.check)).decryptor()
+    decryptor.authenticate_additional_data(raw_header[:_CHECK_AT])
+    decryptor.update_into(sealed, payload)
+    try:
+        decryptor.finalize()
+    except InvalidTag:
+        return Outcome.CORRUPT_PAYLOAD
+    return Outcome.OK
+
+
+def _write_facts(
+    header: memoryview,
+    algorithm: Algorithm,
+    payload_bytes: int,
+    layout: LayoutDigest,
+    chunk: ChunkId,
+    created_s: float,
+    fingerprint: bytes = _NOTHING,
+    nonce: bytes = bytes(_NONCE_BYTES),
+) -> None:
+    if payload_bytes > _MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload of {payload_bytes} bytes; at most {_MAX_PAYLOAD_BYTES}")
+    header[:] = _ZEROS
+    tenant = chunk.namespace.tenant.encode("ascii")
+    _FACTS.pack_into(
+        header,
+        0,
+        _MAGIC,
+        _VERSION,
+        algorithm,
+        len(tenant),
+        payload_bytes,
+        chunk.key,
+        chunk.route_key,
+        layout,
+        tenant,
+        chunk.namespace.epoch,
+        int(created_s * 1e9),
+        fingerprint,
+        nonce,
+    )
+
+
+def _write_checks(header: memoryview, check: bytes) -> None:
+    header[_CHECK_AT:_HEADER_CHECK_AT] = check
+    header[_HEADER_CHECK_AT:] = xxhash.xxh3_128_digest(header[:_HEADER_CHECK_AT])
+
+
+def _fingerprint(key: bytes) -> bytes:
+    """Tells a chunk that was changed from one of another key; says nothing about a random key of 256 bits."""
+    if len(key) != SEALING_KEY_BYTES:
+        raise ValueError(f"a sealing key of {len(key)} bytes instead of {SEALING_KEY_BYTES}")
+    return hashlib.blake2b(key, digest_size=8, person=b"kvferry-page-key").digest()

@@ -1,0 +1,212 @@
+"""Files without the page cache, where the file system allows it; and a twin that fails on demand.
+
+Chunk files are read into, and written from, memory that engines share with the keeper, so the kernel's own copy would
+only cost time and memory. `DirectIo` is the one place of the tier that touches chunks' files while they are served;
+`FaultyIo` behaves like a drive that is full, broken, slow or torn.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvferry.store.layout import ALIGNMENT
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def aligned_buffer(num_bytes: int) -> memoryview:
+    """Zeroed memory that O_DIRECT takes: it starts at a chunk of the machine. Freed with its last view."""
+    return memoryview(mmap.mmap(-1, num_bytes))
+
+
+class DirectIo:
+    """Thread-safe. All paths are whole; all methods raise OSError as the kernel says."""
+
+    def __init__(self) -> None:
+        self.is_direct = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {'direct' if self.is_direct else 'buffered'}>"
+
+    def probe(self, folder: Path) -> bool:
+        """Find out whether O_DIRECT works below `folder`; otherwise all goes through the page cache from now on.
+
+        Overlays, some network mounts and older tmpfs refuse it. Raises OSError where nothing can be written.
+        """
+        file = folder / f".probe-{os.getpid()}-{threading.get_ident()}"
+        self.is_direct = bool(_O_DIRECT)
+        try:
+            self._try_one_sector(str(file))
+        except OSError as error:
+            if not self.is_direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self.is_direct = False
+            self._try_one_sector(str(file))
+        return self.is_direct
+
+    def open(self, path: str, flags: int) -> int:
+        """A descriptor, direct where that works, closed at exec; never through a symbolic link."""
+        direct = _O_DIRECT if self.is_direct else 0
+        return os.open(path, flags | direct | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def rename(self, source: str, target: str) -> None:
+        """Replaces what stands there."""
+        os.rename(source, target)  # noqa: PTH104
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)  # noqa: PTH108
+
+    def read(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Fill `buffers` from the file's start. Returns their bytes, or fewer where the file ends before."""
+        return self._move(self.preadv, fd, buffers)
+
+    def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Write all of `buffers` to the file's start. Raises OSError (EIO) where the kernel takes nothing more."""
+        num_bytes = self._move(self.pwritev, fd, buffers)
+        if num_bytes != sum(map(len, buffers)):
+            raise OSError(errno.EIO, f"wrote {num_bytes} bytes and no more")
+        return num_bytes
+
+    def _move(
+        self, move: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview]
+    ) -> int:
+        left = list(buffers)
+        offset = 0
+        while left:
+            try:
+                moved = move(fd, left, offset)
+            except OSError as error:
+                # Memory that is not aligned, or the rest after a short transfer: this descriptor goes on without.
+                if error.errno != errno.EINVAL or not _leave_direct(fd):
+                    raise
+                continue
+            if moved == 0:
+                break
+            offset += moved
+            while left and moved >= len(left[0]):
+                moved -= len(left.pop(0))
+            if moved:
+                left[0] = left[0][moved:]
+        return offset
+
+    def _try_one_sector(self, path: str) -> None:
+        sector = aligned_buffer(ALIGNMENT)
+        fd = self.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            os.pwrite(fd, sector, 0)
+            os.preadv(fd, [sector], 0)
+        finally:
+            os.close(fd)
+            Path(path).unlink()
+
+
+def _leave_direct(fd: int) -> bool:
+    """Whether the descriptor was direct; it is not any more."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flags & _O_DIRECT:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+    return True
+
+
+class Operation(StrEnum):
+    """What `FaultyIo` can spoil."""
+
+    OPEN = "open"
+    READ = "read"
+    WRITE = "write"
+    RENAME = "rename"
+    UNLINK = "unlink"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens instead. In this order: wait for `until`, move `num_bytes` at most, raise `error` (an errno)."""
+
+    error: int | None = None
+    num_bytes: int | None = None
+    until: threading.Event | None = None
+
+
+Choose = Callable[[Operation, str], Fault | None]
+
+
+class FaultyIo(DirectIo):
+    """The twin: real files, and whatever `choose(operation, path)` says instead of the next operation.
+
+    A fault with both `num_bytes` and `error` moves that many bytes, then raises: a torn write. `choose` is called from
+    every thread that does I/O. For RENAME the path is the source.
+    """
+
+    def __init__(self, choose: Choose) -> None:
+        super().__init__()
+        self.choose = choose
+        # Numbers of descriptors are used again at once, by the next open, which writes its own path here.
+        self._fd_to_path: dict[int, str] = {}
+
+    def open(self, path: str, flags: int) -> int:
+        self._spoil(Operation.OPEN, path)
+        fd = super().open(path, flags)
+        self._fd_to_path[fd] = path
+        return fd
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._cut(Operation.READ, super().preadv, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._cut(Operation.WRITE, super().pwritev, fd, buffers, offset)
+
+    def rename(self, source: str, target: str) -> None:
+        self._spoil(Operation.RENAME, source)
+        super().rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        self._spoil(Operation.UNLINK, path)
+        super().unlink(path)
+
+    def _spoil(self, operation: Operation, path: str) -> Fault | None:
+        fault = self.choose(operation, path)
+        if fault is not None:
+            if fault.until is not None:
+                fault.until.wait()
+            if fault.error is not None and not fault.num_bytes:
+                raise OSError(fault.error, os.strerror(fault.error), path)
+        return fault
+
+    def _cut(
+        self,
+        operation: Operation,
+        move: Callable[[int, Sequence[memoryview], int], int],
+        fd: int,
+        buffers: Sequence[memoryview],
+        offset: int,
+    ) -> int:
+        path = self._fd_to_path.get(fd, "")
+        fault = self._spoil(operation, path)
+        if fault is None or fault.num_bytes is None:
+            return move(fd, buffers, offset)
+        kept: list[memoryview] = []
+        left = fault.num_bytes
+        for buffer in buffers:
+            kept.append(buffer[:left])
+            left -= len(kept[-1])
+            if not left:
+                break
+        moved = move(fd, kept, offset) if fault.num_bytes else 0
+        if fault.error is not None:
+            raise OSError(fault.error, os.strerror(fault.error), path)
+        return moved

@@ -1,0 +1,218 @@
+"""A volume's folder: its description, its locks, its layouts, and what lies in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvferry.errors import TierError
+from kvferry.store import paths
+from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest, Namespace
+
+_VERSION = 1
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`volume.json`. Raises nothing by itself; `read_description` checks it."""
+
+    volume_id: str
+    version: int
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoundChunk:
+    """A chunk's file as a walk saw it: whole or not, nobody has read it."""
+
+    folder: str
+    name: str
+    writer: str
+    layout: LayoutDigest
+    chunk: ChunkId
+    num_bytes: int
+    modified_s: float
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFile:
+    """Something among the chunks that is no chunk's file."""
+
+    path: str
+
+
+def read_description(path: Path) -> Description:
+    """Raises TierError where `path` is no volume."""
+    file = path / paths.DESCRIPTION
+    try:
+        description = msgspec.json.decode(file.read_bytes(), type=Description)
+    except OSError as error:
+        raise TierError(f"{path} is no volume: {paths.DESCRIPTION}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise TierError(f"{file}: {error}; remove it to have a new one made") from None
+    if description.version != _VERSION:
+        raise TierError(f"{file}: version {description.version}; this kvferry knows {_VERSION}")
+    return description
+
+
+def make_description(path: Path, now_s: float) -> Description:
+    """Read it, or make it; of several who make it at once all get the same. Raises TierError, OSError."""
+    file = path / paths.DESCRIPTION
+    if not file.exists():
+        made = Description(volume_id=f"v-{secrets.token_hex(8)}", version=_VERSION, created_s=now_s)
+        # Under a name of our own until it is whole: a link, unlike a rename, leaves the first one where it is.
+        draft = path / f".{paths.DESCRIPTION}-{secrets.token_hex(4)}"
+        try:
+            with draft.open("wb") as out:
+                out.write(msgspec.json.encode(made))
+                out.flush()
+                os.fsync(out.fileno())
+            with contextlib.suppress(FileExistsError):
+                file.hardlink_to(draft)
+        finally:
+            draft.unlink(missing_ok=True)
+    return read_description(path)
+
+
+def lock(file: Path, *, shared: bool) -> int | None:
+    """A descriptor that holds `file` until it is closed, or until its process ends; None where others hold it."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def save_layout(path: Path, layout: ChunkLayout) -> None:
+    file = path / paths.LAYOUTS / f"{layout.digest.hex()}.json"
+    if file.exists():
+        return
+    draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    draft.write_bytes(layout.to_json() + b"\n")
+    draft.rename(file)
+
+
+def load_layouts(path: Path) -> dict[LayoutDigest, ChunkLayout]:
+    """Those whose file says what its name says; others are as good as none."""
+    layouts: dict[LayoutDigest, ChunkLayout] = {}
+    for file in (path / paths.LAYOUTS).glob("*.json"):
+        with contextlib.suppress(ValueError, OSError):
+            layout = ChunkLayout.from_json(file.read_bytes())
+            if layout.digest.hex() == file.stem:
+                layouts[layout.digest] = layout
+    return layouts
+
+
+def writers(path: Path) -> list[str]:
+    """Who ever kept chunks here. Raises OSError."""
+    return sorted(entry.name for entry in os.scandir(path / paths.CHUNKS) if entry.is_dir(follow_symlinks=False))
+
+
+def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[FoundChunk | ForeignFile]:
+    """All files of a writer, folder by folder, with one stat each, of one namespace or all. What vanishes meanwhile
+    is left out.
+
+    A second for 100,000 chunks. Raises OSError where the writer's folder itself cannot be read.
+    """
+    top = path / paths.CHUNKS / writer
+    for layout_folder in _folders(top, must_exist=True):
+        layout = paths.parse_layout_name(layout_folder.name)
+        if layout is None:
+            yield ForeignFile(layout_folder.path)
+            continue
+        for namespace_folder in _folders(layout_folder.path):
+            namespace = paths.parse_namespace(namespace_folder.name)
+            if namespace is None:
+                yield ForeignFile(namespace_folder.path)
+                continue
+            if only is not None and namespace != only:
+                continue
+            for keys_folder in _folders(namespace_folder.path):
+                where = keys_folder.path
+                for entry in _entries(where):
+                    chunk = paths.parse_chunk_name(entry.name, namespace)
+                    if chunk is None or keys_folder.name != entry.name[:2]:
+                        yield ForeignFile(entry.path)
+                        continue
+                    try:
+                        facts = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    if stat.S_ISREG(facts.st_mode):
+                        yield FoundChunk(where, entry.name, writer, layout, chunk, facts.st_size, facts.st_mtime)
+                    else:
+                        yield ForeignFile(entry.path)
+
+
+def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
+    """What lies in a writer's quarantine, by the names it had. `modified_s` is when it was put there."""
+    for layout_folder in _folders(path / paths.QUARANTINE / writer):
+        layout = paths.parse_layout_name(layout_folder.name)
+        for namespace_folder in _folders(layout_folder.path):
+            namespace = paths.parse_namespace(namespace_folder.name)
+            for entry in _entries(namespace_folder.path):
+                chunk = None if namespace is None else paths.parse_quarantine_name(entry.name, namespace)
+                if layout is not None and chunk is not None and entry.is_file(follow_symlinks=False):
+                    facts = entry.stat(follow_symlinks=False)
+                    where = namespace_folder.path
+                    yield FoundChunk(where, entry.name, writer, layout, chunk, facts.st_size, facts.st_ctime)
+
+
+def files_of(path: Path, writer: str) -> list[Path]:
+    """Everything that takes room for a writer: chunks, quarantine, temporary and foreign files."""
+    roots = [path / name / writer for name in (paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY)]
+    return [file for root in roots for file in root.rglob("*") if not file.is_dir()]
+
+
+def remove_namespace(path: Path, namespace: Namespace) -> int:
+    """Remove a namespace's folders with all in them; returns the number of chunks. Raises OSError."""
+    num_chunks = 0
+    for writer in writers(path):
+        for found in walk(path, writer, only=namespace):
+            with contextlib.suppress(FileNotFoundError):
+                Path(found.path).unlink()
+                num_chunks += 1
+        for quarantined in walk_quarantine(path, writer):
+            if quarantined.chunk.namespace == namespace:
+                Path(quarantined.path).unlink(missing_ok=True)
+        for root in (path / paths.CHUNKS / writer, path / paths.QUARANTINE / writer):
+            for layout_folder in _folders(root):
+                namespace_folder = Path(layout_folder.path) / str(namespace)
+                for emptied in (*(Path(keys.path) for keys in _folders(namespace_folder)), namespace_folder):
+                    # A chunk that was put there meanwhile stays, and its folders with it.
+                    with contextlib.suppress(OSError):
+                        emptied.rmdir()
+    return num_chunks
+
+
+def _folders(path: str | os.PathLike[str], *, must_exist: bool = False) -> Iterator[os.DirEntry[str]]:
+    # Folders only: a file among them has no business there, but no chunk can hide behind it either.
+    for entry in _entries(path, must_exist=must_exist):
+        if entry.is_dir(follow_symlinks=False):
+            yield entry
+
+
+def _entries(path: str | os.PathLike[str], *, must_exist: bool = False) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        if must_exist:
+            raise
+        return []

@@ -1,0 +1,286 @@
+"""Look at a volume's folder from outside: check every chunk, list chunks, add up what takes room.
+
+Nothing here needs a keeper, and a keeper may be running: a chunk that changes meanwhile is read again, and one that is
+gone is left out. Only mending, which moves bad files to quarantine, wants the folder alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import TierError
+from kvferry.store import chunk_file, folder, paths
+from kvferry.store.chunk_file import HEADER_BYTES, Algorithm, Keyring
+from kvferry.store.direct_io import DirectIo, aligned_buffer
+from kvferry.store.folder import ForeignFile, FoundChunk
+from kvferry.store.layout import ChunkLayout, LayoutDigest, Namespace
+from kvferry.store.outcome import Outcome
+
+# What a fault that is no chunk's outcome is called.
+FOREIGN = "foreign"
+LEFT_OVER = "left_over"
+
+_NUM_THREADS = 4
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A file that is not what its name says, or that has no name here."""
+
+    path: str
+    cause: str
+    num_bytes: int
+    mended_to: str | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """What `check` found. A sealed chunk whose key is not at hand is whole as far as its header says: unchecked."""
+
+    volume_id: str
+    num_chunks: int = 0
+    num_bytes: int = 0
+    num_unchecked: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def by_cause(self) -> dict[str, int]:
+        return dict(sorted(Counter(fault.cause for fault in self.faults).items()))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "volume_id": self.volume_id,
+            "pages": self.num_chunks,
+            "bytes": self.num_bytes,
+            "unchecked": self.num_unchecked,
+            "faults": len(self.faults),
+            "by_cause": self.by_cause,
+            "files": [
+                {"path": fault.path, "cause": fault.cause, "bytes": fault.num_bytes, "mended_to": fault.mended_to}
+                for fault in self.faults
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the chunks of a writer, a layout and a namespace take."""
+
+    writer: str
+    layout: LayoutDigest
+    namespace: Namespace
+    num_chunks: int
+    num_bytes: int
+
+
+def count_files(path: Path) -> int:
+    """How many files `check` is going to look at, about. Raises TierError where `path` is no volume."""
+    folder.read_description(path)
+    return sum(1 for writer in _writers(path) for _ in folder.walk(path, writer))
+
+
+def check(
+    path: Path,
+    *,
+    keyring: Keyring | None = None,
+    mend: bool = False,
+    advance: Callable[[], None] = lambda: None,
+) -> Report:
+    """Read and verify every chunk. With `mend`, bad files go to the quarantine of their writer.
+
+    `advance` is called for every file. Raises TierError where `path` is no volume, or where it is to be mended and a
+    keeper has it.
+    """
+    report = Report(folder.read_description(path).volume_id)
+    held = folder.lock(path / paths.LOCK, shared=False) if mend else None
+    if mend and held is None:
+        raise TierError(f"volume {path} is served by a keeper; it can be mended when that has stopped")
+    reader = _Reader(path, keyring)
+    try:
+        with ThreadPoolExecutor(max_workers=_NUM_THREADS) as threads:
+            for writer in _writers(path):
+                files = folder.walk(path, writer)
+                while batch := list(itertools.islice(files, _BATCH)):
+                    for found, (outcome, is_checked) in zip(batch, threads.map(reader.verify, batch), strict=True):
+                        _take_down(path, writer, found, outcome, report, is_checked=is_checked, mend=mend)
+                        advance()
+        if mend:
+            _mend_left_overs(path, report)
+    except OSError as error:
+        raise TierError(f"volume {path}: {error.filename or ''}: {error.strerror}") from error
+    finally:
+        if held is not None:
+            os.close(held)
+    return report
+
+
+def chunks(path: Path) -> Iterator[FoundChunk]:
+    """Every chunk's file, unread. Raises TierError where `path` is no volume."""
+    folder.read_description(path)
+    for writer in _writers(path):
+        for found in folder.walk(path, writer):
+            if isinstance(found, FoundChunk):
+                yield found
+
+
+def use(path: Path) -> tuple[list[Use], dict[LayoutDigest, ChunkLayout], int]:
+    """What takes room, the layouts that are described, and the bytes in quarantine.
+
+    Raises TierError where `path` is no volume.
+    """
+    counts: defaultdict[tuple[str, LayoutDigest, Namespace], list[int]] = defaultdict(lambda: [0, 0])
+    for found in chunks(path):
+        count = counts[found.writer, found.layout, found.chunk.namespace]
+        count[0] += 1
+        count[1] += found.num_bytes
+    quarantined = sum(bad.num_bytes for writer in _writers(path) for bad in folder.walk_quarantine(path, writer))
+    uses = [Use(*what, num_chunks, num_bytes) for what, (num_chunks, num_bytes) in counts.items()]
+    return sorted(uses, key=lambda one: -one.num_bytes), folder.load_layouts(path), quarantined
+
+
+class _Reader:
+    """Verifies chunks of any size, on any thread."""
+
+    def __init__(self, path: Path, keyring: Keyring | None) -> None:
+        self._keyring = keyring
+        self._io = DirectIo()
+        self._io.is_direct = _can_read_direct(path / paths.DESCRIPTION)
+        self._buffers = _Buffers()
+        self._layout_to_payload_bytes = {
+            digest: layout.payload_bytes for digest, layout in folder.load_layouts(path).items()
+        }
+
+    def verify(self, found: FoundChunk | ForeignFile) -> tuple[Outcome | None, bool]:
+        """How it ended, and whether the payload was checked too. None for what is no chunk's file."""
+        if isinstance(found, ForeignFile):
+            return None, False
+        outcome, is_checked, inode = self._read(found)
+        if outcome in (Outcome.OK, Outcome.GONE):
+            return outcome, is_checked
+        # A keeper may have been at it.
+        again, is_checked, inode_again = self._read(found)
+        return (again, is_checked) if inode == inode_again else (Outcome.GONE, False)
+
+    def _read(self, found: FoundChunk) -> tuple[Outcome, bool, int]:
+        try:
+            fd = self._io.open(found.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return Outcome.GONE, False, 0
+        except OSError:
+            return Outcome.IO_ERROR, False, 0
+        try:
+            facts = os.fstat(fd)
+            payload_bytes = self._layout_to_payload_bytes.get(found.layout, facts.st_size - HEADER_BYTES)
+            if facts.st_size != chunk_file.chunk_file_bytes(payload_bytes) or payload_bytes <= 0:
+                return Outcome.TRUNCATED, False, facts.st_ino
+            whole, spare = self._buffers.pair(facts.st_size)
+            if self._io.read(fd, [whole]) != facts.st_size:
+                return Outcome.TRUNCATED, False, facts.st_ino
+        except OSError:
+            return Outcome.IO_ERROR, False, 0
+        finally:
+            os.close(fd)
+        outcome, is_checked = self._verify(whole, spare, found)
+        return outcome, is_checked, facts.st_ino
+
+    def _verify(self, whole: memoryview, spare: memoryview, found: FoundChunk) -> tuple[Outcome, bool]:
+        raw_header, payload = whole[:HEADER_BYTES], whole[HEADER_BYTES:]
+        header = chunk_file.parse_header(raw_header)
+        if header is None:
+            return Outcome.CORRUPT_HEADER, False
+        outcome = chunk_file.check_identity(header, found.layout, found.chunk, len(payload))
+        if outcome is not Outcome.OK:
+            return outcome, False
+        if self._keyring is None:
+            is_plain = header.algorithm is Algorithm.PLAIN
+            return (chunk_file.check_plain(header, payload) if is_plain else Outcome.OK), is_plain
+        key = self._keyring.key(found.chunk.namespace)
+        if key is None:
+            return Outcome.OK, False
+        return chunk_file.unseal(header, raw_header, payload, spare[: len(payload)], key), True
+
+
+class _Buffers(threading.local):
+    """Two of one thread, for a file and for what is unsealed."""
+
+    def __init__(self) -> None:
+        self._both = memoryview(b"")
+
+    def pair(self, num_bytes: int) -> tuple[memoryview, memoryview]:
+        if len(self._both) < 2 * num_bytes:
+            self._both = aligned_buffer(2 * num_bytes)
+        return self._both[:num_bytes], self._both[num_bytes : 2 * num_bytes]
+
+
+def _can_read_direct(file: Path) -> bool:
+    """Without writing anything: the drive may be mounted for reading only."""
+    io = DirectIo()
+    io.is_direct = True
+    try:
+        os.close(io.open(str(file), os.O_RDONLY))
+    except OSError:
+        return False
+    return True
+
+
+def _take_down(
+    path: Path,
+    writer: str,
+    found: FoundChunk | ForeignFile,
+    outcome: Outcome | None,
+    report: Report,
+    *,
+    is_checked: bool,
+    mend: bool,
+) -> None:
+    if isinstance(found, ForeignFile):
+        cause, num_bytes = FOREIGN, _size_of(found.path)
+        target = path / paths.QUARANTINE / f".{FOREIGN}" / Path(found.path).relative_to(path)
+    else:
+        assert outcome is not None
+        if outcome is Outcome.GONE:
+            return
+        report.num_chunks += 1
+        report.num_bytes += found.num_bytes
+        if outcome is Outcome.OK:
+            report.num_unchecked += not is_checked
+            return
+        cause, num_bytes = outcome.value, found.num_bytes
+        target = path / paths.quarantine_path(writer, found.layout, found.chunk, cause)
+    mended_to = None
+    # A drive that cannot be read now says nothing about the chunk.
+    if mend and outcome is not Outcome.IO_ERROR:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(found.path).rename(target)
+        mended_to = str(target)
+    report.faults.append(Fault(found.path, cause, num_bytes, mended_to))
+
+
+def _mend_left_overs(path: Path, report: Report) -> None:
+    """Temporary files: nobody is writing them."""
+    for entry in sorted((path / paths.TEMPORARY).glob("*/*")):
+        report.faults.append(Fault(str(entry), LEFT_OVER, _size_of(str(entry)), "removed"))
+        entry.unlink()
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _writers(path: Path) -> list[str]:
+    try:
+        return folder.writers(path)
+    except OSError as error:
+        raise TierError(f"volume {path}: {error.filename or ''}: {error.strerror}") from error

@@ -1,1 +1,0 @@
-"""KV pages on NVMe: files that verify themselves, volumes of them, and what keeps and asks for them."""

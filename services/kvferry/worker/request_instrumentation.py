@@ -1,0 +1,98 @@
+"""What is told of each request that a worker runs: counts and times for its metrics, spans for its trace.
+
+Everything is made at a request's end from what its engine says of itself; while it runs there is one object, and of a
+request that is traced one span.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason
+from kvferry.tracing import Clock, Span, Tracing, error_type
+
+if TYPE_CHECKING:
+    from kvferry.worker.metrics import WorkerMetrics
+
+
+class RequestInstrumentation:
+    """Of one worker. `metrics` and `tracing` are None where nobody wants them."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.metrics: WorkerMetrics | None = None
+        self.tracing: Tracing | None = None
+
+    def refused(self) -> None:
+        """A request that the engine never saw."""
+        if self.metrics is not None:
+            self.metrics.count("refused")
+
+    def begin(self, request: EngineRequest) -> InstrumentedRequest:
+        """A request that is about to go to the engine."""
+        span = None
+        if request.trace is not None and self.tracing is not None:
+            span = self.tracing.serve(
+                request.trace,
+                f"worker {self.role}",
+                {
+                    "kvferry.request_id": request.request_id,
+                    "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+                },
+            )
+        return InstrumentedRequest(self, span)
+
+
+class InstrumentedRequest:
+    """One request from its beginning until `finished` or `failed`, of which one is called, once."""
+
+    __slots__ = ("_observer", "span")
+
+    def __init__(self, observer: RequestInstrumentation, span: Span | None) -> None:
+        self._observer = observer
+        self.span = span
+
+    def finished(self, last: EngineOutput) -> None:
+        """`last` has a finish reason."""
+        assert last.finish_reason is not None
+        times, metrics = last.times, self._observer.metrics
+        if metrics is not None:
+            metrics.count(last.finish_reason.value)
+            if times is not None and last.finish_reason is not FinishReason.ABORT:
+                metrics.observe(times)
+        if self.span is not None:
+            if times is not None:
+                record_times(self.span, last, times)
+            self.span.set({"gen_ai.response.finish_reasons": [last.finish_reason.value]})
+            self.span.end()
+
+    def failed(self, error: BaseException) -> None:
+        """It ended without a last output: cancelled, or with a KvferryError or a fault of ours."""
+        if self._observer.metrics is not None:
+            self._observer.metrics.count("error" if isinstance(error, Exception) else "abort")
+        if self.span is not None:
+            self.span.fail(error_type(error))
+            self.span.end()
+
+
+def record_times(span: Span, last: EngineOutput, times: EngineTimes) -> None:
+    """The engine's part of a request, as children of the worker's span."""
+    clock = Clock()
+    sources = last.sources
+
+    def part(name: str, begin_s: float, end_s: float, attributes: dict[str, int] | None = None) -> None:
+        span.record(name, clock.unix_ns(begin_s), clock.unix_ns(end_s), attributes)
+
+    waits = sorted(
+        (wait, name)
+        for wait, name in ((times.kv_transfer, "ferry"), (times.load, "load from tiers"))
+        if wait is not None
+    )
+    part("queue", times.queued_s, waits[0][0][0] if waits else times.scheduled_s)
+    for (begin_s, end_s), name in waits:
+        brought = {} if sources is None else {"kvferry.tokens": sources.external_kv_transfer}
+        part(name, begin_s, end_s, brought)
+    computed = {} if sources is None else {"kvferry.tokens": sources.local_compute}
+    part("compute prompt", times.scheduled_s, times.first_token_s, computed)
+    if times.last_token_s > times.first_token_s:
+        part("generate", times.first_token_s, times.last_token_s)

@@ -1,0 +1,80 @@
+"""Tells every gateway which pages this worker's engine holds, as the engine says it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvferry.engine.base import Engine
+from kvferry.link import codec
+from kvferry.link.gateway_session import GatewaySession
+from kvferry.worker.page_mirror import PageMirror
+from kvferry.worker.server import WorkerServer
+
+log = logging.getLogger(__name__)
+
+# 512 KiB a part: a gateway reads steps between them.
+MAX_SNAPSHOT_KEYS = 65_536
+
+# Changes of so long go as one message: with small pages an engine stores some in every step, and a message costs a
+# gateway as much as several tokens. Until then gateways expect the pages of their own requests anyway.
+FLUSH_AFTER_S = 0.05
+
+# Room for hashes that the engine may name again, beside the pages it holds.
+_PAGES_PER_ENGINE_PAGE = 4
+
+
+class ResidencyPublisher:
+    """Owns the mirror of an engine, from `start` (once the engine is up) to `stop`."""
+
+    def __init__(self, engine: Engine, server: WorkerServer) -> None:
+        self._engine = engine
+        self._server = server
+        self._following: set[GatewaySession] = set()  # asked for a snapshot; get deltas from then on
+        self._task: asyncio.Task[None] | None = None
+        self._flush_scheduled = False
+        self.mirror: PageMirror | None = None
+        server.on_want_snapshot = self._send_snapshot
+
+    def __repr__(self) -> str:
+        return f"<ResidencySource {self.mirror} to {len(self._following)} gateways>"
+
+    def start(self) -> None:
+        info = self._engine.info
+        self.mirror = PageMirror(info.block_size, _PAGES_PER_ENGINE_PAGE * info.num_pages + info.num_cpu_pages)
+        self._task = asyncio.create_task(self._follow(self.mirror))
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self, mirror: PageMirror) -> None:
+        try:
+            async for batch in self._engine.kv_events():
+                mirror.feed(batch)
+                if not self._flush_scheduled:
+                    self._flush_scheduled = True
+                    asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self._flush)
+        except Exception:
+            # Requests do not need it; what was told stays a hint, and the engine looks for itself.
+            log.exception("the engine's events cannot be read; gateways hear no more of what this worker holds")
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        delta = self.mirror.take() if self.mirror is not None else None
+        self._following.intersection_update(self._server.attachments)
+        if delta is None:
+            return
+        message = codec.delta_to_wire(delta)
+        for attachment in self._following:
+            # False: it reads too slowly, sees a gap in the numbers and asks for a snapshot.
+            attachment.send_residency(message)
+
+    def _send_snapshot(self, attachment: GatewaySession) -> None:
+        if self.mirror is None:
+            return
+        self._following.add(attachment)
+        for part in self.mirror.snapshot(MAX_SNAPSHOT_KEYS):
+            if not attachment.send_residency(codec.part_to_wire(part)):
+                return  # it sees that parts are missing

@@ -1,1 +1,0 @@
-"""Load on a cluster of real processes while its parts are killed; `python -m chaos` prints what it cost."""

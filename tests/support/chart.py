@@ -1,0 +1,49 @@
+"""tools/helm_check.py for tests, and what they ask of renderings."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def load_tool(name: str) -> ModuleType:
+    """A tool as a module, once."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+helm_check = load_tool("helm_check")
+
+
+def newest_helm() -> Any:
+    """The newest Helm that is found. Skips the test where there is none."""
+    found = helm_check.helms()
+    if not found:
+        pytest.skip("no Helm: tools/fetch_helm.py fetches it, or name one in KVFERRY_HELM")
+    return found[0]
+
+
+def write_values(folder: Path, values: dict[str, Any]) -> Path:
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def one(rendered: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
+    """The one object of that kind, and name."""
+    (found,) = (each for each in rendered if each["kind"] == kind and name in (None, each["metadata"]["name"]))
+    return found

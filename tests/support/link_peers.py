@@ -1,0 +1,248 @@
+"""Gateways spoken by hand, over either transport of a link, and engines that push a link to its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Protocol
+
+import grpc
+
+from kvferry import __version__
+from kvferry.config import SimConfig
+from kvferry.engine.base import (
+    EngineInfo,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    RequestId,
+    Sampling,
+    TransferParams,
+)
+from kvferry.engine.sim import SimEngine
+from kvferry.link import codec
+from kvferry.link.flow_control import Receipts
+from kvferry.link.frames import PREAMBLE, encode_frames
+from kvferry.link.grpc_server import CHANNEL_OPTIONS, SERVICE
+from kvferry.wire.v1 import worker_pb2 as pb
+from kvferry.worker.server import WorkerServer
+
+Transport = Literal["frames", "grpc"]
+TRANSPORTS: tuple[Transport, ...] = ("frames", "grpc")
+
+SIM = SimConfig(step_ms=1.0, prefill_tokens_per_s=200_000.0, transfer_lease_s=60.0)
+
+
+def request(name: str = "r", *, max_tokens: int = 5, num_prompt: int = 20, **values: Any) -> EngineRequest:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=values.pop("logprobs", None))
+    return EngineRequest(RequestId(name), list(range(10, 10 + num_prompt)), sampling, **values)
+
+
+@asynccontextmanager
+async def serving(engine: Any, **values: Any) -> AsyncIterator[WorkerServer]:
+    options: dict[str, Any] = {"max_requests": 64, "heartbeat_s": 0.2, **values}
+    worker = WorkerServer(engine, worker_id="w", role="decode", host="127.0.0.1", **options)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop(0.2)
+
+
+@asynccontextmanager
+async def simulated(**values: Any) -> AsyncIterator[SimEngine]:
+    engine = SimEngine("m", SIM.model_copy(update=values), block_size=16, max_num_seqs=256)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def quiet(engine: SimEngine) -> bool:
+    load = engine.load()
+    return not (load.num_running or load.num_waiting or load.num_pages_used or engine.num_offers)
+
+
+class LinkEnded(Exception):
+    """The worker ended the link; `args[0]` says how the transport put it."""
+
+
+class Wire(Protocol):
+    """Payloads both ways. What is not read stays with the transport, which has little room."""
+
+    async def send(self, payload: bytes) -> None: ...
+    async def receive(self) -> bytes: ...
+    async def half_close(self) -> None: ...
+    async def leave(self) -> None: ...
+
+
+class GrpcWire:
+    def __init__(self, worker: WorkerServer) -> None:
+        small_window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536))
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}", options=(*CHANNEL_OPTIONS, *small_window))
+        self.call: Any = self._channel.stream_stream(f"/{SERVICE}/Attach")()
+
+    async def send(self, payload: bytes) -> None:
+        await self.call.write(payload)
+
+    async def receive(self) -> bytes:
+        try:
+            payload = await self.call.read()
+        except grpc.aio.AioRpcError as error:
+            raise LinkEnded(f"{error.code().name}: {error.details()}") from None
+        if payload is grpc.aio.EOF:
+            raise LinkEnded("EOF")
+        assert isinstance(payload, bytes)
+        return payload
+
+    async def half_close(self) -> None:
+        await self.call.done_writing()
+
+    async def leave(self) -> None:
+        self.call.cancel()
+        await self._channel.close()
+
+
+class FrameWire:
+    def __init__(self, worker: WorkerServer) -> None:
+        self._port = worker.frame_port
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._greeted = False
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._reader is None or self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+            self._writer.write(PREAMBLE)
+        return self._reader, self._writer
+
+    async def send(self, payload: bytes) -> None:
+        _, writer = await self._open()
+        writer.write(encode_frames((payload,)))
+        await writer.drain()
+
+    async def receive(self) -> bytes:
+        reader, _ = await self._open()
+        try:
+            if not self._greeted:
+                assert await reader.readexactly(len(PREAMBLE)) == PREAMBLE
+                self._greeted = True
+            length = int.from_bytes(await reader.readexactly(4), "little")
+            return await reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise LinkEnded(str(error)) from None
+
+    async def half_close(self) -> None:
+        _, writer = await self._open()
+        writer.write_eof()
+
+    async def leave(self) -> None:
+        _, writer = await self._open()
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+class Gateway:
+    """One end of a link. It acknowledges what it reads, and reads only when told to."""
+
+    def __init__(self, worker: WorkerServer, transport: Transport) -> None:
+        self.wire: Wire = FrameWire(worker) if transport == "frames" else GrpcWire(worker)
+        self.num_messages = 0
+        self.num_tokens: dict[int, int] = {}
+        self.ended: dict[int, Any] = {}
+        self._receipts = Receipts()
+
+    async def write(self, message: pb.Downward) -> None:
+        await self.wire.send(message.SerializeToString())
+
+    async def hello(self) -> pb.Welcome:
+        await self.write(pb.Downward(hello=pb.Hello(gateway_id="g", version=__version__)))
+        message = await self.read()
+        assert message.HasField("welcome")
+        return message.welcome
+
+    async def submit(self, number: int, request: EngineRequest) -> None:
+        await self.write(codec.submit_to_wire(number, request))
+
+    async def cancel(self, number: int) -> None:
+        await self.write(pb.Downward(cancel=pb.Cancel(number=number)))
+
+    async def read(self) -> pb.Upward:
+        """Raises LinkEnded."""
+        payload = await self.wire.receive()
+        if self._receipts.add(len(payload)):
+            self._receipts.told()
+            ack = pb.Ack(num_messages=self._receipts.num_messages, num_bytes=self._receipts.num_bytes)
+            await self.write(pb.Downward(ack=ack))
+        return pb.Upward.FromString(payload)
+
+    async def read_step(self) -> pb.Step:
+        step = (await self.read()).step
+        if step.numbers or step.finished:
+            self.num_messages += 1
+        for number, item in codec.outputs_of(step):
+            if isinstance(item, EngineOutput):
+                self.num_tokens[number] = self.num_tokens.get(number, 0) + len(item.token_ids)
+                if item.finish_reason is None:
+                    continue
+            self.ended[number] = item
+        return step
+
+    async def read_ends(self, *numbers: int, within_s: float = 30.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not self.ended.keys() >= set(numbers):
+                await self.read_step()
+
+    async def leave(self) -> None:
+        await self.wire.leave()
+
+
+class Firehose:
+    """An engine that puts out as fast as the event loop turns, until told to stop, once `open` is set."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.open = asyncio.Event()
+        self.open.set()
+        self.num_outputs = 0
+        self.num_begun = 0
+        self.num_running = 0
+        self.info = EngineInfo("e", "m", 8192, 16, 64, 64, "sim")  # type: ignore[arg-type]
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        self.num_begun += 1
+        self.num_running += 1
+        try:
+            await self.open.wait()
+            while True:
+                self.num_outputs += 1
+                yield EngineOutput((1,), self._text)
+                await asyncio.sleep(0)
+        finally:
+            self.num_running -= 1
+
+    async def release(self, transfer_params: TransferParams) -> None:
+        pass
+
+    def load(self) -> EngineLoad:
+        return EngineLoad()
+
+
+class Slow(Firehose):
+    """Takes a while to let go of a request, as an engine in another process does."""
+
+    num_let_go = 0
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        self.num_running += 1
+        try:
+            yield EngineOutput((1,), "x")
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)
+            self.num_let_go += 1
+            self.num_running -= 1

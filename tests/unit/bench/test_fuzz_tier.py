@@ -1,0 +1,66 @@
+"""A short run of the fuzzer, and proof that it sees a wrong chunk when there is one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvferry.store.chunk_index import Kept
+from kvferry.store.volume import Outcome, Volume
+from support.child_imports import import_environment
+
+
+@pytest.fixture(scope="module")
+def fuzzer() -> ModuleType:
+    return importlib.import_module("bench.fuzz_tier")
+
+
+class Unverified(Volume):
+    """As most chunk stores are."""
+
+    def _verify(
+        self, raw_header: memoryview, payload: memoryview, kept: Kept, into: memoryview, key: bytes | None
+    ) -> Outcome:
+        if key is not None:
+            into[:] = payload
+        return Outcome.OK
+
+
+def test_no_mutation_of_a_chunk_gets_a_wrong_byte_out_of_a_volume(fuzzer: ModuleType, memory_path: Path) -> None:
+    results = fuzzer.fuzz(2000, memory_path)
+    assert results["mutations"] == 2000
+    assert (results["wrong_pages"], results["crashes"]) == (0, 0), results["first_crashes"]
+    by_cause = results["by_cause"]
+    assert sum(sum(outcomes.values()) for outcomes in by_cause.values()) == 2000
+    seen = {outcome for outcomes in by_cause.values() for outcome in outcomes}
+    assert seen >= set(Outcome) - {Outcome.REFUSED, Outcome.EXISTS}
+    # What must never be delivered, whatever else becomes of it.
+    for cause, outcomes in by_cause.items():
+        if cause.startswith(("flip", "another", "header of one", "truncate", "extend", "swap", "sealed")):
+            assert "ok" not in outcomes, cause
+
+
+def test_a_volume_that_does_not_verify_is_found_out(fuzzer: ModuleType, memory_path: Path) -> None:
+    results = fuzzer.fuzz(300, memory_path, volume_class=Unverified)
+    assert results["wrong_pages"] > 100
+
+
+def test_the_last_line_is_json_and_the_exit_code_tells(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.fuzz_tier", "--mutations", "60", "--folder", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=import_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["mutations"] == 60
+    assert {"wrong_pages", "crashes", "by_cause", "seconds", "machine"} <= results.keys()
+    assert not list(tmp_path.iterdir())

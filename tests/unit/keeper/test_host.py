@@ -1,0 +1,102 @@
+"""The life of a keeper: registered while it serves, and gone without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import ConfigError, TierError
+from kvferry.keeper.host import KeeperHost, _OtherKeepers
+from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from support.tier_keeper import engine
+from support.tier_node import hosting, node_config
+from support.tier_rows import layout_of, rows_of
+from support.waiting import until
+
+
+async def test_it_is_registered_while_it_serves(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    async with hosting(node_config(tmp_path, num_volumes=2), MemoryMembership(registry), "n1") as host:
+        (member,) = registry.members()
+        assert member.kind is MemberKind.KEEPER
+        assert member.volumes == tuple(volume.volume_id for volume in host._volumes)
+        assert len(set(member.volumes)) == 2
+        assert (member.node, member.pid) == ("n1", os.getpid())
+        assert host.keeper.socket_path.is_socket()
+        assert member.address == f"127.0.0.1:{host.server.port}"
+        await host.check_health()
+        with rows_of(8, 8192) as rows, engine(member.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            assert len((await a.store(range(8))).succeeded) == 8
+            await asyncio.to_thread(a.client.stop)
+    assert not registry.members()
+    assert not host.keeper.socket_path.exists()
+    with pytest.raises(TierError):
+        await host.check_health()
+    await host.stop()
+
+
+async def test_a_volume_that_is_taken_is_named(tmp_path: Path) -> None:
+    config = node_config(tmp_path)
+    registry = MemoryRegistry()
+    async with hosting(config, MemoryMembership(registry), "n1"):
+        other = config.model_copy(update={"tier": config.tier.model_copy(update={"socket_dir": tmp_path / "t"})})
+        host = KeeperHost(other, MemoryMembership(registry))
+        with pytest.raises(TierError, match="v0"):
+            await host.start()
+        await host.stop()
+        assert len(registry.members()) == 1
+
+
+async def test_nodes_write_apart_on_a_shared_volume(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    config = node_config(tmp_path, volume={"shared": True})
+    other = config.model_copy(update={"tier": config.tier.model_copy(update={"socket_dir": tmp_path / "t"})})
+    async with (
+        hosting(config, MemoryMembership(registry), "n/1") as a,
+        hosting(other, MemoryMembership(registry), "n2") as b,
+    ):
+        assert a.keeper.volume_ids == b.keeper.volume_ids
+        assert {folder.name for folder in (tmp_path / "v0" / "pages").iterdir()} == {"n-1", "n2"}
+        await until(lambda: a._others.locate(a.keeper.volume_ids[0]) == b.member.address)
+
+
+async def test_keys_that_others_may_read_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"*": "00" * 32}))
+    file.chmod(0o644)
+    config = node_config(tmp_path, encryption_keys_file=file)
+    with pytest.raises(ConfigError, match="others may read"):
+        KeeperHost(config, MemoryMembership(MemoryRegistry()))
+
+
+def test_the_youngest_of_a_volumes_keepers_is_asked() -> None:
+    others = _OtherKeepers()
+    own, old, young = member("own", 9.0), member("old", 1.0), member("young", 2.0)
+    others.apply(Snapshot((own, old, member("w", 5.0, MemberKind.DECODE))), own.member_id)
+    assert others.locate("v") == "old"
+    others.apply(Joined(young), own.member_id)
+    assert others.locate("v") == "young"
+    assert others.locate("w") is None
+    others.apply(Left(MemberKind.KEEPER, young.member_id), own.member_id)
+    assert others.locate("v") == "old"
+    assert others.addresses == {"old"}
+    others.apply(Snapshot(()), own.member_id)
+    assert others.locate("v") is None
+
+
+def member(name: str, started_unix_s: float, kind: MemberKind = MemberKind.KEEPER) -> Member:
+    return Member(
+        kind=kind,
+        member_id=MemberId(name),
+        address=name,
+        model="m",
+        version="0",
+        volumes=("v",),
+        started_unix_s=started_unix_s,
+    )

@@ -1,0 +1,38 @@
+"""What goes with a chunk to whoever verifies it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.store import chunk_file
+from kvferry.store.chunk_file import HEADER_BYTES, Algorithm
+from kvferry.store.keyring import SecretsKeyring
+from kvferry.store.outcome import Outcome
+from kvferry.store.volume import Volume
+from support.tier_chunks import LAYOUT, SECRET, chunk, empty, payload, truth
+
+
+@pytest.mark.parametrize("keyring", [None, SecretsKeyring({"*": SECRET})])
+def test_the_header_fits_what_was_delivered(tmp_path: Path, keyring: SecretsKeyring | None) -> None:
+    volume = Volume(tmp_path, capacity_bytes=1 << 20, keyring=keyring)
+    volume.open()
+    try:
+        first, second = chunk(1), chunk(2)
+        for each in (first, second):
+            assert volume.write(LAYOUT.digest, each, payload(each)) is Outcome.OK
+        header, into = memoryview(bytearray(HEADER_BYTES)), empty()
+        assert volume.read(LAYOUT.digest, first, into, header) is Outcome.OK
+        assert into == truth(first)
+        parsed = chunk_file.parse_header(header)
+        assert parsed is not None
+        assert parsed.algorithm is Algorithm.PLAIN
+        assert chunk_file.check_identity(parsed, LAYOUT.digest, first, len(into)) is Outcome.OK
+        assert chunk_file.check_plain(parsed, into) is Outcome.OK
+        # It stays what it was when the next chunk is read.
+        assert volume.read(LAYOUT.digest, second, empty()) is Outcome.OK
+        assert chunk_file.parse_header(header) == parsed
+        assert volume.read(LAYOUT.digest, chunk(3), empty(), header) is Outcome.MISSING
+    finally:
+        volume.close()
