@@ -47,8 +47,9 @@ from kvferry.store import chunk_file, paths
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.direct_io import Fault, FaultyIo, Operation, aligned_buffer
 from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, Namespace
+from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout
 from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.namespace import Namespace
 from kvferry_loadtest.machine import machine_line
 
 KEYRING = SecretsKeyring({"*": b"not a secret, as everybody sees."})

@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.engine.base import EngineLoad, KvEventBatch, PagesRemoved, PagesStored, RequestId
+from kvferry.engine.base import EngineStats, KvEventBatch, PagesRemoved, PagesStored, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.pages.keys import KEY_BYTES, pack_keys, route_keys, seed_of, unpack_keys
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
@@ -111,7 +111,7 @@ class Cluster:
     def __init__(self, num_workers: int, say: Say) -> None:
         self.random = random.Random(7)
         self.index = ResidencyIndex()
-        load = EngineLoad(num_running=4, num_pages=100_000, num_pages_used=4000)
+        load = EngineStats(num_running=4, num_pages=100_000, num_pages_used=4000)
         self.prefill = [self._view(f"prefill-{i}", load) for i in range(num_workers // 2)]
         self.decode = [self._view(f"decode-{i}", load) for i in range(num_workers // 2)]
         self.holders = [Holder(view.candidate.member_id, Tier.GPU) for view in (*self.prefill, *self.decode)]
@@ -141,7 +141,7 @@ class Cluster:
             self.index.store(holder, keys[: 1 + (i * step) % PAGES])
 
     @staticmethod
-    def _view(name: str, load: EngineLoad) -> WorkerView:
+    def _view(name: str, load: EngineStats) -> WorkerView:
         return WorkerView(Candidate(MemberId(name), "model", BLOCK_SIZE, "auto"), load)
 
 

@@ -384,7 +384,9 @@ def show(results: dict[str, Any], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the drive to measure (default: the system's temporary folder)")
-    parser.add_argument("--page-kib", dest="chunk_kib", type=int, default=1536, help="payload of a page (default: %(default)s)")
+    parser.add_argument(
+        "--page-kib", dest="chunk_kib", type=int, default=1536, help="payload of a page (default: %(default)s)"
+    )
     parser.add_argument("--mib", type=int, default=768, help="read or written in one run (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=4, help="pages under way (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="of everything, in turns (default: %(default)s)")

@@ -47,7 +47,7 @@ from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ClusterConfig, RoleConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.host import GatewayHost
-from kvferry.keeper.host import KeeperHost
+from kvferry.keeper.actor import KeeperActor
 from kvferry.keeper.socket_path import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
@@ -64,13 +64,8 @@ STOP_MARGIN_S = 30.0
 KEEPER_NAMESPACE = "kvferry"
 # How long a worker waits for its node's keeper; it starts without it then, and finds it later.
 KEEPER_START_S = 60.0
-KEEPER_RETRY_S = 5.0  # after a start that failed, such as on a volume that another keeper still has
 # Between two looks at an application that starts.
 STATUS_PERIOD_S = 0.5
-
-# A keeper looks this often whether the application is still there, and ends when it was not so many times.
-KEEPER_LOOK_S = 10.0
-KEEPER_LOOKS = 3
 
 
 class _WorkerReplica:
@@ -142,62 +137,6 @@ class Gateway:
             await self._host.stop()
 
 
-class KeeperActor:
-    """A node's keeper in an actor that never fails to be made: what cannot start now is tried again."""
-
-    async def __init__(self, values: dict[str, Any]) -> None:  # type: ignore[misc]
-        self._config = _in_replica(values)
-        self._settings = keeper_settings(values)
-        self._fault = "it has not started yet"
-        self._host: KeeperHost | None = None
-        self._settled = asyncio.Event()  # it serves, or could not at first
-        self._serving = asyncio.get_running_loop().create_task(self._serve())
-
-    async def settings(self) -> str:
-        return self._settings
-
-    async def started(self) -> str:
-        """Why it does not serve; empty when it does."""
-        await self._settled.wait()
-        return self._fault
-
-    async def stop(self) -> None:
-        """Leave orderly: registered no more, every page at rest."""
-        self._serving.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
-        if self._host is not None:
-            await self._host.stop()
-
-    async def _serve(self) -> None:
-        while self._fault:
-            host = self._host = KeeperHost(self._config, _membership(self._config))
-            try:
-                await host.start()
-                self._fault = ""
-                self._settled.set()
-            except KvferryError as error:
-                if error.message != self._fault:
-                    log.error("the keeper cannot start, and tries again: %s", error.message)
-                self._fault = error.message
-                self._settled.set()
-                await host.stop()
-                await asyncio.sleep(KEEPER_RETRY_S)
-        num_missed = 0
-        while num_missed < KEEPER_LOOKS:
-            for _ in range(round(KEEPER_LOOK_S / HEALTH_PERIOD_S)):
-                await asyncio.sleep(HEALTH_PERIOD_S)
-                try:
-                    await host.check_health()
-                except KvferryError as error:
-                    # What hangs in it cannot be ended otherwise; Ray starts it anew.
-                    log.error("the keeper ends: %s", error.message)
-                    os._exit(1)
-            num_missed = 0 if await asyncio.to_thread(_is_deployed) else num_missed + 1
-        log.info("the keeper ends: the application is gone")
-        await host.stop()
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
 def keeper_settings(values: dict[str, Any]) -> str:
     """A digest of everything that a keeper is made from: one with other settings is not the keeper that is wanted."""
     sections = [values[section] for section in ("tier", "membership", "metrics", "tracing")]
@@ -225,7 +164,14 @@ async def ensure_keeper(values: dict[str, Any]) -> None:
                         num_cpus=0,
                         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
                     )
-                    .remote(values)
+                    .remote(
+                        values,
+                        keeper_settings(values),
+                        read_config=_in_replica,
+                        membership=_membership,
+                        is_deployed=_is_deployed,
+                        end_actor=_end_this_actor,
+                    )
                 )
                 with contextlib.suppress(RayError):
                     if await keeper.settings.remote() == keeper_settings(values):
@@ -239,6 +185,10 @@ async def ensure_keeper(values: dict[str, Any]) -> None:
         pass
     if fault:
         log.error("this node's keeper does not serve: %s; pages of volumes are computed until it does", fault)
+
+
+def _end_this_actor() -> None:
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _is_deployed() -> bool:

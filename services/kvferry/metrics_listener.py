@@ -20,7 +20,7 @@ import uvicorn
 from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import MetricsConfig
 from kvferry.errors import ConfigError
-from kvferry.telemetry import CONTENT_TYPE
+from kvferry.exposition import CONTENT_TYPE
 
 log = logging.getLogger(__name__)
 

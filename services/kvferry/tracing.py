@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from kvferry import __version__
 from kvferry.config import TracingConfig
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.telemetry import SpanCounts
+from kvferry.exposition import SpanCounts
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -95,7 +95,7 @@ class SimCluster:
 
 
 def _in_use(engine: SimEngine) -> tuple[int, int, int]:
-    load = engine.load()
+    load = engine.stats()
     return load.num_running, load.num_waiting, load.num_pages_used
 
 

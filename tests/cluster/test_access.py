@@ -137,7 +137,7 @@ async def test_whoever_has_no_key_is_refused(keys: Path, shown: str) -> None:
             health = channel.unary_unary("/grpc.health.v1.Health/Check")
             assert await health(b"") == b"\x08\x01"  # serving
         for _, engine in cluster.workers:
-            assert engine.load().prompt_tokens.total == 0
+            assert engine.stats().prompt_tokens.total == 0
         with pytest.raises(AuthenticationError):
             async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="wrong", max_retries=0) as client:
                 await client.models.list()
@@ -233,7 +233,7 @@ async def test_whoever_shows_no_certificate_is_refused_and_probes_are_not(certif
         async with grpc_to(cluster) as channel:
             assert (await refused(stub_on(channel).Generate(REQUEST))).code() is grpc.StatusCode.UNAVAILABLE
         for _, engine in cluster.workers:
-            assert engine.load().prompt_tokens.total == 0
+            assert engine.stats().prompt_tokens.total == 0
 
 
 def why_refused(port: int, context: ssl.SSLContext) -> str:

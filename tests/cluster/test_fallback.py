@@ -94,7 +94,7 @@ async def test_a_prefill_engine_killed_during_prefill(cluster: SimCluster, undis
     prefill = the(cluster, MemberKind.PREFILL)
     prefill.faults = Faults(stalled=True)
     asked = asyncio.create_task(succeeds(cluster))
-    await until(lambda: prefill.load().num_waiting == 1, what="the prompt waits on the prefill engine")
+    await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
     prefill.kill()
     text, journey = await asked
     assert text == undisturbed
@@ -107,7 +107,7 @@ async def test_a_prefill_worker_lost_during_prefill(cluster: SimCluster, undistu
     prefill = the(cluster, MemberKind.PREFILL)
     prefill.faults = Faults(stalled=True)
     asked = asyncio.create_task(succeeds(cluster))
-    await until(lambda: prefill.load().num_waiting == 1, what="the prompt waits on the prefill engine")
+    await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
     await cluster.hosts(MemberKind.PREFILL)[0].stop()
     text, journey = await asked
     assert text == undisturbed
@@ -184,8 +184,8 @@ async def waiting_on_decode(cluster: SimCluster, **values: Any) -> AsyncIterator
     for engine in engines:
         engine.faults = Faults(stalled=True)
     asked = asyncio.create_task(succeeds(cluster, **values))
-    await until(lambda: any(e.load().num_waiting for e in engines), what="a decode engine has the request")
-    yield asked, next(i for i, engine in enumerate(engines) if engine.load().num_waiting)
+    await until(lambda: any(e.stats().num_waiting for e in engines), what="a decode engine has the request")
+    yield asked, next(i for i, engine in enumerate(engines) if engine.stats().num_waiting)
 
 
 @pytest.mark.parametrize("how", ["engine", "worker", "stream"])
@@ -211,7 +211,7 @@ async def test_a_decode_worker_lost_before_the_first_token(how: str, undisturbed
             assert cluster.metric("kvferry_decode_retries_total") == 1
             # Parameters of a transfer are good for one engine, once: the prompt was kept anew, out of the cache.
             assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == NUM_PROMPT_TOKENS
-            assert the(cluster, MemberKind.PREFILL).load().prompt_tokens.local_cache_hit > 0
+            assert the(cluster, MemberKind.PREFILL).stats().prompt_tokens.local_cache_hit > 0
             if how == "stream":
                 cluster.engines(MemberKind.DECODE)[lost].faults = Faults()
                 await cluster.until_quiet()
@@ -327,7 +327,7 @@ async def test_a_decode_worker_lost_mid_stream_is_continued_by_another(how: str,
 
         async def lose_the_busy_one() -> None:
             for host, engine in cluster.workers:
-                if host.member.kind is MemberKind.DECODE and engine.load().num_running:
+                if host.member.kind is MemberKind.DECODE and engine.stats().num_running:
                     if how == "engine":
                         engine.kill()
                     else:
@@ -351,15 +351,15 @@ async def test_stop_strings_match_across_the_loss_of_a_worker() -> None:
         expected = text[: text.index(stop)]
 
         engines = cluster.engines(MemberKind.DECODE)
-        before = [engine.load().num_generated_tokens for engine in engines]
+        before = [engine.stats().num_generated_tokens for engine in engines]
 
         async def lose_the_busy_one() -> None:
             def num_given() -> int:
-                return max(e.load().num_generated_tokens - b for e, b in zip(engines, before, strict=True))
+                return max(e.stats().num_generated_tokens - b for e, b in zip(engines, before, strict=True))
 
             # Past the beginning of the stop string: the text is held back from there on.
             await until(lambda: num_given() > 150)
-            next(engine for engine in engines if engine.load().num_running).kill()
+            next(engine for engine in engines if engine.stats().num_running).kill()
 
         events = await streamed_events(cluster, lose_the_busy_one, max_tokens=2000, stop=stop)
         ((choice,), _) = comparable(events)
@@ -370,8 +370,8 @@ async def test_stop_strings_match_across_the_loss_of_a_worker() -> None:
 async def test_a_sole_decode_worker_is_waited_for_when_it_is_lost(cluster: SimCluster) -> None:
     text, _ = await succeeds(cluster, max_tokens=LONG)
     asked = asyncio.create_task(post(cluster, max_tokens=LONG))
-    before = the(cluster, MemberKind.DECODE).load().num_generated_tokens
-    await until(lambda: the(cluster, MemberKind.DECODE).load().num_generated_tokens > before + 20)
+    before = the(cluster, MemberKind.DECODE).stats().num_generated_tokens
+    await until(lambda: the(cluster, MemberKind.DECODE).stats().num_generated_tokens > before + 20)
     the(cluster, MemberKind.DECODE).kill()
     await cluster.ready(num_workers=1)
     await cluster.add_worker(MemberKind.DECODE)
@@ -399,7 +399,7 @@ async def test_without_another_decode_worker_a_stream_ends_in_an_error_event(n: 
 async def test_without_another_decode_worker_it_is_503_where_nothing_was_sent() -> None:
     async with running(gateway={"http_port": 0, "worker_wait_s": 0.3}) as cluster:
         asked = asyncio.create_task(post(cluster, max_tokens=5000))
-        await until(lambda: the(cluster, MemberKind.DECODE).load().num_running == 1)
+        await until(lambda: the(cluster, MemberKind.DECODE).stats().num_running == 1)
         the(cluster, MemberKind.DECODE).kill()
         answer = await asked
         assert answer.status_code == 503
@@ -411,11 +411,11 @@ async def test_pages_that_no_decode_worker_takes_are_given_back(cluster: SimClus
     prefill, decode = the(cluster, MemberKind.PREFILL), cluster.hosts(MemberKind.DECODE)[0]
     prefill.faults = Faults(stalled=True)
     asked = asyncio.create_task(post(cluster))
-    await until(lambda: prefill.load().num_waiting == 1)
+    await until(lambda: prefill.stats().num_waiting == 1)
     decode.server.refuse_new()
     await cluster.ready(num_workers=1)
     prefill.faults = Faults()
-    await until(lambda: prefill.load().num_generated_tokens == 1, what="the prompt is computed")
+    await until(lambda: prefill.stats().num_generated_tokens == 1, what="the prompt is computed")
     asked.cancel()
     await until(lambda: prefill.num_offers == 0, within_s=10, what="its pages are given back")
 
@@ -427,7 +427,7 @@ async def test_without_a_decode_worker_it_is_503(cluster: SimCluster) -> None:
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "no_decode_worker"
     assert int(answer.headers["retry-after"]) >= 1
-    assert the(cluster, MemberKind.PREFILL).load().num_generated_tokens == 0  # nobody prefilled in vain
+    assert the(cluster, MemberKind.PREFILL).stats().num_generated_tokens == 0  # nobody prefilled in vain
 
 
 async def test_eight_streams_while_the_prefill_engine_is_killed(cluster: SimCluster) -> None:
@@ -441,7 +441,7 @@ async def test_eight_streams_while_the_prefill_engine_is_killed(cluster: SimClus
 
     async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
         asked = [asyncio.create_task(stream(http, i)) for i in range(8)]
-        await until(lambda: the(cluster, MemberKind.DECODE).load().num_generated_tokens > 0, what="one was ferried")
+        await until(lambda: the(cluster, MemberKind.DECODE).stats().num_generated_tokens > 0, what="one was ferried")
         prefill.kill()
         for events in await asyncio.gather(*asked):
             assert not [event for event in events if "error" in event]
@@ -496,11 +496,11 @@ async def test_a_client_that_leaves_leaves_nothing_behind(
             case "ferrying":
                 prefill.faults = Faults(pulls=PullFault.HANG)
         reached = {
-            "prefilling": lambda: prefill.load().num_waiting == n,
+            "prefilling": lambda: prefill.stats().num_waiting == n,
             "prefilled": lambda: prefill.num_offers == n,
-            "submitted": lambda: decode.load().num_waiting == n,
-            "ferrying": lambda: decode.load().num_waiting == n and decode.load().num_pages_used > 0,
-            "decoding": lambda: decode.load().num_running == n and decode.load().num_generated_tokens > n,
+            "submitted": lambda: decode.stats().num_waiting == n,
+            "ferrying": lambda: decode.stats().num_waiting == n and decode.stats().num_pages_used > 0,
+            "decoding": lambda: decode.stats().num_running == n and decode.stats().num_generated_tokens > n,
         }[when]
         asked = asyncio.create_task(post(cluster, n=n, max_tokens=5000, stream=streamed))
         await until(reached, what=when)

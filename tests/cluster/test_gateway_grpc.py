@@ -433,7 +433,9 @@ async def test_a_lost_decode_worker_is_not_the_clients_business() -> None:
             (busy,) = [
                 (host, engine)
                 for host, engine in cluster.workers
-                if host.member.kind is MemberKind.DECODE and engine.load().num_running and not host.server.died.is_set()
+                if host.member.kind is MemberKind.DECODE
+                and engine.stats().num_running
+                and not host.server.died.is_set()
             ]
             busy[0].server.engine_died("killed by a test")
             if expected == "UNAVAILABLE":
@@ -445,7 +447,7 @@ async def test_a_lost_decode_worker_is_not_the_clients_business() -> None:
 
 
 def loads(cluster: SimCluster) -> Sequence[int]:
-    return [load.num_running + load.num_waiting for load in (engine.load() for _, engine in cluster.workers)]
+    return [load.num_running + load.num_waiting for load in (engine.stats() for _, engine in cluster.workers)]
 
 
 async def let_go_s(cluster: SimCluster, since_s: float) -> float:

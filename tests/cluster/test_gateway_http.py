@@ -38,7 +38,7 @@ async def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another(
     assert journey["decode_worker"] == cluster.hosts(MemberKind.DECODE)[0].worker_id
     assert journey["prompt_tokens_by_source"] == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 41}
     assert journey["ferried_pages"] == 3  # of 16 tokens each
-    assert cluster.engines(MemberKind.DECODE)[0].load().prompt_tokens.external_kv_transfer == 41
+    assert cluster.engines(MemberKind.DECODE)[0].stats().prompt_tokens.external_kv_transfer == 41
 
 
 async def test_streamed_and_whole_answers_are_the_same(http: httpx.AsyncClient) -> None:
@@ -208,9 +208,9 @@ async def test_a_client_that_leaves_cancels_on_both_workers(cluster: SimCluster)
         client.stream("POST", "/v1/completions", json=body) as answer,
     ):
         await anext(answer.aiter_bytes())
-        assert decode.load().num_running == 1
-    await until(lambda: decode.load().num_running == 0, what="the decode engine dropped the request")
-    await until(lambda: prefill.load().num_running == 0, what="the prefill engine dropped the request")
+        assert decode.stats().num_running == 1
+    await until(lambda: decode.stats().num_running == 0, what="the decode engine dropped the request")
+    await until(lambda: prefill.stats().num_running == 0, what="the prefill engine dropped the request")
     gateway = cluster.gateway
     await until(lambda: gateway.admission.num_in_flight == 0)
     assert b'kvferry_requests_total{endpoint="completions",status="499"} 1.0' in gateway.metrics.render()

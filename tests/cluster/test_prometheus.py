@@ -156,7 +156,7 @@ async def test_prometheus_sees_every_documented_metric(cluster: SimCluster, prom
     await until_value('sum(kvferry_engine_requests_total{role="decode",reason="length"})', NUM_REQUESTS)
     await until_value('sum(kvferry_engine_decode_seconds_count{role="decode"})', NUM_REQUESTS)
     await until_value('sum(kvferry_ferry_seconds_count{role="decode"})', NUM_REQUESTS)
-    transferred = sum(engine.load().transferred_bytes for engine in cluster.engines(MemberKind.DECODE))
+    transferred = sum(engine.stats().transferred_bytes for engine in cluster.engines(MemberKind.DECODE))
     await until_value('sum(kvferry_ferry_bytes_total{role="decode"})', transferred)
     # A gateway hears of it a moment later.
     await until_value('max by (role) (kvferry_worker_ferried_bytes_total{role="decode"})', transferred)

@@ -48,7 +48,7 @@ def told(gateway: GatewayHost, host: WorkerHost) -> frozenset[int]:
 
 
 def computed(engines: list[SimEngine]) -> int:
-    return sum(engine.load().prompt_tokens.local_compute for engine in engines)
+    return sum(engine.stats().prompt_tokens.local_compute for engine in engines)
 
 
 def account(cluster: SimCluster) -> PricedPolicy:

@@ -138,9 +138,9 @@ async def test_what_a_worker_computed_is_loaded_after_all_engines_were_restarted
         await cluster.ready(1)
         again, _ = await ask(cluster)
         assert again == uncached
-        loaded = fresh.load().cached_tokens.volume
+        loaded = fresh.stats().cached_tokens.volume
         assert loaded >= 0.95 * num_prompt
-        assert fresh.load().prompt_tokens.local_compute == num_prompt - loaded
+        assert fresh.stats().prompt_tokens.local_compute == num_prompt - loaded
         await until(
             lambda: (
                 sum(
@@ -178,11 +178,11 @@ async def test_a_tenants_pages_on_a_volume_are_its_own(tmp_path: Path, sockets: 
         # The same prompt of another tenant: neither the router nor the engine finds a page of it.
         others, _ = await ask(cluster, key=beta)
         assert others == uncached
-        assert fresh.load().cached_tokens.volume == 0
-        assert fresh.load().prompt_tokens.local_compute == num_prompt
+        assert fresh.stats().cached_tokens.volume == 0
+        assert fresh.stats().prompt_tokens.local_compute == num_prompt
         # Its owner's are there.
         assert (await ask(cluster, key=acme))[0] == uncached
-        assert fresh.load().cached_tokens.volume >= 0.95 * num_prompt
+        assert fresh.stats().cached_tokens.volume >= 0.95 * num_prompt
         await until(
             lambda: {chunk.chunk.namespace.tenant for chunk in chunks(tmp_path / "volume")} == {"acme", "beta"},
             what="the other tenant's pages are kept under its own name",
@@ -206,7 +206,7 @@ async def test_a_keeper_started_again_finds_its_pages(tmp_path: Path, sockets: P
             await until(lambda: has_keeper(fresh))
             await cluster.ready(1)
             assert (await ask(cluster))[0] == uncached
-            assert fresh.load().cached_tokens.volume >= 0.95 * num_prompt
+            assert fresh.stats().cached_tokens.volume >= 0.95 * num_prompt
 
 
 async def test_pages_of_another_nodes_volume_come_through_its_keeper(tmp_path: Path, sockets: Path) -> None:
@@ -230,7 +230,7 @@ async def test_pages_of_another_nodes_volume_come_through_its_keeper(tmp_path: P
         await cluster.ready(1)
         again, _ = await ask(cluster)
         assert again == uncached
-        assert fresh.load().cached_tokens.volume >= 0.95 * num_prompt
+        assert fresh.stats().cached_tokens.volume >= 0.95 * num_prompt
         assert near.keeper.stats.remote_loads.get("ok", 0) >= num_prompt // PAGE - 1
 
 
@@ -254,8 +254,8 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         await until(lambda: has_keeper(fresh))
         await cluster.ready(1)
         await ask(cluster)
-        assert fresh.load().cached_tokens.volume == 0
-        assert fresh.load().prompt_tokens.local_compute == num_prompt
+        assert fresh.stats().cached_tokens.volume == 0
+        assert fresh.stats().prompt_tokens.local_compute == num_prompt
         assert cluster.metric("kvferry_skipped_volume_loads_total") == 1
 
 
@@ -328,7 +328,7 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(t
                 return cluster.metric(f'kvferry_volume_{name}{{keeper="{host.keeper_id}",volume="{volume_id}"}}')
 
             def loaded() -> int:
-                return sum(engine.load().cached_tokens.volume for _, engine in workers)
+                return sum(engine.stats().cached_tokens.volume for _, engine in workers)
 
             async def is_of_use() -> None:
                 before = loaded()

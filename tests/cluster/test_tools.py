@@ -231,7 +231,7 @@ async def test_a_call_goes_on_when_its_worker_is_lost(values: dict[str, Any]) ->
         expected = {i: parts(choice) for i, choice in (await stream(client, **asked)).items()}
 
         async def lose_the_busy_one() -> None:
-            next(engine for engine in cluster.engines(MemberKind.DECODE) if engine.load().num_running).kill()
+            next(engine for engine in cluster.engines(MemberKind.DECODE) if engine.stats().num_running).kill()
 
         again = {i: parts(choice) for i, choice in (await stream(client, lose_the_busy_one, **asked)).items()}
         assert again == expected

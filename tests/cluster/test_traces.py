@@ -248,7 +248,7 @@ async def test_each_try_of_a_request_has_its_span(collector: Collector) -> None:
             async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
                 pieces = answer.aiter_bytes()
                 await anext(pieces)
-                (busy,) = (engine for engine in cluster.engines(MemberKind.DECODE) if engine.load().num_running)
+                (busy,) = (engine for engine in cluster.engines(MemberKind.DECODE) if engine.stats().num_running)
                 busy.kill()
                 assert b"[DONE]" in b"".join([piece async for piece in pieces])
         await until(lambda: len([span for span in collector.spans(trace_id) if span.name == "worker decode"]) == 2)
@@ -285,7 +285,7 @@ async def test_a_load_from_a_volume_is_in_the_trace(tmp_path: Path, sockets: Pat
         worker = root.find("decode", "worker decode")
         load, waited = worker.find("keeper load"), worker.find("load from tiers")
         assert (load.service, load.kind) == ("kvferry-keeper", "server")
-        num_pages = fresh.load().cached_tokens.volume // 16
+        num_pages = fresh.stats().cached_tokens.volume // 16
         assert num_pages > 0
         assert load.attributes["kvferry.pages"] == num_pages
         assert load.attributes["kvferry.failed_pages"] == 0
@@ -316,7 +316,7 @@ async def test_pages_of_another_node_are_in_the_trace_too(tmp_path: Path, socket
             await cluster.ready(1)
             trace_id, span_id, headers = a_parent()
             assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
-        assert fresh.load().cached_tokens.volume > 0
+        assert fresh.stats().cached_tokens.volume > 0
         await until(lambda: any(span.name == "keeper load" for span in collector.spans(trace_id)))
         root = await tree_of(collector, trace_id, span_id)
         lend = root.find("decode", "worker decode", "keeper load", "keeper lend")
@@ -453,6 +453,6 @@ async def test_without_an_endpoint_there_is_no_trace_of_tracing(cluster: SimClus
     assert trace_id not in str(answer.headers)
     assert cluster.gateway is not None
     assert cluster.gateway.admission.tracing is None
-    assert all(host.server.observer.tracing is None for host, _ in cluster.workers)
+    assert all(host.server.instrumentation.tracing is None for host, _ in cluster.workers)
     await asyncio.sleep(0)
     assert cluster.metric('kvferry_trace_spans_total{outcome="exported"}') == 0

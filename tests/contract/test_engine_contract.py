@@ -186,7 +186,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 def is_idle(engine: Engine) -> bool:
-    load = engine.load()
+    load = engine.stats()
     return load.num_running == 0 and load.num_waiting == 0
 
 
@@ -311,7 +311,7 @@ async def test_pulled_pages_give_the_answer_that_was_computed(engine_pair: Engin
     prompt = fresh_prompt(engine_pair, num_tokens)
     aggregated = await run(engine_pair.decode, prompt, greedy(), cache_salt="aggregated")
     assert aggregated.sources == PromptSources(local_compute=num_tokens)
-    transferred_bytes = engine_pair.decode.load().transferred_bytes
+    transferred_bytes = engine_pair.decode.stats().transferred_bytes
 
     transfer_params = await prefill(engine_pair, prompt)
     disaggregated = await run(engine_pair.decode, prompt, greedy(), transfer_params=transfer_params)
@@ -319,7 +319,7 @@ async def test_pulled_pages_give_the_answer_that_was_computed(engine_pair: Engin
     assert disaggregated.token_ids == aggregated.token_ids
     assert disaggregated.text == aggregated.text
     assert disaggregated.sources == PromptSources(external_kv_transfer=num_tokens)
-    await eventually(lambda: engine_pair.decode.load().transferred_bytes > transferred_bytes)
+    await eventually(lambda: engine_pair.decode.stats().transferred_bytes > transferred_bytes)
 
 
 async def test_a_prompt_half_known_pulls_the_other_half(engine_pair: EnginePair) -> None:
@@ -500,11 +500,11 @@ async def test_logprobs_come_only_when_asked_for(engine_pair: EnginePair) -> Non
 
 async def test_load_counts(engine_pair: EnginePair) -> None:
     engine = engine_pair.decode
-    before = engine.load()
+    before = engine.stats()
     await run(engine, fresh_prompt(engine_pair, 80), greedy(5))
-    await eventually(lambda: engine.load().num_generated_tokens == before.num_generated_tokens + 5)
-    await eventually(lambda: engine.load().prompt_tokens.total == before.prompt_tokens.total + 80)
-    assert engine.load().num_pages == engine.info.num_pages
+    await eventually(lambda: engine.stats().num_generated_tokens == before.num_generated_tokens + 5)
+    await eventually(lambda: engine.stats().prompt_tokens.total == before.prompt_tokens.total + 80)
+    assert engine.stats().num_pages == engine.info.num_pages
 
 
 async def test_a_prompt_over_the_context_is_refused(engine_pair: EnginePair) -> None:
@@ -601,12 +601,12 @@ async def test_kept_pages_that_nobody_pulls_are_released(engine_pair: EnginePair
     params = kept.last.transfer_params
     assert params is not None
     await run(engine, fresh_prompt(engine_pair), greedy(1))  # loads are told at steps
-    num_used = engine.load().num_pages_used
+    num_used = engine.stats().num_pages_used
     assert num_used >= num_pages
     await engine.release(params)
     await engine.release(params)
     async with asyncio.timeout(DEADLINE_S):
-        while engine.load().num_pages_used > num_used - num_pages:
+        while engine.stats().num_pages_used > num_used - num_pages:
             await run(engine, fresh_prompt(engine_pair), greedy(1))  # its next step, at the latest, frees them
 
 

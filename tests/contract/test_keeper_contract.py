@@ -29,9 +29,10 @@ from kvferry.keeper.client import AWAY
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.volume_io import Cause
 from kvferry.store.direct_io import Fault, Operation
-from kvferry.store.layout import ChunkId, Namespace
+from kvferry.store.layout import ChunkId
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
+from kvferry.tenancy.namespace import Namespace
 from support.tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
 from support.tier_rows import Rows, key_of, layout_of, rows_of
 from support.waiting import until

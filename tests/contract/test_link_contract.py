@@ -114,12 +114,12 @@ async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.Mon
         await until(lambda: link.usable)
         worker.engine.faults = Faults(stalled=True)
         remote = Sent(link, request())
-        await until(lambda: worker.engine.load().num_waiting == 1)
+        await until(lambda: worker.engine.stats().num_waiting == 1)
         worker.relay.backward.clear()
         with pytest.raises(WorkerLost, match="silent"):
             await finish(remote)
         assert not link.usable
-        await until(lambda: worker.engine.load().num_waiting == 0, what="the worker aborted what was lost")
+        await until(lambda: worker.engine.stats().num_waiting == 0, what="the worker aborted what was lost")
         worker.relay.backward.set()
         worker.engine.faults = Faults()
         await until(lambda: link.usable, what="the link is back")
@@ -264,7 +264,7 @@ async def test_residency_is_passed_on_and_a_snapshot_asked_for(transport: Transp
     async with working(transport) as worker, linked(worker.member()) as link:
         heard: list[pb.Residency] = []
         link.on_residency = heard.append
-        worker.server.on_want_snapshot = lambda gateway_session: gateway_session.send_residency(
+        worker.server.on_snapshot_wanted = lambda gateway_session: gateway_session.send_residency(
             pb.Residency(sequence=3, snapshot=True)
         )
         link.want_snapshot()  # too early: nothing happens
@@ -347,7 +347,7 @@ async def test_cancel_may_be_repeated_and_ends_the_outputs(transport: Transport)
         remote.cancel()
         remote.cancel()
         num_outputs = len(remote.outputs)
-        await until(lambda: worker.engine.load().num_running == 0)
+        await until(lambda: worker.engine.stats().num_running == 0)
         assert (await finish(Sent(link, request("after")))).finish_reason is FinishReason.LENGTH
         assert len(remote.outputs) == num_outputs  # what the worker sent meanwhile had no reader
 
@@ -365,7 +365,7 @@ async def test_a_reader_that_fails_ends_its_own_request_only(transport: Transpor
             await failing.wait()
         assert (await finish(other)).finish_reason is FinishReason.LENGTH
         assert sum(len(output.token_ids) for output in other.outputs) == 50
-        await until(lambda: worker.engine.load().num_running == 0, what="the worker was told")
+        await until(lambda: worker.engine.stats().num_running == 0, what="the worker was told")
 
 
 async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it(transport: Transport) -> None:
@@ -397,7 +397,7 @@ async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it(trans
         # Not finished.
         worker.engine.faults = Faults(stalled=True)
         remote = Sent(link, request("d", max_tokens=1, keep_for_transfer=True))
-        await until(lambda: worker.engine.load().num_waiting == 1)
+        await until(lambda: worker.engine.stats().num_waiting == 1)
         remote.cancel(orphans.append)
         await until(lambda: not link._number_to_orphaned, what="the worker said how it ended")
         assert len(orphans) == 2
@@ -413,7 +413,7 @@ async def test_close_ends_requests_and_returns_while_messages_come(transport: Tr
             await link.close()
         with pytest.raises(WorkerLost, match="closed"):
             await finish(remote)
-        await until(lambda: worker.engine.load().num_running == 0)
+        await until(lambda: worker.engine.stats().num_running == 0)
 
 
 def test_a_link_on_uvloop(transport: Transport) -> None:

@@ -70,7 +70,7 @@ async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> 
         finally:
             async with asyncio.timeout(5):
                 await link.close()
-        await until(lambda: not worker.attachments)
+        await until(lambda: not worker.sessions)
 
 
 @pytest.mark.parametrize("shown", ["nothing", "theirs", "mixed", "expired", "wrong name"])
@@ -91,7 +91,7 @@ async def test_who_does_not_belong_is_not_linked(
                 # Dialled and refused, more than once.
                 await until(lambda: caplog.text.count("no link to worker w yet") >= 2)
                 assert not link.connected
-                assert not worker.attachments
+                assert not worker.sessions
             finally:
                 await link.close()
 
@@ -111,6 +111,6 @@ async def test_a_worker_without_tls_is_not_believed(files: Files, transport: Tra
         try:
             await until(lambda: bool(link._why_not), what="the dial came to nothing")
             assert not link.connected
-            assert not worker.attachments
+            assert not worker.sessions
         finally:
             await link.close()

@@ -22,14 +22,14 @@ from bench.etcd_server import Authority
 from kvferry.config import TlsConfig
 from kvferry.keeper.host import KeeperHost
 from kvferry.keeper.volume_io import Cause
-from kvferry.link.codec import residency_from_wire
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import Follower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
 from kvferry.store import chunk_file
 from kvferry.store.direct_io import Fault, Operation
-from kvferry.store.layout import Namespace
 from kvferry.store.outcome import Outcome
+from kvferry.tenancy.namespace import Namespace
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc, worker_pb2
 from support.tier_keeper import Engine, SwitchableIo, engine

@@ -80,9 +80,9 @@ async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
         assert transferred.sources is not None
         assert (transferred.sources.local_compute, transferred.sources.external_kv_transfer) == (0, len(prompt))
 
-    before = vllm_pair.decode.load()
+    before = vllm_pair.decode.stats()
     await asyncio.gather(*(compare(i, prompt) for i, prompt in enumerate(made)))
-    after = vllm_pair.decode.load()
+    after = vllm_pair.decode.stats()
     num_tokens = sum(map(len, made))
     assert after.prompt_tokens.external_kv_transfer - before.prompt_tokens.external_kv_transfer == num_tokens
     assert after.prompt_tokens.local_compute - before.prompt_tokens.local_compute == num_tokens  # the aggregated ones

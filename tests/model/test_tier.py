@@ -38,7 +38,7 @@ from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Tier
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 from kvferry.worker.page_mirror import PageMirror
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
@@ -173,10 +173,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 async def test_after_all_engines_ended_a_prompt_comes_from_the_volume(world: World) -> None:
     prompt = prompt_of(0)
     expected = await world.expected(prompt)
-    before = world.decode.load().cached_tokens
+    before = world.decode.stats().cached_tokens
     tokens, last = await run(world.decode, prompt)
     assert tokens == expected
-    cached = minus(world.decode.load().cached_tokens, before)
+    cached = minus(world.decode.stats().cached_tokens, before)
     assert cached == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
     assert cached.volume >= 0.95 * len(prompt)
     assert last.sources == PromptSources(len(prompt) - cached.volume, 0, cached.volume)
@@ -204,10 +204,10 @@ async def test_a_corrupted_page_is_computed_and_put_aside(world: World) -> None:
     content = bytearray(file.read_bytes())
     content[4096 + 1000] ^= 1
     file.write_bytes(content)
-    before = world.decode.load().cached_tokens
+    before = world.decode.stats().cached_tokens
     tokens, last = await run(world.decode, prompt)
     assert tokens == expected
-    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(volume=7 * BLOCK_SIZE)
+    assert minus(world.decode.stats().cached_tokens, before) == CachedTokens(volume=7 * BLOCK_SIZE)
     assert last.sources == PromptSources(len(prompt) - 7 * BLOCK_SIZE, 0, 7 * BLOCK_SIZE)
     assert len(list((world.volume / "quarantine").iterdir())) == 1
     # Computed, it is kept anew.
@@ -222,12 +222,12 @@ async def test_answers_are_kept_and_the_cpu_tier_has_what_the_engine_gave_away(w
     first, _ = await run(world.decode, whole)
     assert first == expected
     assert await world.decode._llm.reset_prefix_cache()
-    before = world.decode.load().cached_tokens
+    before = world.decode.stats().cached_tokens
     again, last = await run(world.decode, whole)
     assert again == expected
     num_cached = len(whole) // BLOCK_SIZE * BLOCK_SIZE
     assert num_cached > NUM_PAGES * BLOCK_SIZE
-    assert minus(world.decode.load().cached_tokens, before) == last.cached == CachedTokens(cpu=num_cached)
+    assert minus(world.decode.stats().cached_tokens, before) == last.cached == CachedTokens(cpu=num_cached)
     assert last.sources == PromptSources(len(whole) - num_cached, 0, num_cached)
 
 
@@ -263,7 +263,7 @@ async def test_pages_of_another_nodes_volume_come_through_its_keeper(world: Worl
     assert tokens == expected
     num_loaded = NUM_PAGES * BLOCK_SIZE
     assert num_loaded >= 0.95 * len(prompt)
-    assert elsewhere.prefill.load().cached_tokens == CachedTokens(volume=num_loaded)
+    assert elsewhere.prefill.stats().cached_tokens == CachedTokens(volume=num_loaded)
     assert last.sources == PromptSources(len(prompt) - num_loaded, 0, num_loaded)
     # Direct, from the drive of the keeper that has them.
     assert world.bytes_read() - read >= NUM_PAGES * elsewhere.prefill.info.page_bytes
@@ -274,12 +274,12 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
     prompt, other = prompt_of(2), prompt_of(3)
     expected, expected_other = await world.expected(prompt), await world.expected(other)
     prefilling = elsewhere.prefill
-    before = prefilling.load().cached_tokens
+    before = prefilling.stats().cached_tokens
     transfer = await prefill(prefilling, prompt, elsewhere.hints)
-    assert minus(prefilling.load().cached_tokens, before) == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
+    assert minus(prefilling.stats().cached_tokens, before) == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE)
     assert "remote_blocks_expiry_time" in transfer  # nixl_lease.py
-    read, before = world.bytes_read(), world.decode.load().cached_tokens
-    transferred_bytes = world.decode.load().transferred_bytes
+    read, before = world.bytes_read(), world.decode.stats().cached_tokens
+    transferred_bytes = world.decode.stats().transferred_bytes
     tokens, last = await run(world.decode, prompt, transfer_params=transfer)
     assert tokens == expected
     assert last.sources == PromptSources(external_kv_transfer=len(prompt))
@@ -288,28 +288,28 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
     assert times.load is None
     assert times.kv_transfer is not None
     assert times.queued_s <= times.kv_transfer[0] < times.kv_transfer[1] <= times.scheduled_s
-    assert minus(world.decode.load().cached_tokens, before) == CachedTokens(kv_transfer=len(prompt))
+    assert minus(world.decode.stats().cached_tokens, before) == CachedTokens(kv_transfer=len(prompt))
     assert world.bytes_read() == read
     await until(
         lambda: (
-            world.decode.load().transferred_bytes - transferred_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
+            world.decode.stats().transferred_bytes - transferred_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
         )
     )
     # Where the ferry fails, the volume has its turn.
     kept = await prefill(prefilling, other, elsewhere.hints)
     gone = {**kept, "remote_engine_id": "0" * 32, "remote_port": 1}
-    before = world.decode.load().cached_tokens
+    before = world.decode.stats().cached_tokens
     tokens, last = await run(world.decode, other, transfer_params=gone)
     assert tokens == expected_other
     assert last.sources == PromptSources(len(other) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
-    assert minus(world.decode.load().cached_tokens, before).volume == NUM_PAGES * BLOCK_SIZE
+    assert minus(world.decode.stats().cached_tokens, before).volume == NUM_PAGES * BLOCK_SIZE
     # An engine that only keeps pages naps (nixl_keeping.py), until they are released (release.py).
-    steps, num_used = prefilling.load().num_steps, prefilling.load().num_pages_used
+    steps, num_used = prefilling.stats().num_steps, prefilling.stats().num_pages_used
     assert num_used > NUM_PAGES
     await asyncio.sleep(1.0)  # the window of the measurement
-    assert prefilling.load().num_steps - steps < 150
+    assert prefilling.stats().num_steps - steps < 150
     await prefilling.release(kept)
-    await until(lambda: prefilling.load().num_pages_used == 0)
+    await until(lambda: prefilling.stats().num_pages_used == 0)
     for engine in (world.decode, prefilling):
         assert os.sched_getaffinity(worker_of(engine).pid) == os.sched_getaffinity(0)  # nixl.py
 

@@ -762,7 +762,7 @@ class TestOffloading:
 
         from kvferry.engine.base import TierHints
         from kvferry.engine.vllm.plugins.offloading import RequestPages, to_kv_hints
-        from kvferry.store.layout import Namespace
+        from kvferry.tenancy.namespace import Namespace
 
         hints = TierHints(Namespace("acme", 3), {"near": 2, "far": 4})
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(to_kv_hints("r", hints)), type=KvHintsEnvelope)
@@ -948,7 +948,7 @@ class TestKeeperTier:
         from kvferry.engine.base import TierHints
         from kvferry.engine.vllm.plugins.offloading import to_kv_hints
         from kvferry.pages.keys import route_keys, seed_of
-        from kvferry.store.layout import Namespace
+        from kvferry.tenancy.namespace import Namespace
 
         hints = to_kv_hints("r", TierHints(Namespace("acme", 3)))
         context, keys = context_of(Request(list(range(40)), hints), 4)
@@ -983,7 +983,7 @@ class TestKeeperTier:
     def test_a_load_says_where_pages_lie_that_are_not_in_the_mirror(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
         from kvferry.engine.vllm.plugins.offloading import to_kv_hints
-        from kvferry.store.layout import DEFAULT_NAMESPACE
+        from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 
         context, keys = context_of(Request(list(range(40)), to_kv_hints("r", TierHints(volumes={"far": 2}))), 3)
         tier._client.held = {keys[0], keys[2]}

@@ -14,9 +14,9 @@ from kvferry import __version__
 from kvferry.config import SimConfig
 from kvferry.engine.base import (
     EngineInfo,
-    EngineLoad,
     EngineOutput,
     EngineRequest,
+    EngineStats,
     RequestId,
     Sampling,
     TransferParams,
@@ -62,7 +62,7 @@ async def simulated(**values: Any) -> AsyncIterator[SimEngine]:
 
 
 def quiet(engine: SimEngine) -> bool:
-    load = engine.load()
+    load = engine.stats()
     return not (load.num_running or load.num_waiting or load.num_pages_used or engine.num_offers)
 
 
@@ -228,8 +228,8 @@ class Firehose:
     async def release(self, transfer_params: TransferParams) -> None:
         pass
 
-    def load(self) -> EngineLoad:
-        return EngineLoad()
+    def stats(self) -> EngineStats:
+        return EngineStats()
 
 
 class Slow(Firehose):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.store.direct_io import aligned_buffer
-from kvferry.store.layout import DEFAULT_NAMESPACE, ChunkId, ChunkKey, ChunkLayout, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, LayoutDigest
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 LAYOUT = ChunkLayout(
     model="smollm2",

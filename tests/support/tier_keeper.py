@@ -21,8 +21,9 @@ from kvferry.keeper.client import JobDone, KeeperClient
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.socket_path import socket_path
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation
-from kvferry.store.layout import DEFAULT_NAMESPACE, ChunkLayout, Namespace
+from kvferry.store.layout import ChunkLayout
 from kvferry.store.volume import Volume
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from support.child_imports import import_environment
 from support.tier_rows import Rows, content_of, key_of, route_key_of
 from support.waiting import until

@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry import telemetry
 from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
+from kvferry.exposition import Exposition, Reading
+from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.keeper.breaker import BreakerState
 from kvferry.keeper.volume_io import Cause
 from kvferry.router.placement import Reason
@@ -25,13 +27,8 @@ from kvferry.telemetry import (
     REFUSAL_CODES,
     STATUSES,
     Exporter,
-    Exposition,
     Kind,
     Metric,
-    Metrics,
-    Reading,
-    VolumeSample,
-    WorkerSample,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +48,7 @@ SAMPLE = WorkerSample(
 )
 
 
-def rows(metrics: Metrics) -> dict[str, float]:
+def rows(metrics: GatewayMetrics) -> dict[str, float]:
     lines = metrics.render().decode().splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
@@ -78,7 +75,7 @@ def rows(metrics: Metrics) -> dict[str, float]:
     ],
 )
 def test_a_series_exists_at_zero_from_the_start(series: str) -> None:
-    assert rows(Metrics())[series] == 0
+    assert rows(GatewayMetrics())[series] == 0
 
 
 def test_every_reason_of_placement_is_a_series() -> None:
@@ -142,7 +139,7 @@ def test_what_is_not_in_the_catalogue_cannot_be_made() -> None:
 
 
 def test_a_gateway_makes_all_its_metrics() -> None:
-    metrics = Metrics()
+    metrics = GatewayMetrics()
     assert metrics.exposition.missing == frozenset()
     families = list(text_string_to_metric_families(metrics.render().decode()))
     names = {family.name + "_total" * (family.type == "counter") for family in families}
@@ -175,7 +172,7 @@ def test_the_page_is_that_of_the_catalogue() -> None:
 
 def test_what_a_worker_reports_is_read_when_scraped() -> None:
     samples: list[WorkerSample] = []
-    metrics = Metrics(lambda: samples)
+    metrics = GatewayMetrics(lambda: samples)
     assert not any("decode-1" in name for name in rows(metrics))
     samples.append(SAMPLE)
     seen = rows(metrics)
@@ -194,7 +191,7 @@ def test_what_a_worker_reports_is_read_when_scraped() -> None:
 
 
 def test_what_keepers_report_is_read_when_scraped() -> None:
-    metrics = Metrics(read_volumes=lambda: [VolumeSample("v-1", "k-1", False, True, 2, 3, 4096, 8192, 10, 2.5)])
+    metrics = GatewayMetrics(read_volumes=lambda: [VolumeSample("v-1", "k-1", False, True, 2, 3, 4096, 8192, 10, 2.5)])
     seen, labels = rows(metrics), 'keeper="k-1",volume="v-1"'
     assert seen[f"kvferry_volume_readable{{{labels}}}"] == 0
     assert seen[f"kvferry_volume_writable{{{labels}}}"] == 1
@@ -204,7 +201,7 @@ def test_what_keepers_report_is_read_when_scraped() -> None:
 
 
 def test_two_gateways_in_one_process_do_not_share_numbers() -> None:
-    one, other = Metrics(), Metrics()
+    one, other = GatewayMetrics(), GatewayMetrics()
     one.decode_retries.inc()
     assert rows(one)["kvferry_decode_retries_total"] == 1
     assert rows(other)["kvferry_decode_retries_total"] == 0

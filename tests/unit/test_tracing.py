@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from kvferry import tracing as tracing_module
 from kvferry.config import TracingConfig
 from kvferry.errors import ConfigError, NoDecodeWorker
-from kvferry.telemetry import SpanCounts
+from kvferry.exposition import SpanCounts
 from kvferry.tracing import Clock, TraceContext, Tracing, error_type, start_tracing
 from support.waiting import until
 

@@ -18,7 +18,7 @@ from typing import Any, NewType, Protocol
 import msgspec
 
 from kvferry.errors import InvalidRequest
-from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.tracing import TraceContext
 
 RequestId = NewType("RequestId", str)
@@ -256,7 +256,7 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineStats:
     """A moment of an engine, and its totals since it started."""
 
     num_running: int = 0
@@ -355,7 +355,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self) -> EngineLoad: ...
+    def stats(self) -> EngineStats: ...
 
     def kv_transfer_stats(self) -> KvTransferStats: ...
 

@@ -12,8 +12,8 @@ import msgspec
 
 from kvferry.config import GatewayConfig
 from kvferry.errors import KvferryError, NotReady, Overloaded
+from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.telemetry import Metrics
 from kvferry.tracing import Tracing
 
 
@@ -56,7 +56,7 @@ class Visit:
 class Admission:
     """Counts what is in flight, and refuses what is too much, too early or too late."""
 
-    def __init__(self, config: GatewayConfig, metrics: Metrics, read_readiness: Callable[[], Readiness]) -> None:
+    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
         self.draining = False
         self.num_in_flight = 0
         self.idle = asyncio.Event()  # set while nothing is in flight

@@ -25,16 +25,17 @@ from kvferry.errors import (
     RouteNotFound,
     Unauthenticated,
 )
+from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.answers import DONE, error_body, error_chunk
 from kvferry.gateway.connection import Exchange, exchange_of
 from kvferry.gateway.generation import check_model
+from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
 from kvferry.gateway.stream_writer import StreamWriter, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
-from kvferry.telemetry import CONTENT_TYPE, Metrics
 from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class HttpApp:
         self,
         config: GatewayConfig,
         served_name: str,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         admission: Admission,
         read_readiness: Callable[[], Readiness],
         access: Access,
@@ -222,7 +223,7 @@ class HttpApp:
         assert self.openai is not None
         read = self.openai.chat if endpoint == "chat_completions" else self.openai.completion
         timeout_s = self._config.request_timeout_s
-        outlet: StreamWriter | None = None
+        writer: StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await read(raw, tenant=tenant, debug=debug, trace=trace)
@@ -234,27 +235,27 @@ class HttpApp:
                     else:
                         await _respond(send, 200, body, [_JSON, *named])
                     return
-                outlet = open_stream_writer(
+                writer = open_stream_writer(
                     exchange,
                     send,
                     [*_STREAM_HEADERS, *named],
                     self._config.max_write_buffer_bytes,
                     lambda: presence.end(_ClientSlow()),
                 )
-                await answer.stream(outlet)
+                await answer.stream(writer)
         except TimeoutError:
             error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
-            if outlet is None or not outlet.started:
+            if writer is None or not writer.started:
                 raise error from None
             if trace is not None:
                 trace.failed(error)
             # Perhaps the time ran out because the client does not read: it must not keep its place for that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
-                    await outlet.close(error_chunk(error) + DONE)
+                    await writer.close(error_chunk(error) + DONE)
         finally:
-            if outlet is not None:
-                outlet.abandon()
+            if writer is not None:
+                writer.abandon()
 
     async def _read_body(self, scope: Message, exchange: Exchange | None, receive: Receive) -> bytes:
         limit = self._config.max_body_bytes

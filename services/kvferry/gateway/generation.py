@@ -14,10 +14,10 @@ from msgspec import structs
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, RequestId
 from kvferry.errors import EngineError, ModelNotFound
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
+from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace, Take, TakeText
 from kvferry.gateway.tenants import Tenant
 from kvferry.router.dispatch import Dispatcher, Journey
-from kvferry.telemetry import Metrics
 
 
 class Sink(Protocol):
@@ -74,7 +74,7 @@ class Generation:
         rendered: Sequence[RenderedPrompt],
         n: int,
         dispatcher: Dispatcher,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         *,
         tenant: Tenant,
         may_be_aggregated: bool = True,

@@ -18,10 +18,10 @@ from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.grpc_errors import status_of
 from kvferry.gateway.inference import Chunks, Inference, InferenceAnswer
+from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.telemetry import Metrics
 from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class GrpcEndpoint:
     def __init__(
         self,
         config: GatewayConfig,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         admission: Admission,
         read_readiness: Callable[[], Readiness],
         access: Access,

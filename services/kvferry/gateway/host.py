@@ -25,12 +25,14 @@ from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
+from kvferry.exposition import SpanCounts
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.asgi import HttpApp
 from kvferry.gateway.connection import HttpProtocol
 from kvferry.gateway.grpc_server import GrpcEndpoint
 from kvferry.gateway.inference import Inference
+from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.openai import OpenAI
 from kvferry.gateway.targets import Targets
 from kvferry.gateway.tls import GatewayTls
@@ -43,7 +45,6 @@ from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.volume_pool import VolumePool, keeper_of, volume_of
 from kvferry.router.volume_stream import follow_over
 from kvferry.router.worker_pool import WorkerPool
-from kvferry.telemetry import Metrics, SpanCounts, VolumeSample, WorkerSample
 from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class GatewayHost:
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
         self._num_expected = {MemberKind.PREFILL: config.prefill.replicas, MemberKind.DECODE: config.decode.replicas}
-        self.metrics = Metrics(
+        self.metrics = GatewayMetrics(
             self._sample_workers,
             self._sample_volumes,
             is_ready=lambda: self.readiness().ready,
@@ -301,14 +302,14 @@ class GatewayHost:
                 worker_id=link.member.member_id,
                 role=kind.value,
                 connected=link.connected,
-                num_running=link.load.num_running,
-                num_waiting=link.load.num_waiting,
-                num_pages_used=link.load.num_pages_used,
-                num_pages=link.load.num_pages,
-                prompt_tokens_by_source=dataclasses.asdict(link.load.prompt_tokens),
-                cached_tokens_by_tier=link.load.cached_tokens.by_tier(),
-                transferred_bytes=link.load.transferred_bytes,
-                num_generated_tokens=link.load.num_generated_tokens,
+                num_running=link.stats.num_running,
+                num_waiting=link.stats.num_waiting,
+                num_pages_used=link.stats.num_pages_used,
+                num_pages=link.stats.num_pages,
+                prompt_tokens_by_source=dataclasses.asdict(link.stats.prompt_tokens),
+                cached_tokens_by_tier=link.stats.cached_tokens.by_tier(),
+                transferred_bytes=link.stats.transferred_bytes,
+                num_generated_tokens=link.stats.num_generated_tokens,
             )
             for kind in WORKER_KINDS
             for link in self.roster.links(kind)

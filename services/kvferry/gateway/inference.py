@@ -12,12 +12,12 @@ from kvferry.errors import RequestError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, check_model, refuse_abort
 from kvferry.gateway.inference_messages import in_fields, read_generate, read_tokenize
+from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.router.dispatch import Dispatcher
-from kvferry.telemetry import Metrics
 
 _FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
@@ -29,7 +29,7 @@ _LOGPROB_BYTES = 24
 class Inference:
     """Turns messages into answers, for one served model."""
 
-    def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: Metrics, served_name: str) -> None:
+    def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: GatewayMetrics, served_name: str) -> None:
         self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics

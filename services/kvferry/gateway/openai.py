@@ -19,6 +19,7 @@ from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.answers import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
 from kvferry.gateway.generation import Gathered, Generation, check_model, journey_values, refuse_abort
+from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat
 from kvferry.gateway.request_trace import RequestTrace
@@ -26,7 +27,6 @@ from kvferry.gateway.stream_writer import StreamWriter
 from kvferry.gateway.tenants import Tenant
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import explain
-from kvferry.telemetry import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ NO_DEBUG = Debug()
 class OpenAI:
     """Turns bodies into answers, for one served model."""
 
-    def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: Metrics, served_name: str) -> None:
+    def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: GatewayMetrics, served_name: str) -> None:
         self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -163,7 +163,7 @@ class Answer:
         await generation.run([Gathered(generation, choice) for choice in generation.choices])
         return self._format.whole(generation.choices, generation.usage(), self._debug_values())
 
-    async def stream(self, outlet: StreamWriter) -> None:
+    async def stream(self, writer: StreamWriter) -> None:
         """Write everything up to `[DONE]`, which closes the outlet.
 
         Raises KvferryError while nothing was written; later errors are events.
@@ -172,36 +172,36 @@ class Answer:
         streamed = _Streamed if generation.requests[0].parse is None else _StreamedParsed
         try:
             await generation.run(
-                [streamed(self, index, self._format, outlet) for index in range(len(generation.choices))]
+                [streamed(self, index, self._format, writer) for index in range(len(generation.choices))]
             )
         except KvferryError as error:
-            if not outlet.started:
+            if not writer.started:
                 raise
             generation.failed(error)
-            await outlet.close(error_chunk(error) + DONE)
+            await writer.close(error_chunk(error) + DONE)
             return
         except Exception as error:
-            if not outlet.started:
+            if not writer.started:
                 raise
             generation.failed(error)
             log.exception("answer %s failed", self.answer_id)
-            await outlet.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
+            await writer.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
             return
         closing = b""
         if self._with_usage or self._debug.show:
             closing = self._format.closing_chunk(generation.usage() if self._with_usage else None, self._debug_values())
-        await outlet.close(self._last_events + closing + DONE)
+        await writer.close(self._last_events + closing + DONE)
 
     @property
     def generation(self) -> Generation:
         return self._generation
 
-    def end_choice(self, events: bytes, outlet: StreamWriter) -> None:
+    def end_choice(self, events: bytes, writer: StreamWriter) -> None:
         """Write what a choice ends with; of an only one, together with the end of the answer that follows at once."""
         if len(self._generation.choices) == 1:
             self._last_events = events
         else:
-            outlet.write(events)
+            writer.write(events)
 
     def _debug_values(self) -> dict[str, Any] | None:
         return self._generation.debug_values() if self._debug.show else None
@@ -210,16 +210,16 @@ class Answer:
 class _Streamed:
     """One choice of a streamed answer: every output is formatted and written as it comes."""
 
-    __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_outlet", "_write_text")
+    __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_write_text", "_writer")
 
-    def __init__(self, answer: Answer, index: int, fmt: Format, outlet: StreamWriter) -> None:
+    def __init__(self, answer: Answer, index: int, fmt: Format, writer: StreamWriter) -> None:
         self._answer = answer
         self._index = index
         self._format = fmt
-        self._outlet = outlet
+        self._writer = writer
         self._choice = answer.generation.choices[index]
         self._begun = False
-        self._write_text = outlet.writer(*fmt.around_text(index))
+        self._write_text = writer.writer(*fmt.around_text(index))
 
     def take(self, output: EngineOutput) -> None:
         """The sink."""
@@ -228,7 +228,7 @@ class _Streamed:
             return
         self._choice.note(output)
         if self._shows(output):
-            self._outlet.write(self._format.chunk(self._index, output))
+            self._writer.write(self._format.chunk(self._index, output))
 
     def take_text(self, token_ids: Sequence[int], text: str) -> None:
         """The sink of tokens and text alone. Called for every token: what happens once per choice is elsewhere."""
@@ -253,9 +253,9 @@ class _Streamed:
         if self._shows(output):
             events += self._format.chunk(self._index, output)
         if output.finish_reason is not None:
-            self._answer.end_choice(events + self._format.last_chunk(self._index, choice), self._outlet)
+            self._answer.end_choice(events + self._format.last_chunk(self._index, choice), self._writer)
         elif events:
-            self._outlet.write(events)
+            self._writer.write(events)
 
     def _shows(self, output: EngineOutput) -> bool:
         """Whether a chunk tells anything of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.engine.base import TierHints
-from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 
 @dataclass(frozen=True, slots=True)

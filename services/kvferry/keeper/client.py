@@ -27,7 +27,8 @@ from typing import NamedTuple
 from kvferry.keeper import messages
 from kvferry.keeper.messages import ProtocolError
 from kvferry.keeper.peer_process import PeerProcess
-from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey, ChunkLayout, Namespace
+from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey, ChunkLayout
+from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 
 log = logging.getLogger(__name__)

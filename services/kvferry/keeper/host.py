@@ -17,12 +17,13 @@ from kvferry import __version__, mutual_tls
 from kvferry.addresses import is_loopback, join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.errors import KvferryError, TierError
+from kvferry.exposition import SpanCounts
+from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.nixl_agent import NixlAgent
 from kvferry.keeper.remote import ChunkLender, RemoteKeepers
 from kvferry.keeper.server import KeeperServer
-from kvferry.link.grpc_server import CHANNEL_OPTIONS
 from kvferry.membership.base import (
     Joined,
     Left,
@@ -37,7 +38,6 @@ from kvferry.membership.base import (
 from kvferry.metrics_listener import MetricsListener
 from kvferry.store.keyring import load_keyring
 from kvferry.store.volume import Volume
-from kvferry.telemetry import SpanCounts
 from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)

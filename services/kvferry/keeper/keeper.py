@@ -32,9 +32,11 @@ from kvferry.keeper.socket_path import LOCK, make_private, socket_path
 from kvferry.keeper.volume_feed import Update, VolumeFeed
 from kvferry.keeper.volume_io import Cause, Kind, Operation, VolumeIo, VolumeIoState
 from kvferry.store import folder
-from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, LayoutDigest
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
+from kvferry.task_set import TaskSet
+from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import Span, TraceContext, Tracing
 
 log = logging.getLogger(__name__)
@@ -163,7 +165,7 @@ class Keeper:
         self._regions: set[MappedRegion] = set()
         self._jobs: dict[EngineSession, dict[int, _Job]] = {}
         self._storing: set[tuple[LayoutDigest, ChunkKey]] = set()
-        self._remote_loads: set[asyncio.Task[None]] = set()
+        self._remote_loads = TaskSet()
         self._listener: Listener | None = None
         self._socket_path: Path | None = None
         self._lock_fd = -1
@@ -267,9 +269,7 @@ class Keeper:
             link.refuse("the keeper stops")
         ended = [lane.stop(grace_s) for lane in self._lanes.values()]
         are_quiet = all(await asyncio.gather(*ended))
-        if self._remote_loads:
-            _, hanging = await asyncio.wait(self._remote_loads, timeout=grace_s)
-            are_quiet = are_quiet and not hanging
+        are_quiet &= await self._remote_loads.ended_within(grace_s)
         for volume in self._volumes:
             volume.on_change = _tell_nobody
         for feed in self._feeds.values():
@@ -505,9 +505,7 @@ class Keeper:
             region.release()
 
         region.hold()
-        task = asyncio.create_task(load())
-        self._remote_loads.add(task)
-        task.add_done_callback(self._remote_loads.discard)
+        self._remote_loads.spawn(load())
 
     def _store(self, job: _Job, namespace: Namespace, message: messages.Store) -> None:
         region, layout = job.link.region, job.link.layout

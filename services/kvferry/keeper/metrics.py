@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvferry import telemetry
+from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.remote import ChunkLender, RemoteKeepers
 from kvferry.keeper.volume_io import VolumeIoState
-from kvferry.telemetry import VERIFICATION_FAILURES, Exporter, Exposition, Reading, SpanCounts
+from kvferry.telemetry import VERIFICATION_FAILURES, Exporter
 
 _READ = (
     *(telemetry.KEEPER_ENGINES, telemetry.KEEPER_REGIONS, telemetry.KEEPER_JOB_SECONDS, telemetry.KEEPER_PAGES),
@@ -61,7 +62,7 @@ class KeeperMetrics:
         yield Reading(telemetry.KEEPER_REMOTE_SECONDS, ("read",), remote.read_s)
         yield Reading(telemetry.KEEPER_LENT, (), lender.num_lent)
         yield Reading(telemetry.KEEPER_EXPIRED, (), lender.num_expired)
-        yield from telemetry.read_spans(telemetry.KEEPER_SPANS, self._read_span_counts())
+        yield from read_spans(telemetry.KEEPER_SPANS, self._read_span_counts())
         for volume in stats.volumes:
             yield from _of_volume(volume)
 

@@ -31,16 +31,10 @@ from kvferry.keeper.staging import Staging
 from kvferry.keeper.volume_io import Cause
 from kvferry.store import chunk_file
 from kvferry.store.chunk_file import HEADER_BYTES
-from kvferry.store.layout import (
-    CHUNK_KEY_BYTES,
-    LAYOUT_DIGEST_BYTES,
-    ChunkId,
-    ChunkKey,
-    ChunkLayout,
-    LayoutDigest,
-    Namespace,
-)
+from kvferry.store.layout import CHUNK_KEY_BYTES, LAYOUT_DIGEST_BYTES, ChunkId, ChunkKey, ChunkLayout, LayoutDigest
 from kvferry.store.outcome import Outcome
+from kvferry.task_set import TaskSet
+from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc
@@ -94,7 +88,7 @@ class RemoteKeepers:
         self._clock = clock
         self._keepers: dict[str, _RemoteKeeper] = {}
         self._regions: dict[MappedRegion, _Region] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving = TaskSet()
         self._verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="verify")
         self._failed: Counter[str] = Counter()
         self._num_loaded = 0
@@ -129,16 +123,12 @@ class RemoteKeepers:
                     await self._agent.deregister(region.address)
             region.release()
 
-        task = asyncio.create_task(leave())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._leaving.spawn(leave())
 
     def keep_only(self, addresses: Collection[str]) -> None:
         """Forget keepers that are at none of these addresses any more."""
         for address in self._keepers.keys() - set(addresses):
-            task = asyncio.create_task(self._keepers.pop(address).channel.close())
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self._leaving.spawn(self._keepers.pop(address).channel.close())
 
     async def load(
         self,
@@ -161,7 +151,7 @@ class RemoteKeepers:
 
     async def close(self) -> None:
         """Nothing may be loading. May be repeated."""
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await self._leaving.wait()
         keepers, self._keepers = self._keepers, {}
         for keeper in keepers.values():
             await keeper.channel.close()
@@ -327,7 +317,7 @@ class _RemoteKeeper:
         self.agent = ""  # whose metadata NIXL has
         self._breaker = Breaker(_MAX_FAILURES, _RETRY_S)
         self._meeting = asyncio.Lock()
-        self._releases: set[asyncio.Task[None]] = set()
+        self._releases = TaskSet()
 
     def may_be_asked(self, now_s: float) -> bool:
         """False while it is not worth a deadline. Whoever may ask while it is open is on trial."""
@@ -369,9 +359,7 @@ class _RemoteKeeper:
             with contextlib.suppress(grpc.RpcError):
                 await self.stub.Release(pb.ReleaseRequest(lease=lease), timeout=timeout_s)
 
-        task = asyncio.create_task(release())
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        self._releases.spawn(release())
 
 
 def _verify(header: bytes, layout: LayoutDigest, chunk: ChunkId, region: MappedRegion, row: int) -> str:
@@ -424,7 +412,7 @@ class ChunkLender:
         self._lease_to_starts: dict[int, tuple[list[int], asyncio.TimerHandle]] = {}
         self._num_leases = 0
         self._room = asyncio.Condition()
-        self._waking: set[asyncio.Task[None]] = set()
+        self._waking = TaskSet()
         self.num_lent = 0  # chunks, since the start
         self.num_expired = 0  # leases that nobody released
 
@@ -489,7 +477,7 @@ class ChunkLender:
         """Whatever is lent is lent no more. May be repeated. The memory goes with its last read."""
         for lease in list(self._lease_to_starts):
             self.release(lease)
-        await asyncio.gather(*self._waking, return_exceptions=True)
+        await self._waking.wait()
         if self._metadata is not None:
             with contextlib.suppress(TierError):
                 await self._metadata
@@ -558,9 +546,7 @@ class ChunkLender:
             async with self._room:
                 self._room.notify_all()
 
-        task = asyncio.ensure_future(wake())
-        self._waking.add(task)
-        task.add_done_callback(self._waking.discard)
+        self._waking.spawn(wake())
 
     def _begin_lease(self, starts: list[int]) -> int:
         self._num_leases += 1

@@ -11,13 +11,13 @@ import grpc
 from kvferry import __version__
 from kvferry.addresses import join_host_port
 from kvferry.errors import TierError
+from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.keeper.breaker import BreakerState
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.remote import ChunkLender
 from kvferry.keeper.volume_feed import Update
 from kvferry.keeper.volume_io import VolumeIoState
-from kvferry.link import codec
-from kvferry.link.grpc_server import CHANNEL_OPTIONS
+from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.store.layout import CHUNK_KEY_BYTES
 from kvferry.tracing import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracing, error_type
@@ -139,9 +139,9 @@ class KeeperServer:
 
 def update_to_wire(update: Update) -> pb.VolumeUpdate:
     if isinstance(update, SnapshotPart):
-        return pb.VolumeUpdate(residency=codec.part_to_wire(update))
+        return pb.VolumeUpdate(residency=part_to_wire(update))
     if isinstance(update, Delta):
-        return pb.VolumeUpdate(residency=codec.delta_to_wire(update))
+        return pb.VolumeUpdate(residency=delta_to_wire(update))
     return pb.VolumeUpdate(state=state_to_wire(update))
 
 

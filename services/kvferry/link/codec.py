@@ -18,9 +18,9 @@ from kvferry.engine.base import (
     AnswerDelta,
     CachedTokens,
     Continued,
-    EngineLoad,
     EngineOutput,
     EngineRequest,
+    EngineStats,
     FinishReason,
     Parse,
     PromptSources,
@@ -31,10 +31,7 @@ from kvferry.engine.base import (
     ToolCallDelta,
 )
 from kvferry.errors import EngineError, KvferryError, by_code
-from kvferry.pages.keys import pack_keys, unpack_keys
-from kvferry.residency.feed import Delta, SnapshotPart
-from kvferry.residency.index import Tier
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -224,7 +221,7 @@ def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError
     yield from ends_of(step)
 
 
-def is_text_alone(step: pb.Step) -> bool:
+def is_text_only(step: pb.Step) -> bool:
     """Whether `texts_of` and `ends_of` are all that a step says."""
     return not (step.logprobs or step.deltas)
 
@@ -308,7 +305,7 @@ def _cached_from_wire(message: pb.CachedTokens) -> CachedTokens:
     return CachedTokens(message.device, message.cpu, message.volume, message.kv_transfer)
 
 
-def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
+def stats_to_wire(load: EngineStats, *, draining: bool) -> pb.Load:
     return pb.Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
@@ -323,8 +320,8 @@ def load_to_wire(load: EngineLoad, *, draining: bool) -> pb.Load:
     )
 
 
-def load_from_wire(message: pb.Load) -> EngineLoad:
-    return EngineLoad(
+def stats_from_wire(message: pb.Load) -> EngineStats:
+    return EngineStats(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_pages_used=message.num_pages_used,
@@ -335,45 +332,3 @@ def load_from_wire(message: pb.Load) -> EngineLoad:
         num_generated_tokens=message.num_generated_tokens,
         num_steps=message.num_steps,
     )
-
-
-def delta_to_wire(delta: Delta) -> pb.Residency:
-    return pb.Residency(
-        sequence=delta.sequence,
-        cleared=delta.cleared,
-        stored=[_tier_to_wire(tier, keys) for tier, keys in delta.stored.items()],
-        removed=[_tier_to_wire(tier, keys) for tier, keys in delta.removed.items()],
-    )
-
-
-def part_to_wire(part: SnapshotPart) -> pb.Residency:
-    return pb.Residency(
-        sequence=part.sequence,
-        snapshot=True,
-        part=part.part,
-        num_parts=part.num_parts,
-        stored=[_tier_to_wire(part.tier, part.keys)],
-    )
-
-
-def residency_from_wire(message: pb.Residency) -> Delta | SnapshotPart:
-    """Raises ValueError for tiers and keys that are none."""
-    if message.snapshot:
-        if len(message.stored) != 1:
-            raise ValueError(f"a part of a snapshot names {len(message.stored)} tiers")
-        tier, keys = _tier_from_wire(message.stored[0])
-        return SnapshotPart(message.sequence, message.part, message.num_parts, tier, keys)
-    return Delta(
-        message.sequence,
-        dict(map(_tier_from_wire, message.stored)),
-        dict(map(_tier_from_wire, message.removed)),
-        message.cleared,
-    )
-
-
-def _tier_to_wire(tier: Tier, keys: Sequence[int]) -> pb.TierKeys:
-    return pb.TierKeys(tier=tier.value, keys=pack_keys(keys))
-
-
-def _tier_from_wire(message: pb.TierKeys) -> tuple[Tier, Sequence[int]]:
-    return Tier(message.tier), unpack_keys(message.keys)

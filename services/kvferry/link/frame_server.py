@@ -87,14 +87,14 @@ class FrameServer:
         self._connections.discard(connection)
         self._gone.set()
 
-    def attach(self, outlet: SessionTransport, hello: pb.Hello) -> GatewaySession:
+    def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         if hello.version != __version__:
             # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
             log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
-        return self._attach(outlet, hello)
+        return self._attach(transport, hello)
 
-    def detach(self, attachment: GatewaySession) -> None:
-        self._detach(attachment)
+    def detach(self, session: GatewaySession) -> None:
+        self._detach(session)
 
 
 class _Connection(asyncio.Protocol):
@@ -145,10 +145,10 @@ class _Connection(asyncio.Protocol):
     # What the attachment calls.
 
     def ready(self) -> None:
-        transport, attachment = self._transport, self._attachment
-        if transport is None or attachment is None or transport.is_closing() or self._finishing:
+        transport, session = self._transport, self._attachment
+        if transport is None or session is None or transport.is_closing() or self._finishing:
             return
-        if payloads := attachment.take():
+        if payloads := session.take():
             transport.write(encode_frames(payloads))
 
     def abort(self) -> None:

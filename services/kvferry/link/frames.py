@@ -13,10 +13,12 @@ import contextlib
 import socket
 from collections.abc import Iterable, Iterator
 
+from kvferry.grpc_options import MAX_MESSAGE_BYTES
+
 # A peer that speaks something else, or another version of this, is refused at its first bytes.
 PREAMBLE = b"KVFERRY\x01"
 
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES
 # Nobody has said yet who they are: what a stranger can make us hold is small.
 MAX_FIRST_FRAME_BYTES = 4096
 

@@ -22,8 +22,9 @@ from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError
 from kvferry.link import codec
 from kvferry.link.flow_control import Credit
 from kvferry.link.frames import MAX_FRAME_BYTES
+from kvferry.task_set import TaskSet
+from kvferry.tracing import Span
 from kvferry.wire.v1 import worker_pb2 as pb
-from kvferry.worker.request_instrumentation import RequestInstrumentation
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,10 @@ MAX_PENDING_BYTES = 16 << 20
 # A gateway speaks every credit.ACK_EVERY_S. One that says nothing for this long is gone, whatever its TCP says.
 SILENCE_LIMIT_S = 15.0
 
-# A load goes with the first step after this, and by itself when no step came for LOAD_ALONE_S: reading an engine's
-# counters and sending them with every step would cost as much as a few tokens.
-LOAD_EVERY_S = 0.05
-LOAD_ALONE_S = 0.07
+# A load goes with the first step after this, and by itself when no step came for IDLE_STATS_DELAY_S: reading an
+# engine's counters and sending them with every step would cost as much as a few tokens.
+STATS_INTERVAL_S = 0.05
+IDLE_STATS_DELAY_S = 0.07
 
 _FAILURE_BYTES = 64  # beside its message
 
@@ -54,6 +55,22 @@ class SessionTransport(Protocol):
         ...
 
 
+class InstrumentedRequest(Protocol):
+    """Metrics and trace of one request, until `finished` or `failed` is called, once."""
+
+    @property
+    def span(self) -> Span | None: ...
+    def finished(self, last: EngineOutput) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+
+
+class RequestInstrumentation(Protocol):
+    """Metrics and traces of the requests of one worker."""
+
+    def refused(self) -> None: ...
+    def begin(self, request: EngineRequest) -> InstrumentedRequest: ...
+
+
 class Serving(Protocol):
     """What an attachment needs of its worker."""
 
@@ -62,10 +79,10 @@ class Serving(Protocol):
     @property
     def heartbeat_s(self) -> float: ...
     @property
-    def observer(self) -> RequestInstrumentation: ...
+    def instrumentation(self) -> RequestInstrumentation: ...
 
     def welcome(self) -> pb.Welcome: ...
-    def load(self) -> pb.Load: ...
+    def stats(self) -> pb.Load: ...
     def accept(self) -> KvferryError | None:
         """Why a new request cannot be taken now, if so."""
         ...
@@ -94,24 +111,24 @@ class _Waiting:
 class GatewaySession:
     """Reads what a gateway sends through `receive`; what goes to it waits until the outlet takes it.
 
-    `on_want_snapshot` is called when the gateway asks for all this worker holds, to be told with `send_residency`.
+    `on_snapshot_wanted` is called when the gateway asks for all this worker holds, to be told with `send_residency`.
     """
 
     def __init__(
         self,
         worker: Serving,
-        outlet: SessionTransport,
+        transport: SessionTransport,
         hello: pb.Hello,
-        on_want_snapshot: Callable[[GatewaySession], None] | None = None,
+        on_snapshot_wanted: Callable[[GatewaySession], None] | None = None,
     ) -> None:
         self.gateway_id = hello.gateway_id
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.on_want_snapshot = on_want_snapshot
+        self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
-        self._outlet = outlet
+        self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._given_up: set[int] = set()  # numbers of tasks that are told to end and whose failure was said
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._releasing = TaskSet()
         # In the order they leave. Outputs go into the last one while that is a step.
         self._waiting: deque[_Waiting] = deque([_Waiting(pb.Upward(welcome=worker.welcome()))])
         self.pending_bytes = 0  # of `_waiting`, about
@@ -120,10 +137,10 @@ class GatewaySession:
         self._closing = False  # what waits may still leave, whatever the credit
         self._ended = False  # nobody reads
         now_s = self._loop.time()
-        self._heard_s = self._sent_s = self._load_s = now_s
-        self._load_due = False  # something changed since a load was sent
-        self._load_now = False
-        self._load_timer: asyncio.TimerHandle | None = None
+        self._heard_s = self._sent_s = self._stats_sent_s = now_s
+        self._stats_due = False  # something changed since a load was sent
+        self._stats_now = False
+        self._stats_timer: asyncio.TimerHandle | None = None
         self._beat_due_s = now_s
         self._beat_timer = self._next_beat()
 
@@ -147,8 +164,8 @@ class GatewaySession:
         match message.WhichOneof("kind"):
             case "ack":
                 self._credit.restore(message.ack.num_messages, message.ack.num_bytes)
-                if self._waiting or self._load_now:
-                    self._outlet.ready()
+                if self._waiting or self._stats_now:
+                    self._transport.ready()
             case "submit":
                 self._submit(message.submit)
             case "cancel":
@@ -156,8 +173,8 @@ class GatewaySession:
             case "release":
                 self._release(message.release)
             case "want_snapshot":
-                if self.on_want_snapshot is not None:
-                    self.on_want_snapshot(self)
+                if self.on_snapshot_wanted is not None:
+                    self.on_snapshot_wanted(self)
             case kind:
                 raise ValueError(f"{kind or 'an empty message'} is not expected now")
 
@@ -174,12 +191,12 @@ class GatewaySession:
                 log.warning("request %s cannot be read: %s", message.request_id, error)
                 refusal = InvalidRequest(f"the worker cannot read this request: {error}")
         if refusal is not None:
-            self._worker.observer.refused()
+            self._worker.instrumentation.refused()
             self._end(number, refusal)
             return
         self.tasks[number] = self._loop.create_task(self._run(number, request))
         self._worker.settle()
-        self._note_load()
+        self._note_stats()
 
     def _cancel(self, number: int) -> None:
         if (task := self.tasks.get(number)) is not None:
@@ -194,9 +211,7 @@ class GatewaySession:
             log.warning("gateway %s releases what cannot be read: %s", self.gateway_id, error)
             return
         if isinstance(params, dict):
-            task = self._loop.create_task(self._release_in_engine(params))
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+            self._releasing.spawn(self._release_in_engine(params))
 
     async def _release_in_engine(self, params: TransferParams) -> None:
         try:
@@ -207,26 +222,26 @@ class GatewaySession:
     # What the engine gives.
 
     async def _run(self, number: int, request: EngineRequest) -> None:
-        observed = self._worker.observer.begin(request)
-        if observed.span is not None:
-            request = dataclasses.replace(request, trace=observed.span.context)
+        instrumented = self._worker.instrumentation.begin(request)
+        if instrumented.span is not None:
+            request = dataclasses.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
         try:
             async with contextlib.aclosing(self._worker.engine.generate(request)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     self._add(number, output)
             assert output is not None
-            observed.finished(output)
+            instrumented.finished(output)
         except asyncio.CancelledError as error:
-            observed.failed(error)
+            instrumented.failed(error)
             self._end(number, EngineError("cancelled"))
         except KvferryError as error:
-            observed.failed(error)
+            instrumented.failed(error)
             self._end(number, error)
             if isinstance(error, EngineDead):
                 self._worker.engine_died(error.message)
         except Exception as error:
-            observed.failed(error)
+            instrumented.failed(error)
             log.exception("request %s failed", request.request_id)
             self._end(number, EngineError("the engine failed on this request; its log says why"))
         finally:
@@ -278,7 +293,7 @@ class GatewaySession:
         if self.pending_bytes > MAX_PENDING_BYTES // 2:
             # It goes on asking without ever reading the answers.
             log.error("gateway %s is cut off", self.gateway_id)
-            self._outlet.abort()
+            self._transport.abort()
 
     def fail_all(self, error: KvferryError) -> None:
         """End every request with `error`, after what it gave already."""
@@ -321,9 +336,9 @@ class GatewaySession:
             self._waiting = kept
             self.pending_bytes = sum(waiting.size_bytes for waiting in kept)
 
-    def send_load(self) -> None:
+    def send_stats(self) -> None:
         """Tell how loaded this worker is, at once."""
-        self._load_now = True
+        self._stats_now = True
         self._schedule_flush()
 
     def _schedule_flush(self) -> None:
@@ -335,7 +350,7 @@ class GatewaySession:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self._outlet.ready()
+        self._transport.ready()
 
     def take(self) -> list[bytes]:
         """Serialized Upward messages that may be sent now, in order. The caller sends them all.
@@ -346,12 +361,14 @@ class GatewaySession:
             return []
         waiting, now_s = self._waiting, self._loop.time()
         last = waiting[-1].message if waiting else None
-        if self._load_now or (last is not None and now_s - self._load_s >= LOAD_EVERY_S and last.HasField("step")):
-            self._open_step().message.step.load.CopyFrom(self._worker.load())
-            self._load_now = self._load_due = False
-            self._load_s = now_s
+        if self._stats_now or (
+            last is not None and now_s - self._stats_sent_s >= STATS_INTERVAL_S and last.HasField("step")
+        ):
+            self._open_step().message.step.load.CopyFrom(self._worker.stats())
+            self._stats_now = self._stats_due = False
+            self._stats_sent_s = now_s
         elif last is not None:
-            self._note_load()
+            self._note_stats()
         payloads: list[bytes] = []
         while waiting and (self._credit.left or self._closing):
             first = waiting.popleft()
@@ -366,7 +383,7 @@ class GatewaySession:
     def close(self) -> None:
         """Let what waits leave, then nothing more. The transport ends the link when `take` is empty."""
         self._closing = True
-        self._outlet.ready()
+        self._transport.ready()
 
     def end(self) -> None:
         """Nobody reads any more and nothing more comes. May be repeated."""
@@ -374,8 +391,8 @@ class GatewaySession:
         self._waiting.clear()
         self.pending_bytes = 0
         self._beat_timer.cancel()
-        if self._load_timer is not None:
-            self._load_timer.cancel()
+        if self._stats_timer is not None:
+            self._stats_timer.cancel()
 
     async def abort_all(self) -> None:
         """End every request, and return when they are gone."""
@@ -384,24 +401,25 @@ class GatewaySession:
         tasks = list(self.tasks.values())
         for task in tasks:
             _cancel_once(task)
-        await asyncio.gather(*tasks, *self._releasing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._releasing.wait()
 
     # Time.
 
-    def _note_load(self) -> None:
+    def _note_stats(self) -> None:
         """Something changed: a load follows, with a step or, when none comes, by itself."""
-        self._load_due = True
-        if self._load_timer is None:
-            self._load_timer = self._loop.call_later(LOAD_ALONE_S, self._load_alone)
+        self._stats_due = True
+        if self._stats_timer is None:
+            self._stats_timer = self._loop.call_later(IDLE_STATS_DELAY_S, self._send_idle_stats)
 
-    def _load_alone(self) -> None:
-        self._load_timer = None
-        if not self._load_due:
+    def _send_idle_stats(self) -> None:
+        self._stats_timer = None
+        if not self._stats_due:
             return
-        if self._loop.time() - self._load_s >= LOAD_EVERY_S:
-            self.send_load()
+        if self._loop.time() - self._stats_sent_s >= STATS_INTERVAL_S:
+            self.send_stats()
         else:
-            self._note_load()
+            self._note_stats()
 
     def _next_beat(self) -> asyncio.TimerHandle:
         self._beat_due_s = self._loop.time() + self._worker.heartbeat_s
@@ -414,11 +432,11 @@ class GatewaySession:
             self._heard_s = now_s
         if now_s - self._heard_s > SILENCE_LIMIT_S:
             log.warning("gateway %s was silent for %g s: its link ends", self.gateway_id, SILENCE_LIMIT_S)
-            self._outlet.abort()
+            self._transport.abort()
             return
         # Half a period of tolerance: beats themselves are messages, and each would make the next one late.
         if now_s - self._sent_s > self._worker.heartbeat_s / 2:
-            self.send_load()
+            self.send_stats()
         self._beat_timer = self._next_beat()
 
 

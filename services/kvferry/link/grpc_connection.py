@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from kvferry.config import TlsConfig
-from kvferry.link.grpc_server import CHANNEL_OPTIONS, SERVICE
+from kvferry.grpc_options import CHANNEL_OPTIONS
+from kvferry.link.grpc_server import SERVICE
 from kvferry.mutual_tls import channel_to
 
 log = logging.getLogger(__name__)

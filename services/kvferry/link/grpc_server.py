@@ -16,26 +16,13 @@ from google.protobuf.message import DecodeError
 from kvferry import __version__
 from kvferry.addresses import join_host_port
 from kvferry.errors import UnavailableError
-from kvferry.link.frames import MAX_FRAME_BYTES
+from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 SERVICE = "kvferry.wire.v1.Worker"
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    # A silent peer (machine gone, cable cut) is found within seconds, not by TCP's minutes.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # What grpcio 1.85 really waits for; with keepalive_timeout_ms alone a hung peer is never noticed.
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
-)
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -79,8 +66,8 @@ class GrpcServer:
         """Let what waits leave, for `grace_s` at most."""
         if self._server is not None:
             server, self._server = self._server, None
-            for outlet in self._outlets:
-                outlet.close()
+            for transport in self._outlets:
+                transport.close()
             await server.stop(grace_s)
 
     async def _serve_describe(self, request: pb.DescribeRequest, context: Context) -> pb.Welcome:
@@ -100,28 +87,28 @@ class GrpcServer:
         if hello.version != __version__:
             # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
             log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
-        outlet = _GrpcTransport()
-        attachment = outlet.attachment = self._attach(outlet, hello)
-        self._outlets.add(outlet)
-        reader = asyncio.create_task(_read(messages, attachment, outlet))
+        transport = _GrpcTransport()
+        session = transport.session = self._attach(transport, hello)
+        self._outlets.add(transport)
+        reader = asyncio.create_task(_read(messages, session, transport))
         try:
-            while not outlet.gone:
-                outlet.event.clear()
-                payloads = attachment.take()
+            while not transport.gone:
+                transport.event.clear()
+                payloads = session.take()
                 for payload in payloads:
                     await context.write(payload)
                 # Something may have come while these were written.
                 if not payloads:
-                    if outlet.closing:
+                    if transport.closing:
                         break
-                    await outlet.event.wait()
+                    await transport.event.wait()
         finally:
-            self._outlets.discard(outlet)
+            self._outlets.discard(transport)
             reader.cancel()
             # Shielded: a second cancel must not leave requests in the engine.
-            await asyncio.shield(self._detach(attachment))
-        if outlet.fault:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, outlet.fault)
+            await asyncio.shield(self._detach(session))
+        if transport.fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, transport.fault)
 
 
 class _GrpcTransport:
@@ -130,7 +117,7 @@ class _GrpcTransport:
         self.closing = False  # what waits is sent, then no more
         self.gone = False  # nobody reads
         self.fault = ""  # what the gateway sent that no gateway would send
-        self.attachment: GatewaySession | None = None
+        self.session: GatewaySession | None = None
 
     def ready(self) -> None:
         self.event.set()
@@ -141,23 +128,23 @@ class _GrpcTransport:
 
     def close(self) -> None:
         self.closing = True
-        if self.attachment is not None:
-            self.attachment.close()
+        if self.session is not None:
+            self.session.close()
 
 
-async def _read(messages: AsyncIterator[bytes], attachment: GatewaySession, outlet: _GrpcTransport) -> None:
+async def _read(messages: AsyncIterator[bytes], session: GatewaySession, transport: _GrpcTransport) -> None:
     """Follow what the gateway asks until its half of the stream ends."""
     try:
         with contextlib.suppress(asyncio.CancelledError):
             async for payload in messages:
-                attachment.receive(payload)
+                session.receive(payload)
     except ValueError as error:
-        log.warning("the stream of gateway %s ends: %s", attachment.gateway_id, error)
-        outlet.fault = str(error)
+        log.warning("the stream of gateway %s ends: %s", session.gateway_id, error)
+        transport.fault = str(error)
     except Exception:
-        log.exception("reading from gateway %s failed", attachment.gateway_id)
+        log.exception("reading from gateway %s failed", session.gateway_id)
     finally:
-        outlet.abort()
+        transport.abort()
 
 
 def _hello(payload: bytes | None) -> pb.Hello | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
-from kvferry.engine.base import EngineLoad, EngineOutput, EngineRequest, TransferParams
+from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams
 from kvferry.errors import EngineError, KvferryError, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
@@ -145,7 +145,7 @@ class WorkerLink:
     ) -> None:
         """`worker` says which transport this gateway wants, and how it shows who it is."""
         self.member = member
-        self.load = EngineLoad()
+        self.stats = EngineStats()
         self.draining = False
         self.connected = False
         self.generation = 0  # how often it connected: a worker that was lost and came back is another try
@@ -340,7 +340,7 @@ class WorkerLink:
         self.connected = True
         self.generation += 1
         self._why_not = ""
-        self._take_load(welcome.load)
+        self._take_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
 
@@ -355,13 +355,13 @@ class WorkerLink:
             self._on_change()
 
     def _take(self, step: pb.Step) -> None:
-        if codec.is_text_alone(step):
+        if codec.is_text_only(step):
             self._take_texts(step)
             self._take_outputs(codec.ends_of(step))
         else:
             self._take_outputs(codec.outputs_of(step))
         if step.HasField("load"):
-            self._take_load(step.load)
+            self._take_stats(step.load)
 
     def _take_texts(self, step: pb.Step) -> None:
         """The loop that every token passes."""
@@ -389,8 +389,8 @@ class WorkerLink:
             if remote.take(item):
                 requests.pop(number, None)
 
-    def _take_load(self, load: pb.Load) -> None:
-        self.load = codec.load_from_wire(load)
+    def _take_stats(self, load: pb.Load) -> None:
+        self.stats = codec.stats_from_wire(load)
         if load.draining != self.draining:
             self.draining = load.draining
             self._on_change()

@@ -48,12 +48,13 @@ from kvferry.errors import (
 from kvferry.link.worker_link import RemoteRequest, Sink, TextSink, WorkerLink, as_text_sink, transferred_pages
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
+from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, can_exchange
 from kvferry.router.policy import Choice, Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, VolumeView, WorkerView
 from kvferry.router.volume_pool import volume_of
 from kvferry.router.worker_pool import WorkerPool, candidate_of
-from kvferry.telemetry import FALLBACK_CAUSES, Metrics
+from kvferry.telemetry import FALLBACK_CAUSES
 from kvferry.tracing import Span, error_type
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Dispatcher:
         self,
         roster: WorkerPool,
         policy: Policy,
-        metrics: Metrics,
+        metrics: RouterMetrics,
         config: GatewayConfig,
         *,
         volumes: Callable[[], Mapping[str, VolumeView]] = lambda: NO_VOLUMES,
@@ -475,7 +476,7 @@ class _Answer:
             transferred_pages=transferred_pages(last, decode.member.block_size),
             queue_tokens=alone.queue_tokens if alone is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
-            num_streams=max(1, decode.load.num_running),
+            num_streams=max(1, decode.stats.num_running),
         )
 
     def request(self) -> EngineRequest:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
-from kvferry.engine.base import EngineLoad, RequestId
+from kvferry.engine.base import EngineStats, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import Found, ResidencyIndex
 from kvferry.router.placement import Candidate, Reason
@@ -54,12 +54,12 @@ NO_VOLUMES: Mapping[str, VolumeView] = {}
 class WorkerView:
     """A worker that may be given requests now, and what it last said of itself.
 
-    `reported_s` is when `load` was made, on the clock of `now_s`; requests begun later are added to it. Keep passing
+    `reported_s` is when `stats` was made, on the clock of `now_s`; requests begun later are added to it. Keep passing
     the same object until there is a new report: what follows from a report is worked out once for each object.
     """
 
     candidate: Candidate
-    load: EngineLoad = field(default_factory=EngineLoad)
+    stats: EngineStats = field(default_factory=EngineStats)
     reported_s: float = float("-inf")
 
 
@@ -289,23 +289,23 @@ class _Worker:
 
     def sum_up(self, view: WorkerView, cost_defaults: CostDefaults, output_tokens: float) -> None:
         self.view = view
-        load, rates = view.load, self.rates
+        stats, rates = view.stats, self.rates
         self.ms_per_token = rates.prefill_ms_per_token.value
         self.kv_transfer_page_ms = rates.kv_transfer_page_ms.value
         # The one that runs is half done.
-        self.foreign_prompts = max(0.0, load.num_running + load.num_waiting - len(self.prefills) - 0.5)
+        self.foreign_prompts = max(0.0, stats.num_running + stats.num_waiting - len(self.prefills) - 0.5)
         self.unheard = len(self.coming) + _num_since(self.streams, view.reported_s)
-        streams = load.num_running + load.num_waiting + self.unheard
+        streams = stats.num_running + stats.num_waiting + self.unheard
         scale = rates.step_scale.value
         self.step_ms = scale * (cost_defaults.step_ms + cost_defaults.step_ms_per_stream * (streams + 1))
         self.ms_per_step = self.step_ms + scale * cost_defaults.step_ms_per_stream * streams
         # Each one before it waits for a stream to end; the ends of those running are spread over an answer's time.
-        self.wait_ms = load.num_waiting * output_tokens * self.step_ms / max(1, load.num_running)
+        self.wait_ms = stats.num_waiting * output_tokens * self.step_ms / max(1, stats.num_running)
         self.compute_weight = 1.0 + cost_defaults.work_weight + cost_defaults.interference_weight * (streams + 1)
-        if load.num_pages:
-            self.room_pages = cost_defaults.pages_full_share * load.num_pages - load.num_pages_used
+        if stats.num_pages:
+            self.room_pages = cost_defaults.pages_full_share * stats.num_pages - stats.num_pages_used
             self.full_ms_per_page = cost_defaults.pages_full_ms / (
-                (1.0 - cost_defaults.pages_full_share) * load.num_pages
+                (1.0 - cost_defaults.pages_full_share) * stats.num_pages
             )
         else:
             self.room_pages, self.full_ms_per_page = float("inf"), 0.0

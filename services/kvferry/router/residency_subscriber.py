@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.link import codec
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
+from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import Delta, Follower
 from kvferry.residency.index import ResidencyIndex
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -43,7 +43,7 @@ class ResidencySubscriber:
 
     def _take(self, link: WorkerLink, follower: Follower, message: pb.Residency) -> None:
         waited = follower.needs_snapshot
-        update = codec.residency_from_wire(message)
+        update = residency_from_wire(message)
         if isinstance(update, Delta):
             follower.take_delta(update)
         else:

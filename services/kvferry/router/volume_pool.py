@@ -20,6 +20,7 @@ from kvferry.residency.feed import Delta, Follower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.pricing import VolumeView
 from kvferry.router.rates import CostDefaults
+from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class VolumePool:
         self._task: asyncio.Task[None] | None = None
         self._keepers: dict[MemberId, tuple[Member, list[asyncio.Task[None]]]] = {}
         self._gone: set[MemberId] = set()  # left the registry
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = TaskSet()
         self._views: dict[str, VolumeView] = {}
         self._states: dict[str, VolumeState] = {}
         self.num_gaps = 0
@@ -93,7 +94,8 @@ class VolumePool:
             self._drop(member_id)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ending.wait()
 
     async def _watch(self) -> None:
         while True:
@@ -133,7 +135,6 @@ class VolumePool:
         for task in tasks:
             task.cancel()
             self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
 
     async def _keep_following(self, member: Member, volume_id: str) -> None:
         name = f"{volume_id}{_SEPARATOR}{member.member_id}"

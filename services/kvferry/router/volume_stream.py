@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 
 from kvferry.config import TlsConfig
-from kvferry.link import codec
-from kvferry.link.grpc_server import CHANNEL_OPTIONS
+from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.membership.base import Member
 from kvferry.mutual_tls import channel_to
+from kvferry.residency.codec import residency_from_wire
 from kvferry.router.volume_pool import FollowVolume, VolumeState, VolumeUpdate
 from kvferry.wire.v1 import keeper_pb2 as pb
 
@@ -45,7 +45,7 @@ def update_from_wire(message: pb.VolumeUpdate) -> VolumeUpdate:
     """Raises ValueError."""
     match message.WhichOneof("kind"):
         case "residency":
-            return codec.residency_from_wire(message.residency)
+            return residency_from_wire(message.residency)
         case "state":
             state = message.state
             return VolumeState(

@@ -26,6 +26,7 @@ from kvferry.membership.base import (
 )
 from kvferry.router.placement import Candidate
 from kvferry.router.pricing import WorkerView
+from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
 
     def __repr__(self) -> str:
         return f"<Roster {list(self._links.values())}>"
@@ -94,8 +95,8 @@ class WorkerPool:
             if link.member.kind is not kind or not link.usable:
                 continue
             view = self._views.get(member_id)
-            if view is None or view.load is not link.load:
-                view = self._views[member_id] = WorkerView(candidate_of(link.member), link.load, self._clock())
+            if view is None or view.stats is not link.stats:
+                view = self._views[member_id] = WorkerView(candidate_of(link.member), link.stats, self._clock())
             views.append((link, view))
         return views
 
@@ -111,7 +112,8 @@ class WorkerPool:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._closing, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._closing.wait()
         links, self._links = self._links, {}
         await asyncio.gather(*(link.close() for link in links.values()))
 
@@ -186,9 +188,7 @@ class WorkerPool:
             if self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)
             self._on_gone(member_id)
-            closing = asyncio.create_task(link.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.spawn(link.close())
 
 
 def candidate_of(member: Member) -> Candidate:

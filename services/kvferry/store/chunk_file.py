@@ -40,15 +40,9 @@ from typing import Protocol
 
 import xxhash
 
-from kvferry.store.layout import (
-    ALIGNMENT,
-    ChunkId,
-    ChunkKey,
-    LayoutDigest,
-    Namespace,
-    check_payload_bytes,
-)
+from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, LayoutDigest, check_payload_bytes
 from kvferry.store.outcome import Outcome
+from kvferry.tenancy.namespace import Namespace
 
 HEADER_BYTES = ALIGNMENT
 SEALING_KEY_BYTES = 32

@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 from kvferry.store import paths
 from kvferry.store.eviction import EvictionPolicy
-from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest
 from kvferry.store.outcome import Outcome
+from kvferry.tenancy.namespace import Namespace
 
 # Evidence is worth a sixteenth of the capacity; a drive that rots must not fill itself with it.
 QUARANTINE_SHARE = 16

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvferry.store.layout import ChunkId, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, LayoutDigest
+from kvferry.tenancy.namespace import Namespace
 
 
 class EvictableChunk(Protocol):

@@ -15,7 +15,8 @@ import msgspec
 
 from kvferry.errors import TierError
 from kvferry.store import paths
-from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
+from kvferry.tenancy.namespace import Namespace
 
 _VERSION = 1
 

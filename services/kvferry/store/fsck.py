@@ -21,8 +21,9 @@ from kvferry.store import chunk_file, folder, paths
 from kvferry.store.chunk_file import HEADER_BYTES, Algorithm, Keyring
 from kvferry.store.direct_io import DirectIo, aligned_buffer
 from kvferry.store.folder import ForeignFile, FoundChunk
-from kvferry.store.layout import ChunkLayout, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkLayout, LayoutDigest
 from kvferry.store.outcome import Outcome
+from kvferry.tenancy.namespace import Namespace
 
 # What a fault that is no chunk's outcome is called.
 FOREIGN = "foreign"

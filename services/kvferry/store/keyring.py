@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvferry.errors import ConfigError
 from kvferry.store.chunk_file import SEALING_KEY_BYTES
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 
 ANY_TENANT = "*"
 _MIN_SECRET_BYTES = 32

@@ -16,7 +16,8 @@ from __future__ import annotations
 import re
 import time
 
-from kvferry.store.layout import CHUNK_KEY_BYTES, LAYOUT_DIGEST_BYTES, ChunkId, ChunkKey, LayoutDigest, Namespace
+from kvferry.store.layout import CHUNK_KEY_BYTES, LAYOUT_DIGEST_BYTES, ChunkId, ChunkKey, LayoutDigest
+from kvferry.tenancy.namespace import Namespace
 
 DESCRIPTION = "volume.json"
 LOCK = "volume.lock"

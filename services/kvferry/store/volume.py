@@ -34,16 +34,9 @@ from kvferry.store.chunk_index import ChunkIndex, File, Kept, Room
 from kvferry.store.direct_io import DirectIo, aligned_buffer
 from kvferry.store.eviction import EvictionPolicy, Lru
 from kvferry.store.folder import ForeignFile, FoundChunk
-from kvferry.store.layout import (
-    ALIGNMENT,
-    ChunkId,
-    ChunkKey,
-    ChunkLayout,
-    LayoutDigest,
-    Namespace,
-    check_payload_bytes,
-)
+from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, ChunkLayout, LayoutDigest, check_payload_bytes
 from kvferry.store.outcome import Outcome as Outcome
+from kvferry.tenancy.namespace import Namespace
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from kvferry.engine.base import Engine
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
+from kvferry.exposition import SpanCounts
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener
 from kvferry.shared_memory import record_shared_memory
-from kvferry.telemetry import SpanCounts
 from kvferry.tracing import Tracing, start_tracing
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
@@ -85,7 +85,7 @@ class WorkerHost:
         )
         self.residency = ResidencyPublisher(engine, self.server)
         self._tracing: Tracing | None = None
-        self.metrics = self.server.observer.metrics = WorkerMetrics(
+        self.metrics = self.server.instrumentation.metrics = WorkerMetrics(
             engine, self.server, worker_id=self.worker_id, role=kind.value, read_span_counts=self._span_counts
         )
         self._listener = MetricsListener(config.metrics, config.metrics.worker_port, self.metrics.render)
@@ -116,7 +116,7 @@ class WorkerHost:
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
         # Not before the engine: it may fork, and this starts a thread.
-        self._tracing = self.server.observer.tracing = start_tracing(
+        self._tracing = self.server.instrumentation.tracing = start_tracing(
             self._config.tracing, service=self._kind.value, instance=self.worker_id
         )
         self.residency.start()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvferry import telemetry
-from kvferry.engine.base import Engine, EngineLoad, EngineTimes, KvTransferStats
+from kvferry.engine.base import Engine, EngineStats, EngineTimes, KvTransferStats
 from kvferry.errors import KvferryError
-from kvferry.telemetry import Exporter, Exposition, Reading, SpanCounts
+from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.telemetry import Exporter
 from kvferry.worker.server import WorkerServer
 
 _READ = (
@@ -80,12 +81,12 @@ class WorkerMetrics:
     def _read(self) -> Iterator[Reading]:
         engine, server = self._engine, self._server
         try:
-            load, kv_transfer, num_cpu_pages = engine.load(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
+            load, kv_transfer, num_cpu_pages = engine.stats(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
         except KvferryError:
-            load, kv_transfer, num_cpu_pages = EngineLoad(), KvTransferStats(), 0
+            load, kv_transfer, num_cpu_pages = EngineStats(), KvTransferStats(), 0
         yield Reading(telemetry.ENGINE_ALIVE, (), float(not server.died.is_set()))
         yield Reading(telemetry.ENGINE_DRAINING, (), float(server.draining))
-        yield Reading(telemetry.ENGINE_GATEWAYS, (), len(server.attachments))
+        yield Reading(telemetry.ENGINE_GATEWAYS, (), len(server.sessions))
         yield Reading(telemetry.ENGINE_RUNNING, (), load.num_running)
         yield Reading(telemetry.ENGINE_WAITING, (), load.num_waiting)
         yield Reading(telemetry.ENGINE_PAGES, (), load.num_pages)
@@ -101,4 +102,4 @@ class WorkerMetrics:
         yield Reading(telemetry.KV_TRANSFER_BYTES, (), kv_transfer.num_bytes)
         for cause, count in kv_transfer.num_failed.items():
             yield Reading(telemetry.KV_TRANSFER_FAILED, (cause,), count)
-        yield from telemetry.read_spans(telemetry.WORKER_SPANS, self._read_span_counts())
+        yield from read_spans(telemetry.WORKER_SPANS, self._read_span_counts())

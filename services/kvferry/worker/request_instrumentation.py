@@ -6,13 +6,22 @@ request that is traced one span.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason
 from kvferry.tracing import Clock, Span, Tracing, error_type
 
-if TYPE_CHECKING:
-    from kvferry.worker.metrics import WorkerMetrics
+
+class RequestMetrics(Protocol):
+    """Where ended requests are counted."""
+
+    def count(self, reason: str) -> None:
+        """Count a request that ended, for one of telemetry.END_REASONS."""
+        ...
+
+    def observe(self, times: EngineTimes) -> None:
+        """Record the times of a request that ended well."""
+        ...
 
 
 class RequestInstrumentation:
@@ -20,7 +29,7 @@ class RequestInstrumentation:
 
     def __init__(self, role: str) -> None:
         self.role = role
-        self.metrics: WorkerMetrics | None = None
+        self.metrics: RequestMetrics | None = None
         self.tracing: Tracing | None = None
 
     def refused(self) -> None:
@@ -46,16 +55,16 @@ class RequestInstrumentation:
 class InstrumentedRequest:
     """One request from its beginning until `finished` or `failed`, of which one is called, once."""
 
-    __slots__ = ("_observer", "span")
+    __slots__ = ("_instrumentation", "span")
 
-    def __init__(self, observer: RequestInstrumentation, span: Span | None) -> None:
-        self._observer = observer
+    def __init__(self, instrumentation: RequestInstrumentation, span: Span | None) -> None:
+        self._instrumentation = instrumentation
         self.span = span
 
     def finished(self, last: EngineOutput) -> None:
         """`last` has a finish reason."""
         assert last.finish_reason is not None
-        times, metrics = last.times, self._observer.metrics
+        times, metrics = last.times, self._instrumentation.metrics
         if metrics is not None:
             metrics.count(last.finish_reason.value)
             if times is not None and last.finish_reason is not FinishReason.ABORT:
@@ -68,8 +77,8 @@ class InstrumentedRequest:
 
     def failed(self, error: BaseException) -> None:
         """It ended without a last output: cancelled, or with a KvferryError or a fault of ours."""
-        if self._observer.metrics is not None:
-            self._observer.metrics.count("error" if isinstance(error, Exception) else "abort")
+        if self._instrumentation.metrics is not None:
+            self._instrumentation.metrics.count("error" if isinstance(error, Exception) else "abort")
         if self.span is not None:
             self.span.fail(error_type(error))
             self.span.end()

@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from kvferry.engine.base import Engine
-from kvferry.link import codec
 from kvferry.link.gateway_session import GatewaySession
+from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.worker.page_mirror import PageMirror
 from kvferry.worker.server import WorkerServer
 
@@ -34,7 +34,7 @@ class ResidencyPublisher:
         self._task: asyncio.Task[None] | None = None
         self._flush_scheduled = False
         self.mirror: PageMirror | None = None
-        server.on_want_snapshot = self._send_snapshot
+        server.on_snapshot_wanted = self._send_snapshot
 
     def __repr__(self) -> str:
         return f"<ResidencySource {self.mirror} to {len(self._following)} gateways>"
@@ -63,18 +63,18 @@ class ResidencyPublisher:
     def _flush(self) -> None:
         self._flush_scheduled = False
         delta = self.mirror.take() if self.mirror is not None else None
-        self._following.intersection_update(self._server.attachments)
+        self._following.intersection_update(self._server.sessions)
         if delta is None:
             return
-        message = codec.delta_to_wire(delta)
-        for attachment in self._following:
+        message = delta_to_wire(delta)
+        for session in self._following:
             # False: it reads too slowly, sees a gap in the numbers and asks for a snapshot.
-            attachment.send_residency(message)
+            session.send_residency(message)
 
-    def _send_snapshot(self, attachment: GatewaySession) -> None:
+    def _send_snapshot(self, session: GatewaySession) -> None:
         if self.mirror is None:
             return
-        self._following.add(attachment)
+        self._following.add(session)
         for part in self.mirror.snapshot(MAX_SNAPSHOT_KEYS):
-            if not attachment.send_residency(codec.part_to_wire(part)):
+            if not session.send_residency(part_to_wire(part)):
                 return  # it sees that parts are missing

@@ -9,12 +9,13 @@ from collections.abc import Callable, Hashable
 
 from kvferry import __version__, mutual_tls
 from kvferry.config import TlsConfig
-from kvferry.engine.base import Engine, EngineLoad
+from kvferry.engine.base import Engine, EngineStats
 from kvferry.errors import EngineDead, KvferryError, Overloaded, WorkerDraining
 from kvferry.link import codec
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
+from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.request_instrumentation import RequestInstrumentation
 
@@ -30,7 +31,7 @@ class WorkerServer:
     links are taken on `frame_port` as well as on `port`, where gRPC listens; with `tls`, both only from
     gateways with a certificate.
 
-    `on_want_snapshot` is called when a gateway asks for all this worker holds; `attachments` are who is to be told of
+    `on_snapshot_wanted` is called when a gateway asks for all this worker holds; `sessions` are who is to be told of
     changes.
     """
 
@@ -55,8 +56,8 @@ class WorkerServer:
         self._tls = tls if tls is not None and tls.enabled else None
         self._grpc = GrpcServer(self.attach, self.detach, self.welcome)
         self._frames = FrameServer(self.attach, self.detach) if frames else None
-        self._attachments: set[GatewaySession] = set()
-        self._ending: set[asyncio.Task[None]] = set()
+        self._sessions: set[GatewaySession] = set()
+        self._ending = TaskSet()
         self._idle = asyncio.Event()
         self._idle.set()
         self._num_outputs = 0
@@ -64,15 +65,15 @@ class WorkerServer:
         self._end_times_s: deque[float] = deque(maxlen=_NUM_ENDS)
         self._num_requests_before = 0
         self.draining = False
-        self.observer = RequestInstrumentation(role)
+        self.instrumentation = RequestInstrumentation(role)
         self.died = asyncio.Event()  # set once the engine was seen dead
         self.why_died = ""
-        self.on_want_snapshot: Callable[[GatewaySession], None] | None = None
+        self.on_snapshot_wanted: Callable[[GatewaySession], None] | None = None
 
     def __repr__(self) -> str:
         return (
             f"<WorkerServer {self._worker_id} port={self.port} frame_port={self.frame_port} "
-            f"attachments={len(self._attachments)} requests={self.num_requests}{' draining' if self.draining else ''}>"
+            f"attachments={len(self._sessions)} requests={self.num_requests}{' draining' if self.draining else ''}>"
         )
 
     @property
@@ -87,12 +88,12 @@ class WorkerServer:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(attachment.tasks) for attachment in self._attachments)
+        return sum(len(session.tasks) for session in self._sessions)
 
     @property
-    def attachments(self) -> tuple[GatewaySession, ...]:
+    def sessions(self) -> tuple[GatewaySession, ...]:
         """Of gateways that are linked now."""
-        return tuple(self._attachments)
+        return tuple(self._sessions)
 
     async def start(self) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
@@ -105,8 +106,8 @@ class WorkerServer:
     def refuse_new(self) -> None:
         """Take no new requests from now on, and tell every gateway at once."""
         self.draining = True
-        for attachment in self._attachments:
-            attachment.send_load()
+        for session in self._sessions:
+            session.send_stats()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests; True when those in flight finished in time."""
@@ -123,11 +124,11 @@ class WorkerServer:
         if self._frames is not None:
             await self._frames.stop(grace_s)
         await self._grpc.stop(grace_s)
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._ending.wait()
 
     def progress(self) -> Hashable:
         """Changes whenever the engine gets anywhere (worker/watchdog.py)."""
-        return (self._num_outputs, self._num_ended, self._engine_load())
+        return (self._num_outputs, self._num_ended, self._engine_stats())
 
     def engine_died(self, reason: str) -> None:
         """End every request with EngineDead. May be repeated."""
@@ -135,32 +136,29 @@ class WorkerServer:
             return
         self.why_died = reason
         self.died.set()
-        for attachment in self._attachments:
-            attachment.fail_all(EngineDead(reason))
+        for session in self._sessions:
+            session.fail_all(EngineDead(reason))
 
     # What transports and attachments call.
 
-    def attach(self, outlet: SessionTransport, hello: pb.Hello) -> GatewaySession:
+    def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         """The attachment of a gateway that has just linked; its Welcome waits."""
-        attachment = GatewaySession(self, outlet, hello, self._want_snapshot)
-        self._attachments.add(attachment)
-        return attachment
+        session = GatewaySession(self, transport, hello, self._want_snapshot)
+        self._sessions.add(session)
+        return session
 
-    def detach(self, attachment: GatewaySession) -> asyncio.Task[None]:
+    def detach(self, session: GatewaySession) -> asyncio.Task[None]:
         """End the requests of an attachment; it counts until they are gone."""
 
         async def end() -> None:
             try:
-                await attachment.abort_all()
+                await session.abort_all()
             finally:
-                self._attachments.discard(attachment)
+                self._sessions.discard(session)
                 self.settle()
 
-        attachment.end()
-        ending = asyncio.create_task(end())
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-        return ending
+        session.end()
+        return self._ending.spawn(end())
 
     def welcome(self) -> pb.Welcome:
         info = self._engine.info
@@ -173,11 +171,11 @@ class WorkerServer:
             max_model_len=info.max_model_len,
             block_size=info.block_size,
             page_bytes=info.page_bytes,
-            load=self.load(),
+            load=self.stats(),
         )
 
-    def load(self) -> pb.Load:
-        return codec.load_to_wire(self._engine_load(), draining=self.draining)
+    def stats(self) -> pb.Load:
+        return codec.stats_to_wire(self._engine_stats(), draining=self.draining)
 
     def accept(self) -> KvferryError | None:
         if self.draining:
@@ -212,15 +210,15 @@ class WorkerServer:
     def heartbeat_s(self) -> float:
         return self._heartbeat_s
 
-    def _want_snapshot(self, attachment: GatewaySession) -> None:
-        if self.on_want_snapshot is not None:
-            self.on_want_snapshot(attachment)
+    def _want_snapshot(self, session: GatewaySession) -> None:
+        if self.on_snapshot_wanted is not None:
+            self.on_snapshot_wanted(session)
 
-    def _engine_load(self) -> EngineLoad:
+    def _engine_stats(self) -> EngineStats:
         try:
-            return self._engine.load()
+            return self._engine.stats()
         except KvferryError:
-            return EngineLoad()
+            return EngineStats()
 
     def _retry_after_s(self) -> int:
         """When those that wait now will have begun, at the pace of the last ends; whole seconds."""
@@ -228,5 +226,5 @@ class WorkerServer:
         if len(ends) < 2:
             return 1
         span_s = asyncio.get_running_loop().time() - ends[0]
-        seconds = span_s / len(ends) * (1 + self._engine_load().num_waiting)
+        seconds = span_s / len(ends) * (1 + self._engine_stats().num_waiting)
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))

@@ -12,7 +12,7 @@ from kvferry.errors import PermissionDenied, Unauthenticated
 from kvferry.gateway.access import Access
 from kvferry.gateway.key_file import new_key
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 
 CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("ca"))
 

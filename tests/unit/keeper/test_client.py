@@ -17,7 +17,8 @@ import pytest
 
 from kvferry.keeper import messages
 from kvferry.keeper.client import AWAY, SKIPPED, JobDone, KeeperClient, Region
-from kvferry.store.layout import ChunkKey, Namespace
+from kvferry.store.layout import ChunkKey
+from kvferry.tenancy.namespace import Namespace
 from support.tier_rows import Rows, key_of, layout_of, rows_of
 from support.waiting import wait_until
 

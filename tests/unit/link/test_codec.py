@@ -8,9 +8,9 @@ from kvferry.engine.base import (
     AnswerDelta,
     CachedTokens,
     Continued,
-    EngineLoad,
     EngineOutput,
     EngineRequest,
+    EngineStats,
     FinishReason,
     Parse,
     PromptSources,
@@ -22,7 +22,7 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, Overloaded
 from kvferry.link import codec
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 from kvferry.wire.v1 import worker_pb2 as pb
 
 FULL = Sampling(
@@ -126,7 +126,7 @@ def test_text_alone_is_read_as_the_outputs_that_it_is(num_tokens: list[int]) -> 
         codec.append_output(step, number, EngineOutput(list(range(count)), f"text {number}"))
     codec.append_output(step, 0, EngineOutput([], "", finish_reason=FinishReason.STOP))
     read = pb.Step.FromString(step.SerializeToString())
-    assert codec.is_text_alone(read)
+    assert codec.is_text_only(read)
     texts = [(number, list(token_ids), text) for number, token_ids, text in codec.texts_of(read)]
     outputs = [(number, output) for number, output in codec.outputs_of(read) if isinstance(output, EngineOutput)]
     assert texts == [(number, output.token_ids, output.text) for number, output in outputs[:-1]]
@@ -140,7 +140,7 @@ def test_text_alone_it_is_not_with_logprobs_or_deltas() -> None:
     ):
         step = pb.Step()
         codec.append_output(step, 1, output)
-        assert not codec.is_text_alone(step)
+        assert not codec.is_text_only(step)
 
 
 def test_a_plain_output_costs_no_byte_for_parsers() -> None:
@@ -225,10 +225,10 @@ def test_an_error_stays_itself_across_the_wire(error: KvferryError) -> None:
 
 
 def test_load_survives_the_wire() -> None:
-    load = EngineLoad(1, 2, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14)
-    message = codec.load_to_wire(load, draining=True)
+    load = EngineStats(1, 2, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14)
+    message = codec.stats_to_wire(load, draining=True)
     assert message.draining
-    assert codec.load_from_wire(pb.Load.FromString(message.SerializeToString())) == load
+    assert codec.stats_from_wire(pb.Load.FromString(message.SerializeToString())) == load
 
 
 def test_half_a_character_does_not_spoil_the_step_it_is_in() -> None:

@@ -81,7 +81,7 @@ async def test_a_frame_over_the_limit_ends_the_link(
     gateway = Gateway(worker, "frames")
     await gateway.hello()
     await gateway.submit(1, request("a", num_prompt=20_000))
-    await until(lambda: not worker.attachments)
+    await until(lambda: not worker.sessions)
     assert "at most 10000 are allowed" in caplog.text
     await gateway.leave()
 
@@ -104,17 +104,17 @@ async def test_hello_may_come_with_what_follows_it(worker: WorkerServer) -> None
     large = pb.Downward(release=pb.Release(transfer_params=b" " * (2 * MAX_FIRST_FRAME_BYTES))).SerializeToString()
     _, writer = await asyncio.open_connection("127.0.0.1", worker.frame_port)
     writer.write(PREAMBLE + encode_frames([hello, padded, large]))
-    await until(lambda: len(worker.attachments) == 1)
-    assert worker.attachments[0].gateway_id == "g"
+    await until(lambda: len(worker.sessions) == 1)
+    assert worker.sessions[0].gateway_id == "g"
     writer.close()
-    await until(lambda: not worker.attachments)
+    await until(lambda: not worker.sessions)
 
 
 async def test_a_connection_that_the_loop_tells_of_after_the_stop_is_ended() -> None:
-    def attach(outlet: SessionTransport, hello: pb.Hello) -> GatewaySession:
+    def attach(transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         raise AssertionError("nobody is attached")
 
-    server = FrameServer(attach, lambda attachment: None)
+    server = FrameServer(attach, lambda session: None)
     await server.start("127.0.0.1", None)
     await server.stop(1.0)
     ours, theirs = socket.socketpair()

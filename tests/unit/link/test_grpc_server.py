@@ -28,7 +28,7 @@ async def test_what_cannot_be_read_is_told() -> None:
         await gateway.wire.send(b"\xff" * 20)
         with pytest.raises(LinkEnded, match=r"INVALID_ARGUMENT.*not a message"):
             await gateway.read_ends(1)
-        await until(lambda: not worker.attachments)
+        await until(lambda: not worker.sessions)
         await gateway.leave()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvferry.engine.base import EngineLoad, RequestId
+from kvferry.engine.base import EngineStats, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
@@ -23,12 +23,12 @@ PRIORS = CostDefaults()
 _fresh = itertools.count()
 
 
-def view(name: str, load: EngineLoad | None = None, reported_s: float = float("-inf"), **facts: object) -> WorkerView:
+def view(name: str, load: EngineStats | None = None, reported_s: float = float("-inf"), **facts: object) -> WorkerView:
     candidate = Candidate(MemberId(name), "m", BLOCK_SIZE, "auto")
-    return WorkerView(dataclasses.replace(candidate, **facts), load or EngineLoad(), reported_s)
+    return WorkerView(dataclasses.replace(candidate, **facts), load or EngineStats(), reported_s)
 
 
-def views(kind: str, num: int, load: EngineLoad | None = None) -> list[WorkerView]:
+def views(kind: str, num: int, load: EngineStats | None = None) -> list[WorkerView]:
     return [view(f"{kind}{i}", load) for i in range(num)]
 
 
@@ -93,7 +93,7 @@ def test_a_short_uncached_tail_is_computed_where_it_is_decoded() -> None:
 
 
 def test_busy_prefill_workers_leave_prompts_to_decode_workers() -> None:
-    busy = views("p", 2, EngineLoad(num_running=1, num_waiting=20))
+    busy = views("p", 2, EngineStats(num_running=1, num_waiting=20))
     decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), busy, views("d", 1))
     assert (decision.prefill, decision.reason) == (None, Reason.PREFILL_BUSY)
 
@@ -205,8 +205,8 @@ def test_what_a_worker_holds_itself_is_not_loaded() -> None:
 
 
 def test_a_decode_worker_with_more_streams_costs_more_and_one_without_memory_most() -> None:
-    loads = [EngineLoad(num_running=n, num_pages=10_000, num_pages_used=n) for n in (0, 40)]
-    full = EngineLoad(num_running=1, num_pages=10_000, num_pages_used=9_990)
+    loads = [EngineStats(num_running=n, num_pages=10_000, num_pages_used=n) for n in (0, 40)]
+    full = EngineStats(num_running=1, num_pages=10_000, num_pages_used=9_990)
     decode = [view("idle", loads[0]), view("busy", loads[1]), view("full", full)]
     decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), views("p", 1), decode)
     cost = {price.decode: price.streams_ms for price in (decision.price, *decision.runners_up()) if price.prefill}
@@ -215,7 +215,7 @@ def test_a_decode_worker_with_more_streams_costs_more_and_one_without_memory_mos
 
 
 def test_waiting_requests_make_a_decode_worker_dear() -> None:
-    decode = [view("d0", EngineLoad(num_running=8, num_waiting=4)), view("d1", EngineLoad(num_running=12))]
+    decode = [view("d0", EngineStats(num_running=8, num_waiting=4)), view("d1", EngineStats(num_running=12))]
     for _ in range(10):
         assert placed(Placer(ResidencyIndex(), seed=1), fresh_request(), views("p", 1), decode).decode == "d1"
 
@@ -330,7 +330,7 @@ def test_decode_workers_fill_up_evenly_before_they_report() -> None:
 
 def test_reported_streams_are_not_counted_twice() -> None:
     placer = Placer(ResidencyIndex(), seed=1)
-    unreported = [view("d0", EngineLoad(), 0.0)]
+    unreported = [view("d0", EngineStats(), 0.0)]
     for _ in range(4):
         request = fresh_request(512)
         decision = placer.place(request, [], unreported, 1.0)
@@ -338,7 +338,7 @@ def test_reported_streams_are_not_counted_twice() -> None:
         placer.began(request, decision, 1.0)
         placer.first_token(request.request_id, 1.0)
     before = placer.place(fresh_request(512), [], unreported, 2.0)
-    after = placer.place(fresh_request(512), [], [view("d0", EngineLoad(num_running=4), 2.0)], 2.0)
+    after = placer.place(fresh_request(512), [], [view("d0", EngineStats(num_running=4), 2.0)], 2.0)
     assert before is not None
     assert after is not None
     assert before.price.streams_ms == pytest.approx(after.price.streams_ms)
@@ -484,7 +484,7 @@ def serve(
         request = request_of(tokens(num_tokens, next(_fresh)))
         waiting = collections.Counter(entry[4] for entry in done)
         reported = [
-            dataclasses.replace(worker, load=EngineLoad(num_running=waiting[worker.candidate.member_id]))
+            dataclasses.replace(worker, stats=EngineStats(num_running=waiting[worker.candidate.member_id]))
             for worker in prefill
         ]
         decision = placer.place(request, reported, decode, now_s)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvferry.store import chunk_file
 from kvferry.store.chunk_file import HEADER_BYTES, Algorithm, chunk_file_bytes
 from kvferry.store.direct_io import aligned_buffer
-from kvferry.store.layout import ChunkId, Namespace
+from kvferry.store.layout import ChunkId
 from kvferry.store.outcome import Outcome
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LARGER, LAYOUT, SECRET, chunk, empty, payload, truth
 
 CHUNK = chunk(7, Namespace("acme", 3))

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvferry.store.chunk_index import ChunkIndex, File, Kept, Room
 from kvferry.store.eviction import Lru
-from kvferry.store.layout import ChunkId, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT, chunk
 
 UNIT = 4096

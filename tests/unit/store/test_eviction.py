@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.store.chunk_index import Kept
 from kvferry.store.eviction import Lru
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT, chunk
 
 

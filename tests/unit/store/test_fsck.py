@@ -13,8 +13,8 @@ from kvferry.cli import main
 from kvferry.errors import TierError
 from kvferry.store import fsck
 from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import Namespace
 from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import (
     CHUNK_BYTES,
     LARGER,

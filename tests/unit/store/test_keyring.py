@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.store.keyring import SecretsKeyring, load_keyring
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 
 SECRET = "ab" * 32
 

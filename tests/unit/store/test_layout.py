@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, Namespace
+from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT
 
 TENANTS = st.from_regex(r"[a-z0-9][a-z0-9-]{0,62}", fullmatch=True)

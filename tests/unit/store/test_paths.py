@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.store import paths
-from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT, chunk
 
 CHUNKS = st.builds(

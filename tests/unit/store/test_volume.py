@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from kvferry.errors import TierError
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation, aligned_buffer
 from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ChunkId, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import (
     CHUNK_BYTES,
     LARGER,

@@ -16,8 +16,9 @@ import pytest
 
 from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation
-from kvferry.store.layout import ChunkId, LayoutDigest, Namespace
+from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.namespace import Namespace
 from support.child_imports import import_environment
 from support.tier_chunks import (
     CHUNK_BYTES,

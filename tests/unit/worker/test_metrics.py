@@ -14,10 +14,11 @@ from kvferry.config import SimConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.errors import EngineDead
+from kvferry.exposition import SpanCounts
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.remote import ChunkLender, RemoteKeepers, RemoteStats
-from kvferry.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter, SpanCounts
+from kvferry.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.server import WorkerServer
 
@@ -30,7 +31,7 @@ def worker_metrics(engine: SimEngine) -> WorkerMetrics:
     server = WorkerServer(engine, worker_id="w-1", role="decode", host="127.0.0.1", max_requests=4, heartbeat_s=1.0)
     counts = SpanCounts(5, 1, 2)
     metrics = WorkerMetrics(engine, server, worker_id="w-1", role="decode", read_span_counts=lambda: counts)
-    server.observer.metrics = metrics
+    server.instrumentation.metrics = metrics
     return metrics
 
 
@@ -57,13 +58,13 @@ async def test_a_worker_has_all_its_metrics_before_its_engine_has_started() -> N
 
 async def test_times_of_a_request_go_where_they_belong() -> None:
     metrics = worker_metrics(an_engine())
-    observer = metrics._server.observer
+    instrumentation = metrics._server.instrumentation
     request = EngineRequest(RequestId("r"), [1, 2], Sampling(max_tokens=3))
     times = EngineTimes(10.0, 12.0, 12.5, 14.5, kv_transfer=(10.25, 11.75))
-    observer.begin(request).finished(EngineOutput((), "", finish_reason=FinishReason.STOP, times=times))
-    observer.begin(request).finished(EngineOutput((), "", finish_reason=FinishReason.ABORT, times=times))
-    observer.begin(request).failed(EngineDead("gone"))
-    observer.refused()
+    instrumentation.begin(request).finished(EngineOutput((), "", finish_reason=FinishReason.STOP, times=times))
+    instrumentation.begin(request).finished(EngineOutput((), "", finish_reason=FinishReason.ABORT, times=times))
+    instrumentation.begin(request).failed(EngineDead("gone"))
+    instrumentation.refused()
     seen, identity = rows(await metrics.render()), 'role="decode",worker="w-1"'
     for reason, count in (("stop", 1), ("abort", 1), ("error", 1), ("refused", 1), ("length", 0)):
         assert seen[f'kvferry_engine_requests_total{{reason="{reason}",{identity}}}'] == count

@@ -23,9 +23,9 @@ from kvferry.engine.base import (
     CachedTokens,
     EngineId,
     EngineInfo,
-    EngineLoad,
     EngineOutput,
     EngineRequest,
+    EngineStats,
     FinishReason,
     KvEventBatch,
     KvTransferStats,
@@ -55,6 +55,7 @@ from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.pages.keys import TOKEN_BYTES, pack_tokens
 from kvferry.residency.index import Tier
+from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class SimEngine:
         self._pulling: set[TokenSequence] = set()
         self._running: list[TokenSequence] = []
         self._work = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = TaskSet()
         self._listener: Mailbox[KvEventBatch] | None = None
         self._event_sequence = 0
         self._prompt_tokens = PromptSources()
@@ -212,8 +213,9 @@ class SimEngine:
 
     async def stop(self) -> None:
         self._die("the engine was stopped")
-        tasks = [task for task in (self._loop_task, self._tier_end, *self._background) if task is not None]
+        tasks = [task for task in (self._loop_task, self._tier_end) if task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.wait()
         if self._kv_transfer is not None:
             await self._kv_transfer.wait_closed()
         self._loop_task = None
@@ -228,8 +230,8 @@ class SimEngine:
         if self._loop_task is None:
             raise EngineDead("the engine was not started")
 
-    def load(self) -> EngineLoad:
-        return EngineLoad(
+    def stats(self) -> EngineStats:
+        return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._pulling),
             num_pages_used=self._pool.num_used,
@@ -414,8 +416,7 @@ class SimEngine:
         self._failure = EngineDead(reason)
         if self._loop_task is not None and self._loop_task is not asyncio.current_task():
             self._loop_task.cancel()
-        for task in self._background:
-            task.cancel()
+        self._background.cancel()
         if self._kv_transfer is not None:
             self._kv_transfer.close()
         if self._tier is not None:
@@ -790,10 +791,7 @@ class SimEngine:
             self._spawn(release_offer(ticket))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+        return self._background.spawn(work)
 
     # Events.
 

@@ -21,6 +21,7 @@ import msgspec
 from kvferry.engine.base import TransferParams
 from kvferry.engine.sim.block_pool import PageId
 from kvferry.engine.sim.page_memory import LayoutDigest
+from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class KvTransferServer:
         self._read_page = read_page
         self._free_pages = free_pages
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = TaskSet()
         self._id_to_offer: dict[str, _Offer] = {}
         self.port = 0
         self.fault = PullFault.NONE
@@ -186,13 +187,11 @@ class KvTransferServer:
         for offer in self._id_to_offer.values():
             offer.expiry.cancel()
         self._id_to_offer.clear()
-        for connection in self._connections:
-            connection.cancel()
+        self._connections.cancel()
 
     async def wait_closed(self) -> None:
         """After `close`: until nothing of it runs any more."""
-        while self._connections:
-            await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._connections.wait_until_empty()
 
     def _expire(self, offer_id: str) -> None:
         log.warning("pages offered as %s were not pulled within %g s", offer_id[:8], self._lease_s)
@@ -206,9 +205,7 @@ class KvTransferServer:
         if self._server is None:  # taken before `close`, and told of only now
             writer.transport.abort()
             return
-        connection = asyncio.ensure_future(self._serve(reader, writer))
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
+        connection = self._connections.spawn(self._serve(reader, writer))
         # A task that is cancelled before its first step closes nothing.
         connection.add_done_callback(lambda _: writer.close())
 

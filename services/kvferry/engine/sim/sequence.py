@@ -14,7 +14,7 @@ from kvferry.engine.sim.kv_transfer import Ticket
 from kvferry.engine.sim.mailbox import Mailbox
 from kvferry.engine.sim.tier import Named
 from kvferry.pages.keys import TOKEN_BYTES, route_keys, seed_of
-from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 
 class Phase(enum.Enum):

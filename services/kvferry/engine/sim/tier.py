@@ -19,7 +19,8 @@ from kvferry.engine.base import KvEvent, PagesRemoved, PagesStored
 from kvferry.engine.sim.block_pool import PageHash
 from kvferry.keeper.client import JobDone, KeeperClient, Region
 from kvferry.residency.index import Tier
-from kvferry.store.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayout, Namespace
+from kvferry.store.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayout
+from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 
 # Neither vLLM nor its twin is told when a job ends: both look. vLLM once a step, of which an idle engine takes one a

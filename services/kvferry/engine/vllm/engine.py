@@ -22,9 +22,9 @@ from kvferry.config import EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import (
     EngineId,
     EngineInfo,
-    EngineLoad,
     EngineOutput,
     EngineRequest,
+    EngineStats,
     EngineTimes,
     FinishReason,
     KvEventBatch,
@@ -345,11 +345,11 @@ class VllmEngine:
             # Of whatever kind vLLM has for an engine that is going down. The lease ends the pages.
             log.warning("the pages of request %s are left to their lease: %s", request_id, error)
 
-    def load(self) -> EngineLoad:
+    def stats(self) -> EngineStats:
         counters, info = self._counters, self.info
         unfinished = self._llm.get_num_unfinished_requests()
         running = min(counters.num_running, unfinished)
-        return EngineLoad(
+        return EngineStats(
             num_running=running,
             num_waiting=unfinished - running,
             num_pages_used=round(counters.kv_cache_usage * info.num_pages),

@@ -111,7 +111,7 @@ async def several_loops() -> None:
 
 
 def is_idle(engine: SimEngine) -> bool:
-    load = engine.load()
+    load = engine.stats()
     return load.num_running == load.num_waiting == load.num_pages_used == 0
 
 
@@ -197,11 +197,11 @@ async def test_a_stalled_engine_goes_on_when_it_may(engine: SimEngine) -> None:
     await anext(outputs)
     engine.faults = Faults(stalled=True)
     waiting = asyncio.create_task(run(engine, prompt_of(10), 2))
-    await eventually(lambda: engine.load().num_waiting == 1)
+    await eventually(lambda: engine.stats().num_waiting == 1)
     await several_loops()  # a step that was under way may end
-    num_generated = engine.load().num_generated_tokens
+    num_generated = engine.stats().num_generated_tokens
     await several_loops()
-    assert engine.load().num_generated_tokens == num_generated
+    assert engine.stats().num_generated_tokens == num_generated
     await engine.check_health()
     engine.faults = Faults()
     assert len((await waiting)[0]) == 2
@@ -223,7 +223,7 @@ async def test_a_killed_engine_fails_everything(engine: SimEngine) -> None:
         assert all([batch.events async for batch in events])
     await engine.abort(RequestId("any"))
     engine.kill()
-    assert engine.load().num_running == 0
+    assert engine.stats().num_running == 0
     assert "dead" in repr(engine)
 
 
@@ -314,7 +314,7 @@ async def test_pulled_prompts_of_every_length(pair: tuple[SimEngine, SimEngine],
     token_ids, last = await run(decode, prompt, 20, transfer_params=transfer_params)
     assert token_ids == await expected_tokens(prompt, 20)
     assert last.sources == PromptSources(external_kv_transfer=num_prompt)
-    assert decode.load().transferred_bytes == -(-num_prompt // BLOCK_SIZE) * decode.info.page_bytes
+    assert decode.stats().transferred_bytes == -(-num_prompt // BLOCK_SIZE) * decode.info.page_bytes
     await eventually(lambda: is_idle(prefiller) and is_idle(decode))
 
 
@@ -338,7 +338,7 @@ async def test_a_pull_of_what_is_cached_already_releases_the_offer(pair: tuple[S
 async def test_offered_pages_stay_until_the_lease_ends() -> None:
     async with started(transfer_lease_s=0.05) as engine:
         await prefill(engine, prompt_of(30))
-        assert engine.load().num_pages_used == 8
+        assert engine.stats().num_pages_used == 8
         await eventually(lambda: is_idle(engine))
         assert engine.num_offers == 0
 
@@ -383,7 +383,7 @@ async def test_a_decode_that_waits_in_line_releases_when_aborted() -> None:
         await anext(first)
         request = request_for(prompt, transfer_params=transfer_params)
         second = asyncio.create_task(finish(decode.generate(request)))
-        await eventually(lambda: decode.load().num_waiting == 1)
+        await eventually(lambda: decode.stats().num_waiting == 1)
         assert prefiller.num_offers == 1
         await decode.abort(request.request_id)
         assert (await second)[1].finish_reason is FinishReason.ABORT
@@ -397,7 +397,7 @@ async def test_a_decode_that_is_pulling_releases_when_its_reader_leaves(pair: tu
     transfer_params = await prefill(prefiller, prompt)
     prefiller.faults = Faults(pulls=PullFault.HANG)
     reader = asyncio.create_task(run(decode, prompt, transfer_params=transfer_params))
-    await eventually(lambda: decode.load().num_pages_used == 8)
+    await eventually(lambda: decode.stats().num_pages_used == 8)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     assert is_idle(decode)
@@ -459,7 +459,7 @@ async def test_no_more_run_than_may(time: VirtualTime) -> None:
         running = [asyncio.create_task(run(engine, prompt_of(5), 30)) for _ in range(9)]
         most = 0
         while not all(task.done() for task in running):
-            load = engine.load()
+            load = engine.stats()
             most = max(most, load.num_running)
             await asyncio.sleep(0)
         assert most == 3

@@ -29,7 +29,7 @@ from kvferry.engine.sim.tier import Named, SimTier, page_key, sim_layout
 from kvferry.keeper.socket_path import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier
-from kvferry.store.layout import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.worker.page_mirror import PageMirror
 from support.tier_chunks import chunk_files
 from support.tier_keeper import KeeperProcess, keeping, tier_config
@@ -119,10 +119,10 @@ async def test_a_prompt_outlives_its_engine(config: TierConfig, volume: Path) ->
             assert answer == expected
             assert last.sources == PromptSources(1, 0, 100)
             assert last.cached == CachedTokens(volume=100)
-            assert second.load().cached_tokens == CachedTokens(volume=100)
+            assert second.stats().cached_tokens == CachedTokens(volume=100)
             # From its own memory the second time, and when that has been given away, from its CPU tier.
             assert (await run(second, prompt))[1].sources == PromptSources(1, 100, 0)
-            assert second.load().cached_tokens == CachedTokens(device=100, volume=100)
+            assert second.stats().cached_tokens == CachedTokens(device=100, volume=100)
 
 
 def page_hashes(prompt: Sequence[int]) -> list[PageHash]:
@@ -163,7 +163,7 @@ async def test_what_the_engine_gave_away_comes_from_its_cpu_tier(config: TierCon
         assert answer == expected
         assert last.sources is not None
         assert last.sources.external_kv_transfer > 16
-        assert engine.load().cached_tokens.cpu == last.sources.external_kv_transfer
+        assert engine.stats().cached_tokens.cpu == last.sources.external_kv_transfer
         # The least recently used go first; nothing breaks when everything does.
         for _ in range(10):
             await run(engine, prompt_of(40), 1)
@@ -196,7 +196,7 @@ async def test_siblings_wait_for_what_one_of_them_loads(config: TierConfig, volu
             answers = await asyncio.gather(*(run(second, [*beginning, *prompt_of(3)], 1) for _ in range(6)))
             sources = [last.sources for _, last in answers]
             assert sorted(source.external_kv_transfer for source in sources if source is not None) == [0] * 5 + [80]
-            assert second.load().cached_tokens == CachedTokens(device=5 * 80, volume=80)
+            assert second.stats().cached_tokens == CachedTokens(device=5 * 80, volume=80)
 
 
 async def test_what_is_ferried_goes_to_both_cpu_tiers_and_one_volume(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ async def test_what_is_ferried_goes_to_both_cpu_tiers_and_one_volume(tmp_path: P
         _, last = await run(prefill, prompt, 1, keep_for_transfer=True)
         _, pulled = await run(decode, prompt, 9, transfer_params=last.transfer_params)
         assert pulled.sources == PromptSources(external_kv_transfer=40)
-        assert decode.load().cached_tokens == CachedTokens(kv_transfer=40)
+        assert decode.stats().cached_tokens == CachedTokens(kv_transfer=40)
         assert len(tier_of(decode)._ready) == 12
         await kept(prefill, tmp_path / "here" / "v0", 10)
         await kept(decode, tmp_path / "there" / "v0", 2)  # of the answer

@@ -37,7 +37,7 @@ from kvferry.engine.vllm.plugins.cpu_tier import refuse_a_second_region
 from kvferry.engine.vllm.plugins.load_times import LOAD_TIMES, LoadTimes
 from kvferry.engine.vllm.plugins.side_channel import CACHED_PARAMETER, ROUTE_KEYS_TAG
 from kvferry.pages.keys import pack_keys, route_keys, seed_of
-from kvferry.store.layout import Namespace
+from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 
 log = logging.getLogger(__name__)

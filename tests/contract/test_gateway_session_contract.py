@@ -15,7 +15,7 @@ from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.engine import Faults
 from kvferry.errors import EngineDead
 from kvferry.link import codec
-from kvferry.link import gateway_session as worker_attachment
+from kvferry.link import gateway_session as gateway_session
 from kvferry.link.flow_control import MAX_UNREAD_MESSAGES
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
@@ -67,7 +67,7 @@ async def test_the_first_message_must_be_hello(worker: WorkerServer, transport: 
     await gateway.submit(1, request("a"))
     with pytest.raises(LinkEnded):
         await gateway.read()
-    assert not worker.attachments
+    assert not worker.sessions
     assert worker.num_requests == 0
     await gateway.leave()
 
@@ -90,7 +90,7 @@ async def test_a_gateway_that_breaks_off_ends_only_its_own_requests(
         await gateway.hello()
         for number in (1, 2):
             await gateway.submit(number, request(f"{name}-{number}", max_tokens=200))
-    await until(lambda: engine.load().num_running == 4)
+    await until(lambda: engine.stats().num_running == 4)
     await leaves.leave()
     await until(lambda: worker.num_requests == 2, what="the requests of the gateway that left are aborted")
     await stays.read_ends(1, 2)
@@ -107,7 +107,7 @@ async def test_a_gateway_that_half_closes_ends_its_requests(
     gateway = Gateway(worker, transport)
     await gateway.hello()
     await gateway.submit(1, request("a", max_tokens=5000))
-    await until(lambda: engine.load().num_running == 1)
+    await until(lambda: engine.stats().num_running == 1)
     await gateway.wire.half_close()
     await until(lambda: quiet(engine) and not worker.num_requests)
     await gateway.leave()
@@ -184,7 +184,7 @@ async def test_a_step_of_many_requests_is_one_message(
     engine.faults = Faults(stalled=True)
     for number in range(num_requests):
         await gateway.submit(number + 1, request(f"r{number}", max_tokens=num_tokens))
-    await until(lambda: engine.load().num_waiting == num_requests)
+    await until(lambda: engine.stats().num_waiting == num_requests)
     engine.faults = Faults()
     await gateway.read_ends(*range(1, num_requests + 1))
     assert sum(gateway.num_tokens.values()) == num_requests * num_tokens
@@ -213,7 +213,7 @@ async def test_a_gateway_that_never_reads_loses_its_requests_and_memory_stays_bo
     monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     max_pending_bytes = 1 << 20
-    monkeypatch.setattr(worker_attachment, "MAX_PENDING_BYTES", max_pending_bytes)
+    monkeypatch.setattr(gateway_session, "MAX_PENDING_BYTES", max_pending_bytes)
     engine = Firehose("x" * 1000)
     engine.open.clear()
     async with serving(engine) as worker:
@@ -223,17 +223,17 @@ async def test_a_gateway_that_never_reads_loses_its_requests_and_memory_stays_bo
             await gateway.submit(number, request(f"r{number}"))
         # Before anything is put out: the first to arrive would fill all there is before the second arrives.
         await until(lambda: engine.num_begun == 2)
-        (attachment,) = worker.attachments
+        (session,) = worker.sessions
         engine.open.set()
         largest = 0
         deadline = asyncio.get_running_loop().time() + 60
         while engine.num_running:
-            largest = max(largest, attachment.pending_bytes)
+            largest = max(largest, session.pending_bytes)
             assert asyncio.get_running_loop().time() < deadline, "the requests go on though nobody reads"
             await asyncio.sleep(0)
         assert max_pending_bytes / 2 < largest <= max_pending_bytes
         await until(lambda: worker.num_requests == 0)
-        assert attachment.pending_bytes < 1000
+        assert session.pending_bytes < 1000
         # The link lives on: its gateway is told, and may go on.
         await gateway.read_ends(1, 2)
         assert {end.code for end in gateway.ended.values()} == {"worker_lost"}
@@ -250,19 +250,19 @@ async def test_a_gateway_that_asks_and_never_reads_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, worker: WorkerServer, transport: Transport
 ) -> None:
     """Not even the refusals may pile up."""
-    monkeypatch.setattr(worker_attachment, "MAX_PENDING_BYTES", 64 << 10)
+    monkeypatch.setattr(gateway_session, "MAX_PENDING_BYTES", 64 << 10)
     gateway = Gateway(worker, transport)
     await gateway.hello()
     worker.refuse_new()
     number = 0
     async with asyncio.timeout(60):
-        while worker.attachments:
+        while worker.sessions:
             number += 1
             try:
                 await gateway.submit(number, request("r"))
             except Exception:
                 break  # cut off while writing: each transport has its own error
-    await until(lambda: not worker.attachments, what="the link was ended")
+    await until(lambda: not worker.sessions, what="the link was ended")
     await gateway.leave()
 
 
@@ -272,8 +272,8 @@ async def test_a_gateway_that_falls_silent_loses_its_requests(
     engine.faults = Faults(stalled=True)
     await gateway.submit(1, request("a"))
     await until(lambda: worker.num_requests == 1)
-    monkeypatch.setattr(worker_attachment, "SILENCE_LIMIT_S", 0.5)
-    await until(lambda: not worker.attachments, what="its link was ended")
+    monkeypatch.setattr(gateway_session, "SILENCE_LIMIT_S", 0.5)
+    await until(lambda: not worker.sessions, what="its link was ended")
     assert quiet(engine)
 
 
@@ -281,9 +281,9 @@ async def test_an_acknowledgement_of_what_was_never_sent_ends_the_link(
     worker: WorkerServer, gateway: Gateway, engine: SimEngine
 ) -> None:
     await gateway.submit(1, request("a", max_tokens=5000))
-    await until(lambda: engine.load().num_running == 1)
+    await until(lambda: engine.stats().num_running == 1)
     await gateway.write(pb.Downward(ack=pb.Ack(num_messages=1 << 40, num_bytes=1)))
-    await until(lambda: not worker.attachments)
+    await until(lambda: not worker.sessions)
     await until(lambda: quiet(engine))
 
 
@@ -292,11 +292,11 @@ async def test_what_cannot_be_read_at_all_ends_its_own_link_only(
 ) -> None:
     bad = Gateway(worker, transport)
     await bad.hello()
-    await until(lambda: len(worker.attachments) == 2)
+    await until(lambda: len(worker.sessions) == 2)
     await bad.wire.send(b"\xff" * 40)
     with pytest.raises(LinkEnded):
         await bad.read_ends(1)
-    await until(lambda: len(worker.attachments) == 1)
+    await until(lambda: len(worker.sessions) == 1)
     await gateway.submit(1, request("a"))
     await gateway.read_ends(1)
     assert gateway.num_tokens == {1: 5}
@@ -307,15 +307,15 @@ async def test_a_number_that_is_in_use_ends_the_link(worker: WorkerServer, gatew
     """Two requests under one number could not be told apart."""
     for name in ("a", "b"):
         await gateway.submit(1, request(name, max_tokens=5000))
-    await until(lambda: not worker.attachments)
+    await until(lambda: not worker.sessions)
     await until(lambda: quiet(engine))
 
 
 async def test_residency_comes_in_order_with_the_steps(worker: WorkerServer, gateway: Gateway) -> None:
-    (attachment,) = worker.attachments
+    (session,) = worker.sessions
     sent = pb.Residency(sequence=7, stored=[pb.TierKeys(tier="gpu", keys=b"k" * 16)])
-    assert attachment.send_residency(sent)
-    assert attachment.send_residency(pb.Residency(sequence=8, cleared=True))
+    assert session.send_residency(sent)
+    assert session.send_residency(pb.Residency(sequence=8, cleared=True))
     got = []
     async with asyncio.timeout(30):
         while len(got) < 2:
@@ -328,7 +328,7 @@ async def test_residency_comes_in_order_with_the_steps(worker: WorkerServer, gat
 
 async def test_a_snapshot_is_asked_for(worker: WorkerServer, transport: Transport) -> None:
     asked: list[str] = []
-    worker.on_want_snapshot = lambda attachment: asked.append(attachment.gateway_id)
+    worker.on_snapshot_wanted = lambda session: asked.append(session.gateway_id)
     gateway = Gateway(worker, transport)
     await gateway.hello()
     await gateway.write(pb.Downward(want_snapshot=pb.WantSnapshot()))
@@ -339,19 +339,19 @@ async def test_a_snapshot_is_asked_for(worker: WorkerServer, transport: Transpor
 async def test_residency_gives_way_to_outputs_when_too_much_waits(
     monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
-    monkeypatch.setattr(worker_attachment, "MAX_PENDING_BYTES", 1 << 20)
+    monkeypatch.setattr(gateway_session, "MAX_PENDING_BYTES", 1 << 20)
     engine = Firehose("x" * 1000)
     async with serving(engine) as worker:
         gateway = Gateway(worker, transport)
         await gateway.hello()
-        (attachment,) = worker.attachments
+        (session,) = worker.sessions
         # Nothing is acknowledged: at first the credit goes, then what waits grows.
         piece = pb.Residency(stored=[pb.TierKeys(tier="gpu", keys=b"k" * 100_000)])
-        await until(lambda: not attachment.send_residency(piece))
-        full = attachment.pending_bytes
+        await until(lambda: not session.send_residency(piece))
+        full = session.pending_bytes
         assert full > 900_000
         await gateway.submit(1, request("a"))
-        await until(lambda: attachment.pending_bytes < full, what="residency is dropped")
+        await until(lambda: session.pending_bytes < full, what="residency is dropped")
         assert worker.num_requests == 1
         await gateway.leave()
 
@@ -436,7 +436,7 @@ async def test_a_blocked_link_that_breaks_ends_its_requests_without_the_garbage_
         try:
             await gateway.leave()
             await until(lambda: engine.num_running == 0, what="the request ends with its link")
-            await until(lambda: not worker.attachments)
+            await until(lambda: not worker.sessions)
         finally:
             gc.enable()
 
@@ -451,7 +451,7 @@ async def test_letting_go_of_a_request_is_not_cancelled_itself(transport: Transp
             await gateway.submit(number, request(f"r{number}"))
         await until(lambda: engine.num_running == 2)
         await gateway.cancel(1)
-        await until(lambda: any(task.cancelling() for task in worker.attachments[0].tasks.values()))
+        await until(lambda: any(task.cancelling() for task in worker.sessions[0].tasks.values()))
         await gateway.leave()
         await until(lambda: engine.num_running == 0)
         assert engine.num_let_go == 2
@@ -462,7 +462,7 @@ async def test_letting_go_of_a_request_is_not_cancelled_itself(transport: Transp
         await until(lambda: engine.num_running == 1)
         await worker.stop(0.01)
         assert engine.num_let_go == 3
-        assert not worker.attachments
+        assert not worker.sessions
         await other.leave()
 
 
@@ -483,7 +483,7 @@ async def test_an_engine_that_dies_fails_its_requests_and_is_seen_dead(
     worker: WorkerServer, gateway: Gateway, engine: SimEngine
 ) -> None:
     await gateway.submit(1, request("a", max_tokens=5000))
-    await until(lambda: engine.load().num_running == 1)
+    await until(lambda: engine.stats().num_running == 1)
     engine.kill()
     await gateway.read_ends(1)
     assert isinstance(gateway.ended[1], EngineDead)

@@ -1,0 +1,177 @@
+"""The metrics of one process as Prometheus text: what telemetry.py lists for its kind, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from kvferry.telemetry import CATALOGUE, SPAN_OUTCOMES, Exporter, Kind, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Reading(NamedTuple):
+    """A value that is read when it is asked for. `labels` in the catalogue's order; `total` is a summary's sum."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+    total: float = 0.0
+
+
+class Exposition:
+    """The metrics of one process: what the catalogue says its kind exports, and nothing else.
+
+    Some count by themselves (`counter`, `gauge`, `histogram`), others are read when somebody asks (`read`). `identity`
+    is put on every series.
+    """
+
+    def __init__(self, exporter: Exporter, identity: Mapping[str, str] | None = None) -> None:
+        # They would be metrics of their own in the text format, and nobody needs them.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.exporter = exporter
+        self._identity = dict(identity or {})
+        self._registry = CollectorRegistry()
+        self._made: set[Metric] = set()
+
+    def counter(self, metric: Metric) -> Counter:
+        made = Counter(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.COUNTER))
+        _begin(made, metric)
+        return made
+
+    def gauge(self, metric: Metric) -> Gauge:
+        made = Gauge(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.GAUGE))
+        _begin(made, metric)
+        return made
+
+    def histogram(self, metric: Metric) -> Histogram:
+        registry = self._take(metric, Kind.HISTOGRAM)
+        made = Histogram(metric.name, metric.help, _names(metric), buckets=metric.buckets, registry=registry)
+        _begin(made, metric)
+        return made
+
+    def read(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
+        """Have these metrics read with `read` at every scrape."""
+        for metric in metrics:
+            self._take(metric, metric.kind)
+        self._registry.register(_Readings(metrics, read))
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Names that the catalogue has for this kind and nobody made."""
+        return frozenset(m.name for m in CATALOGUE if m.exporter is self.exporter and m not in self._made)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return self.render_others(self._registry.collect())
+
+    def render_others(self, families: Iterable[Family]) -> bytes:
+        """Families that an engine makes itself, with this process's identity; on any thread."""
+        return generate_latest(_Families(_identified(families, self._identity)))
+
+    def _take(self, metric: Metric, kind: Kind) -> CollectorRegistry:
+        """Raises ValueError for what the catalogue has not, or has for others."""
+        if metric not in CATALOGUE or metric.exporter is not self.exporter or metric.kind is not kind:
+            raise ValueError(f"{metric.name}: not a {kind.value} of a {self.exporter.value} in the catalogue")
+        if metric in self._made:
+            raise ValueError(f"{metric.name} was made already")
+        self._made.add(metric)
+        return self._registry
+
+
+def _names(metric: Metric) -> list[str]:
+    return [label.name for label in metric.labels]
+
+
+def _begin(made: Counter | Gauge | Histogram, metric: Metric) -> None:
+    """All series at zero."""
+    if metric.labels:
+        for values in itertools.product(*(label.values for label in metric.labels)):
+            made.labels(*values)
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterator[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def _identified(families: Iterable[Family], identity: Mapping[str, str]) -> Iterator[Family]:
+    for family in families:
+        if identity:
+            copy = Family(family.name, family.documentation, family.type, family.unit)
+            copy.samples = [sample._replace(labels={**sample.labels, **identity}) for sample in family.samples]
+            yield copy
+        else:
+            yield family
+
+
+class _Readings(Collector):
+    """Metrics that are read when scraped. What nobody reads and is known by its labels is zero."""
+
+    def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
+        self._metrics = metrics
+        self._read = read
+
+    def describe(self) -> Iterable[Family]:
+        return ()  # or registering would read
+
+    def collect(self) -> Iterable[Family]:
+        seen: dict[str, dict[tuple[str, ...], Reading]] = {metric.name: {} for metric in self._metrics}
+        for reading in self._read():
+            seen[reading.metric.name][reading.labels] = reading
+        return [_family(metric, seen[metric.name]) for metric in self._metrics]
+
+
+def _family(metric: Metric, readings: Mapping[tuple[str, ...], Reading]) -> Family:
+    names = _names(metric)
+    series = {labels: (reading.value, reading.total) for labels, reading in readings.items()}
+    for labels in _known(metric, readings):
+        series.setdefault(labels, (0.0, 0.0))
+    if metric.kind is Kind.COUNTER:
+        counter = CounterMetricFamily(metric.name, metric.help, labels=names)
+        for labels, (value, _) in series.items():
+            counter.add_metric(labels, value)
+        return counter
+    if metric.kind is Kind.SUMMARY:
+        summary = SummaryMetricFamily(metric.name, metric.help, labels=names)
+        for labels, (value, total) in series.items():
+            summary.add_metric(labels, int(value), total)
+        return summary
+    gauge = GaugeMetricFamily(metric.name, metric.help, labels=names)
+    for labels, (value, _) in series.items():
+        gauge.add_metric(labels, value)
+    return gauge
+
+
+def _known(metric: Metric, readings: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Every series that is known to exist: of each process or volume that was read, all values of the other labels."""
+    is_open = [not label.values for label in metric.labels]
+    owners = {tuple(v for v, free in zip(labels, is_open, strict=True) if free) for labels in readings}
+    if not any(is_open):
+        owners = {()}
+    for owner in owners:
+        rest = iter(owner)
+        yield from itertools.product(*(label.values or (next(rest),) for label in metric.labels))
+
+
+class SpanCounts(NamedTuple):
+    """What became of the spans of this process."""
+
+    exported: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+def read_spans(metric: Metric, counts: SpanCounts) -> Iterator[Reading]:
+    """`metric` is the process's own of spans."""
+    for outcome, value in zip(SPAN_OUTCOMES, counts, strict=True):
+        yield Reading(metric, (outcome,), value)

@@ -1,0 +1,147 @@
+"""Metrics of one gateway: its requests and routing, and the workers and volumes that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.router.metrics import RouterMetrics
+from kvferry.telemetry import (
+    ENDPOINTS,
+    GATEWAY_SPANS,
+    GENERATED_TOKENS,
+    INTER_TOKEN,
+    PROMPT_TOKENS,
+    READY,
+    REFUSAL_CODES,
+    REQUEST_SECONDS,
+    REQUESTS,
+    REQUESTS_CANCELLED,
+    REQUESTS_IN_FLIGHT,
+    REQUESTS_REFUSED,
+    SLOW_CLIENTS,
+    TIME_TO_FIRST_TOKEN,
+    VOLUME_CAPACITY,
+    VOLUME_PAGES,
+    VOLUME_QUEUED,
+    VOLUME_RATE,
+    VOLUME_READABLE,
+    VOLUME_TRIPS,
+    VOLUME_USED,
+    VOLUME_WRITABLE,
+    VOLUMES_SEEN,
+    WORKER_CACHED_TOKENS,
+    WORKER_CONNECTED,
+    WORKER_GENERATED_TOKENS,
+    WORKER_PAGES,
+    WORKER_PAGES_USED,
+    WORKER_PROMPT_TOKENS,
+    WORKER_RUNNING,
+    WORKER_TRANSFERRED_BYTES,
+    WORKER_WAITING,
+    WORKERS_SEEN,
+    Exporter,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample:
+    """One worker as this gateway last heard of it; totals since the worker's engine started."""
+
+    worker_id: str
+    role: str
+    connected: bool
+    num_running: int
+    num_waiting: int
+    num_pages_used: int
+    num_pages: int
+    prompt_tokens_by_source: dict[str, int]
+    cached_tokens_by_tier: dict[str, int]
+    transferred_bytes: int
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeSample:
+    """One volume, through one keeper, as this gateway last heard of it."""
+
+    volume_id: str
+    keeper_id: str
+    readable: bool
+    writable: bool
+    num_trips: int
+    num_pages: int
+    used_bytes: int
+    capacity_bytes: int
+    queued_read_bytes: int
+    read_bytes_per_s: float
+
+
+class GatewayMetrics(RouterMetrics):
+    """Metrics of one gateway process: its requests, its routing, and the workers and volumes that it sees."""
+
+    def __init__(
+        self,
+        read_workers: Callable[[], Sequence[WorkerSample]] = tuple,
+        read_volumes: Callable[[], Sequence[VolumeSample]] = tuple,
+        *,
+        is_ready: Callable[[], bool] = lambda: False,
+        read_span_counts: Callable[[], SpanCounts] = SpanCounts,
+    ) -> None:
+        self.exposition = exposition = Exposition(Exporter.GATEWAY)
+        super().__init__(exposition)
+        self.requests = exposition.counter(REQUESTS)
+        self.refused = exposition.counter(REQUESTS_REFUSED)
+        self.cancelled = exposition.counter(REQUESTS_CANCELLED)
+        self.requests_in_flight = exposition.gauge(REQUESTS_IN_FLIGHT)
+        request_seconds = exposition.histogram(REQUEST_SECONDS)
+        # Looking a series up costs as much as counting.
+        self.request_seconds = {endpoint: request_seconds.labels(endpoint=endpoint) for endpoint in ENDPOINTS}
+        self.time_to_first_token = exposition.histogram(TIME_TO_FIRST_TOKEN)
+        self.inter_token = exposition.histogram(INTER_TOKEN)
+        self.prompt_tokens = exposition.counter(PROMPT_TOKENS)
+        self.generated_tokens = exposition.counter(GENERATED_TOKENS)
+        self.slow_clients = exposition.counter(SLOW_CLIENTS)
+        exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
+        exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
+        exposition.read(WORKERS_SEEN, lambda: _of_workers(read_workers()))
+        exposition.read(VOLUMES_SEEN, lambda: _of_volumes(read_volumes()))
+
+    def note_refusal(self, code: str | None) -> None:
+        """A request was answered with an error of this code."""
+        if code in REFUSAL_CODES:
+            self.refused.labels(code=code).inc()
+
+    def render(self) -> bytes:
+        """The text exposition of everything."""
+        return self.exposition.render()
+
+
+def _of_workers(workers: Iterable[WorkerSample]) -> Iterator[Reading]:
+    for worker in workers:
+        key = (worker.worker_id, worker.role)
+        yield Reading(WORKER_CONNECTED, key, float(worker.connected))
+        yield Reading(WORKER_RUNNING, key, worker.num_running)
+        yield Reading(WORKER_WAITING, key, worker.num_waiting)
+        yield Reading(WORKER_PAGES_USED, key, worker.num_pages_used)
+        yield Reading(WORKER_PAGES, key, worker.num_pages)
+        for source, tokens in worker.prompt_tokens_by_source.items():
+            yield Reading(WORKER_PROMPT_TOKENS, (*key, source), tokens)
+        for tier, tokens in worker.cached_tokens_by_tier.items():
+            yield Reading(WORKER_CACHED_TOKENS, (*key, tier), tokens)
+        yield Reading(WORKER_TRANSFERRED_BYTES, key, worker.transferred_bytes)
+        yield Reading(WORKER_GENERATED_TOKENS, key, worker.num_generated_tokens)
+
+
+def _of_volumes(volumes: Iterable[VolumeSample]) -> Iterator[Reading]:
+    for volume in volumes:
+        key = (volume.volume_id, volume.keeper_id)
+        yield Reading(VOLUME_READABLE, key, float(volume.readable))
+        yield Reading(VOLUME_WRITABLE, key, float(volume.writable))
+        yield Reading(VOLUME_TRIPS, key, volume.num_trips)
+        yield Reading(VOLUME_PAGES, key, volume.num_pages)
+        yield Reading(VOLUME_USED, key, volume.used_bytes)
+        yield Reading(VOLUME_CAPACITY, key, volume.capacity_bytes)
+        yield Reading(VOLUME_QUEUED, key, volume.queued_read_bytes)
+        yield Reading(VOLUME_RATE, key, volume.read_bytes_per_s)

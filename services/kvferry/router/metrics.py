@@ -1,0 +1,29 @@
+"""Counters and histograms of routing, in the exposition of a gateway."""
+
+from __future__ import annotations
+
+from kvferry.exposition import Exposition
+from kvferry.telemetry import (
+    CONTINUED_REQUESTS,
+    DECODE_RETRIES,
+    PLACEMENT_SECONDS,
+    PLACEMENTS,
+    PREFILL_FALLBACKS,
+    PREFILL_SECONDS,
+    SKIPPED_VOLUME_LOADS,
+    TRANSFERRED_PAGES,
+)
+
+
+class RouterMetrics:
+    """Metrics that the dispatcher writes."""
+
+    def __init__(self, exposition: Exposition) -> None:
+        self.placements = exposition.counter(PLACEMENTS)
+        self.placement_seconds = exposition.histogram(PLACEMENT_SECONDS)
+        self.skipped_volume_loads = exposition.counter(SKIPPED_VOLUME_LOADS)
+        self.prefill_seconds = exposition.histogram(PREFILL_SECONDS)
+        self.prefill_fallbacks = exposition.counter(PREFILL_FALLBACKS)
+        self.continued_requests = exposition.counter(CONTINUED_REQUESTS)
+        self.decode_retries = exposition.counter(DECODE_RETRIES)
+        self.transferred_pages = exposition.counter(TRANSFERRED_PAGES)

@@ -1,0 +1,55 @@
+"""Background tasks that their owner keeps until they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class TaskSet:
+    """Tasks that run beside their owner; asyncio itself keeps only weak references to tasks.
+
+    An exception of a task stays in the task: `spawn` returns it, and `wait` discards it.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<TaskSet of {len(self._tasks)}>"
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task in the running event loop."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.add(task)
+        return task
+
+    def add(self, task: asyncio.Task[None]) -> None:
+        """Keep a task that runs already."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        """Cancel every task; `wait` returns once they have ended."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Wait until every task that runs now has ended, however it ends."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def wait_until_empty(self) -> None:
+        """Wait until no task runs, those included that start meanwhile."""
+        while self._tasks:
+            await self.wait()
+
+    async def ended_within(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s`; return whether every task that ran at the call has ended. Cancels none."""
+        if not self._tasks:
+            return True
+        _, running = await asyncio.wait(self._tasks, timeout=timeout_s)
+        return not running

@@ -1,0 +1,42 @@
+"""A tenant's identity in keys, events and files: its name and the epoch of its data."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_U64_END = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Whose chunk it is. Raising a tenant's epoch makes everything older unreadable for it.
+
+    Raises ValueError for a tenant that is no lower-case label of at most 63 letters, digits and dashes.
+    """
+
+    tenant: str = "default"
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if not _TENANT.fullmatch(self.tenant):
+            raise ValueError(f"tenant {self.tenant!r}: lower-case letters, digits and dashes, at most 63")
+        if not 0 <= self.epoch < _U64_END:
+            raise ValueError(f"epoch {self.epoch} is no unsigned 64-bit number")
+
+    def __str__(self) -> str:
+        """`<tenant>.<epoch>`: the name of its folders. A tenant holds no dot."""
+        return f"{self.tenant}.{self.epoch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Namespace:
+        """What `str` made. Raises ValueError for anything else, such as another way to write the same number."""
+        tenant, _, epoch = text.rpartition(".")
+        namespace = cls(tenant, int(epoch))
+        if str(namespace) != text:
+            raise ValueError(f"{text!r} is no namespace")
+        return namespace
+
+
+DEFAULT_NAMESPACE = Namespace()
