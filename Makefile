@@ -7,6 +7,8 @@ SHELL := /bin/bash
 ENGINE ?=
 ARGS ?=
 N ?= 100000
+# Processes that run tests: most of their time is waiting, so more than one process shares a core.
+JOBS ?= 3
 # The first Python on PATH that is new enough and not too new; looked for only where it is needed.
 PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.11; do \
 	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$name"; \
@@ -38,11 +40,11 @@ down: $(STAMP) ## End it and remove all it left
 status: $(STAMP) ## Show its members, roles and load
 	@$(BIN)/kvferry status $(ARGS)
 
-test: $(STAMP) ## Run all tests, with real models, etcd and clusters
-	@$(BIN)/pytest $(ARGS)
+test: $(STAMP) ## Run all tests, with real models, etcd and clusters, in JOBS processes
+	@$(BIN)/pytest -n $(JOBS) --dist loadgroup --durations 10 $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
-	@$(BIN)/pytest -m "not model and not cluster" $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadgroup -m "not model and not cluster" $(ARGS)
 
 bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE" replays a Mooncake trace
 	@$(BIN)/python -m bench.routing $(ARGS)

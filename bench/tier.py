@@ -362,7 +362,7 @@ def bench(options: argparse.Namespace, fio_program: str, folder: Path, console: 
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"Pages of {results['chunk_bytes'] / 2**20:g} MiB, {results['queue_depth']} under way")
+    table = Table(title=f"Pages of {results['page_bytes'] / 2**20:g} MiB, {results['queue_depth']} under way")
     for column in ("", "GB/s", "CPU s per GiB", "of fio"):
         table.add_column(column, justify="right" if column else "left")
     ratios = {"read": "read_ratio", "write": "write_ratio", "sealed_read": "sealed_read_ratio",

@@ -1,6 +1,7 @@
-"""What tests of every kind share.
+"""Fixtures and settings of all tests.
 
-This folder is on the import path, so that helpers such as `etcd_server` are importable.
+`make test` runs tests in several processes (pytest-xdist). Tests with real engines are one group, so that one process
+runs them all and at most one prefill and one decode engine exist at a time; tests that start Ray are another one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ hypothesis.settings.load_profile("kvferry")
 
 
 _exit_status = 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, group in (("model", "engines"), ("cluster", "ray")):
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.xdist_group(group))
+                break
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

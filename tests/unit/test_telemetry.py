@@ -121,7 +121,7 @@ def test_nobody_makes_metrics_outside_the_catalogue() -> None:
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if any((module or "").split(".")[0] == "prometheus_client" for module in modules):
                 importers.add(file.name)
-    assert importers == {"telemetry.py"}
+    assert importers == {"exposition.py"}
 
 
 def test_what_is_not_in_the_catalogue_cannot_be_made() -> None:
