@@ -1,4 +1,4 @@
-"""Host and port arithmetic: what is loopback, which port is free."""
+"""Hosts, ports and loopback addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE_ADDRESS_VARIABLE = "KVFERRY_NODE_ADDRESS"
 
 
 def is_loopback(host: str) -> bool:
-    """True for `localhost` and addresses of the loopback range; a name that is not an address is not trusted."""
+    """True for `localhost` and loopback addresses; other names are not trusted."""
     if host == "localhost":
         return True
     try:
@@ -27,10 +27,9 @@ def is_loopback(host: str) -> bool:
 
 
 def require_loopback(key: str, host: str, *, insecure: bool, remedy: str = "") -> None:
-    """Refuse an unauthenticated listener that others can reach.
+    """Refuse an unauthenticated listener off loopback.
 
-    Raises ConfigError naming `key` unless `host` is loopback or the operator said `insecure`. `remedy` is what else
-    would help.
+    Raises ConfigError naming `key` unless `host` is loopback or `insecure` is set. `remedy` names other ways out.
     """
     if not insecure and not is_loopback(host):
         raise ConfigError(
@@ -42,24 +41,21 @@ def require_loopback(key: str, host: str, *, insecure: bool, remedy: str = "") -
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on now.
-
-    Another process may take it before the caller binds: bind port 0 where possible.
-    """
+    """Return a TCP port that is free now; another process may take it before the caller binds."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets round an IPv6 address."""
+    """Return `host:port`, with brackets round an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def node_address(environ: Mapping[str, str] = os.environ) -> str:
-    """The address by which others reach this machine: $KVFERRY_NODE_ADDRESS, or that of the way out of it.
+    """Return the address by which others reach this machine: $KVFERRY_NODE_ADDRESS, else that of the default route.
 
-    Loopback where there is no way out.
+    Without a default route it is loopback.
     """
     if said := environ.get(NODE_ADDRESS_VARIABLE):
         return said
@@ -72,5 +68,7 @@ def node_address(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def reachable_host(host: str) -> str:
-    """What others dial to reach a listener on `host`: for all interfaces this machine's address, else `host`."""
+    """Return the host that others dial for a listener on `host`: this machine's address if `host` means all
+    interfaces.
+    """
     return node_address() if host in ("0.0.0.0", "::") else host

@@ -1,21 +1,18 @@
-"""The composition root: a configuration becomes a Ray Serve application. The only importer of ray.
+"""The Ray Serve application of a configuration. This is the only importer of ray.
 
 Serve places replicas, restarts, health-checks and scales them. No token and no page passes a Serve proxy or handle:
-each replica hosts its own server and is found through membership.
+each replica hosts its own server and is found through membership. On each node with workers and volumes there is also a
+keeper (keeper/actor.py): a detached actor, pinned to the node, that the node's first worker makes and Ray restarts.
 
-Where there are volumes, each node with a worker has a keeper too: a detached actor, pinned to the node, that the first
-worker to start there makes and Ray restarts. It outlives workers, whose engines find it again by its socket, and ends
-by itself once the application is gone.
-
-Four ways lead here, and all make the same application:
+The same application results from
 
     serve deploy serve.yaml                                  import_path kvferry.app:application, arguments in the file
     a RayService of KubeRay                                  the same file, as its serveConfigV2
     ray job submit -- python -m kvferry.app deploy ...       a job that ends once the application serves
     python -m kvferry.app deploy --config cluster.yaml --ray-address 127.0.0.1:6379
 
-Replicas are made from what `replica_values` keeps of the configuration. Counts are not among it: whoever changes only
-them, adds or drains replicas and touches no other.
+Replica counts are not among the arguments of replicas (`replica_values`), so changing only them adds or drains replicas
+and restarts none.
 """
 
 from __future__ import annotations
@@ -99,19 +96,19 @@ class _WorkerReplica:
 
 
 class PrefillWorker(_WorkerReplica):
-    """Computes prompts and hands their pages over."""
+    """Computes prompts and offers their pages for KV transfer."""
 
     kind = MemberKind.PREFILL
 
 
 class DecodeWorker(_WorkerReplica):
-    """Pulls pages and generates tokens; computes prompts itself where it must."""
+    """Pulls pages and generates tokens; may compute prompts itself."""
 
     kind = MemberKind.DECODE
 
 
 class Gateway:
-    """One gateway in one Serve replica, on a listener of its own."""
+    """One gateway in one Serve replica, on its own listeners."""
 
     async def __init__(  # type: ignore[misc]
         self, values: dict[str, Any], model_folder: str, *_others: Any
@@ -125,7 +122,7 @@ class Gateway:
             raise
 
     async def reconfigure(self, num_workers: Mapping[str, int]) -> None:
-        """Serve calls it before the first request and whenever the counts change, without a restart."""
+        """Called by Serve before the first request and whenever the counts change, without a restart."""
         self._host.expect(num_workers)
 
     async def check_health(self) -> None:
@@ -138,15 +135,15 @@ class Gateway:
 
 
 def keeper_settings(values: dict[str, Any]) -> str:
-    """A digest of everything that a keeper is made from: one with other settings is not the keeper that is wanted."""
+    """Return a digest of all settings of a keeper; a keeper with another digest is replaced."""
     sections = [values[section] for section in ("tier", "membership", "metrics", "tracing")]
     return _digest([*sections, values["worker"]["tls"], values["engine"]["device"], __version__])
 
 
 async def ensure_keeper(values: dict[str, Any]) -> None:
-    """See that this node has a keeper with these settings, and wait for it a while.
+    """Make sure that this node has a keeper with these settings, and wait up to KEEPER_START_S for it.
 
-    Raises nothing: engines serve without it, and find it when it is there.
+    Never raises: engines serve without a keeper and connect once it is there.
     """
     node_id = ray.get_runtime_context().get_node_id()
     fault = "it is replaced again and again"
@@ -192,7 +189,7 @@ def _end_this_actor() -> None:
 
 
 def _is_deployed() -> bool:
-    """Whether Serve has the application, or cannot be asked just now."""
+    """Whether Serve has the application; True if Serve cannot be asked."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
         return APPLICATION in serve.status().applications
@@ -204,10 +201,10 @@ def _is_deployed() -> bool:
 
 
 def application(args: Mapping[str, Any]) -> Application:
-    """The application builder, for `import_path: kvferry.app:application` in files for `serve deploy`.
+    """Build the application, for `import_path: kvferry.app:application` in files for `serve deploy`.
 
-    `args` are `config`, a configuration as in a YAML file, and `model_folder`, the model's folder or hub id, the same
-    on every node; without it `config.model.path` counts. Raises ConfigError naming what is wrong.
+    `args` holds `config`, a configuration as in a YAML file, and `model_folder`, the model's folder or hub id, the same
+    on every node; it defaults to `config.model.path`. Raises ConfigError.
     """
     if unknown := sorted(set(args) - {"config", "model_folder"}):
         raise ConfigError(f"args: unknown key {unknown[0]!r}. Allowed here: config, model_folder")
@@ -221,7 +218,7 @@ def application(args: Mapping[str, Any]) -> Application:
 
 
 def build(config: ClusterConfig, model_folder: str = "") -> Application:
-    """The Serve application of a configuration: up to three deployments."""
+    """Return the Serve application of a configuration: up to three deployments."""
     model_folder = model_folder or config.model.path
     values = replica_values(config)
     version = _digest([values, model_folder, __version__])
@@ -254,9 +251,9 @@ def build(config: ClusterConfig, model_folder: str = "") -> Application:
 
 
 def replica_values(config: ClusterConfig) -> dict[str, Any]:
-    """What replicas are made from: the configuration without counts and placement, which are Serve's alone.
+    """Return the configuration that replicas are made from: without counts and placement, which are Serve's.
 
-    Of a count there remains whether it is 0. Serve replaces replicas whose values change.
+    Serve replaces replicas whose values change. Of a count only the fact that it is 0 remains.
     """
     values = config.model_dump(mode="json")
     for role in ("prefill", "decode", "gateway"):
@@ -268,10 +265,9 @@ def replica_values(config: ClusterConfig) -> dict[str, Any]:
 
 
 def deploy(config: ClusterConfig, model_folder: str, ray_address: str, *, wait_s: float = 0) -> None:
-    """Submit the application to a running Ray; replicas come up by themselves.
+    """Submit the application to a running Ray. Serve and the application outlive this process.
 
-    Serve and the application outlive this process. Waits up to `wait_s` until every replica serves; raises KvferryError
-    when that failed or took longer.
+    Waits up to `wait_s` until every replica serves; raises KvferryError if that fails or takes longer.
     """
     application = build(_deployable(config), model_folder)
     with _connected(ray_address):
@@ -287,7 +283,7 @@ def deploy(config: ClusterConfig, model_folder: str, ray_address: str, *, wait_s
 
 
 def delete(ray_address: str) -> None:
-    """Drain and end the application; others of the same Ray stay. Nothing happens where there is none."""
+    """Drain and end the application, if it is there. Other applications of the same Ray stay."""
     with _connected(ray_address):
         serve.delete(APPLICATION)
 
@@ -375,9 +371,8 @@ def _in_replica(values: dict[str, Any]) -> ClusterConfig:
 def close_handle_server() -> None:
     """Keep Serve from opening its handle server in this replica.
 
-    Every replica would listen on all interfaces for requests of other deployments, without authentication, and unpickle
-    what comes (ray.serve._private.replica). Nothing of kvferry passes a handle, so nothing needs it. Must run before
-    the replica's constructor returns; Serve opens the server right after.
+    The server would listen on all interfaces, without authentication, and unpickle requests of other deployments
+    (ray.serve._private.replica). kvferry uses no handles. Must run before the replica's constructor returns.
     """
     if not hasattr(replica, "add_port_to_grpc_server"):
         raise ConfigError("this version of Ray Serve opens its handle server in a way kvferry cannot close")

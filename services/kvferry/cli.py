@@ -1,4 +1,4 @@
-"""The command `kvferry`. Exit codes: 0 done, 1 could not be done, 2 asked for wrongly, 130 interrupted."""
+"""The command `kvferry`. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _reported(command: Callable[P, R]) -> Callable[P, R]:
-    """An error of ours is one message on stderr and an exit code, never a traceback."""
+    """Print a KvferryError as one message on stderr, never as a traceback."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,7 +59,7 @@ def _reported(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _configured(command: Callable[..., R]) -> Callable[..., R]:
-    """Options that choose a configuration; the command gets it as `config`."""
+    """Add the options that choose a configuration; the command gets it as `config`."""
 
     @click.option("--engine", type=click.Choice(["vllm", "sim"]), help="vllm: a real model. sim: its twin, in seconds.")
     @click.option("--model", help="`default`, a folder, or a hub id.")
@@ -247,7 +247,7 @@ def tier() -> None:
 
 
 def _volume(command: Callable[..., R]) -> Callable[..., R]:
-    """A command on a volume's folder. What keeps it from its end is exit code 2: fsck's 1 says that it found faults."""
+    """Make a command on a volume's folder. Its failure has exit code 2, because fsck's 1 means that it found faults."""
 
     @click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
     @click.option("--json", "as_json", is_flag=True, help="For programs.")

@@ -1,7 +1,7 @@
-"""One frozen, typed configuration, read once at start-up and handed out in slices.
+"""The configuration: frozen, typed, read once at start-up, passed on in sections.
 
 Later sources win: defaults, a YAML file, environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), flags (`--set
-gateway.http_port=8001`). An unknown key or a bad value fails start-up and is named, with what is allowed.
+gateway.http_port=8001`). An unknown key or a bad value fails start-up; the error names it and what is allowed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _absolute(path: Path) -> Path:
 
 
 class ModelConfig(_Section):
-    """Which model, and under which name clients know it."""
+    """The served model and its name."""
 
     path: str = "default"  # a folder, a hub id, or `default`: the small model that set-up prepares
     served_name: str = ""  # empty: the last part of the path
@@ -53,7 +53,7 @@ class ModelConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """How an engine is built; the same on prefill and decode workers, or they could not exchange pages."""
+    """Engine settings that prefill and decode workers share, because they determine the bytes of pages."""
 
     kind: Literal["vllm", "sim"] = "vllm"
     device: Literal["cpu", "gpu"] = "cpu"
@@ -79,10 +79,7 @@ class EngineConfig(_Section):
 
 
 class RoleEngineConfig(_Section):
-    """What the engines of one role have of their own; empty: as `engine` says.
-
-    Nothing here changes what a page is, so prefill and decode engines still understand each other.
-    """
+    """Engine settings of one role that leave pages alike; absent ones are those of `engine`."""
 
     kv_cache_gib: int | None = Field(None, ge=1)
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
@@ -103,7 +100,7 @@ class RoleConfig(_Section):
 
 
 class TlsConfig(_Section):
-    """Mutual TLS: each side shows `cert_file` and accepts what `ca_file` signed. All three files, or none."""
+    """Mutual TLS: each side shows `cert_file` and accepts certificates of `ca_file`. Set all three files or none."""
 
     cert_file: Path | None = None
     key_file: Path | None = None
@@ -126,7 +123,7 @@ class TlsConfig(_Section):
 
 
 class ServerTlsConfig(_Section):
-    """TLS of what clients talk to. With `client_ca_file` they have to show a certificate that it signed."""
+    """TLS of client-facing listeners. With `client_ca_file`, clients must show a certificate that it signed."""
 
     cert_file: Path | None = None
     key_file: Path | None = None
@@ -146,7 +143,7 @@ class ServerTlsConfig(_Section):
 
 
 class WorkerConfig(_Section):
-    """What every prefill and decode worker shares, and gateways that dial them; `tls` is that of keepers too."""
+    """Settings of all workers and of gateways that dial them; keepers use `tls` too."""
 
     host: str = "127.0.0.1"  # address its listeners bind to and register; auto: this node's
     link: Literal["frames", "grpc"] = "frames"  # what carries requests and steps; Describe is always gRPC
@@ -206,7 +203,7 @@ class MembershipConfig(_Section):
 
 
 class SimConfig(_Section):
-    """The timing model of the twin engine."""
+    """Timing model of the simulated engine."""
 
     prefill_tokens_per_s: float = Field(20_000, gt=0)
     step_ms: float = Field(5.0, ge=0)
@@ -220,7 +217,7 @@ class SimConfig(_Section):
 
 
 class VolumeConfig(_Section):
-    """A directory on NVMe that keeps pages: local to one node, or a mount that nodes share."""
+    """A directory on NVMe that stores chunks: local to one node, or a mount that nodes share."""
 
     path: Path  # absolute; made at the first start
     capacity_gib: float = Field(gt=0, allow_inf_nan=False)
@@ -238,7 +235,7 @@ _MAX_SOCKET_DIR_BYTES = 107 - len("/keeper.sock")
 
 
 class TierConfig(_Section):
-    """Pages beyond an engine's own memory: a CPU tier per engine, and volumes behind one keeper per node."""
+    """Tiers beyond an engine's own memory: a CPU tier per engine, and volumes behind one keeper per node."""
 
     enabled: bool = False  # the CPU tier, and a keeper where there are volumes
     cpu_gib: float = Field(1.0, gt=0, allow_inf_nan=False)  # CPU tier per engine, in /dev/shm
@@ -278,9 +275,9 @@ class TierConfig(_Section):
 
 
 class MetricsConfig(_Section):
-    """Where gateways, workers and keepers answer Prometheus, each on a listener of its own.
+    """Prometheus listeners of gateways, workers and keepers.
 
-    A port that is not 0 is the first of 16 to try: several processes of one kind may share a machine.
+    A port other than 0 is the first of 16 to try, because several processes of one kind may share a machine.
     """
 
     host: str = "127.0.0.1"  # auto: this node's address
@@ -291,7 +288,7 @@ class MetricsConfig(_Section):
 
 
 class TracingConfig(_Section):
-    """Where traces go."""
+    """The OTLP collector."""
 
     # OTLP over gRPC: host:port, or http://host:port or https://host:port. Empty: no traces.
     endpoint: str = Field("", pattern=r"^((https?://)?[^/\s:]+:[0-9]{1,5}|(https?://)?\[[0-9A-Fa-f:.]+\]:[0-9]{1,5})?$")
@@ -317,7 +314,7 @@ Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "t
 
 
 class ClusterConfig(_Section):
-    """The whole: one per cluster, the same on every node."""
+    """The whole configuration, the same on every node."""
 
     name: str = Field("kvferry", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     # Allow listeners off loopback without authentication: all of them, or those that are named.
@@ -337,12 +334,12 @@ class ClusterConfig(_Section):
 
     @property
     def served_name(self) -> str:
-        """The name clients use for the model."""
+        """Name of the model for clients."""
         path = "SmolLM2-135M-Instruct" if self.model.path == "default" else self.model.path
         return self.model.served_name or path.rstrip("/").rpartition("/")[2]
 
     def on_node(self, address: str) -> ClusterConfig:
-        """As it is on a node that others reach at `address`: no host is `auto` any more."""
+        """Replace every host `auto` by this node's `address`."""
 
         def section(name: str, key: str) -> _Section:
             here: _Section = getattr(self, name)
@@ -352,12 +349,12 @@ class ClusterConfig(_Section):
         return self.model_copy(update={name: section(name, key) for name, key in hosts.items()})
 
     def engine_of(self, role: str) -> EngineConfig:
-        """The engine of `prefill` or `decode` workers."""
+        """Return the engine settings of `prefill` or `decode` workers."""
         own: RoleEngineConfig = getattr(self, role).engine
         return self.engine.model_copy(update=own.model_dump(exclude_none=True))
 
     def check_listeners(self) -> None:
-        """Raises ConfigError for a listener that others could reach without authentication."""
+        """Raises ConfigError for a listener off loopback without authentication."""
         gateway, has_mutual_tls = self.gateway, self.worker.tls.enabled
         has_access = gateway.keys_file is not None or gateway.tls.client_ca_file is not None
         listeners: tuple[tuple[Listener, str, bool, str], ...] = (
@@ -379,9 +376,9 @@ def load(
     environ: Mapping[str, str] = os.environ,
     flags: Sequence[str] = (),
 ) -> ClusterConfig:
-    """Read a configuration.
+    """Read a configuration. `flags` are `section.key=value`, values in YAML.
 
-    `flags` are `section.key=value`, values in YAML. Raises ConfigError naming key, value and what is allowed.
+    Raises ConfigError naming key, value and what is allowed.
     """
     merged: dict[str, Any] = {}
     if file is not None:
@@ -399,7 +396,7 @@ def load(
 
 
 def parse(values: Mapping[str, Any]) -> ClusterConfig:
-    """Check a plain mapping. Raises ConfigError listing every fault."""
+    """Validate a plain mapping. Raises ConfigError listing every fault."""
     try:
         config = ClusterConfig.model_validate(values)
     except ValidationError as error:
@@ -444,7 +441,7 @@ def _put(into: dict[str, Any], path: Sequence[str], text: str, *, source: str) -
 
 
 def _explain(fault: Any, values: Mapping[str, Any]) -> str:
-    """One line for one fault: key, value, what is allowed."""
+    """Describe one fault in one line: key, value, what is allowed."""
     path = [str(part) for part in fault["loc"]]
     key = ".".join(path) or "configuration"
     if fault["type"] == "extra_forbidden":

@@ -1,11 +1,11 @@
-"""What is measured, in one place: name, kind, unit, labels and meaning of every metric, and who exports it.
+"""The catalogue of metrics: name, kind, unit, labels, meaning and exporting process of each.
 
-Names follow Prometheus conventions: base units, `_total` on counters. A label has a small, known set of values, all of
-which are series from the start, at zero; or it names a process or a volume, and its series come and go with that. No
-metric is made outside of this catalogue; docs/metrics.md is generated from it (tools/generate_metrics_doc.py).
+Names follow Prometheus conventions: base units, `_total` on counters. A label has a small known set of values, whose
+series exist from the start at zero, or it names a process or a volume. Processes can export only metrics of this
+catalogue (exposition.py); docs/metrics.md is generated from it (tools/generate_metrics_doc.py).
 
-Gateways tell of requests, and of workers and volumes as they see them; workers and keepers tell of themselves. The same
-thing seen from two sides has two names, so that a sum over all targets counts nothing twice.
+Gateways export metrics of requests, and of workers and volumes as they see them; workers and keepers export metrics of
+themselves. One fact seen from two sides has two names, so that a sum over all targets counts nothing twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kind(enum.StrEnum):
 
 
 class Exporter(enum.StrEnum):
-    """Whose listener has a metric."""
+    """The kind of process that exports a metric."""
 
     GATEWAY = "gateway"
     WORKER = "worker"
@@ -34,7 +34,7 @@ class Exporter(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """`values` are all there are; empty where they name processes or volumes, which come and go."""
+    """`values` is empty for labels that name processes or volumes."""
 
     name: str
     meaning: str
@@ -43,7 +43,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One entry of the catalogue. `name` is the one in the exposition, of histograms and summaries without suffix."""
+    """An entry of the catalogue. `name` has no suffix for histograms and summaries."""
 
     name: str
     kind: Kind

@@ -19,7 +19,7 @@ import pytest
 from kvferry.addresses import free_port
 from kvferry.client import Client
 from kvferry.gateway.key_file import new_key
-from kvferry.local.gateway_door import KEY_VARIABLE
+from kvferry.local.gateway_access import KEY_VARIABLE
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
 from support.local_machine import (
     DOWN_TIMEOUT_S,

@@ -1,7 +1,6 @@
-"""A typed client of kvferry's gRPC endpoint, in two forms: `Client` and, for asyncio, `AsyncClient`.
+"""Typed clients of kvferry's gRPC endpoint: `Client`, and `AsyncClient` for asyncio.
 
-Answers are the endpoint's own messages (proto/kvferry/inference/v1/inference.proto), failures are `CallFailed` and its
-kinds.
+Answers are the endpoint's own messages (proto/kvferry/inference/v1/inference.proto), errors are kinds of `CallFailed`.
 """
 
 from kvferry.client.asynchronous import AsyncAnswerStream, AsyncClient

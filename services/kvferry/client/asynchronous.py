@@ -21,21 +21,21 @@ from kvferry.inference.v1 import inference_pb2 as pb
 
 
 class AsyncAnswerStream(AsyncIterator[pb.GenerateChunk]):
-    """Chunks of one answer as they come. Leaving its `async with`, or `cancel`, ends the request on the cluster."""
+    """Chunks of one answer. Leaving its `async with`, or `cancel`, ends the request on the cluster."""
 
     def __init__(self, call: grpc.aio.UnaryStreamCall[Any, pb.GenerateChunk]) -> None:
         self._call = call
         self._chunks = aiter(call)
 
     async def __anext__(self) -> pb.GenerateChunk:
-        """Raises CallFailed; chunks that came before are good."""
+        """Raises CallFailed; earlier chunks stay valid."""
         try:
             return await anext(self._chunks)
         except grpc.aio.AioRpcError as error:
             raise failure_of(error) from None
 
     def cancel(self) -> None:
-        """May be repeated, and after the end."""
+        """Idempotent, also after the end."""
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -46,10 +46,10 @@ class AsyncAnswerStream(AsyncIterator[pb.GenerateChunk]):
 
 
 class AsyncClient:
-    """One endpoint, for the event loop that runs when it is made; `close` it, or use it in an `async with`.
+    """A connection to one endpoint, bound to the running event loop; `close` it, or use it in an `async with`.
 
     Every call may raise CallFailed, and ValueError or TypeError for arguments that cannot be sent. `timeout_s` of a
-    call is its deadline: the cluster stops working on it then.
+    call is its deadline, at which the cluster stops working on it.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class AsyncClient:
         tls: Tls | bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """`target` is host:port. `tls=True`: with what this machine trusts. `timeout_s`: of calls that have none."""
+        """`target` is host:port. `tls=True` trusts this machine's authorities. `timeout_s` is the default of all
+        calls.
+        """
         found = tls_of(tls)
         if found is None:
             self._channel = grpc.aio.insecure_channel(target, options=options_of(None))
@@ -101,9 +103,8 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> pb.GenerateResponse:
-        """The whole answer, of one prompt: `text`, `messages` or `token_ids`.
-
-        `model`: by default the only one that is served.
+        """Return the whole answer to one prompt: `text`, `messages` or `token_ids`. `model` defaults to the only
+        served one.
         """
         request = generate_request(
             model or await self._the_only_model(),
@@ -137,7 +138,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncAnswerStream:
-        """As `generate`, while it is generated."""
+        """Take the arguments of `generate`; return the answer's chunks."""
         request = generate_request(
             model or await self._the_only_model(),
             text,
@@ -160,7 +161,7 @@ class AsyncClient:
         model: str = "",
         timeout_s: float | None = None,
     ) -> pb.TokenizeResponse:
-        """What a prompt, `text` or `messages`, is to the model."""
+        """Return the token ids of a prompt, given as `text` or `messages`."""
         request = tokenize_request(model or await self._the_only_model(), text, messages)
         try:
             return await self._tokenize(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
@@ -168,11 +169,10 @@ class AsyncClient:
             raise failure_of(error) from None
 
     async def models(self, *, timeout_s: float | None = None) -> list[pb.Model]:
-        """What is served."""
         return list((await self._list_models(timeout_s)).models)
 
     async def close(self) -> None:
-        """End what is still going on; may be repeated."""
+        """Cancel running calls. Idempotent."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

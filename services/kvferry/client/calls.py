@@ -1,4 +1,4 @@
-"""Arguments as the endpoint's messages: what both forms of the client share."""
+"""Conversion of arguments to the endpoint's messages, for both clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MessageLike = pb.Message | tuple[str, str] | Mapping[str, str]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen; what is left out has the model's own defaults (`Sampling` in inference.proto)."""
+    """Sampling parameters; absent ones have the model's defaults (`Sampling` in inference.proto)."""
 
     max_tokens: int
     min_tokens: int
@@ -50,7 +50,7 @@ def generate_request(
     return_token_ids: bool,
     sampling: SamplingOptions,
 ) -> pb.GenerateRequest:
-    """Raises ValueError, or TypeError, for what no message can carry."""
+    """Raises ValueError or TypeError for arguments that cannot be sent."""
     _require_one_prompt({"text": text, "messages": messages, "token_ids": token_ids})
     if tools and messages is None:
         raise ValueError("tools need messages")
@@ -71,7 +71,7 @@ def generate_request(
 
 
 def tokenize_request(model: str, text: str | None, messages: Sequence[MessageLike] | None) -> pb.TokenizeRequest:
-    """Raises ValueError, or TypeError, for what no message can carry."""
+    """Raises ValueError or TypeError for arguments that cannot be sent."""
     _require_one_prompt({"text": text, "messages": messages})
     request = pb.TokenizeRequest(model=model, text=text)
     if messages is not None:
@@ -80,7 +80,7 @@ def tokenize_request(model: str, text: str | None, messages: Sequence[MessageLik
 
 
 def only_model(response: pb.ListModelsResponse) -> str:
-    """Raises ValueError where a caller has to say which."""
+    """Raises ValueError if several models are served."""
     names = [model.name for model in response.models]
     if len(names) != 1:
         raise ValueError(f"model: one of {', '.join(names) or 'none'} has to be chosen")

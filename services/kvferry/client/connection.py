@@ -1,4 +1,4 @@
-"""How an endpoint is reached: address, TLS, key."""
+"""Address, TLS and key of an endpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Whom to believe, and what to show. Files are PEM.
+    """TLS settings; files are PEM.
 
-    `ca_file`: who signed the endpoint's certificate; without it, whom this machine trusts. `cert_file` and `key_file`:
-    this client's own, where the endpoint asks for one. `server_name`: the name in the endpoint's certificate, where
-    that is not the one that is dialled.
+    `ca_file`: authority of the endpoint's certificate, by default this machine's. `cert_file` and `key_file`: this
+    client's certificate, if the endpoint asks for one. `server_name`: name in the endpoint's certificate, if not the
+    dialled one.
     """
 
     ca_file: str | Path | None = None
@@ -55,7 +55,6 @@ def options_of(tls: Tls | None) -> tuple[tuple[str, object], ...]:
 
 
 def tls_of(tls: Tls | bool) -> Tls | None:
-    """None: no TLS."""
     if isinstance(tls, Tls):
         return tls
     return Tls() if tls else None

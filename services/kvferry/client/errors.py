@@ -1,12 +1,12 @@
-"""What a call may fail with, as one tree.
+"""Errors of calls.
 
 CallFailed
 ├── InvalidArgument     `violations` name the fields
-├── Unauthenticated     no key, one that is not known
-├── PermissionDenied
+├── Unauthenticated     no key, or an unknown one
+├── PermissionDenied    the client is known and may not do this
 ├── NotFound            such as a model that is not served
-├── Overloaded          come back after `retry_after_s`
-├── Unavailable         nobody could answer; the same call may succeed later
+├── Overloaded          retry after `retry_after_s`
+├── Unavailable         no answer, or no connection; the same call may succeed later
 └── DeadlineExceeded
 """
 
@@ -22,14 +22,14 @@ _DETAILS = "grpc-status-details-bin"
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A field of the request, such as `sampling.max_tokens`, and what is wrong with it."""
+    """A field of the request, such as `sampling.max_tokens`, and its fault."""
 
     field: str
     description: str
 
 
 class CallFailed(Exception):
-    """A call that ended without its answer. `reason` is for programs (`OVERLOADED`), `message` for people."""
+    """A call that failed. `reason` is for programs (`OVERLOADED`), `message` for people."""
 
     def __init__(
         self,
@@ -49,31 +49,31 @@ class CallFailed(Exception):
 
 
 class InvalidArgument(CallFailed):
-    """The request cannot be served as it was sent."""
+    pass
 
 
 class Unauthenticated(CallFailed):
-    """The endpoint does not know who asks."""
+    pass
 
 
 class PermissionDenied(CallFailed):
-    """The endpoint knows who asks, and they may not."""
+    pass
 
 
 class NotFound(CallFailed):
-    """There is no such thing."""
+    pass
 
 
 class Overloaded(CallFailed):
-    """More requests than may wait."""
+    pass
 
 
 class Unavailable(CallFailed):
-    """Nobody could answer, or nobody could be reached."""
+    pass
 
 
 class DeadlineExceeded(CallFailed):
-    """The time for the call was over."""
+    pass
 
 
 _CODE_TO_KIND: dict[grpc.StatusCode, type[CallFailed]] = {
@@ -88,7 +88,7 @@ _CODE_TO_KIND: dict[grpc.StatusCode, type[CallFailed]] = {
 
 
 def failure_of(error: grpc.RpcError | grpc.aio.AioRpcError) -> CallFailed:
-    """What a call's error says, its google.rpc details included."""
+    """Convert a gRPC error with its google.rpc details."""
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError))
     code = error.code()
     reason, violations, retry_after_s = "", [], None

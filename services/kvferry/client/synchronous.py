@@ -1,4 +1,4 @@
-"""The client for code that waits."""
+"""The client for synchronous code."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from kvferry.inference.v1 import inference_pb2 as pb
 
 
 class _Call(Iterator[pb.GenerateChunk], Protocol):
-    """What gRPC returns, which its stubs have no name for."""
+    """A call object of gRPC, whose stubs do not name its type."""
 
     def cancel(self) -> bool: ...
 
 
 class AnswerStream(Iterator[pb.GenerateChunk]):
-    """Chunks of one answer as they come. Leaving its `with`, or `cancel`, ends the request on the cluster."""
+    """Chunks of one answer. Leaving its `with`, or `cancel`, ends the request on the cluster."""
 
     def __init__(self, call: _Call) -> None:
         self._call = call
 
     def __next__(self) -> pb.GenerateChunk:
-        """Raises CallFailed; chunks that came before are good."""
+        """Raises CallFailed; earlier chunks stay valid."""
         try:
             return next(self._call)
         except grpc.RpcError as error:
             raise failure_of(error) from None
 
     def cancel(self) -> None:
-        """May be repeated, and after the end."""
+        """Idempotent, also after the end."""
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -51,11 +51,7 @@ class AnswerStream(Iterator[pb.GenerateChunk]):
 
 
 class Client:
-    """One endpoint. May be used by several threads; `close` it, or use it in a `with`.
-
-    Every call may raise CallFailed, and ValueError or TypeError for arguments that cannot be sent. `timeout_s` of a
-    call is its deadline: the cluster stops working on it then.
-    """
+    """A connection to one endpoint. Thread-safe; `close` it, or use it in a `with`. Errors are those of AsyncClient."""
 
     def __init__(
         self,
@@ -65,7 +61,9 @@ class Client:
         tls: Tls | bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """`target` is host:port. `tls=True`: with what this machine trusts. `timeout_s`: of calls that have none."""
+        """`target` is host:port. `tls=True` trusts this machine's authorities. `timeout_s` is the default of all
+        calls.
+        """
         found = tls_of(tls)
         if found is None:
             self._channel = grpc.insecure_channel(target, options=options_of(None))
@@ -106,9 +104,8 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> pb.GenerateResponse:
-        """The whole answer, of one prompt: `text`, `messages` or `token_ids`.
-
-        `model`: by default the only one that is served.
+        """Return the whole answer to one prompt: `text`, `messages` or `token_ids`. `model` defaults to the only
+        served one.
         """
         request = generate_request(
             model or self._the_only_model(),
@@ -142,7 +139,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
-        """As `generate`, while it is generated."""
+        """Take the arguments of `generate`; return the answer's chunks."""
         request = generate_request(
             model or self._the_only_model(),
             text,
@@ -165,7 +162,7 @@ class Client:
         model: str = "",
         timeout_s: float | None = None,
     ) -> pb.TokenizeResponse:
-        """What a prompt, `text` or `messages`, is to the model."""
+        """Return the token ids of a prompt, given as `text` or `messages`."""
         request = tokenize_request(model or self._the_only_model(), text, messages)
         try:
             return self._tokenize(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
@@ -173,11 +170,10 @@ class Client:
             raise failure_of(error) from None
 
     def models(self, *, timeout_s: float | None = None) -> list[pb.Model]:
-        """What is served."""
         return list(self._list_models(timeout_s).models)
 
     def close(self) -> None:
-        """End what is still going on; may be repeated."""
+        """Cancel running calls. Idempotent."""
         self._channel.close()
 
     def __enter__(self) -> Self:

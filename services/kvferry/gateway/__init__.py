@@ -1,1 +1,1 @@
-"""What clients talk to: translate, authenticate, stream."""
+"""The endpoints that clients call: OpenAI HTTP and gRPC; authentication, admission and streaming."""

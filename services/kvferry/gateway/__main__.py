@@ -1,8 +1,8 @@
-"""One gateway as a process of its own, beside Serve: where something else places and scales gateways.
+"""A gateway as a process of its own, without Ray, for deployments in which Kubernetes places and scales gateways.
 
     python -m kvferry.gateway --config cluster.yaml --model-folder FOLDER
 
-Serves until SIGTERM or SIGINT, then drains. Ends with 1 when its listener died, with 2 for a bad configuration.
+Serves until SIGTERM or SIGINT, then drains. Exit code 1: the listener died; 2: a bad configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEALTH_PERIOD_S = 1.0
 
 
 async def serve(config: ClusterConfig, model_folder: str) -> None:
-    """Serve until told to stop. Raises KvferryError when the gateway cannot start or go on."""
+    """Serve until a signal arrives. Raises KvferryError if the gateway cannot start or its listener died."""
     host = GatewayHost(config, model_folder, EtcdMembership(config.membership))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,14 +1,14 @@
-"""Who may use a gateway, over whatever protocol: a key or a client certificate becomes a tenant.
+"""Authentication: a key or a client certificate becomes a tenant, for HTTP and gRPC alike.
 
-| configured | who gets in | the tenant |
+| configured | accepted | tenant |
 |---|---|---|
-| nothing (loopback only, or `insecure`) | everybody | `default` |
-| `gateway.keys_file` | who shows a key | the key's |
-| `gateway.tls.client_ca_file` | who shows a certificate that it signed | the certificate's common name |
-| both | who shows both | the key's |
+| nothing (loopback only, or `insecure`) | every client | `default` |
+| `gateway.keys_file` | clients that show a key | the key's |
+| `gateway.tls.client_ca_file` | clients with a certificate that it signed | the certificate's common name |
+| both | clients that show both | the key's |
 
-Probes (`/healthz`, `/readyz`, grpc.health.v1) need no key, and over HTTP no certificate; gRPC asks for certificates in
-the handshake, of everybody. `/metrics` needs what everything else does, unless the listener is on loopback.
+Probes (`/healthz`, `/readyz`, grpc.health.v1) need no key. Over HTTP they need no certificate either; gRPC asks every
+client for one in the handshake. `/metrics` needs a key unless the listener is on loopback.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SCHEME = "bearer"
 
 
 class Access:
-    """The door of one gateway."""
+    """Authentication of one gateway's clients."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Raises ConfigError for keys that cannot be read."""
+        """Raises ConfigError for a key file that cannot be read."""
         self._keys = KeyFile(config.keys_file) if config.keys_file is not None else None
         self._wants_certificate = config.tls.client_ca_file is not None
         self._tenant_of_certificate = functools.lru_cache(maxsize=4096)(_tenant_named)
@@ -39,11 +39,11 @@ class Access:
         return f"<Access keys={self._keys!r} certificate={self._wants_certificate}>"
 
     def identify(self, authorization: str | None, client_name: str | None) -> Tenant:
-        """Whose request it is.
+        """Return the tenant of a request.
 
-        `authorization` is the header or metadata of that name, `client_name` the common name of the certificate that
-        the client proved to have. Raises Unauthenticated, or PermissionDenied for a certificate that names no tenant;
-        neither repeats a key.
+        `authorization` is the header or metadata of that name, `client_name` the common name of the verified client
+        certificate. Raises Unauthenticated, or PermissionDenied for a certificate that names no tenant; neither error
+        repeats a key.
         """
         if self.is_open:
             return DEFAULT_TENANT

@@ -1,4 +1,4 @@
-"""Which requests a gateway takes now, over whatever protocol they come."""
+"""Admission of requests to a gateway, for HTTP and gRPC alike."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from kvferry.tracing import Tracing
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """`/readyz`, and the health of the gRPC endpoint.
+    """State behind `/readyz` and the health of the gRPC endpoint.
 
-    Ready means that a request sent now can be answered; `waiting_for` names what is configured and not there yet.
+    Ready means that a request sent now can be answered; `waiting_for` names the configured parts that are not there
+    yet.
     """
 
     ready: bool
@@ -30,9 +31,9 @@ class Readiness(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Visit:
-    """One request from its arrival to its end; `status` is the HTTP status it is counted under.
+    """One request from its arrival to its end. `status` is the HTTP status under which metrics count it.
 
-    `trace` is set by whoever knows its headers, where requests are traced.
+    `trace` is set once the request's headers are known, if requests are traced.
     """
 
     status: str = "500"
@@ -40,21 +41,19 @@ class Visit:
     error: KvferryError | None = None
 
     def failed(self, error: KvferryError) -> None:
-        """It is answered with this error."""
         self.status = str(error.http_status)
         self.error = error
         if self.trace is not None:
             self.trace.failed(error)
 
     def left(self, error: BaseException) -> None:
-        """Nobody is there to be answered any more, or nobody reads."""
         self.status = "499"
         if self.trace is not None:
             self.trace.failed(error)
 
 
 class Admission:
-    """Counts what is in flight, and refuses what is too much, too early or too late."""
+    """Count of requests in flight; refuses requests while the gateway is full, not ready or leaving."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
         self.draining = False
@@ -71,7 +70,7 @@ class Admission:
 
     @contextlib.contextmanager
     def visit(self, endpoint: str) -> Iterator[Visit]:
-        """Count a request while it is here, and its status when it leaves."""
+        """Count a request while the context is open, and its status at the end."""
         visit = Visit()
         begun_s = time.perf_counter()
         self.num_in_flight += 1
@@ -92,7 +91,7 @@ class Admission:
                 visit.trace.end(visit.status)
 
     def check(self, *, can_render: bool) -> None:
-        """Raises NotReady or Overloaded for the request of the visit that just began."""
+        """Raises NotReady or Overloaded for the request that has just begun."""
         if not can_render or self.draining:
             raise NotReady(
                 "this gateway is stopping" if self.draining else "this gateway is starting: " + self._missing()

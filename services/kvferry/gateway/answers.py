@@ -1,7 +1,7 @@
-"""Answers of the OpenAI API, as bytes.
+"""Response bodies of the OpenAI API, as bytes.
 
-The text of a stream is written between constant bytes made once per request: no object is built per token (about 0.2 us
-instead of 4).
+The text of a stream is written between constant bytes that are made once per request, so no object is built per token
+(about 0.2 us instead of 4).
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ LOWEST_LOGPROB = -9999.0
 
 
 class Format(Protocol):
-    """One endpoint's shape. Stateless but for the identity of the answer, and text offsets of streamed logprobs."""
+    """Response format of one endpoint. Stateless except for the answer's identity and the text offsets of streamed
+    logprobs.
+    """
 
     def first_chunk(self, index: int) -> bytes: ...
 
     def chunk(self, index: int, output: EngineOutput) -> bytes: ...
 
     def around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text, as JSON, of a chunk without log-probabilities."""
+        """Return the bytes before and after the JSON text of a chunk without log-probabilities."""
         ...
 
     def last_chunk(self, index: int, choice: Choice) -> bytes: ...
@@ -41,7 +43,7 @@ class Format(Protocol):
 
 
 class _Chunks:
-    """What both endpoints' streams share."""
+    """Stream chunks, as far as both endpoints share them."""
 
     chunk_object: str
 
@@ -71,7 +73,6 @@ class _Chunks:
         return before, after
 
     def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
-        """A choice with new text; both are JSON."""
         raise NotImplementedError
 
     def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
@@ -212,7 +213,6 @@ class CompletionFormat(_Chunks):
 
 
 def error_body(error: KvferryError) -> bytes:
-    """OpenAI's error shape."""
     return encode(
         {
             "error": {
@@ -226,7 +226,7 @@ def error_body(error: KvferryError) -> bytes:
 
 
 def error_chunk(error: KvferryError) -> bytes:
-    """An error after the stream began: its status line is long gone."""
+    """Return the event for an error after the stream began, when a status can no longer be sent."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
@@ -234,7 +234,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(value: Any) -> bytes:
-    """As JSON, whatever text is in it."""
+    """Encode as JSON; text may hold lone surrogates."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:

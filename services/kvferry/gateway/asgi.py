@@ -1,7 +1,4 @@
-"""HTTP, as a raw ASGI application.
-
-Routes, body limits, the error shape, and cancelling what a client no longer waits for.
-"""
+"""The HTTP endpoint as a raw ASGI application: routes, body limits, errors, and cancellation when a client leaves."""
 
 from __future__ import annotations
 
@@ -59,15 +56,15 @@ _STREAM_HEADERS = (
 
 
 class _ClientGone(Exception):
-    """The client closed its connection: nothing to answer."""
+    pass
 
 
 class _ClientSlow(Exception):
-    """The client did not read its answer, and was cut."""
+    pass
 
 
 class HttpApp:
-    """The ASGI application. `openai` is None until the gateway can render; until then requests get 503."""
+    """The ASGI application. While `openai` is None the gateway cannot render yet, and requests get 503."""
 
     def __init__(
         self,
@@ -147,7 +144,6 @@ class HttpApp:
         }
 
     def _identify(self, scope: Message) -> Tenant:
-        """Whose request this is. Raises Unauthenticated or PermissionDenied."""
         if self._access.is_open:
             return DEFAULT_TENANT
         authorization = None
@@ -158,7 +154,7 @@ class HttpApp:
         return self._access.identify(authorization, exchange.client_name if exchange is not None else None)
 
     def _explain(self, answer_id: str, tenant: Tenant) -> bytes:
-        """What is remembered of an answer's requests. Raises RouteNotFound for one that is not."""
+        """Return the recorded placements of an answer. Raises RouteNotFound for an unknown id."""
         requests = self.openai.explain(answer_id, tenant) if self.openai is not None else []
         if not requests:
             raise RouteNotFound(f"this gateway remembers no request {answer_id!r}")
@@ -219,7 +215,7 @@ class HttpApp:
         debug: Debug,
         trace: RequestTrace | None,
     ) -> None:
-        """Answer. Raises a KvferryError while no byte was sent."""
+        """Send the answer. Raises a KvferryError only while no byte was sent."""
         assert self.openai is not None
         read = self.openai.chat if endpoint == "chat_completions" else self.openai.completion
         timeout_s = self._config.request_timeout_s
@@ -286,9 +282,9 @@ class HttpApp:
 
 
 class _Presence:
-    """Ends the serving of a request when there is nobody to serve any more; made and entered by the task that serves.
+    """Cancels the task that serves a request when its client leaves or is cut off.
 
-    Within, the reason of an `end` is raised, and `end` is called when the client closes its connection.
+    The task that serves enters the context; on exit the reason given to `end` is raised.
     """
 
     def __init__(self, exchange: Exchange | None, receive: Receive) -> None:
@@ -300,7 +296,7 @@ class _Presence:
         self._over = False
 
     def end(self, reason: Exception) -> None:
-        """Cancel the serving, and with it the request on every worker. The first reason counts."""
+        """Cancel the task, and with it the request on every worker. Only the first reason counts."""
         if self._task is not None and self._reason is None and not self._over:
             self._reason = reason
             self._task.cancel()
@@ -334,7 +330,9 @@ class _Presence:
 
 
 def _read_debug(headers: Sequence[tuple[bytes, bytes]]) -> Debug:
-    """`x-kvferry-debug: 1` asks for the journey in the answer, `disaggregate` for a prefill worker as well."""
+    """Read `x-kvferry-debug`: `1` adds the request's record to the answer, `disaggregate` also forces a prefill
+    worker.
+    """
     for name, value in headers:
         if name == b"x-kvferry-debug" and value in (b"1", b"disaggregate"):
             return Debug(show=True, disaggregate=value == b"disaggregate")
@@ -356,7 +354,6 @@ def _with_length(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Sequenc
 
 
 def _trace_headers(trace: RequestTrace | None) -> list[tuple[bytes, bytes]]:
-    """How the client finds its request among the traces."""
     return [] if trace is None else [(name.encode(), value.encode()) for name, value in trace.headers.items()]
 
 
@@ -372,9 +369,9 @@ async def _respond_error(send: Send, error: KvferryError, trace: RequestTrace | 
 
 
 async def _refuse_body(receive: Receive, send: Send, error: KvferryError) -> None:
-    """Answer while the rest of the body is still on its way, then read on for a moment.
+    """Answer before the body has arrived, then read on for a moment.
 
-    A connection closed with unread data is reset, and the reset can overtake the answer.
+    Closing a connection with unread data resets it, and the reset can overtake the answer.
     """
     body = error_body(error)
     headers = [_JSON, (b"content-length", str(len(body)).encode()), (b"connection", b"close")]

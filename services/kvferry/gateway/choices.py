@@ -1,4 +1,4 @@
-"""What is gathered of one answer, whatever protocol it is asked for in."""
+"""Choices of an answer while they are collected, whatever the protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.engine.base import EngineOutput, TokenLogprob
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts over all choices of an answer; prompts are counted once however many choices share them."""
+    """Token counts over all choices of an answer. A prompt counts once, however many choices share it."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -19,7 +19,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice, gathered."""
+    """A choice of which tokens and text are kept."""
 
     text: list[str] = field(default_factory=list)
     logprobs: list[Sequence[TokenLogprob]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Choice:
     stop_reason: str | int | None = None
 
     def add(self, output: EngineOutput) -> None:
-        """Keep everything, for an answer that is sent whole."""
+        """Keep tokens, text and logprobs, for an answer that is sent whole."""
         if output.text:
             self.text.append(output.text)
         if output.logprobs is not None:
@@ -36,12 +36,11 @@ class Choice:
         self.note(output)
 
     def add_text(self, token_ids: Sequence[int], text: str) -> None:
-        """`add` of tokens and text alone."""
         self.num_tokens += len(token_ids)
         self.text.append(text)
 
     def note(self, output: EngineOutput) -> None:
-        """Keep counts and the end, for an answer whose text was sent already."""
+        """Keep only counts and the end, for an answer whose text was sent already."""
         self.num_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
@@ -50,8 +49,6 @@ class Choice:
 
 @dataclass(slots=True)
 class GatheredCall:
-    """One tool call, put together from its pieces."""
-
     id: str = ""
     name: str = ""
     arguments: list[str] = field(default_factory=list)
@@ -59,7 +56,7 @@ class GatheredCall:
 
 @dataclass(slots=True)
 class ParsedChoice(Choice):
-    """One choice, gathered from its deltas; its raw text is not kept."""
+    """A choice joined from parsed deltas; its raw text is not kept."""
 
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, GatheredCall] = field(default_factory=dict)  # index -> call

@@ -1,9 +1,8 @@
-"""uvicorn's HTTP protocol with a way past ASGI for the body of a stream: the only file that knows uvicorn's inside.
+"""A way past ASGI for the body of a stream, inside uvicorn: the only file that knows uvicorn's internals.
 
-uvicorn keeps parsing, keep-alive, pipelining, limits and TLS. Status, headers and the end of a body go through its own
-`send`; what lies between, the tokens, goes straight to the transport: no coroutine, no message, no task per token.
-
-tests/unit/gateway/test_connection.py fails when a version of uvicorn works otherwise.
+uvicorn keeps parsing, keep-alive, pipelining, limits and TLS; status, headers and the end of a body go through its own
+`send`. The tokens between go straight to the transport, without a coroutine, a message or a task per token.
+tests/unit/gateway/test_connection.py fails if a version of uvicorn works differently.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One client connection."""
-
     tell_lost: Callable[[], None] | None = None  # of the request that is served now; others wait in uvicorn's pipeline
     lost = False
 
@@ -42,7 +39,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class Exchange:
-    """One request and its answer."""
+    """A request and its response on one connection."""
 
     __slots__ = ("_cycle", "_flow", "_head", "_protocol", "_transport")
 
@@ -55,16 +52,15 @@ class Exchange:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `start` may be called now.
+        """Whether `start` may be called: the responses to earlier pipelined requests have been sent.
 
-        Not while the client has yet to read what was answered to an earlier request. Once true it stays true until
-        something is written.
+        Once true it stays true until something is written.
         """
         return not self._flow.write_paused
 
     @property
     def client_name(self) -> str | None:
-        """The common name of the client's certificate, "" where it has none; None without a certificate."""
+        """Common name of the client's certificate: "" if the certificate has none, None without a certificate."""
         certificate = self._transport.get_extra_info("peercert")
         if not certificate:
             return None
@@ -72,18 +68,20 @@ class Exchange:
         return next(names, "")
 
     def watch(self, tell_lost: Callable[[], None]) -> None:
-        """Have `tell_lost` called when the connection is lost; at once when it was."""
+        """Call `tell_lost` when the connection is lost, at once if it already was."""
         self._protocol.tell_lost = tell_lost
         if self._protocol.lost:
             tell_lost()
 
     def unwatch(self, tell_lost: Callable[[], None]) -> None:
-        """The end of `watch`; the connection may be serving its next request already."""
+        """Undo `watch`; the connection may be serving its next request already."""
         if self._protocol.tell_lost == tell_lost:
             self._protocol.tell_lost = None
 
     def take_body(self) -> bytes | None:
-        """The request's body, if it is all here and the client was not promised an interim answer; else `receive`."""
+        """Return the request's body if all of it is here and no `100 Continue` was promised; else None: use
+        `receive`.
+        """
         cycle = self._cycle
         if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
             return None
@@ -92,14 +90,16 @@ class Exchange:
         return body
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole answer, in one write; headers say how long it is."""
+        """Send a whole response in one write; `headers` include its length."""
         cycle = self._cycle
         cycle.transport = cast(asyncio.Transport, _HeadFirst(self._transport))
         await cycle.send({"type": "http.response.start", "status": status, "headers": headers})
         await cycle.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begin a chunked answer, without waiting: status and headers go out with the first piece. Needs `is_ready`."""
+        """Begin a chunked response without waiting; status and headers leave with the first piece. Requires
+        `is_ready`.
+        """
         kept = _HeadFirst(self._transport)
         self._cycle.transport = cast(asyncio.Transport, kept)
         sending = self._cycle.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -114,13 +114,15 @@ class Exchange:
         raise RuntimeError("uvicorn waits before it sends headers; kvferry counts on it not to")
 
     def write(self, body: bytes) -> None:
-        """Send a piece of the body, which must not be empty; after `start`. Never waits; does nothing once lost."""
+        """Send a non-empty piece of the body, after `start`. Never waits; does nothing once the connection is lost."""
         if not self._protocol.lost:
             head, self._head = self._head, b""
             self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(body), body))
 
     def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
-        """`write` of what stands between these two, for many pieces that begin and end alike. After a first `write`."""
+        """Return a faster `write` for pieces that all begin with `before` and end with `after`. Call `write` once
+        first.
+        """
         protocol, write = self._protocol, self._transport.write
         num_around, after = len(before) + len(after), after + b"\r\n"
 
@@ -132,21 +134,19 @@ class Exchange:
 
     @property
     def may_have_unread(self) -> bool:
-        """False while `num_unread_bytes` is 0."""
         return self._flow.write_paused
 
     def num_unread_bytes(self) -> int:
-        """What waits here for the client to read; 0 while that is little (64 KiB)."""
+        """Bytes that wait in this process for the client to read; 0 below 64 KiB."""
         return self._transport.get_write_buffer_size() if self._flow.write_paused else 0
 
     def abort(self) -> None:
-        """Close the connection and drop what waits."""
         self._cycle.disconnected = True  # nothing more to complain of when the application returns
         self._transport.abort()
 
 
 class _HeadFirst:
-    """Stands in for a transport: the first thing written is kept, and goes out with the second in one packet."""
+    """A transport that holds the first write back and sends it with the second in one packet."""
 
     __slots__ = ("_transport", "close", "head")
 
@@ -163,6 +163,6 @@ class _HeadFirst:
 
 
 def exchange_of(scope: dict[str, Any]) -> Exchange | None:
-    """None under another server, which has only ASGI."""
+    """Return the Exchange of a request, or None under a server that offers only ASGI."""
     found: Exchange | None = (scope.get("extensions") or {}).get(EXTENSION)
     return found

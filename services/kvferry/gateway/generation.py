@@ -1,4 +1,4 @@
-"""One answer on its way, below any protocol: its choices dispatched together, counted and settled."""
+"""An answer below any protocol: its choices are dispatched together, counted and settled."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from kvferry.router.dispatch import Dispatcher, Journey
 
 
 class Sink(Protocol):
-    """Where the outputs of one choice go, within the reading of a worker's step: it must not wait."""
+    """Receiver of one choice's outputs. It is called while a worker's step is read, so it must not wait."""
 
     def take(self, output: EngineOutput) -> None: ...
 
     def take_text(self, token_ids: Sequence[int], text: str) -> None:
-        """`take` of tokens and text alone."""
+        """Receive an output of tokens and text only."""
         ...
 
 
 def check_model(name: str, served_name: str, *, param: str | None = "model") -> None:
-    """Raises ModelNotFound for any other name than the one that is served; `param` is where it stood."""
+    """Raises ModelNotFound unless `name` is the served model; `param` is the field of the request that held it."""
     if name != served_name:
         raise ModelNotFound(f"the model {name!r} does not exist; served here: {served_name}", param=param)
 
 
 def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant) -> list[EngineRequest]:
-    """One engine request per choice: `n` of each prompt, numbered as OpenAI numbers them.
+    """Return `n` engine requests per prompt, numbered as OpenAI numbers choices.
 
-    Seeds differ within a prompt. Tokens travel as arrays: keys are made from them in less than half of the time.
+    Choices of one prompt get different seeds. Tokens are arrays: route keys are computed from them in less than half
+    the time.
     """
     requests: list[EngineRequest] = []
     for prompt in rendered:
@@ -64,8 +65,8 @@ def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, ten
 class Generation:
     """The choices of one answer, run once.
 
-    What a worker sends is taken by the sinks of the choices; the task that runs the generation sleeps until its end.
-    Cancelling that task cancels every request on every worker.
+    Workers' outputs go to the sinks; the task that called `run` sleeps until the end, and cancelling it cancels every
+    request on every worker.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Generation:
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
     ) -> None:
-        """`n` choices of each prompt. Not `may_be_aggregated`: prefill workers compute the prompts."""
+        """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts."""
         self.requests = _requests_of(answer_id, rendered, n, tenant)
         self._trace = trace
         span = trace.span if trace is not None else None
@@ -96,7 +97,7 @@ class Generation:
         self._first_token_s: float | None = None
 
     async def run(self, sinks: Sequence[Sink]) -> None:
-        """All choices at once; the first failure ends the answer. Raises KvferryError."""
+        """Run all choices at once; the first failure ends the answer. Raises KvferryError."""
         if len(sinks) == 1:
             await self._dispatch(0, sinks[0])
         else:
@@ -104,7 +105,7 @@ class Generation:
         self._settle()
 
     def note_first_token(self) -> None:
-        """Called at the first token of each choice; the first of them counts."""
+        """Record a choice's first token; the earliest one of the answer counts."""
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
@@ -117,12 +118,10 @@ class Generation:
         )
 
     def debug_values(self) -> dict[str, Any]:
-        """The journey of the first choice, for `x-kvferry-debug`."""
         ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
         return {**journey_values(self.journeys[0]), "ttft_ms": ttft_ms}
 
     def failed(self, error: BaseException) -> None:
-        """The answer had begun, and ends with this error."""
         if self._trace is not None:
             self._trace.failed(error)
 
@@ -164,8 +163,6 @@ class Generation:
 
 
 class Gathered:
-    """The sink of a choice whose answer is sent whole."""
-
     __slots__ = ("_choice", "_generation")
 
     def __init__(self, generation: Generation, choice: Choice) -> None:
@@ -187,7 +184,7 @@ class Gathered:
 
 
 def refuse_abort(output: EngineOutput) -> None:
-    """Raises EngineError for a last output that is no end of an answer."""
+    """Raises EngineError for a last output without a proper finish reason."""
     if output.finish_reason is FinishReason.ABORT:
         raise EngineError("the engine aborted the request")
 

@@ -1,4 +1,4 @@
-"""Errors of ours as google.rpc statuses: the code, and details that a program can read."""
+"""Conversion of errors to google.rpc statuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ MAX_MESSAGE_BYTES = 1000
 
 
 def status_of(error: KvferryError) -> grpc.Status:
-    """Code, message and details: ErrorInfo always, BadRequest where a field is wrong, RetryInfo where one may retry."""
+    """Return code, message and details: always ErrorInfo, BadRequest for a bad field, RetryInfo if a retry may
+    succeed.
+    """
     code = grpc.StatusCode[error.grpc_status]
     message = _short(error.message)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=_reason(error), domain=DOMAIN)]

@@ -1,4 +1,6 @@
-"""kvferry.inference.v1 over gRPC, with health and reflection: the same door, admission and answers as HTTP."""
+"""kvferry.inference.v1 over gRPC, with health and reflection; authentication, admission and answers are those of
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,13 @@ R = TypeVar("R")
 
 
 class _ClientSlow(Exception):
-    """The client did not read its answer."""
+    pass
 
 
 class GrpcEndpoint:
-    """Listens from `start` to `stop`. Calls are refused while `inference` is None: until the gateway can render."""
+    """The gRPC server, from `start` to `stop`. While `inference` is None the gateway cannot render yet; calls are
+    refused.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class GrpcEndpoint:
         return f"<GrpcEndpoint port={self.port} {self._admission!r}>"
 
     async def start(self, credentials: grpc.ServerCredentials | None) -> None:
-        """Raises ConfigError for a port that cannot be had."""
+        """Raises ConfigError for a port that is taken."""
         config = self._config
         assert config.grpc_port is not None
         server = grpc.aio.server(options=_options(config))
@@ -110,11 +114,11 @@ class GrpcEndpoint:
         await self.note_readiness()
 
     async def note_readiness(self) -> None:
-        """Tell those who watch the health of this endpoint; who asks for it gets the truth of the moment anyway."""
+        """Notify watchers of the health service; `Check` always reads the current state."""
         await self._health.tell()
 
     async def stop(self) -> None:
-        """End every call; may be repeated."""
+        """End every call. Idempotent."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(None)
@@ -169,7 +173,7 @@ class GrpcEndpoint:
         context: Context,
         answer: Callable[[Inference, Tenant, RequestTrace | None], Awaitable[R]],
     ) -> R:
-        """`answer`, for somebody who may ask now, within its time; errors become statuses."""
+        """Authenticate, admit, run `answer` within its time, and turn errors into statuses."""
         with self._admission.visit(endpoint) as visit:
             if self._admission.tracing is not None and endpoint in _TRACED:
                 visit.trace = self._begin_trace(self._admission.tracing, endpoint, context)
@@ -218,7 +222,7 @@ class GrpcEndpoint:
         return begin_trace(tracing, metadata, endpoint, self._served_name, attributes)
 
     async def _in_time(self, answer: Awaitable[R], remaining_s: float | None) -> R:
-        """Raises DeadlineExceeded when the gateway's time or the call's is over."""
+        """Raises DeadlineExceeded when the gateway's or the call's time is over."""
         timeout_s = self._config.request_timeout_s
         is_ours = remaining_s is None or remaining_s > timeout_s
         try:
@@ -230,7 +234,6 @@ class GrpcEndpoint:
             ) from None
 
     def _identify(self, context: Context) -> Tenant:
-        """Whose call this is. Raises Unauthenticated or PermissionDenied."""
         authorization = None
         for name, value in context.invocation_metadata() or ():
             if name == "authorization":
@@ -239,7 +242,7 @@ class GrpcEndpoint:
 
 
 class _Health(health.aio.HealthServicer):
-    """Serving means ready. Probes need no key."""
+    """grpc.health.v1: SERVING means ready. Needs no key."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         super().__init__()
@@ -262,7 +265,7 @@ class _Health(health.aio.HealthServicer):
 
 
 class _Reflection(reflection.aio.ReflectionServicer):
-    """What there is to call, for those who may."""
+    """Server reflection, for authenticated clients."""
 
     def __init__(self, services: Iterable[str], identify: Callable[[Context], Tenant]) -> None:
         super().__init__(services)
@@ -280,8 +283,6 @@ class _Reflection(reflection.aio.ReflectionServicer):
 
 
 class _UntilSlow:
-    """Ends the serving of a stream when `tell` is called: made and left by the task that serves."""
-
     def __init__(self) -> None:
         self._task = asyncio.current_task()
         self._is_slow = False
@@ -301,7 +302,7 @@ class _UntilSlow:
 
 
 async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> None:
-    """Generate, and write what there is as fast as the client reads it. Raises, at the end, what generating raised."""
+    """Generate, and write chunks as fast as the client reads. Raises, at the end, the error of generating."""
     generating = asyncio.create_task(answer.stream(chunks))
     generating.add_done_callback(lambda _: chunks.wake())
     try:
@@ -329,7 +330,6 @@ async def _abort(context: Context, error: KvferryError) -> NoReturn:
 
 
 def _client_name(context: Context) -> str | None:
-    """The common name of the client's certificate, "" where it has none; None without a certificate."""
     properties = context.auth_context()
     if "x509_pem_cert" not in properties:
         return None
@@ -337,7 +337,6 @@ def _client_name(context: Context) -> str | None:
 
 
 def _wants_disaggregation(context: Context) -> bool:
-    """`x-kvferry-debug: disaggregate`, as over HTTP."""
     return any(pair == (DEBUG, "disaggregate") for pair in context.invocation_metadata() or ())
 
 

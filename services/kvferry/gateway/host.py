@@ -1,6 +1,5 @@
-"""The life of a gateway.
-
-Listening at once, ready when it can render and somebody can decode, drained before it goes.
+"""Life cycle of a gateway: it listens at once, is ready when it can render and a decode worker is linked, drains at the
+end.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ ACCEPTS_PER_TURN = 32
 
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
-    """The renderer that fits `config.engine.kind`. Takes seconds for a real model; call it off the event loop."""
+    """Return the renderer of `config.engine.kind`. Takes seconds for a real model: call it off the event loop."""
     if config.engine.kind == "sim":
         model = config.model
         return SimRenderer(
@@ -70,8 +69,6 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
 
 
 class GatewayHost:
-    """Owns listeners, roster and registration of one gateway."""
-
     def __init__(
         self,
         config: ClusterConfig,
@@ -138,7 +135,7 @@ class GatewayHost:
         )
 
     async def start(self) -> None:
-        """Listen, then become ready. Returns when requests can be rendered; workers may still be missing."""
+        """Listen, then load the renderer. Returns once requests can be rendered; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
         gateway = self._config.gateway
         # Several gateways of one node share the port, and so do one that comes and one that goes; the kernel spreads
@@ -187,7 +184,7 @@ class GatewayHost:
             raise KvferryError("the HTTP listener ended") from cause
 
     def expect(self, num_workers: Mapping[str, int]) -> None:
-        """How many workers of each role there will be, for who asks what is missing."""
+        """Set how many workers of each role are configured; readiness names the missing ones."""
         self._num_expected = {kind: num_workers.get(kind.value, 0) for kind in WORKER_KINDS}
 
     def readiness(self) -> Readiness:
@@ -207,10 +204,10 @@ class GatewayHost:
         )
 
     async def drain(self) -> None:
-        """Leave orderly: no longer ready, after `gateway.linger_s` no new requests, those in flight finish.
+        """Become unready, refuse new requests after `gateway.linger_s`, and let running ones finish.
 
-        They have at most `gateway.drain_timeout_s`. New connections are not refused but not taken: on a node where
-        several gateways share the port they go to another one.
+        Running requests get `gateway.drain_timeout_s`. New connections are not accepted: another gateway that shares
+        the port takes them.
         """
         self.app.is_leaving = True
         self._note_readiness()
@@ -226,7 +223,7 @@ class GatewayHost:
                 await self.admission.idle.wait()
 
     async def stop(self) -> None:
-        """End everything; may be repeated."""
+        """End everything. Idempotent."""
         self._refuse_new()
         if self._telling is not None:
             self._telling.cancel()
@@ -257,7 +254,6 @@ class GatewayHost:
         self._readiness_changed.set()
 
     async def _tell_readiness(self) -> None:
-        """To those who watch the health of the gRPC endpoint."""
         while True:
             await self._readiness_changed.wait()
             self._readiness_changed.clear()
@@ -271,7 +267,7 @@ class GatewayHost:
             await self._registration.revoke()
 
     async def _register(self) -> None:
-        """A gateway serves whether or not it is registered; registering only lets tools find it."""
+        """Register, so that tools find this gateway; it serves whether or not that succeeds."""
         member = Member(
             kind=MemberKind.GATEWAY,
             member_id=self.gateway_id,

@@ -1,4 +1,4 @@
-"""The gRPC endpoint's requests: message in, messages out. Nothing here knows gRPC."""
+"""Requests of the gRPC endpoint, from message to messages; independent of gRPC itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGPROB_BYTES = 24
 
 
 class Inference:
-    """Turns messages into answers, for one served model."""
+    """Turns request messages into answers, for one served model."""
 
     def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: GatewayMetrics, served_name: str) -> None:
         self._renderer = renderer
@@ -38,7 +38,7 @@ class Inference:
     async def generate(
         self, raw: bytes, *, tenant: Tenant, disaggregate: bool = False, trace: RequestTrace | None = None
     ) -> InferenceAnswer:
-        """Raises a RequestError for anything wrong with the message; its `param` is the field."""
+        """Raises a RequestError for a bad message; its `param` is the field."""
         begun_ns = time.time_ns()
         message, body = read_generate(raw)
         check_model(message.model, self._served_name)
@@ -65,7 +65,7 @@ class Inference:
         return InferenceAnswer(answer_id, self._served_name, generation, with_token_ids=message.return_token_ids)
 
     async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:
-        """Raises as `generate`."""
+        """Raises the same errors as `generate`."""
         message, body = read_tokenize(raw)
         check_model(message.model, self._served_name)
         try:
@@ -87,7 +87,7 @@ class Inference:
 
 
 class InferenceAnswer:
-    """One answer on its way. Use either `whole` or `stream`, once."""
+    """An answer in progress. Use either `whole` or `stream`, once."""
 
     def __init__(self, answer_id: str, model: str, generation: Generation, *, with_token_ids: bool) -> None:
         self.answer_id = answer_id
@@ -96,7 +96,6 @@ class InferenceAnswer:
         self._with_token_ids = with_token_ids
 
     async def whole(self) -> pb.GenerateResponse:
-        """Raises KvferryError."""
         generation = self._generation
         sinks = [_GatheredWithIds(generation, choice) for choice in generation.choices]
         await generation.run(sinks)
@@ -111,7 +110,7 @@ class InferenceAnswer:
         )
 
     async def stream(self, chunks: Chunks) -> None:
-        """Fill `chunks`; returns when all is there. Raises KvferryError at any time: what is there is good."""
+        """Fill `chunks` and return at the end. Raises KvferryError at any time; chunks filled before it are valid."""
         generation = self._generation
         chunks.begin(self.answer_id)
         await generation.run(
@@ -124,9 +123,9 @@ class InferenceAnswer:
 
 
 class Chunks:
-    """Chunks that wait for the client to read: at most one of each choice, so a slow reader gets fewer, larger ones.
+    """Chunks that wait for the client to read: at most one per choice, so a slow reader gets fewer, larger chunks.
 
-    `tell_slow` is called once when about `max_unread_bytes` wait; they are dropped then, and so is what follows.
+    When about `max_unread_bytes` wait, `tell_slow` is called once, and these and all later chunks are dropped.
     """
 
     def __init__(self, max_unread_bytes: int, tell_slow: Callable[[], None]) -> None:
@@ -142,7 +141,7 @@ class Chunks:
         self._request_id = request_id
 
     def of(self, choice: int, num_bytes: int) -> pb.GenerateChunk:
-        """The waiting chunk of a choice, for about `num_bytes` more."""
+        """Return the waiting chunk of a choice, to which about `num_bytes` are added."""
         chunk = self._choice_to_chunk.get(choice)
         if chunk is None:
             chunk = pb.GenerateChunk(request_id=self._request_id, choice=choice)
@@ -158,21 +157,19 @@ class Chunks:
         return chunk
 
     def last(self) -> pb.GenerateChunk:
-        """The chunk that goes last of those that wait; a new one where none does."""
         if not self._choice_to_chunk:
             return self.of(0, 0)
         return next(reversed(self._choice_to_chunk.values()))
 
     def wake(self) -> None:
-        """Have `wait` return though nothing may wait."""
+        """Make `wait` return even if no chunk waits."""
         self._there.set()
 
     async def wait(self) -> None:
-        """Returns when a chunk waits."""
         await self._there.wait()
 
     def take(self) -> list[pb.GenerateChunk]:
-        """All that wait."""
+        """Remove and return all waiting chunks."""
         self._there.clear()
         taken = list(self._choice_to_chunk.values())
         self._choice_to_chunk.clear()
@@ -181,8 +178,6 @@ class Chunks:
 
 
 class _GatheredWithIds(Gathered):
-    """The sink of a choice of an answer that is sent whole."""
-
     __slots__ = ("token_ids",)
 
     def __init__(self, generation: Generation, choice: Choice) -> None:
@@ -202,8 +197,6 @@ class _GatheredWithIds(Gathered):
 
 
 class _Streamed:
-    """The sink of a choice of a streamed answer."""
-
     __slots__ = ("_choice", "_chunks", "_generation", "_index", "_is_parsed", "_with_token_ids")
 
     def __init__(self, generation: Generation, index: int, chunks: Chunks, *, with_token_ids: bool) -> None:
@@ -296,7 +289,7 @@ def _usage(usage: Usage) -> pb.Usage:
 
 
 def _utf8(text: str) -> str:
-    """Protobuf carries UTF-8 only, which a lone surrogate has not."""
+    """Replace lone surrogates: protobuf carries UTF-8 only."""
     if text.isascii():
         return text
     return text.encode("utf-8", "replace").decode()

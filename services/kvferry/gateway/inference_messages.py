@@ -1,6 +1,6 @@
-"""Messages of kvferry.inference.v1 as the bodies that HTTP has: one set of checks and one renderer for both.
+"""Messages of kvferry.inference.v1 as bodies of the HTTP API, so that both share one set of checks and one renderer.
 
-What a message says becomes the values of a JSON body; what is wrong with those is told in the message's own terms.
+Errors name the field of the message, not of the body.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ M = TypeVar("M", bound=_Message)
 
 
 def read_generate(raw: bytes) -> tuple[pb.GenerateRequest, ChatBody | CompletionBody]:
-    """The message and the body it stands for. Raises a RequestError whose `param` is the field that is wrong."""
+    """Return the message and its body. Raises a RequestError whose `param` is the field that is wrong."""
     message = _read(raw, pb.GenerateRequest)
     _refuse_several(raw, _PROMPTS)
     values = {"model": message.model, "n": message.num_choices or None, **_sampling(message.sampling)}
@@ -72,7 +72,6 @@ def read_generate(raw: bytes) -> tuple[pb.GenerateRequest, ChatBody | Completion
 
 
 def read_tokenize(raw: bytes) -> tuple[pb.TokenizeRequest, ChatBody | CompletionBody]:
-    """As `read_generate`; the body asks for the one token that a body has to ask for."""
     message = _read(raw, pb.TokenizeRequest)
     _refuse_several(raw, {2: "text", 3: "conversation"})
     kind = message.WhichOneof("prompt")
@@ -83,7 +82,7 @@ def read_tokenize(raw: bytes) -> tuple[pb.TokenizeRequest, ChatBody | Completion
 
 
 def in_fields(error: RequestError, kind: str | None) -> RequestError:
-    """The same error, its `param` the field of the message; `kind` is which prompt that has."""
+    """Return the error with the field of the message as `param`; `kind` is the prompt's field."""
     if error.param is not None:
         error.param = _field(error.param, kind)
     return error
@@ -240,14 +239,14 @@ def _read(raw: bytes, kind: type[M]) -> M:
 
 
 def _refuse_several(raw: bytes, number_to_prompt: Mapping[int, str]) -> None:
-    """Protobuf takes the last of several prompts and says nothing; whoever sent two meant something else."""
+    """Refuse several prompts, of which protobuf would silently keep the last."""
     found = {number_to_prompt[number] for number in _field_numbers(raw) if number in number_to_prompt}
     if len(found) > 1:
         raise InvalidRequest(f"one prompt is enough: the message has {' and '.join(sorted(found))}", param="prompt")
 
 
 def _field_numbers(raw: bytes) -> Iterable[int]:
-    """Numbers of a message's own fields, in order; the message was parsed before, so it is whole."""
+    """Yield the field numbers of a message in order. The message was parsed before, so it is whole."""
     position, end, num_fields = 0, len(raw), 0
     while position < end:
         num_fields += 1

@@ -1,8 +1,7 @@
-"""API keys in a file, hashed: which tenant a key names.
+"""API keys in a file, hashed, with their tenants.
 
-The file is YAML, a list of `{tenant, name, sha256}`; `kvferry key new` adds to it. A key is 32 random bytes, so its
-plain SHA-256 cannot be turned back, and nothing slower is needed. The file is read again when it changes: keys come and
-go without a restart.
+The file is a YAML list of `{tenant, name, sha256}`; `kvferry key new` adds to it. A key is 32 random bytes, so a plain
+SHA-256 cannot be reversed and a slow hash is not needed. The file is read again when it changes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FIELDS = ("tenant", "name", "sha256")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What the file says of one key; the key itself is nowhere. Raises ValueError for what none may have."""
+    """An entry of the file. The key itself is not stored. Raises ValueError for an invalid tenant, name or digest."""
 
     tenant: Tenant
     name: str
@@ -53,10 +52,10 @@ class ApiKey:
 
 
 class KeyFile:
-    """The keys of a file, as it is now."""
+    """The keys of a file, kept up to date."""
 
     def __init__(self, file: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError for a file that cannot be read as one."""
+        """Raises ConfigError for a file that is not a key file."""
         self._file = file
         self._clock = clock
         self._seen = _signature(file)
@@ -99,7 +98,7 @@ class KeyFile:
 
 
 def read_keys(file: Path) -> list[ApiKey]:
-    """Raises ConfigError naming the file, the entry and what is wrong with it."""
+    """Raises ConfigError naming the file, the entry and the fault."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -132,9 +131,9 @@ def read_keys(file: Path) -> list[ApiKey]:
 
 
 def new_key(file: Path, tenant: str, name: str) -> str:
-    """Make a key and add it to the file, which is made where there is none; returns the key, which is nowhere else.
+    """Make a key, add its hash to the file, and return the key; a missing file is created.
 
-    Raises ConfigError for a file that cannot be used, and for a tenant or name that cannot be one or is taken.
+    Raises ConfigError for an unusable file, and for a tenant or name that is invalid or taken.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
@@ -151,7 +150,7 @@ def new_key(file: Path, tenant: str, name: str) -> str:
 
 
 def _write(file: Path, keys: Sequence[ApiKey]) -> None:
-    """All at once: a gateway that reads now sees the old file or the new one."""
+    """Replace the file atomically, so that a gateway reads the old or the new one."""
     lines = [f"- {{tenant: {key.tenant.name!r}, name: {key.name!r}, sha256: {key.sha256!r}}}\n" for key in keys]
     comments, mode = [], 0o600
     if file.exists():
@@ -172,7 +171,6 @@ def _write(file: Path, keys: Sequence[ApiKey]) -> None:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """One writer at a time. Raises ConfigError where the folder cannot be written to."""
     try:
         folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

@@ -47,7 +47,7 @@ from kvferry.telemetry import (
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker as this gateway last heard of it; totals since the worker's engine started."""
+    """A worker's last report to this gateway; totals count from the start of the worker's engine."""
 
     worker_id: str
     role: str
@@ -64,7 +64,7 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class VolumeSample:
-    """One volume, through one keeper, as this gateway last heard of it."""
+    """The last report of one keeper about one volume."""
 
     volume_id: str
     keeper_id: str
@@ -79,8 +79,6 @@ class VolumeSample:
 
 
 class GatewayMetrics(RouterMetrics):
-    """Metrics of one gateway process: its requests, its routing, and the workers and volumes that it sees."""
-
     def __init__(
         self,
         read_workers: Callable[[], Sequence[WorkerSample]] = tuple,
@@ -109,12 +107,10 @@ class GatewayMetrics(RouterMetrics):
         exposition.read(VOLUMES_SEEN, lambda: _of_volumes(read_volumes()))
 
     def note_refusal(self, code: str | None) -> None:
-        """A request was answered with an error of this code."""
         if code in REFUSAL_CODES:
             self.refused.labels(code=code).inc()
 
     def render(self) -> bytes:
-        """The text exposition of everything."""
         return self.exposition.render()
 
 

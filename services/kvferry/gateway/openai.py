@@ -1,7 +1,7 @@
-"""The two generating endpoints: body in, bytes out.
+"""The two generating endpoints of the OpenAI API, independent of HTTP.
 
-Nothing here knows HTTP: an `Answer` is asked for its whole body, or to write itself to an outlet as it comes, and
-cancelling either cancels the request on every worker.
+An `Answer` returns its whole body, or writes itself to a StreamWriter as outputs arrive; cancelling either cancels the
+request on every worker.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Debug:
-    """What a client asks for beside its answer.
-
-    `show`: the journey, in the answer. `disaggregate`: have a prefill worker compute the prompt, whatever it costs.
+    """Options of `x-kvferry-debug`: `show` adds the request's record to the answer, `disaggregate` forces a prefill
+    worker.
     """
 
     show: bool = False
@@ -46,7 +45,7 @@ NO_DEBUG = Debug()
 
 
 class OpenAI:
-    """Turns bodies into answers, for one served model."""
+    """Turns request bodies into answers, for one served model."""
 
     def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: GatewayMetrics, served_name: str) -> None:
         self._renderer = renderer
@@ -55,7 +54,7 @@ class OpenAI:
         self._served_name = served_name
 
     async def chat(self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None) -> Answer:
-        """Raises a RequestError for anything wrong with the body."""
+        """Raises a RequestError for a bad body."""
         begun_ns = time.time_ns()
         body = read_chat(raw)
         check_model(body.model, self._served_name)
@@ -76,7 +75,7 @@ class OpenAI:
     async def completion(
         self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
     ) -> Answer:
-        """Raises a RequestError for anything wrong with the body."""
+        """Raises a RequestError for a bad body."""
         begun_ns = time.time_ns()
         body = read_completion(raw)
         check_model(body.model, self._served_name)
@@ -90,7 +89,7 @@ class OpenAI:
         return answer
 
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
-        """What is remembered of a tenant's answer, one entry per choice; empty when nothing is."""
+        """Return the recorded placements of a tenant's answer, one per choice; empty if there is no record."""
         return [
             {
                 "request_id": journey.request_id,
@@ -137,7 +136,7 @@ class OpenAI:
 
 
 class Answer:
-    """One answer on its way. Use either `whole` or `stream`, once."""
+    """An answer in progress. Use either `whole` or `stream`, once."""
 
     def __init__(
         self,
@@ -158,15 +157,14 @@ class Answer:
         self._last_events = b""
 
     async def whole(self) -> bytes:
-        """The body. Raises KvferryError."""
         generation = self._generation
         await generation.run([Gathered(generation, choice) for choice in generation.choices])
         return self._format.whole(generation.choices, generation.usage(), self._debug_values())
 
     async def stream(self, writer: StreamWriter) -> None:
-        """Write everything up to `[DONE]`, which closes the outlet.
+        """Write all events up to `[DONE]`, then close the writer.
 
-        Raises KvferryError while nothing was written; later errors are events.
+        Raises KvferryError only while nothing was written; later errors become events.
         """
         generation = self._generation
         streamed = _Streamed if generation.requests[0].parse is None else _StreamedParsed
@@ -197,7 +195,7 @@ class Answer:
         return self._generation
 
     def end_choice(self, events: bytes, writer: StreamWriter) -> None:
-        """Write what a choice ends with; of an only one, together with the end of the answer that follows at once."""
+        """Write the end of a choice; if it is the only one, hold it back and send it with the end of the answer."""
         if len(self._generation.choices) == 1:
             self._last_events = events
         else:
@@ -208,7 +206,7 @@ class Answer:
 
 
 class _Streamed:
-    """One choice of a streamed answer: every output is formatted and written as it comes."""
+    """Sink of a choice of a streamed answer: formats and writes each output at once."""
 
     __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_write_text", "_writer")
 
@@ -222,7 +220,6 @@ class _Streamed:
         self._write_text = writer.writer(*fmt.around_text(index))
 
     def take(self, output: EngineOutput) -> None:
-        """The sink."""
         if not self._choice.num_tokens or output.finish_reason is not None:
             self._take_first_or_last(output)
             return
@@ -231,7 +228,7 @@ class _Streamed:
             self._writer.write(self._format.chunk(self._index, output))
 
     def take_text(self, token_ids: Sequence[int], text: str) -> None:
-        """The sink of tokens and text alone. Called for every token: what happens once per choice is elsewhere."""
+        """Write tokens and text. Called for every token, so work per choice is done elsewhere."""
         choice = self._choice
         if not choice.num_tokens:
             self._take_first_or_last(EngineOutput(token_ids, text))
@@ -258,12 +255,11 @@ class _Streamed:
             self._writer.write(events)
 
     def _shows(self, output: EngineOutput) -> bool:
-        """Whether a chunk tells anything of it."""
         return bool(output.text) or output.logprobs is not None
 
 
 class _StreamedParsed(_Streamed):
-    """One choice of an answer that a worker parses: what its deltas say, not its raw text."""
+    """Sink of a choice that a worker parses."""
 
     __slots__ = ()
 

@@ -1,8 +1,7 @@
-"""The request bodies of the OpenAI API, checked before anything else sees them.
+"""Request bodies of the OpenAI API, validated before anything else uses them.
 
-Three kinds of fields: those that shape the answer (typed here), those that OpenAI's clients send and that change
-nothing here (`IGNORED`), and those that only this cluster may set (`DROPPED`). Anything else is refused by name: no
-silent default.
+Fields are of three kinds: typed ones that shape the answer, those that OpenAI's clients send and that have no effect
+here (`IGNORED`), and those that only this cluster may set (`DROPPED`). Any other field is refused by name.
 """
 
 from __future__ import annotations
@@ -62,8 +61,6 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take."""
-
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -92,7 +89,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a model may call; `parameters` is a JSON schema."""
+    """A function that a model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     description: str | None = None
@@ -110,8 +107,6 @@ class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The one tool that has to be called."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -128,8 +123,6 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/chat/completions`."""
-
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -145,8 +138,6 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/completions`."""
-
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
@@ -166,7 +157,6 @@ def read_chat(raw: bytes) -> ChatBody:
 
 
 def chat_of(values: Mapping[str, Any]) -> ChatBody:
-    """`read_chat` of what is an object already."""
     body = _checked(values, ChatBody)
     for i, message in enumerate(body.messages):
         _check_message(f"messages[{i}]", message)
@@ -182,7 +172,6 @@ def read_completion(raw: bytes) -> CompletionBody:
 
 
 def completion_of(values: Mapping[str, Any]) -> CompletionBody:
-    """`read_completion` of what is an object already."""
     body = _checked(values, CompletionBody)
     prompt = body.prompt
     if isinstance(prompt, list):
@@ -212,7 +201,7 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
 
 
 def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """What was really asked for, as plain JSON values."""
+    """Return the fields that the client set, without the gateway's own, as JSON values."""
     values: dict[str, Any] = msgspec.to_builtins(body)
     if isinstance(body, ChatBody) and not body.tools:
         for name in ("tools", "tool_choice", "parallel_tool_calls"):
@@ -288,7 +277,6 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
 
 
 def _check_tool_calls(where: str, role: str, calls: object) -> None:
-    """What an assistant called before, as it was answered."""
     if role != "assistant":
         raise InvalidRequest(f"{where}: only messages of the assistant have them, not of {role}", param=where)
     try:

@@ -1,4 +1,4 @@
-"""Chat answers that a worker's parser takes apart: content, reasoning, tool calls.
+"""Formats of chat answers that a worker parses into content, reasoning and tool calls.
 
 Field names are vLLM's where OpenAI has none (`reasoning`).
 """
@@ -13,7 +13,7 @@ from kvferry.gateway.choices import Choice, ParsedChoice
 
 
 class ParsedChatFormat(ChatFormat):
-    """`choice` arguments are ParsedChoice."""
+    """A ChatFormat whose `choice` arguments are ParsedChoice."""
 
     # What an answer that called tools ended with, where it would be "stop".
     finish_of_calls = "tool_calls"
@@ -37,7 +37,7 @@ class ParsedChatFormat(ChatFormat):
 
 
 class NamedCallFormat(ParsedChatFormat):
-    """For a request that names the tool to call: OpenAI, and vLLM, say "stop" there."""
+    """Format for a request with a named tool, for which OpenAI and vLLM give the finish reason "stop"."""
 
     finish_of_calls = "stop"
 

@@ -1,7 +1,7 @@
-"""The trace of one request in a gateway: what the GenAI conventions of OpenTelemetry ask of its span.
+"""The trace span of one request in a gateway, after OpenTelemetry's GenAI conventions.
 
-Whatever protocol a request came over: its headers, or gRPC metadata, as a mapping with names in lower case. What
-clients ask and are answered is in no span unless `tracing.prompts` says so.
+Headers, or gRPC metadata, come as a mapping with lower-case names. Prompts and answers are recorded only with
+`tracing.prompts`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TakeText = Callable[[Sequence[int], str], None]
 def begin_trace(
     tracing: Tracing, headers: Mapping[str, str], endpoint: str, model: str, attributes: Attributes
 ) -> RequestTrace:
-    """The span of a request that has just arrived, under the caller's if `headers` name one.
+    """Start the span of a request that has just arrived, as a child of the span that `headers` name.
 
-    `endpoint` as in telemetry.ENDPOINTS; `model` is the one served; `attributes` are those of the protocol.
+    `endpoint` is one of telemetry.ENDPOINTS, `model` the served one, `attributes` those of the protocol.
     """
     operation = _ENDPOINT_TO_OPERATION.get(endpoint, "generate_content")
     span = tracing.receive(
@@ -44,7 +44,6 @@ def begin_trace(
 
 
 def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Those of an HTTP request that carry trace context."""
     found: dict[str, str] = {}
     for name, value in headers:
         if name == b"traceparent":
@@ -57,7 +56,7 @@ def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 class RequestTrace:
-    """From a request's arrival until `end`."""
+    """Span of a request, from its arrival until `end`."""
 
     def __init__(self, span: Span, *, prompts: bool, is_http: bool) -> None:
         self._span = span
@@ -68,7 +67,7 @@ class RequestTrace:
 
     @property
     def span(self) -> Span | None:
-        """For what is done for this request; None where nobody will see it."""
+        """Parent for spans of this request's parts, or None if the request is not sampled."""
         return self._span if self._span.is_sampled else None
 
     def rendered(
@@ -78,7 +77,7 @@ class RequestTrace:
         requests: Sequence[EngineRequest],
         begun_ns: int,
     ) -> None:
-        """The body became these requests, one per choice; that began at `begun_ns` (Unix time)."""
+        """Record that the body became `requests`, one per choice; rendering began at `begun_ns` (Unix time)."""
         if not self._span.is_sampled:
             return
         sampling = requests[0].sampling
@@ -99,7 +98,7 @@ class RequestTrace:
             self._span.set({"gen_ai.input.messages": json.dumps(_messages_of(body), ensure_ascii=False)})
 
     def listen(self, choice: int, take: Take, take_text: TakeText) -> tuple[Take, TakeText]:
-        """The sinks of a choice; with `tracing.prompts` they keep its text too."""
+        """Return the sinks of a choice, wrapped to record its text if `tracing.prompts` is set."""
         if not self._prompts:
             return take, take_text
         texts = self._texts[choice]
@@ -123,7 +122,7 @@ class RequestTrace:
         finish_reasons: Sequence[str | None],
         first_token_s: float | None,
     ) -> None:
-        """All choices ended. `first_token_s` is seconds from the request's arrival."""
+        """Record the end of all choices. `first_token_s` is in seconds from the request's arrival."""
         if not self._span.is_sampled:
             return
         self._span.set(
@@ -147,7 +146,6 @@ class RequestTrace:
             self._span.set({"gen_ai.output.messages": json.dumps(messages, ensure_ascii=False)})
 
     def failed(self, error: BaseException) -> None:
-        """It was answered with an error, or an error ended its answer."""
         if isinstance(error, KvferryError) and error.http_status < 500:
             # As HTTP's conventions have it: the client's fault is no error of a server.
             self._span.set({"error.type": error_type(error)})
@@ -155,7 +153,6 @@ class RequestTrace:
             self._span.fail(error_type(error))
 
     def end(self, status: str) -> None:
-        """`status` is the one it is counted under."""
         if self._is_http:
             self._span.set({"http.response.status_code": int(status)})
         self._span.end()

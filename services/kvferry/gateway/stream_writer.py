@@ -1,9 +1,8 @@
-"""Where a streamed answer goes: bytes in, without waiting, from whoever has them.
+"""Writers of streamed answers, which accept bytes without waiting.
 
-A token is written by the code that received it, for all requests of an engine's step in turn. So a client that does not
-read must hold up nobody: what it leaves unread waits up to a limit, then the client is cut.
-
-There are two kinds: past ASGI, under the gateway's own server, and through ASGI, under any other.
+A token is written by the code that received it, for all requests of an engine step in turn, so a client that does not
+read must not delay others: its unread bytes wait up to a limit, then its connection is closed. One writer goes past
+ASGI, under kvferry's own server; the other works on any ASGI server.
 """
 
 from __future__ import annotations
@@ -19,43 +18,43 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class StreamWriter(Protocol):
-    """One streamed answer. The first write sends status and headers: until then an error can have a status of its own.
+    """A streamed answer. The first write sends status and headers; until then an error can have its own status.
 
-    Writing after the end, or once the client is gone, does nothing.
+    Writing after the end, or after the client left, does nothing.
     """
 
     @property
     def started(self) -> bool: ...
 
     def write(self, events: bytes) -> None:
-        """Never waits, never raises for what the client does."""
+        """Never waits, and never raises for a client's fault."""
         ...
 
     def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
-        """`write` of what stands between these two, for many events that begin and end alike."""
+        """Return a faster `write` for events that all begin with `before` and end with `after`."""
         ...
 
     async def close(self, events: bytes) -> None:
-        """`write`, and end the answer; returns when it was handed over to the operating system or nearly so."""
+        """Write, end the answer, and return once nearly all of it was handed to the operating system."""
         ...
 
     def abandon(self) -> None:
-        """Give up an answer that was not closed; nothing happens to one that was, or that never started."""
+        """Break off an answer. Does nothing if it was closed or never started."""
         ...
 
 
 def open_stream_writer(
     exchange: Exchange | None, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]
 ) -> StreamWriter:
-    """`tell_slow` is called once when more than `max_unread_bytes` wait for the client. The answer is lost by then."""
+    """Return a writer. `tell_slow` is called once, after the client was cut with more than `max_unread_bytes`
+    unread.
+    """
     if exchange is not None and exchange.is_ready:
         return TransportStreamWriter(exchange, send, headers, max_unread_bytes, tell_slow)
     return AsgiStreamWriter(send, headers, max_unread_bytes, tell_slow)
 
 
 class TransportStreamWriter:
-    """An StreamWriter to a connection's transport."""
-
     __slots__ = ("_ended", "_exchange", "_headers", "_max_unread_bytes", "_send", "_tell_slow", "started")
 
     def __init__(
@@ -120,7 +119,7 @@ class TransportStreamWriter:
 
 
 class AsgiStreamWriter:
-    """An StreamWriter to an ASGI server: a task sends what was written since it last sent."""
+    """A StreamWriter onto an ASGI server: a task sends the bytes that were written since its last send."""
 
     def __init__(self, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]) -> None:
         self._send = send

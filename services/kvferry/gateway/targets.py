@@ -1,4 +1,4 @@
-"""Where Prometheus finds everybody: its HTTP service discovery, answered from membership."""
+"""Prometheus HTTP service discovery, answered from membership."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from kvferry.membership.base import Member, Membership
 
 
 class Targets:
-    """Every member that answers scrapes. While the registry is away: those of the last time it was there."""
+    """Members that expose metrics. While etcd is away, the last known ones."""
 
     def __init__(self, membership: Membership, *, scheme: str) -> None:
-        """`scheme` is what all metrics listeners speak, http or https."""
         self._membership = membership
         self._scheme = scheme
         self._members: tuple[Member, ...] = ()
 
     async def read(self) -> bytes:
-        """JSON as `http_sd_configs` takes it. Raises UnavailableError where nobody is known yet."""
+        """Return JSON for `http_sd_configs`. Raises UnavailableError while no member was ever known."""
         try:
             self._members = await self._membership.members()
         except UnavailableError:

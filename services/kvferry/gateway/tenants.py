@@ -1,4 +1,4 @@
-"""For whom a request is computed: an identity that keeps its pages apart from everybody else's."""
+"""The tenant of a request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whoever a key or a client certificate names. Raises ValueError for a name that is none (store/layout.py).
+    """Identity that a key or a client certificate gives. Raises ValueError for an invalid name (tenancy/namespace.py).
 
-    `cache_salt` goes into every page key and route key, so that engines, residency and routers never find one tenant's
-    pages for another; `tier` names the folders of its pages on volumes. Neither is ever taken from a client.
+    `cache_salt` is part of every page hash and route key, so engines, residency and routers never find one tenant's
+    pages for another; `tier` names the tenant's folders on volumes. Neither is ever taken from a client.
     """
 
     name: str

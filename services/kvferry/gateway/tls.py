@@ -1,4 +1,4 @@
-"""TLS of a gateway's listeners, HTTP and gRPC, from one set of files that may be replaced while it serves."""
+"""TLS of a gateway's HTTP and gRPC listeners, from files that may be replaced at run time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What the files hold now."""
-
     cert: bytes
     key: bytes
     client_ca: bytes | None
@@ -27,10 +25,10 @@ class _Files:
 
 
 class GatewayTls:
-    """Certificates of one gateway. New connections get what the files hold; what cannot be used changes nothing.
+    """Certificates of one gateway. New connections get the files' newest usable contents.
 
-    Clients of HTTP are asked for a certificate, and the application refuses who has none: probes have none. gRPC
-    refuses them in the handshake.
+    HTTP clients without a certificate are refused by the application, so that probes work; gRPC refuses them in the
+    handshake.
     """
 
     def __init__(self, config: ServerTlsConfig) -> None:
@@ -43,7 +41,7 @@ class GatewayTls:
         self._files = self._read()
 
     def http_context(self) -> ssl.SSLContext:
-        """For a listener; it looks for new files at each handshake."""
+        """Return the context of a listener; it looks for new files at each handshake."""
         context = self._files.context
 
         def at_hello(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -55,7 +53,6 @@ class GatewayTls:
         return context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For a listener; it looks for new files at each handshake."""
         shown = self._files
 
         def newest() -> grpc.ServerCertificateConfiguration | None:
@@ -73,7 +70,7 @@ class GatewayTls:
         )
 
     def _newest(self) -> _Files:
-        """Called from gRPC's threads too: at worst two of them read the same files."""
+        """Thread-safe, since gRPC calls it from its own threads: at worst two of them read the same files."""
         signature = self._signature()
         if signature != self._seen:
             self._seen = signature

@@ -1,4 +1,4 @@
-"""Certificates for one cluster on this machine: an authority of its own, made anew for every start."""
+"""Certificates of a local cluster, signed by an authority that is made anew for every start."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
 def make_certificates(folder: Path) -> TlsConfig:
-    """Write `ca.crt`, `tls.crt` and `tls.key` into a private folder, which is made; milliseconds.
+    """Write `ca.crt`, `tls.crt` and `tls.key` into a private folder, which is created. Takes milliseconds.
 
-    All processes share one certificate: they run as one user on one machine, and any of them could read another's key.
-    The authority's own key is thrown away, so nobody is added later.
+    All processes share one certificate: they run as one user on one machine. The authority's key is discarded, so no
+    certificate can be added later.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())

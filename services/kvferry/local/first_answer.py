@@ -1,4 +1,4 @@
-"""One real request through a cluster that just became ready, and where it went."""
+"""A first real request through a cluster that has just become ready."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 from kvferry.config import ClusterConfig
 from kvferry.errors import LocalError
-from kvferry.local.gateway_door import context_of, headers_of, url_of
+from kvferry.local.gateway_access import context_of, headers_of, url_of
 
 QUESTION = "What does a ferry do? Answer in one short sentence."
 _MAX_TOKENS = 48
@@ -22,12 +22,12 @@ _HEADERS = {"x-kvferry-debug": "disaggregate"}
 
 
 class FirstAnswerFailed(LocalError):
-    """The cluster said it was ready and then did not answer."""
+    """The cluster was ready and did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """Question, answer, and the journey between."""
+    """Question, answer, and the workers that computed them."""
 
     question: str
     answer: str
@@ -52,7 +52,7 @@ def ask(
     timeout_s: float = 300.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> FirstAnswer:
-    """Ask over the OpenAI endpoint, streamed. Raises FirstAnswerFailed with what the gateway said."""
+    """Ask over the OpenAI endpoint, streamed. Raises FirstAnswerFailed with the gateway's message."""
     body = {
         "model": config.served_name,
         "messages": [{"role": "user", "content": question}],

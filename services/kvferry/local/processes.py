@@ -1,15 +1,15 @@
-"""Which processes belong to a local cluster, and how they are ended.
+"""The processes of a local cluster: how they are recognized, and how they are ended.
 
 Parents die first, engines outlive them as orphans, and a process that sets its title overwrites its own command line
-and environment. So belonging rests on four marks, of which any one is enough:
+and environment. A process therefore belongs to the cluster if it has any one of four marks:
 
     environment   KVFERRY_CLUSTER_TOKEN holds the token of this run folder
-    cwd           the working folder is the run folder's `work`, which is made for nothing else
+    cwd           the working folder is the run folder's `work`, which is used for nothing else
     files         it has a file open for writing where only the cluster writes (logs, etcd, ray, tmp)
     ancestry      it descends from a process that belongs
 
-A name or a command line is no mark: `less`, `tail` or an editor on a log of ours is somebody else's. The caller and
-its ancestors never belong.
+Names and command lines are no marks: an editor on a log is not part of the cluster. The caller and its ancestors never
+belong.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class ProcessesRemain(LocalError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessIdentity:
-    """One process, for ever: a pid is used again, a pid and its start time are not."""
+    """A process by pid and start time, since pids are reused."""
 
     pid: int
     start_ticks: int  # clock ticks after boot, /proc/PID/stat field 22
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Raises ProcessLookupError when there is no such process."""
+        """Raises ProcessLookupError if there is no such process."""
         state = _stat(pid)
         if state is None:
             raise ProcessLookupError(pid)
         return cls(pid, state.start_ticks)
 
     def is_alive(self) -> bool:
-        """False once it ended, also while it waits as a zombie for a parent that may never ask."""
+        """False once it has ended, zombies included."""
         state = _stat(self.pid)
         return state is not None and state.start_ticks == self.start_ticks and state.letter not in "ZX"
 
     def send(self, signal_number: int) -> bool:
-        """Signal exactly this process; False when it is gone, whoever has its pid now."""
+        """Signal this process; return False if it is gone, even if its pid was reused."""
         with contextlib.suppress(ProcessLookupError), self._pinned() as pidfd:
             if pidfd is not None:
                 signal.pidfd_send_signal(pidfd, signal_number)
@@ -61,7 +61,7 @@ class ProcessIdentity:
         return False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; False when it still runs after `timeout_s`."""
+        """Wait for the end; return False if it still runs after `timeout_s`."""
         with contextlib.suppress(ProcessLookupError), self._pinned() as pidfd:
             if pidfd is not None:
                 poll = select.poll()
@@ -71,7 +71,7 @@ class ProcessIdentity:
 
     @contextlib.contextmanager
     def _pinned(self) -> Iterator[int | None]:
-        """A descriptor of this very process, None when it is gone."""
+        """Return a pidfd, or None if the process is gone."""
         pidfd = os.pidfd_open(self.pid)
         try:
             # Read after the descriptor is open: it names whoever had the pid then, and the pid cannot pass on while
@@ -83,10 +83,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What tells the processes of one cluster from everybody else's.
-
-    Paths are canonical, as the kernel reports them.
-    """
+    """Marks of one cluster's processes. Paths are canonical, as the kernel reports them."""
 
     token: str | None
     work_folder: Path
@@ -101,7 +98,7 @@ class _Stat:
 
 
 def belonging(marks: Marks) -> tuple[ProcessIdentity, ...]:
-    """Every live process of the cluster, ordered by pid; never the caller or its ancestors."""
+    """Return every live process of the cluster, ordered by pid, without the caller and its ancestors."""
     stats = {pid: state for pid in _pids() if (state := _stat(pid)) is not None and state.letter not in "ZX"}
     spared = {0, 1, *_lineage(os.getpid(), stats)}
     mine = {pid for pid in stats if pid not in spared and _is_marked(pid, marks)}
@@ -121,10 +118,10 @@ def end_all(
     deadline_s: float = 30.0,
     before_signal: Callable[[tuple[ProcessIdentity, ...]], None] = lambda _: None,
 ) -> int:
-    """End every process of the cluster: ask, wait for `grace_s`, kill, until a look round finds none. Returns how
-    many there were.
+    """End every process of the cluster and return their number: SIGTERM, wait for `grace_s`, SIGKILL, until none is
+    found.
 
-    `before_signal` sees each set of processes while they still live. Raises ProcessesRemain after `deadline_s`.
+    `before_signal` gets each set of processes while they still live. Raises ProcessesRemain after `deadline_s`.
     """
     ended: set[ProcessIdentity] = set()
     deadline = time.monotonic() + deadline_s
@@ -147,7 +144,7 @@ def end_all(
 
 
 def wait_gone(processes: Iterable[ProcessIdentity], *, timeout_s: float) -> bool:
-    """Wait until all have ended; False when some still run after `timeout_s`."""
+    """Wait until all have ended; return False if some still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     # The deadline is shared: once it has passed, what is left is only looked at.
     return all(process.wait(deadline - time.monotonic()) for process in processes)

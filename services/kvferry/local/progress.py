@@ -1,4 +1,4 @@
-"""What the user sees while a cluster starts: each step, what it waits for, and for how long."""
+"""Progress of a starting cluster, shown to the user: each step, the reason for waiting, and the time."""
 
 from __future__ import annotations
 
@@ -14,31 +14,26 @@ _PLAIN_INTERVAL_S = 15.0
 
 
 class Progress(Protocol):
-    """Told what happens, in order; never blocks."""
+    """Receiver of progress. Its methods never block."""
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Something that takes a while; ended by leaving, marked failed when left by an exception."""
+        """A context for something that takes a while; it is marked failed if an exception leaves it."""
         yield
 
     def detail(self, text: str) -> None:
-        """What the step waits for just now."""
+        """Say why the step waits just now."""
         ...
 
-    def tick(self) -> None:
-        """Time passed."""
-        ...
+    def tick(self) -> None: ...
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         ...
 
 
 class ConsoleProgress:
-    """A live line on a terminal.
-
-    Anywhere else plain lines, one whenever the detail changes and at least one every 15 s.
-    """
+    """A live line on a terminal; elsewhere plain lines, at each new detail and at least every 15 s."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -90,7 +85,7 @@ class ConsoleProgress:
 
 
 class NoProgress:
-    """For callers that only want the result."""
+    """Progress that is not shown."""
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:

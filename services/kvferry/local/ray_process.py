@@ -1,4 +1,4 @@
-"""A Ray head for one local cluster, started as a program: this room never imports ray."""
+"""The Ray head of a local cluster, started as a program, so that this package never imports ray."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ _PILLARS = frozenset({"gcs_server", "raylet"})
 
 @dataclass(frozen=True, slots=True)
 class Ray:
-    """A running Ray head."""
-
     address: str  # host:port of its control store
     pillars: tuple[ProcessIdentity, ...]  # without these Ray is dead
 
 
 def ray_environment(folder: RunFolder) -> dict[str, str]:
-    """What Ray, its workers, and everyone who connects to it must have in their environment."""
+    """Return the environment variables of Ray, its workers, and everything that connects to it."""
     return child_environment(folder) | {
         # Ray would run every worker, and so every engine, at nice 15.
         "RAY_worker_niceness": "0",
@@ -53,12 +51,12 @@ def ray_environment(folder: RunFolder) -> dict[str, str]:
 
 
 def engine_environment(config: ClusterConfig) -> dict[str, str]:
-    """What engines need in addition, as Ray's workers pass it on."""
+    """Return the additional variables of engines; Ray's workers pass them on."""
     return {"HF_HUB_OFFLINE": "1"} if Path(config.model.path).is_dir() else {}
 
 
 def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
-    """Start a head and wait until it takes work. Raises StartFailed with the end of its log, or Interrupted."""
+    """Start a head and wait until it accepts work. Raises StartFailed with the end of its log, or Interrupted."""
     environ = ray_environment(folder) | engine_environment(config)
     for attempt in range(1, _ATTEMPTS + 1):
         ports = _free_ports(4)
@@ -110,13 +108,13 @@ def _command(folder: RunFolder, config: ClusterConfig, ports: list[int]) -> list
 
 
 def _num_cpus(config: ClusterConfig) -> int:
-    """Logical CPUs that let every replica be placed, however few the machine has."""
+    """Return enough logical CPUs to place every replica, however few the machine has."""
     roles = (config.prefill, config.decode, config.gateway)
     return math.ceil(sum(role.replicas * role.num_cpus for role in roles)) + _SPARE_CPUS
 
 
 def _resources(config: ClusterConfig) -> dict[str, float]:
-    """This one node has every resource that a role asks for, in full."""
+    """Give this one node every resource that a role asks for."""
     total: Counter[str] = Counter()
     for role in (config.prefill, config.decode):
         for name, amount in role.resources.items():

@@ -1,6 +1,6 @@
-"""Where one local cluster keeps its state: a short, private folder that holds everything a clean end needs.
+"""The run folder of a local cluster: a short, private folder with everything that a clean end needs.
 
-The path must be short, since Ray and vLLM make Unix sockets below it and the kernel allows 107 bytes for those.
+The path must be short: Ray and vLLM make Unix sockets below it, whose paths may have 107 bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PATH_LIMIT_BYTES = _SOCKET_PATH_LIMIT_BYTES - len(_LONGEST_SOCKET)
 
 
 class ClusterBusy(LocalError):
-    """Another `kvferry up` or `kvferry down` works on this cluster right now."""
+    """Another `kvferry up` or `kvferry down` works on this cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterRecord:
-    """`cluster.json`: what a later command must know about a cluster that was started."""
+    """`cluster.json`: facts about a started cluster for later commands."""
 
     name: str
     ready: bool
@@ -52,7 +52,7 @@ class ClusterRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run folder, and the few things done to it as a whole."""
+    """Paths of one run folder, and operations on it as a whole."""
 
     path: Path
 
@@ -66,12 +66,12 @@ class RunFolder:
 
     @property
     def token_file(self) -> Path:
-        """Marks this cluster's processes; made anew for every start."""
+        """Token that marks this cluster's processes; made anew for every start."""
         return self.path / "token"
 
     @property
     def ray_token_file(self) -> Path:
-        """What Ray asks of everyone who calls it."""
+        """Token that Ray requires of every caller."""
         return self.path / "ray-token"
 
     @property
@@ -96,38 +96,35 @@ class RunFolder:
 
     @property
     def keeper(self) -> Path:
-        """Where the keeper has its socket (keeper/socket_path.py)."""
+        """Folder of the keeper's socket (keeper/socket_path.py)."""
         return self.path / "keeper"
 
     @property
     def tls(self) -> Path:
-        """Certificates of this start, of the processes among themselves."""
+        """Certificates of this start, for the processes among themselves."""
         return self.path / "tls"
 
     @property
     def temporary(self) -> Path:
-        """TMPDIR of every process of the cluster: sockets that engines leave behind lie here and go with the folder."""
+        """TMPDIR of every process of the cluster; sockets that engines leave behind go with it."""
         return self.path / "tmp"
 
     @property
     def work(self) -> Path:
-        """The working folder of every process of the cluster, and of nobody else: empty, it is only a mark."""
+        """Working folder of every process of the cluster. It stays empty: it is only a mark."""
         return self.path / "work"
 
     @property
     def process_folders(self) -> tuple[Path, ...]:
-        """Folders below which only processes of the cluster write."""
+        """Folders in which only processes of the cluster write."""
         return (self.logs, self.etcd, self.ray, self.temporary, self.work)
 
     def marks(self) -> Marks:
-        """By what the processes of the newest start are known."""
+        """Marks of the processes of the newest start."""
         return Marks(token=self.token(), work_folder=self.work, written_folders=self.process_folders)
 
     def prepare(self) -> None:
-        """Make the folder, private, and its parts.
-
-        Raises ConfigError when it cannot be trusted or its path is too long.
-        """
+        """Make the private folder and its parts. Raises ConfigError if it cannot be trusted or its path is too long."""
         if len(os.fsencode(self.path)) > PATH_LIMIT_BYTES:
             raise ConfigError(
                 f"{RUN_DIR_VARIABLE}: {str(self.path)!r} is longer than {PATH_LIMIT_BYTES} bytes, "
@@ -138,14 +135,14 @@ class RunFolder:
             part.mkdir(mode=0o700, exist_ok=True)
 
     def new_tokens(self) -> str:
-        """Write fresh tokens; returns the one that marks processes."""
+        """Write fresh tokens; return the one that marks processes."""
         token = secrets.token_hex(16)
         _write_private(self.token_file, token)
         _write_private(self.ray_token_file, secrets.token_hex(32))
         return token
 
     def token(self) -> str | None:
-        """The token of the last start, None when there was none."""
+        """Return the token of the last start, or None."""
         with contextlib.suppress(OSError):
             return self.token_file.read_text(encoding="ascii").strip() or None
         return None
@@ -157,7 +154,7 @@ class RunFolder:
         _write_private(self.config_file, text)
 
     def record(self) -> ClusterRecord | None:
-        """What stands in cluster.json; None when there is none or it cannot be read as one."""
+        """Return the contents of cluster.json, or None if there is none or it is invalid."""
         try:
             values = json.loads(self.record_file.read_text(encoding="utf-8"))
             return ClusterRecord(
@@ -174,10 +171,7 @@ class RunFolder:
             return None
 
     def clear(self, *, keep_logs: bool) -> None:
-        """Remove what a cluster left, and the folder itself when nothing else lies in it.
-
-        The lock stays to its holder.
-        """
+        """Remove a cluster's files, and the folder if it is then empty. The lock stays with its holder."""
         if keep_logs:
             for number, session_logs in enumerate(sorted(self.ray.glob("session_2*/logs"))):
                 shutil.rmtree(self.logs / f"ray-{number}", ignore_errors=True)
@@ -191,10 +185,7 @@ class RunFolder:
             file.unlink(missing_ok=True)
 
     def remove_if_empty(self) -> None:
-        """Remove the lock file and the folder, unless something that is not ours lies there.
-
-        Call with the lock held.
-        """
+        """Remove the lock file and the folder unless foreign files are left. Requires the lock."""
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {self.lock_file.name}:
             self.lock_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -204,10 +195,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self, purpose: str) -> Iterator[None]:
-        """Hold the folder against every other `up` and `down`; raises ClusterBusy at once when one of them has it.
+        """Lock the folder against other `up` and `down` commands. Raises ClusterBusy at once if it is locked.
 
-        The kernel drops the lock when its holder dies, however it dies: the descriptor is closed in every program we
-        start.
+        The kernel releases the lock when its holder dies, because started programs do not inherit the descriptor.
         """
         _make_private(self.path)
         descriptor = self._open_locked()
@@ -221,7 +211,7 @@ class RunFolder:
             os.close(descriptor)
 
     def lock_holder(self, purpose: str | None = None) -> ProcessIdentity | None:
-        """Who holds the lock, when it is for `purpose` or none is given; None when nobody alive does."""
+        """Return the live process that holds the lock (for `purpose`, if given), or None."""
         try:
             values = json.loads(self.lock_file.read_text(encoding="utf-8"))
             holder = ProcessIdentity(values["pid"], values["start_ticks"])
@@ -250,7 +240,7 @@ class RunFolder:
 
 
 def run_folder(name: str, environ: Mapping[str, str] = os.environ) -> RunFolder:
-    """The run folder of the cluster `name`: $KVFERRY_RUN_DIR, or one below /tmp that only this user can enter."""
+    """Return the run folder of cluster `name`: $KVFERRY_RUN_DIR, or a private one below /tmp."""
     chosen = environ.get(RUN_DIR_VARIABLE)
     if chosen:
         return RunFolder(Path(chosen).expanduser().resolve())
@@ -267,10 +257,7 @@ def _default_root() -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """A folder of ours that nobody else can enter.
-
-    In /tmp anyone may have made it first, so what is found is not trusted.
-    """
+    """Make a folder that only this user may enter. In /tmp another user may have made it first, so it is verified."""
     folders = [path.parent, path] if path.parent == _default_root() else [path]
     for folder in folders:
         try:
@@ -288,7 +275,7 @@ def _make_private(path: Path) -> None:
 
 
 def _write_private(file: Path, text: str) -> None:
-    """Replace a file at once; a reader sees the old one or the new one."""
+    """Replace a file atomically."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as out:

@@ -1,4 +1,4 @@
-"""Who is in a cluster and how busy: members as etcd lists them, load as each worker tells it."""
+"""Members of a local cluster as etcd lists them, with the load that each worker reports."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MEMBERS_TIMEOUT_S = 10.0
 
 
 class NotRunning(LocalError):
-    """There is no cluster to ask."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What one worker says of itself."""
+    """Report of one worker; field names are those of `kvferry status --json`."""
 
     num_running: int
     num_waiting: int
@@ -44,7 +44,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member; `load` is None for all but workers, and for workers that do not answer, where `fault` says why."""
+    """A member. Only workers that answered have a `load`; `fault` says why another worker did not."""
 
     member_id: str
     kind: str
@@ -60,8 +60,6 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """One look at a cluster."""
-
     name: str
     url: str
     alive: bool
@@ -73,12 +71,11 @@ class ClusterStatus:
     fault: str = ""  # why members could not be listed
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps."""
         return asdict(self)
 
 
 def status(folder: RunFolder) -> ClusterStatus:
-    """Look at the cluster of a run folder. Raises NotRunning when there is none."""
+    """Read the status of the cluster of a run folder. Raises NotRunning if there is none."""
     record = folder.record()
     if record is None:
         raise NotRunning("no cluster runs here; start one with `kvferry up` (or `make up`)")

@@ -1,4 +1,4 @@
-"""The one line of many logs that says why a start takes so long, or failed."""
+"""The one log line that explains why a start takes long or failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_CHARS = 220
 
 
 def newest_fault(folder: RunFolder) -> str | None:
-    """The last line that looks like a fault in the newest log of workers or application that has one."""
+    """Return the last line that looks like a fault, from the newest log of workers or the application that has one."""
     for log in _newest_first(_logs(folder)):
         for line in reversed(_end_of(log)):
             if _FAULT.search(line) and not _NOISE.search(line):
@@ -25,7 +25,7 @@ def newest_fault(folder: RunFolder) -> str | None:
 
 
 def newest_line(folder: RunFolder) -> str | None:
-    """The newest fault, else the last line of the newest log; None when all are empty."""
+    """Return the newest fault, else the last line of the newest log; None if all logs are empty."""
     if (fault := newest_fault(folder)) is not None:
         return fault
     lines = next((lines for log in _newest_first(_logs(folder)) if (lines := _end_of(log))), None)

@@ -1,4 +1,4 @@
-"""How commands on this machine get into its gateway: TLS, and the key that a user gives them."""
+"""TLS and keys of commands that call the gateway of a local cluster."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ KEY_VARIABLE = "KVFERRY_API_KEY"
 
 
 def url_of(gateway: GatewayConfig, address: str = "") -> str:
-    """Of the gateway, or of the one of several that has this `address` (host:port)."""
+    """Return the URL of the gateway, or of the one with this `address` (host:port) if there are several."""
     scheme = "https" if gateway.tls.enabled else "http"
     return f"{scheme}://{address or join_host_port(gateway.host, gateway.http_port)}"
 
 
 def context_of(gateway: GatewayConfig) -> ssl.SSLContext | bool:
-    """For httpx's `verify`: the configured certificate itself is trusted, whatever its names and its authority."""
+    """Return httpx's `verify`: the configured certificate itself is trusted, whatever its names and authority."""
     if gateway.tls.cert_file is None:
         return True
     context = ssl.create_default_context(cafile=gateway.tls.cert_file)
@@ -35,7 +35,7 @@ def headers_of(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def why_not_to_ask(gateway: GatewayConfig, environ: Mapping[str, str] = os.environ) -> str:
-    """Why a command cannot ask a question there; empty when it can."""
+    """Return why a command cannot call the gateway; empty if it can."""
     if gateway.tls.client_ca_file is not None:
         return "the gateway asks for a client certificate, and this command has none"
     if gateway.keys_file is not None and not environ.get(KEY_VARIABLE):

@@ -14,7 +14,7 @@ from bench.etcd_server import Authority
 from kvferry.config import GatewayConfig, ServerTlsConfig
 from kvferry.gateway.tls import GatewayTls
 from kvferry.local.child import child_environment
-from kvferry.local.gateway_door import KEY_VARIABLE, context_of, headers_of, url_of, why_not_to_ask
+from kvferry.local.gateway_access import KEY_VARIABLE, context_of, headers_of, url_of, why_not_to_ask
 from kvferry.local.run_folder import RunFolder
 
 
