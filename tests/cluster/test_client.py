@@ -1,4 +1,4 @@
-"""The typed client, both forms, against a cluster; and the README's examples, as a user runs them."""
+"""The typed client, both forms, against a cluster; and the examples of docs/clients.md, as a user runs them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from support.waiting import until
 from .conftest import MODEL, SimCluster, running
 from .test_access import Certificates, certificates  # noqa: F401  a fixture
 
-README = Path(kvferry.__file__).parents[2] / "README.md"
-SECTION = "### gRPC and the Python client"
+CLIENTS_PAGE = Path(kvferry.__file__).parents[2] / "docs" / "clients.md"
+SECTION = "## gRPC and the Python client"
 
 
 def target_of(cluster: SimCluster) -> str:
@@ -221,13 +221,13 @@ def test_a_failure_of_another_kind_is_one_too() -> None:
 
 
 def examples() -> list[str]:
-    section = README.read_text(encoding="utf-8").partition(f"\n{SECTION}\n")[2]
+    section = CLIENTS_PAGE.read_text(encoding="utf-8").partition(f"\n{SECTION}\n")[2]
     section = re.split(r"\n#{1,3} ", section)[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda code: code.strip().splitlines()[-1][:40])
-async def test_an_example_of_the_readme_runs_as_it_stands(example: str, tmp_path: Path) -> None:
+async def test_an_example_of_the_clients_page_runs_as_it_stands(example: str, tmp_path: Path) -> None:
     key = new_key(tmp_path / "keys.yaml", "acme", "readme")
     async with running(gateway={"keys_file": str(tmp_path / "keys.yaml")}) as cluster:
         assert "127.0.0.1:9000" in example
@@ -243,7 +243,7 @@ async def test_an_example_of_the_readme_runs_as_it_stands(example: str, tmp_path
         await cluster.until_quiet()
 
 
-def test_the_readme_has_examples_of_both_forms() -> None:
+def test_the_clients_page_has_examples_of_both_forms() -> None:
     code = "\n".join(examples())
     for name in ("Client(", "AsyncClient(", ".generate(", ".stream(", ".tokenize(", ".models("):
         assert name in code
