@@ -1,7 +1,7 @@
 """Fixtures and settings of all tests.
 
 `make test` runs tests in several processes (pytest-xdist). Tests with real engines are one group, so that one process
-runs them all and at most one prefill and one decode engine exist at a time; tests that start Ray are another one.
+runs them all and at most one prefill and one decode engine exist at a time. Tests that start Ray are of that group too.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import hypothesis
 import pytest
 import pytest_asyncio
+from xdist.scheduler import LoadScopeScheduling
 
 from bench.vllm_engines import VllmPair, start_pair
 
@@ -24,12 +26,34 @@ hypothesis.settings.load_profile("kvferry")
 _exit_status = 0
 
 
+# Tests that start real engines or Ray, by file or by parameter.
+_ENGINE_FILES = ("tests/model/", "tests/cluster/test_real_cluster.py", "tests/cluster/test_local_cluster.py")
+_RAY_FILES = ("tests/cluster/test_keepers.py", "tests/cluster/test_chaos.py", "tests/deploy/test_ray.py")
+
+
+def _scope_of(nodeid: str) -> str:
+    """Return the group of tests that one process runs in order; every other test is a group of its own."""
+    if nodeid.startswith((*_ENGINE_FILES, *_RAY_FILES)) or "vllm" in nodeid.partition("[")[2]:
+        return "engines"
+    return nodeid
+
+
+class _OneProcessWithEngines(LoadScopeScheduling):
+    """Keeps tests with real engines in one process. (xdist_group of pytest-xdist 3.8 has no effect with pytest 9.2.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _scope_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _OneProcessWithEngines(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for marker, group in (("model", "engines"), ("cluster", "ray")):
-            if item.get_closest_marker(marker) is not None:
-                item.add_marker(pytest.mark.xdist_group(group))
-                break
+        starts_engines = any(item.get_closest_marker(name) is not None for name in ("model", "cluster"))
+        if starts_engines and _scope_of(item.nodeid) != "engines":
+            raise pytest.UsageError(f"{item.nodeid} starts engines or Ray: add its file to tests/conftest.py")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
