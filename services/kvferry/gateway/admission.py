@@ -30,7 +30,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Visit:
+class CountedRequest:
     """One request from its arrival to its end. `status` is the HTTP status under which metrics count it.
 
     `trace` is set once the request's headers are known, if requests are traced.
@@ -69,28 +69,28 @@ class Admission:
         return f"<Admission {self.num_in_flight}/{self._max_requests}{' draining' if self.draining else ''}>"
 
     @contextlib.contextmanager
-    def visit(self, endpoint: str) -> Iterator[Visit]:
+    def count_request(self, endpoint: str) -> Iterator[CountedRequest]:
         """Count a request while the context is open, and its status at the end."""
-        visit = Visit()
+        counted = CountedRequest()
         begun_s = time.perf_counter()
         self.num_in_flight += 1
         self.idle.clear()
         self._metrics.requests_in_flight.inc()
         try:
-            yield visit
+            yield counted
         finally:
             self.num_in_flight -= 1
             if not self.num_in_flight:
                 self.idle.set()
             self._metrics.requests_in_flight.dec()
-            self._metrics.requests.labels(endpoint=endpoint, status=visit.status).inc()
+            self._metrics.requests.labels(endpoint=endpoint, status=counted.status).inc()
             self._metrics.request_seconds[endpoint].observe(time.perf_counter() - begun_s)
-            if visit.error is not None:
-                self._metrics.note_refusal(visit.error.code)
-            if visit.trace is not None:
-                visit.trace.end(visit.status)
+            if counted.error is not None:
+                self._metrics.note_refusal(counted.error.code)
+            if counted.trace is not None:
+                counted.trace.end(counted.status)
 
-    def check(self, *, can_render: bool) -> None:
+    def require_capacity(self, *, can_render: bool) -> None:
         """Raises NotReady or Overloaded for the request that has just begun."""
         if not can_render or self.draining:
             raise NotReady(

@@ -27,7 +27,7 @@ from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.answers import DONE, error_body, error_chunk
 from kvferry.gateway.connection import Exchange, exchange_of
-from kvferry.gateway.generation import check_model
+from kvferry.gateway.generation import require_model
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
@@ -127,7 +127,7 @@ class HttpApp:
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
                     self._identify(scope)
-                    check_model(path.removeprefix("/v1/models/"), self._served_name, param=None)
+                    require_model(path.removeprefix("/v1/models/"), self._served_name, param=None)
                     await _respond(send, 200, msgspec.json.encode(self._model()))
                 case _:
                     raise RouteNotFound(f"{method} {path}: no such path")
@@ -161,26 +161,26 @@ class HttpApp:
         return msgspec.json.encode({"requests": requests})
 
     async def _generate(self, endpoint: str, scope: Message, receive: Receive, send: Send) -> None:
-        with self._admission.visit(endpoint) as visit:
+        with self._admission.count_request(endpoint) as counted:
             if self._admission.tracing is not None:
-                visit.trace = self._begin_trace(self._admission.tracing, endpoint, scope)
+                counted.trace = self._begin_trace(self._admission.tracing, endpoint, scope)
             try:
                 _allow(scope["method"], "POST")
                 tenant = self._identify(scope)
-                self._admission.check(can_render=self.openai is not None)
+                self._admission.require_capacity(can_render=self.openai is not None)
                 exchange = exchange_of(scope)
                 raw = await self._read_body(scope, exchange, receive)
                 debug = _read_debug(scope["headers"])
-                async with _Presence(exchange, receive) as presence:
+                async with _ClientWatch(exchange, receive) as client_watch:
                     await self._serve(
-                        endpoint, raw, exchange, send, presence, tenant=tenant, debug=debug, trace=visit.trace
+                        endpoint, raw, exchange, send, client_watch, tenant=tenant, debug=debug, trace=counted.trace
                     )
-                visit.status = "200"
+                counted.status = "200"
             except _ClientGone as error:
-                visit.left(error)
+                counted.left(error)
                 self._metrics.cancelled.inc()
             except _ClientSlow as error:
-                visit.left(error)
+                counted.left(error)
                 self._metrics.slow_clients.inc()
                 log.warning(
                     "a client of %s left more than %d bytes of its answer unread and was cut",
@@ -188,16 +188,16 @@ class HttpApp:
                     self._config.max_write_buffer_bytes,
                 )
             except (BodyTooLarge, BodyTimeout) as error:
-                visit.failed(error)
+                counted.failed(error)
                 await _refuse_body(receive, send, error)
             except KvferryError as error:
-                visit.failed(error)
-                await _respond_error(send, error, visit.trace)
+                counted.failed(error)
+                await _respond_error(send, error, counted.trace)
             except Exception:
                 log.exception("a request to %s failed", scope["path"])
                 fault = EngineError("the gateway failed on this request; its log says why")
-                visit.failed(fault)
-                await _respond_error(send, fault, visit.trace)
+                counted.failed(fault)
+                await _respond_error(send, fault, counted.trace)
 
     def _begin_trace(self, tracing: Tracing, endpoint: str, scope: Message) -> RequestTrace:
         attributes = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
@@ -209,7 +209,7 @@ class HttpApp:
         raw: bytes,
         exchange: Exchange | None,
         send: Send,
-        presence: _Presence,
+        client_watch: _ClientWatch,
         *,
         tenant: Tenant,
         debug: Debug,
@@ -236,7 +236,7 @@ class HttpApp:
                     send,
                     [*_STREAM_HEADERS, *named],
                     self._config.max_write_buffer_bytes,
-                    lambda: presence.end(_ClientSlow()),
+                    lambda: client_watch.end(_ClientSlow()),
                 )
                 await answer.stream(writer)
         except TimeoutError:
@@ -258,7 +258,7 @@ class HttpApp:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
                 raise BodyTooLarge(f"the body is {int(value)} bytes; the limit is {limit}")
-        if exchange is not None and (body := exchange.take_body()) is not None:
+        if exchange is not None and (body := exchange.whole_body()) is not None:
             if len(body) > limit:
                 raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
             return body
@@ -281,7 +281,7 @@ class HttpApp:
             raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
 
-class _Presence:
+class _ClientWatch:
     """Cancels the task that serves a request when its client leaves or is cut off.
 
     The task that serves enters the context; on exit the reason given to `end` is raised.

@@ -19,7 +19,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class HttpProtocol(HttpToolsProtocol):
-    tell_lost: Callable[[], None] | None = None  # of the request that is served now; others wait in uvicorn's pipeline
+    on_lost: Callable[[], None] | None = None  # of the request that is served now; others wait in uvicorn's pipeline
     lost = False
 
     def on_headers_complete(self) -> None:
@@ -34,8 +34,8 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         super().connection_lost(exc)
-        if self.tell_lost is not None:
-            self.tell_lost()
+        if self.on_lost is not None:
+            self.on_lost()
 
 
 class Exchange:
@@ -67,18 +67,18 @@ class Exchange:
         names = (value for part in certificate.get("subject", ()) for name, value in part if name == "commonName")
         return next(names, "")
 
-    def watch(self, tell_lost: Callable[[], None]) -> None:
-        """Call `tell_lost` when the connection is lost, at once if it already was."""
-        self._protocol.tell_lost = tell_lost
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost` when the connection is lost, at once if it already was."""
+        self._protocol.on_lost = on_lost
         if self._protocol.lost:
-            tell_lost()
+            on_lost()
 
-    def unwatch(self, tell_lost: Callable[[], None]) -> None:
+    def unwatch(self, on_lost: Callable[[], None]) -> None:
         """Undo `watch`; the connection may be serving its next request already."""
-        if self._protocol.tell_lost == tell_lost:
-            self._protocol.tell_lost = None
+        if self._protocol.on_lost == on_lost:
+            self._protocol.on_lost = None
 
-    def take_body(self) -> bytes | None:
+    def whole_body(self) -> bytes | None:
         """Return the request's body if all of it is here and no `100 Continue` was promised; else None: use
         `receive`.
         """
@@ -92,7 +92,7 @@ class Exchange:
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole response in one write; `headers` include its length."""
         cycle = self._cycle
-        cycle.transport = cast(asyncio.Transport, _HeadFirst(self._transport))
+        cycle.transport = cast(asyncio.Transport, _HeadBuffer(self._transport))
         await cycle.send({"type": "http.response.start", "status": status, "headers": headers})
         await cycle.send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -100,15 +100,15 @@ class Exchange:
         """Begin a chunked response without waiting; status and headers leave with the first piece. Requires
         `is_ready`.
         """
-        kept = _HeadFirst(self._transport)
-        self._cycle.transport = cast(asyncio.Transport, kept)
+        held = _HeadBuffer(self._transport)
+        self._cycle.transport = cast(asyncio.Transport, held)
         sending = self._cycle.send({"type": "http.response.start", "status": status, "headers": headers})
         try:
             # It waits for nothing but a client that does not read.
             sending.send(None)
         except StopIteration:
             self._cycle.transport = self._transport
-            self._head = kept.head
+            self._head = held.head
             return
         sending.close()
         raise RuntimeError("uvicorn waits before it sends headers; kvferry counts on it not to")
@@ -145,7 +145,7 @@ class Exchange:
         self._transport.abort()
 
 
-class _HeadFirst:
+class _HeadBuffer:
     """A transport that holds the first write back and sends it with the second in one packet."""
 
     __slots__ = ("_transport", "close", "head")

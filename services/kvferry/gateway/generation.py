@@ -15,7 +15,7 @@ from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, Rende
 from kvferry.errors import EngineError, ModelNotFound
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.request_trace import RequestTrace, Take, TakeText
+from kvferry.gateway.request_trace import OnOutput, OnText, RequestTrace
 from kvferry.gateway.tenants import Tenant
 from kvferry.router.dispatch import Dispatcher, Journey
 
@@ -23,14 +23,14 @@ from kvferry.router.dispatch import Dispatcher, Journey
 class Sink(Protocol):
     """Receiver of one choice's outputs. It is called while a worker's step is read, so it must not wait."""
 
-    def take(self, output: EngineOutput) -> None: ...
+    def on_output(self, output: EngineOutput) -> None: ...
 
-    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+    def on_text(self, token_ids: Sequence[int], text: str) -> None:
         """Receive an output of tokens and text only."""
         ...
 
 
-def check_model(name: str, served_name: str, *, param: str | None = "model") -> None:
+def require_model(name: str, served_name: str, *, param: str | None = "model") -> None:
     """Raises ModelNotFound unless `name` is the served model; `param` is the field of the request that held it."""
     if name != served_name:
         raise ModelNotFound(f"the model {name!r} does not exist; served here: {served_name}", param=param)
@@ -126,11 +126,11 @@ class Generation:
             self._trace.failed(error)
 
     async def _dispatch(self, index: int, sink: Sink) -> None:
-        takers: tuple[Take, TakeText] = (sink.take, sink.take_text)
+        sinks_of_choice: tuple[OnOutput, OnText] = (sink.on_output, sink.on_text)
         if self._trace is not None:
-            takers = self._trace.listen(index, *takers)
+            sinks_of_choice = self._trace.listen(index, *sinks_of_choice)
         await self._dispatcher.run(
-            self.requests[index], self.journeys[index], *takers, may_be_aggregated=self._may_be_aggregated
+            self.requests[index], self.journeys[index], *sinks_of_choice, may_be_aggregated=self._may_be_aggregated
         )
 
     async def _run_several(self, sinks: Sequence[Sink]) -> None:
@@ -169,16 +169,16 @@ class Gathered:
         self._generation = generation
         self._choice = choice
 
-    def take(self, output: EngineOutput) -> None:
+    def on_output(self, output: EngineOutput) -> None:
         if not self._choice.num_tokens and output.token_ids:
             self._generation.note_first_token()
         self._choice.add(output)
         refuse_abort(output)
 
-    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+    def on_text(self, token_ids: Sequence[int], text: str) -> None:
         choice = self._choice
         if not choice.num_tokens:
-            self.take(EngineOutput(token_ids, text))
+            self.on_output(EngineOutput(token_ids, text))
             return
         choice.add_text(token_ids, text)
 

@@ -111,11 +111,11 @@ class GrpcEndpoint:
             ) from None
         await server.start()
         self._server = server
-        await self.note_readiness()
+        await self.notify_readiness()
 
-    async def note_readiness(self) -> None:
+    async def notify_readiness(self) -> None:
         """Notify watchers of the health service; `Check` always reads the current state."""
-        await self._health.tell()
+        await self._health.notify()
 
     async def stop(self) -> None:
         """End every call. Idempotent."""
@@ -141,7 +141,7 @@ class GrpcEndpoint:
         async def answer(inference: Inference, tenant: Tenant, trace: RequestTrace | None) -> None:
             answer = await self._begin(inference, raw, tenant, trace, context)
             with _UntilSlow() as until_slow:
-                await _send(answer, Chunks(self._config.max_write_buffer_bytes, until_slow.tell), context)
+                await _send(answer, Chunks(self._config.max_write_buffer_bytes, until_slow.end), context)
 
         await self._admitted("grpc_generate_stream", raw, context, answer)
 
@@ -174,40 +174,40 @@ class GrpcEndpoint:
         answer: Callable[[Inference, Tenant, RequestTrace | None], Awaitable[R]],
     ) -> R:
         """Authenticate, admit, run `answer` within its time, and turn errors into statuses."""
-        with self._admission.visit(endpoint) as visit:
+        with self._admission.count_request(endpoint) as counted:
             if self._admission.tracing is not None and endpoint in _TRACED:
-                visit.trace = self._begin_trace(self._admission.tracing, endpoint, context)
+                counted.trace = self._begin_trace(self._admission.tracing, endpoint, context)
             try:
                 tenant = self._identify(context)
                 inference = self.inference
-                self._admission.check(can_render=inference is not None)
+                self._admission.require_capacity(can_render=inference is not None)
                 assert inference is not None
                 if len(raw) > self._config.max_body_bytes:
                     raise BodyTooLarge(
                         f"the message is {len(raw)} bytes; the limit is {self._config.max_body_bytes}", param="message"
                     )
-                answered = await self._in_time(answer(inference, tenant, visit.trace), context.time_remaining())
-                visit.status = "200"
+                answered = await self._in_time(answer(inference, tenant, counted.trace), context.time_remaining())
+                counted.status = "200"
                 return answered
             except asyncio.CancelledError as error:
                 # By gRPC: the client cancelled, left, or its deadline passed.
-                visit.left(error)
+                counted.left(error)
                 self._metrics.cancelled.inc()
                 raise
             except _ClientSlow as error:
-                visit.left(error)
+                counted.left(error)
                 self._metrics.slow_clients.inc()
                 unread = f"more than {self._config.max_write_buffer_bytes} bytes of the answer were left unread"
                 log.warning("a client of %s was cut: %s", endpoint, unread)
                 await context.abort(grpc.StatusCode.ABORTED, unread)
                 raise
             except KvferryError as error:
-                visit.failed(error)
+                counted.failed(error)
                 await _abort(context, error)
             except Exception:
                 log.exception("a call of %s failed", endpoint)
                 fault = EngineError("the gateway failed on this request; its log says why")
-                visit.failed(fault)
+                counted.failed(fault)
                 await _abort(context, fault)
 
     def _begin_trace(self, tracing: Tracing, endpoint: str, context: Context) -> RequestTrace:
@@ -248,7 +248,7 @@ class _Health(health.aio.HealthServicer):
         super().__init__()
         self._is_ready = is_ready
 
-    async def tell(self) -> None:
+    async def notify(self) -> None:
         for service in ("", SERVICE):
             await self.set(service, self._status())
 
@@ -287,7 +287,7 @@ class _UntilSlow:
         self._task = asyncio.current_task()
         self._is_slow = False
 
-    def tell(self) -> None:
+    def end(self) -> None:
         if self._task is not None:
             self._is_slow = True
             self._task.cancel()
@@ -310,7 +310,7 @@ async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> No
             await chunks.wait()
             # In this order: what comes last comes before the end.
             is_over = generating.done()
-            for chunk in chunks.take():
+            for chunk in chunks.pop_all():
                 await context.write(chunk)
             if is_over:
                 break

@@ -68,6 +68,24 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     return VllmRenderer(model_folder, config.served_name, config.model)
 
 
+def _http_server(app: HttpApp, tls: GatewayTls | None) -> Server:
+    return Server(
+        uvicorn.Config(
+            app,
+            http=HttpProtocol,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,  # the client's address is used nowhere
+            timeout_keep_alive=75,
+            h11_max_incomplete_event_size=64 << 10,
+            ssl_context_factory=None if tls is None else lambda _config, _make: tls.http_context(),
+        )
+    )
+
+
 class GatewayHost:
     def __init__(
         self,
@@ -116,23 +134,8 @@ class GatewayHost:
         self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access, name)
         self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
         self._readiness_changed = asyncio.Event()
-        self._telling: asyncio.Task[None] | None = None
-        tls = self._tls
-        self._server = Server(
-            uvicorn.Config(
-                self.app,
-                http=HttpProtocol,
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,  # nothing here asks who the client is
-                timeout_keep_alive=75,
-                h11_max_incomplete_event_size=64 << 10,
-                ssl_context_factory=None if tls is None else lambda _config, _make: tls.http_context(),
-            )
-        )
+        self._notifier: asyncio.Task[None] | None = None
+        self._server = _http_server(self.app, self._tls)
 
     async def start(self) -> None:
         """Listen, then load the renderer. Returns once requests can be rendered; workers may still be missing."""
@@ -155,7 +158,7 @@ class GatewayHost:
         await self._listener.start()
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
-            self._telling = asyncio.create_task(self._tell_readiness())
+            self._notifier = asyncio.create_task(self._notify_readiness())
         self.roster.start()
         self.keepers.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
@@ -225,9 +228,9 @@ class GatewayHost:
     async def stop(self) -> None:
         """End everything. Idempotent."""
         self._refuse_new()
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
+        if self._notifier is not None:
+            self._notifier.cancel()
+            await asyncio.gather(self._notifier, return_exceptions=True)
         await self.grpc.stop()
         self._server.should_exit = True
         self._server.force_exit = True
@@ -253,11 +256,11 @@ class GatewayHost:
     def _note_readiness(self) -> None:
         self._readiness_changed.set()
 
-    async def _tell_readiness(self) -> None:
+    async def _notify_readiness(self) -> None:
         while True:
             await self._readiness_changed.wait()
             self._readiness_changed.clear()
-            await self.grpc.note_readiness()
+            await self.grpc.notify_readiness()
 
     async def _deregister(self) -> None:
         if self._registering is not None:

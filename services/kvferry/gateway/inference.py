@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
-from kvferry.gateway.generation import Gathered, Generation, check_model, refuse_abort
+from kvferry.gateway.generation import Gathered, Generation, refuse_abort, require_model
 from kvferry.gateway.inference_messages import in_fields, read_generate, read_tokenize
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
@@ -41,7 +41,7 @@ class Inference:
         """Raises a RequestError for a bad message; its `param` is the field."""
         begun_ns = time.time_ns()
         message, body = read_generate(raw)
-        check_model(message.model, self._served_name)
+        require_model(message.model, self._served_name)
         try:
             if isinstance(body, ChatBody):
                 rendered = [await self._renderer.render_chat(for_renderer(body))]
@@ -67,7 +67,7 @@ class Inference:
     async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:
         """Raises the same errors as `generate`."""
         message, body = read_tokenize(raw)
-        check_model(message.model, self._served_name)
+        require_model(message.model, self._served_name)
         try:
             token_ids = await self._token_ids(body)
         except RequestError as error:
@@ -125,12 +125,12 @@ class InferenceAnswer:
 class Chunks:
     """Chunks that wait for the client to read: at most one per choice, so a slow reader gets fewer, larger chunks.
 
-    When about `max_unread_bytes` wait, `tell_slow` is called once, and these and all later chunks are dropped.
+    When about `max_unread_bytes` wait, `on_slow` is called once, and these and all later chunks are dropped.
     """
 
-    def __init__(self, max_unread_bytes: int, tell_slow: Callable[[], None]) -> None:
+    def __init__(self, max_unread_bytes: int, on_slow: Callable[[], None]) -> None:
         self._max_unread_bytes = max_unread_bytes
-        self._tell_slow = tell_slow
+        self._on_slow = on_slow
         self._request_id = ""
         self._choice_to_chunk: dict[int, pb.GenerateChunk] = {}
         self._num_bytes = 0
@@ -153,7 +153,7 @@ class Chunks:
         if self._num_bytes > self._max_unread_bytes and not self._is_cut:
             self._is_cut = True
             self._choice_to_chunk.clear()
-            self._tell_slow()
+            self._on_slow()
         return chunk
 
     def last(self) -> pb.GenerateChunk:
@@ -168,13 +168,13 @@ class Chunks:
     async def wait(self) -> None:
         await self._there.wait()
 
-    def take(self) -> list[pb.GenerateChunk]:
+    def pop_all(self) -> list[pb.GenerateChunk]:
         """Remove and return all waiting chunks."""
         self._there.clear()
-        taken = list(self._choice_to_chunk.values())
+        popped = list(self._choice_to_chunk.values())
         self._choice_to_chunk.clear()
         self._num_bytes = 0
-        return taken
+        return popped
 
 
 class _GatheredWithIds(Gathered):
@@ -184,15 +184,15 @@ class _GatheredWithIds(Gathered):
         super().__init__(generation, choice)
         self.token_ids: list[int] = []
 
-    def take(self, output: EngineOutput) -> None:
-        super().take(output)
+    def on_output(self, output: EngineOutput) -> None:
+        super().on_output(output)
         self.token_ids.extend(output.token_ids)
 
-    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+    def on_text(self, token_ids: Sequence[int], text: str) -> None:
         if not self.token_ids:
-            self.take(EngineOutput(token_ids, text))
+            self.on_output(EngineOutput(token_ids, text))
             return
-        super().take_text(token_ids, text)
+        super().on_text(token_ids, text)
         self.token_ids.extend(token_ids)
 
 
@@ -207,7 +207,7 @@ class _Streamed:
         self._chunks = chunks
         self._with_token_ids = with_token_ids
 
-    def take(self, output: EngineOutput) -> None:
+    def on_output(self, output: EngineOutput) -> None:
         choice, delta = self._choice, output.delta
         if not choice.num_tokens and output.token_ids:
             self._generation.note_first_token()
@@ -234,10 +234,10 @@ class _Streamed:
         if output.finish_reason is not None:
             _end(chunk, choice)
 
-    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+    def on_text(self, token_ids: Sequence[int], text: str) -> None:
         choice = self._choice
         if not choice.num_tokens or self._is_parsed or self._with_token_ids:
-            self.take(EngineOutput(token_ids, text))
+            self.on_output(EngineOutput(token_ids, text))
             return
         choice.num_tokens += len(token_ids)
         if text:

@@ -18,7 +18,7 @@ from msgspec import structs
 from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.answers import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
-from kvferry.gateway.generation import Gathered, Generation, check_model, journey_values, refuse_abort
+from kvferry.gateway.generation import Gathered, Generation, journey_values, refuse_abort, require_model
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat
@@ -57,7 +57,7 @@ class OpenAI:
         """Raises a RequestError for a bad body."""
         begun_ns = time.time_ns()
         body = read_chat(raw)
-        check_model(body.model, self._served_name)
+        require_model(body.model, self._served_name)
         rendered = await self._renderer.render_chat(for_renderer(body))
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         fmt = ChatFormat
@@ -78,7 +78,7 @@ class OpenAI:
         """Raises a RequestError for a bad body."""
         begun_ns = time.time_ns()
         body = read_completion(raw)
-        check_model(body.model, self._served_name)
+        require_model(body.model, self._served_name)
         rendered = await self._renderer.render_completion(for_renderer(body))
         num_top = body.logprobs
         answer = self._answer(
@@ -219,7 +219,7 @@ class _Streamed:
         self._begun = False
         self._write_text = writer.writer(*fmt.around_text(index))
 
-    def take(self, output: EngineOutput) -> None:
+    def on_output(self, output: EngineOutput) -> None:
         if not self._choice.num_tokens or output.finish_reason is not None:
             self._take_first_or_last(output)
             return
@@ -227,7 +227,7 @@ class _Streamed:
         if self._shows(output):
             self._writer.write(self._format.chunk(self._index, output))
 
-    def take_text(self, token_ids: Sequence[int], text: str) -> None:
+    def on_text(self, token_ids: Sequence[int], text: str) -> None:
         """Write tokens and text. Called for every token, so work per choice is done elsewhere."""
         choice = self._choice
         if not choice.num_tokens:
@@ -263,8 +263,8 @@ class _StreamedParsed(_Streamed):
 
     __slots__ = ()
 
-    def take_text(self, token_ids: Sequence[int], text: str) -> None:
-        self.take(EngineOutput(token_ids, text))
+    def on_text(self, token_ids: Sequence[int], text: str) -> None:
+        self.on_output(EngineOutput(token_ids, text))
 
     def _shows(self, output: EngineOutput) -> bool:
         return output.delta is not None or output.logprobs is not None

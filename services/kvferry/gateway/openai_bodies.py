@@ -223,18 +223,18 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 def _checked(values: Mapping[str, Any], kind: type[Body]) -> Body:
     known: tuple[str, ...] = kind.__struct_fields__
-    kept = {key: value for key, value in values.items() if (key in known or key not in IGNORED) and key not in DROPPED}
+    held = {key: value for key, value in values.items() if (key in known or key not in IGNORED) and key not in DROPPED}
     for name, not_asked in UNSUPPORTED.items():
-        asked = kept.pop(name, None)
+        asked = held.pop(name, None)
         if asked is not None and asked not in not_asked:
             raise InvalidRequest(f"{name} is not supported", param=name)
-    if unknown := next((key for key in kept if key not in known), None):
+    if unknown := next((key for key in held if key not in known), None):
         raise InvalidRequest(f"unrecognized request argument: {unknown}", param=unknown)
     for required in ("model", "messages" if kind is ChatBody else "prompt"):
-        if kept.get(required) is None:
+        if held.get(required) is None:
             raise InvalidRequest(f"{required} is required", param=required)
     try:
-        body = msgspec.convert(kept, kind)
+        body = msgspec.convert(held, kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         where = path.strip("`.")

@@ -18,8 +18,8 @@ from kvferry.tracing import TRACEPARENT, TRACESTATE, Attributes, Span, Tracing, 
 
 _ENDPOINT_TO_OPERATION = {"chat_completions": "chat", "completions": "text_completion"}
 
-Take = Callable[[EngineOutput], None]
-TakeText = Callable[[Sequence[int], str], None]
+OnOutput = Callable[[EngineOutput], None]
+OnText = Callable[[Sequence[int], str], None]
 
 
 def begin_trace(
@@ -97,21 +97,21 @@ class RequestTrace:
             self._texts = [[] for _ in requests]
             self._span.set({"gen_ai.input.messages": json.dumps(_messages_of(body), ensure_ascii=False)})
 
-    def listen(self, choice: int, take: Take, take_text: TakeText) -> tuple[Take, TakeText]:
+    def listen(self, choice: int, on_output: OnOutput, on_text: OnText) -> tuple[OnOutput, OnText]:
         """Return the sinks of a choice, wrapped to record its text if `tracing.prompts` is set."""
         if not self._prompts:
-            return take, take_text
+            return on_output, on_text
         texts = self._texts[choice]
 
-        def take_and_keep(output: EngineOutput) -> None:
+        def output_and_keep(output: EngineOutput) -> None:
             texts.append(output.text)
-            take(output)
+            on_output(output)
 
-        def take_text_and_keep(token_ids: Sequence[int], text: str) -> None:
+        def text_and_keep(token_ids: Sequence[int], text: str) -> None:
             texts.append(text)
-            take_text(token_ids, text)
+            on_text(token_ids, text)
 
-        return take_and_keep, take_text_and_keep
+        return output_and_keep, text_and_keep
 
     def answered(
         self,

@@ -44,18 +44,18 @@ class StreamWriter(Protocol):
 
 
 def open_stream_writer(
-    exchange: Exchange | None, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]
+    exchange: Exchange | None, send: Send, headers: Headers, max_unread_bytes: int, on_slow: Callable[[], None]
 ) -> StreamWriter:
-    """Return a writer. `tell_slow` is called once, after the client was cut with more than `max_unread_bytes`
+    """Return a writer. `on_slow` is called once, after the client was cut with more than `max_unread_bytes`
     unread.
     """
     if exchange is not None and exchange.is_ready:
-        return TransportStreamWriter(exchange, send, headers, max_unread_bytes, tell_slow)
-    return AsgiStreamWriter(send, headers, max_unread_bytes, tell_slow)
+        return TransportStreamWriter(exchange, send, headers, max_unread_bytes, on_slow)
+    return AsgiStreamWriter(send, headers, max_unread_bytes, on_slow)
 
 
 class TransportStreamWriter:
-    __slots__ = ("_ended", "_exchange", "_headers", "_max_unread_bytes", "_send", "_tell_slow", "started")
+    __slots__ = ("_ended", "_exchange", "_headers", "_max_unread_bytes", "_on_slow", "_send", "started")
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TransportStreamWriter:
         send: Send,
         headers: Headers,
         max_unread_bytes: int,
-        tell_slow: Callable[[], None],
+        on_slow: Callable[[], None],
     ) -> None:
         self.started = False
         self._ended = False
@@ -71,7 +71,7 @@ class TransportStreamWriter:
         self._send = send
         self._headers = headers
         self._max_unread_bytes = max_unread_bytes
-        self._tell_slow = tell_slow
+        self._on_slow = on_slow
 
     def write(self, events: bytes) -> None:
         if self._ended:
@@ -101,7 +101,7 @@ class TransportStreamWriter:
     def _cut_if_slow(self) -> None:
         if self._exchange.num_unread_bytes() > self._max_unread_bytes:
             self.abandon()
-            self._tell_slow()
+            self._on_slow()
 
     async def close(self, events: bytes) -> None:
         if self._ended:
@@ -121,11 +121,11 @@ class TransportStreamWriter:
 class AsgiStreamWriter:
     """A StreamWriter onto an ASGI server: a task sends the bytes that were written since its last send."""
 
-    def __init__(self, send: Send, headers: Headers, max_unread_bytes: int, tell_slow: Callable[[], None]) -> None:
+    def __init__(self, send: Send, headers: Headers, max_unread_bytes: int, on_slow: Callable[[], None]) -> None:
         self._send = send
         self._headers = headers
         self._max_unread_bytes = max_unread_bytes
-        self._tell_slow = tell_slow
+        self._on_slow = on_slow
         self._pending = bytearray()
         self._written = asyncio.Event()
         self._ended = False  # nothing more is written
@@ -144,7 +144,7 @@ class AsgiStreamWriter:
             self._pump = asyncio.create_task(self._send_all())
         if len(self._pending) > self._max_unread_bytes:
             self.abandon()
-            self._tell_slow()
+            self._on_slow()
 
     def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
         return lambda middle: self.write(before + middle + after)

@@ -47,10 +47,12 @@ def test_what_is_overridden_and_read_is_there() -> None:
     assert source.count("await ") == 1
     assert "if self.flow.write_paused and not self.disconnected:\n            await self.flow.drain()" in source
     assert r'b"%x\r\n" % len(body), body, b"\r\n"' in source  # as Exchange.write frames a piece
-    # One write of the head, then one of the body: `_HeadFirst` joins them, and stands for nothing else but `close`.
+    # One write of the head, then one of the body: `_HeadBuffer` joins them, and stands for nothing else but `close`.
     assert source.count("self.transport.write(") == 3
     assert set(re.findall(r"self\.transport\.(\w+)", source)) == {"write", "close"}
-    assert "self.flow.resume_reading()" in inspect.getsource(RequestResponseCycle.receive)  # as Exchange.take_body does
+    assert "self.flow.resume_reading()" in inspect.getsource(
+        RequestResponseCycle.receive
+    )  # as Exchange.whole_body does
     assert "self.disconnected" in inspect.getsource(RequestResponseCycle.run_asgi)
     assert inspect.getsource(FlowControl.pause_writing).count("self.write_paused = True") == 1
     assert HIGH_WATER_LIMIT == 64 << 10
@@ -95,7 +97,7 @@ async def test_a_whole_answer_goes_out_in_one_write_and_ends_as_uvicorn_ends_it(
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         exchange = exchange_of(scope)
         assert exchange is not None
-        bodies.append(exchange.take_body())
+        bodies.append(exchange.whole_body())
         await exchange.respond(200, [(b"content-length", b"3")], b"one")
 
     async with serving(app) as port:
@@ -105,8 +107,8 @@ async def test_a_whole_answer_goes_out_in_one_write_and_ends_as_uvicorn_ends_it(
         answers = await reader.read()
         writer.close()
     assert bodies == [b"body", b"last"]
-    kept, _, closed = answers.partition(b"one")
-    assert kept == b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n"
+    held, _, closed = answers.partition(b"one")
+    assert held == b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n"
     assert closed == b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: close\r\n\r\none"
 
 
@@ -116,7 +118,7 @@ async def test_a_body_on_its_way_or_promised_an_interim_answer_is_left_to_receiv
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         exchange = exchange_of(scope)
         assert exchange is not None
-        taken.append(exchange.take_body())
+        taken.append(exchange.whole_body())
         body = b""
         while len(body) < 4:
             body += (await receive())["body"]

@@ -1,0 +1,64 @@
+"""The drawing of the packages in docs/architecture.md says what the import contract says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def drawn_layers() -> list[set[str]]:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Packages\n")[2].partition("\n## ")[0]
+    block = re.search(r"```\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    names = [re.split(r"\s{2,}", line, maxsplit=1)[0] for line in block[1].splitlines()]
+    return [{name.strip() for name in line.split("|")} for line in names]
+
+
+def contract_layers() -> list[set[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (
+        contract["layers"] for contract in project["tool"]["importlinter"]["contracts"] if contract["type"] == "layers"
+    )
+    return [{name.strip() for name in re.split(r"[|:]", layer)} for layer in layers]
+
+
+def test_the_drawing_is_the_contract() -> None:
+    drawn, contract = drawn_layers(), contract_layers()
+    assert drawn[-1] == {"leaves"}
+    assert drawn[:-1] == contract[:-1]
+
+
+def test_every_package_is_in_the_drawing() -> None:
+    packages = {
+        folder.name for folder in (ROOT / "services" / "kvferry").iterdir() if (folder / "__init__.py").exists()
+    }
+    generated = {"wire", "inference"}
+    assert packages - generated <= set().union(*drawn_layers())
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "loadtest" / "README.md",
+    ]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_questions_of_contributing_name_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Where is it decided?\n")[2].partition("\n## ")[0]
+    named = [name for row in section.splitlines() if row.startswith("|") for name in re.findall(r"`([\w/]+\.py)`", row)]
+    assert len(named) >= 10
+    assert [name for name in named if not (ROOT / "services" / "kvferry" / name).is_file()] == []

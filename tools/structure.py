@@ -1,0 +1,208 @@
+"""Sizes of kvferry's sources, and the files that one request passes.
+
+    make structure                  a table, the ten largest, and one JSON line
+    make structure ARGS="--check"   exit code 1 if a limit is exceeded
+
+Generated code is left out. `docstring_words_per_100` is words in docstrings per 100 lines of other code. The files of a
+request are measured: a streamed chat is sent through a simulated cluster in this process (one gateway, one prefill and
+one decode worker), and every file below services/kvferry counts of which a function is called meanwhile, except for the
+leaves of the import contract (configuration, errors, telemetry, tracing and the like).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import json
+import logging
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "services" / "kvferry"
+
+# What `--check` enforces; the figure that must not be exceeded.
+LIMITS = {
+    "functions_over_60": 0,
+    "largest_class": 400,
+    "readme_words": 900,
+    "docstring_words_per_100": 66,
+    "files_of_a_request": 20,
+}
+_LONG_FUNCTION = 60
+
+
+@dataclass
+class Sizes:
+    """Counts over a tree of Python files; lists hold (lines, name), largest first."""
+
+    num_files: int = 0
+    num_functions: int = 0
+    code_lines: int = 0
+    docstring_words: int = 0
+    functions: list[tuple[int, str]] = field(default_factory=list)
+    classes: list[tuple[int, str]] = field(default_factory=list)
+
+
+def measure(package: Path) -> Sizes:
+    sizes = Sizes()
+    for file in sorted(package.rglob("*.py")):
+        if "_pb2" in file.name:
+            continue
+        sizes.num_files += 1
+        text = file.read_text(encoding="utf-8")
+        docstring_lines: set[int] = set()
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if docstring := ast.get_docstring(node):
+                first = node.body[0]
+                docstring_lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+                sizes.docstring_words += len(docstring.split())
+            if isinstance(node, ast.Module):
+                continue
+            entry = ((node.end_lineno or 0) - node.lineno + 1, f"{file.relative_to(package)}:{node.name}")
+            if isinstance(node, ast.ClassDef):
+                sizes.classes.append(entry)
+            else:
+                sizes.num_functions += 1
+                sizes.functions.append(entry)
+        sizes.code_lines += sum(
+            bool(line.strip()) and not line.strip().startswith("#") and number not in docstring_lines
+            for number, line in enumerate(text.splitlines(), 1)
+        )
+    sizes.functions.sort(reverse=True)
+    sizes.classes.sort(reverse=True)
+    return sizes
+
+
+def leaves() -> set[str]:
+    """Return the modules on the lowest line of the import contract, and generated packages."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return set(layers[-1].replace(" ", "").split(":"))
+
+
+async def files_of_a_request() -> list[str]:
+    """Send a streamed chat through a simulated cluster; return the files whose functions it calls, in order."""
+    import httpx
+
+    from kvferry import config as configuration
+    from kvferry.gateway.host import GatewayHost
+    from kvferry.membership.base import MemberKind
+    from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+    from kvferry.worker.host import WorkerHost, build_engine
+
+    config = configuration.parse(
+        {
+            "model": {"path": "sim-model"},
+            "engine": {"kind": "sim", "block_size": 16},
+            "prefill": {"replicas": 1},
+            "decode": {"replicas": 1},
+            "gateway": {"http_port": 0, "grpc_port": 0, "placement": "priced"},
+            "worker": {"heartbeat_s": 14},
+        }
+    )
+    registry = MemoryRegistry()
+    hosts: list[Any] = [
+        WorkerHost(config, kind, build_engine(config, kind, "sim-model"), MemoryMembership(registry))
+        for kind in (MemberKind.PREFILL, MemberKind.DECODE)
+    ]
+    gateway = GatewayHost(config, "sim-model", MemoryMembership(registry))
+    hosts.append(gateway)
+    body = {
+        "model": "sim-model",
+        "messages": [{"role": "user", "content": "word " * 400}],
+        "max_tokens": 4,
+        "stream": True,
+    }
+    try:
+        for host in hosts:
+            await host.start()
+        while len(gateway.readiness().members) < 2:
+            await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
+            debug = {"x-kvferry-debug": "disaggregate"}
+            (await client.post("/v1/chat/completions", json=body)).raise_for_status()  # connections are open now
+            seen: dict[str, None] = {}
+            sys.setprofile(_recorder(seen))
+            try:
+                (await client.post("/v1/chat/completions", json=body, headers=debug)).raise_for_status()
+            finally:
+                sys.setprofile(None)
+    finally:
+        for host in reversed(hosts):
+            await host.stop()
+    excluded = leaves()
+    return [name for name in seen if name.partition("/")[0].removesuffix(".py") not in excluded]
+
+
+def _recorder(seen: dict[str, None]) -> Any:
+    prefix = f"{PACKAGE}/"
+
+    def record(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(prefix):
+            seen.setdefault(frame.f_code.co_filename.removeprefix(prefix))
+
+    return record
+
+
+def figures(sizes: Sizes, request_files: list[str]) -> dict[str, Any]:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return {
+        "files": sizes.num_files,
+        "code_lines": sizes.code_lines,
+        "functions": sizes.num_functions,
+        "functions_over_60": sum(lines > _LONG_FUNCTION for lines, _ in sizes.functions),
+        "largest_class": sizes.classes[0][0],
+        "docstring_words_per_100": round(100 * sizes.docstring_words / sizes.code_lines),
+        "readme_words": len(re.findall(r"\S+", readme)),
+        "files_of_a_request": len(request_files),
+        "packages_of_a_request": len({name.partition("/")[0] for name in request_files}),
+    }
+
+
+def exceeded(results: dict[str, Any]) -> Iterator[str]:
+    for name, limit in LIMITS.items():
+        if results[name] > limit:
+            yield f"{name} is {results[name]}, at most {limit} is allowed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is exceeded")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    sizes = measure(PACKAGE)
+    request_files = asyncio.run(files_of_a_request())
+    results = figures(sizes, request_files)
+    console = Console(stderr=True)
+    if not arguments.check:
+        table = Table("", "figure", "at most")
+        for name, value in results.items():
+            table.add_row(name.replace("_", " "), str(value), str(LIMITS.get(name, "")))
+        console.print(table)
+        for title, entries in (("largest classes", sizes.classes), ("longest functions", sizes.functions)):
+            console.print(f"[bold]{title}[/]: " + ", ".join(f"{name} {lines}" for lines, name in entries[:10]))
+        console.print("[bold]files that a request passes[/]: " + ", ".join(request_files))
+    print(json.dumps(results))
+    faults = list(exceeded(results))
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if arguments.check and faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
