@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from kvferry.errors import LocalError
 
 TOKEN_VARIABLE = "KVFERRY_CLUSTER_TOKEN"
@@ -99,7 +101,7 @@ class _Stat:
 
 def belonging(marks: Marks) -> tuple[ProcessIdentity, ...]:
     """Return every live process of the cluster, ordered by pid, without the caller and its ancestors."""
-    stats = {pid: state for pid in _pids() if (state := _stat(pid)) is not None and state.letter not in "ZX"}
+    stats = {pid: state for pid in psutil.pids() if (state := _stat(pid)) is not None and state.letter not in "ZX"}
     spared = {0, 1, *_lineage(os.getpid(), stats)}
     mine = {pid for pid in stats if pid not in spared and _is_marked(pid, marks)}
     # Ancestry: a child is found only after its parent, so repeat until nothing is added.
@@ -151,12 +153,12 @@ def wait_gone(processes: Iterable[ProcessIdentity], *, timeout_s: float) -> bool
 
 
 def _is_marked(pid: int, marks: Marks) -> bool:
-    with contextlib.suppress(OSError):
-        mark = f"{TOKEN_VARIABLE}={marks.token}".encode()
-        if marks.token and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if marks.token and process.environ().get(TOKEN_VARIABLE) == marks.token:
             return True
-    with contextlib.suppress(OSError):
-        if _is_below(Path(f"/proc/{pid}/cwd").readlink(), (marks.work_folder,)):
+    with contextlib.suppress(psutil.Error):
+        if _is_below(Path(psutil.Process(pid).cwd()), (marks.work_folder,)):
             return True
     return _writes_below(pid, marks.written_folders)
 
@@ -189,10 +191,8 @@ def _lineage(pid: int, stats: dict[int, _Stat]) -> list[int]:
     return line
 
 
-def _pids() -> Iterator[int]:
-    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-
-
+# psutil gives start times in seconds since the epoch, which change with the clock; ticks since boot do not. Its
+# `open_files` leaves out deleted files, which are a mark here.
 def _stat(pid: int) -> _Stat | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
