@@ -131,7 +131,7 @@ async def files_of_a_request() -> list[str]:
     try:
         for host in hosts:
             await host.start()
-        while len(gateway.readiness().members) < 2:
+        while len(gateway.readiness().members) < 2:  # noqa: ASYNC110  a poll in a tool
             await asyncio.sleep(0.01)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
             debug = {"x-kvferry-debug": "disaggregate"}
