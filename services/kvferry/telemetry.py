@@ -54,7 +54,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-# What whoever exports has on each of its series.
+# Labels that a process adds to each of its series.
 IDENTITY: Mapping[Exporter, tuple[Label, ...]] = {
     Exporter.GATEWAY: (),
     Exporter.WORKER: (Label("worker", "this worker's id"), Label("role", "its role, `prefill` or `decode`")),
@@ -86,7 +86,7 @@ FALLBACK_CAUSES = (
 )
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 CACHE_TIERS = ("device", "cpu", "volume", "ferry")
-# Answered to clients: errors that never reach one have no series.
+# Errors that never reach a client have no series.
 _NOT_FOR_CLIENTS = (ConfigError, LocalError, TierError, UnsupportedEngine)
 _CODE_TO_ERROR = {code: kind for code, kind in by_code().items() if not issubclass(kind, _NOT_FOR_CLIENTS)}
 REFUSAL_CODES = tuple(sorted(_CODE_TO_ERROR))
@@ -100,7 +100,7 @@ PAGE_OUTCOMES = (
     *("truncated", "undecryptable", "io_error", "no_space", "refused", "exists"),
     *("timeout", "unavailable", "queue_full", "engine_gone", "fault"),
 )
-# Outcomes that say that bytes were there, and were not the page they should have been.
+# Outcomes of chunks whose bytes were read and did not verify.
 VERIFICATION_FAILURES = (
     *("corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
     *("truncated", "undecryptable"),
@@ -114,11 +114,11 @@ _WHOLE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _DECISION_BUCKETS_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 
-_ENDPOINT = Label("endpoint", "which API was called", ENDPOINTS)
+_ENDPOINT = Label("endpoint", "the API that was called", ENDPOINTS)
 _WORKER = Label("worker", "the worker's id")
 _ROLE = Label("role", "the worker's role, `prefill` or `decode`")
 _OF_WORKER = (_WORKER, _ROLE)
-_SOURCE = Label("source", "where the KV of the tokens came from", PROMPT_SOURCES)
+_SOURCE = Label("source", "the source of the tokens' KV", PROMPT_SOURCES)
 _CACHE_TIER = Label("tier", "the tier that had the KV", CACHE_TIERS)
 _VOLUME = Label("volume", "the volume's id")
 _OF_VOLUME_SEEN = (_VOLUME, Label("keeper", "the keeper that serves it"))
@@ -134,7 +134,7 @@ def _spans(exporter: Exporter, prefix: str) -> Metric:
         Kind.COUNTER,
         "spans",
         exporter,
-        "Spans of traces, by what became of them.",
+        "Trace spans, by outcome.",
         (_SPAN_OUTCOME,),
     )
 
@@ -154,7 +154,7 @@ REQUESTS_REFUSED = Metric(
     Kind.COUNTER,
     "requests",
     Exporter.GATEWAY,
-    "Requests that were answered with an error instead of an answer, by its code.",
+    "Requests answered with an error, by its code.",
     (Label("code", "the error's code, as in the body", REFUSAL_CODES),),
 )
 REQUESTS_CANCELLED = Metric(
@@ -172,7 +172,7 @@ REQUEST_SECONDS = Metric(
     Kind.HISTOGRAM,
     "seconds",
     Exporter.GATEWAY,
-    "From a request's arrival to the end of its answer, whatever it was.",
+    "From a request's arrival to the end of its answer or error.",
     (_ENDPOINT,),
     _WHOLE_BUCKETS_S,
 )
@@ -228,7 +228,7 @@ PLACEMENT_SECONDS = Metric(
     Kind.HISTOGRAM,
     "seconds",
     Exporter.GATEWAY,
-    "What a placement decision took, route keys included.",
+    "Duration of a placement decision, computing route keys included.",
     buckets=_DECISION_BUCKETS_S,
 )
 SKIPPED_VOLUME_LOADS = Metric(
@@ -236,7 +236,7 @@ SKIPPED_VOLUME_LOADS = Metric(
     Kind.COUNTER,
     "decisions",
     Exporter.GATEWAY,
-    "Placements for which pages on a volume were left there, because computing them costs less.",
+    "Placements that compute pages although a volume has them, because that costs less.",
 )
 PREFILL_SECONDS = Metric(
     "kvferry_prefill_seconds",
@@ -285,12 +285,12 @@ def _worker_seen(name: str, kind: Kind, unit: str, text: str, *labels: Label) ->
 
 
 WORKER_CONNECTED = _worker_seen("connected", Kind.GAUGE, "1", "1 while this gateway's stream to the worker lives.")
-WORKER_RUNNING = _worker_seen("requests_running", Kind.GAUGE, "requests", "Requests its engine computes now.")
-WORKER_WAITING = _worker_seen("requests_waiting", Kind.GAUGE, "requests", "Requests its engine has queued.")
+WORKER_RUNNING = _worker_seen("requests_running", Kind.GAUGE, "requests", "Requests that its engine computes now.")
+WORKER_WAITING = _worker_seen("requests_waiting", Kind.GAUGE, "requests", "Requests that its engine has queued.")
 WORKER_PAGES_USED = _worker_seen("kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")
-WORKER_PAGES = _worker_seen("kv_pages", Kind.GAUGE, "pages", "KV pages there are.")
+WORKER_PAGES = _worker_seen("kv_pages", Kind.GAUGE, "pages", "Capacity in KV pages.")
 WORKER_PROMPT_TOKENS = _worker_seen(
-    "prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by where their KV came from.", _SOURCE
+    "prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by the source of their KV.", _SOURCE
 )
 WORKER_CACHED_TOKENS = _worker_seen(
     "cached_prompt_tokens_total",
@@ -300,7 +300,7 @@ WORKER_CACHED_TOKENS = _worker_seen(
     _CACHE_TIER,
 )
 WORKER_TRANSFERRED_BYTES = _worker_seen(
-    "ferried_bytes_total", Kind.COUNTER, "bytes", "Bytes its engine pulled from others."
+    "ferried_bytes_total", Kind.COUNTER, "bytes", "Bytes of KV that its engine pulled from other engines."
 )
 WORKER_GENERATED_TOKENS = _worker_seen("generated_tokens_total", Kind.COUNTER, "tokens", "Tokens its engine generated.")
 WORKERS_SEEN = (
@@ -323,14 +323,14 @@ VOLUME_TRIPS = Metric(
     "How often either of its breakers opened, since its keeper started.",
     _OF_VOLUME_SEEN,
 )
-VOLUME_PAGES = _volume_seen("pages", "pages", "Pages kept.")
-VOLUME_USED = _volume_seen("used_bytes", "bytes", "Bytes of their files.")
-VOLUME_CAPACITY = _volume_seen("capacity_bytes", "bytes", "What the keeper may use.")
-VOLUME_QUEUED = _volume_seen("queued_read_bytes", "bytes", "Waiting to be read, or being read.")
+VOLUME_PAGES = _volume_seen("pages", "pages", "Chunks stored; a chunk is one or more KV pages.")
+VOLUME_USED = _volume_seen("used_bytes", "bytes", "Size of the chunk files.")
+VOLUME_CAPACITY = _volume_seen("capacity_bytes", "bytes", "Bytes that the keeper may use.")
+VOLUME_QUEUED = _volume_seen("queued_read_bytes", "bytes", "Bytes waiting to be read, or being read.")
 VOLUME_RATE = _volume_seen(
     "read_bytes_per_second",
     "bytes per second",
-    "How fast it read in the last seconds, while it read; 0 where it did not.",
+    "Read rate of the last seconds, counting only time with reads; 0 without reads.",
 )
 VOLUMES_SEEN = (
     VOLUME_READABLE,
@@ -359,15 +359,15 @@ ENGINE_REQUESTS = _worker(
     "engine_requests_total",
     Kind.COUNTER,
     "requests",
-    "Requests that ended on this worker, by how. A cancelled one is `abort`.",
+    "Requests that ended on this worker, by reason. A cancelled one is `abort`.",
     Label("reason", "`refused`: draining, full or unreadable; the engine never saw it", END_REASONS),
 )
-ENGINE_PAGES = _worker("engine_kv_pages", Kind.GAUGE, "pages", "KV pages there are in the engine's own memory.")
+ENGINE_PAGES = _worker("engine_kv_pages", Kind.GAUGE, "pages", "Capacity of the engine's own memory, in KV pages.")
 ENGINE_PAGES_USED = _worker("engine_kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")
 ENGINE_CPU_PAGES = _worker("engine_cpu_tier_pages", Kind.GAUGE, "pages", "KV pages that fit in its CPU tier.")
 ENGINE_STEPS = _worker("engine_steps_total", Kind.COUNTER, "steps", "Engine steps that finished.")
 ENGINE_PROMPT_TOKENS = _worker(
-    "engine_prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by where their KV came from.", _SOURCE
+    "engine_prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by the source of their KV.", _SOURCE
 )
 ENGINE_CACHED_TOKENS = _worker(
     "engine_cached_prompt_tokens_total",
@@ -399,14 +399,14 @@ ENGINE_DECODE_SECONDS = _worker(
     buckets=_WHOLE_BUCKETS_S,
 )
 KV_TRANSFER_SECONDS = _worker(
-    "ferry_seconds", Kind.SUMMARY, "seconds", "Transfers of pages from other engines, and what they took."
+    "ferry_seconds", Kind.SUMMARY, "seconds", "KV transfers from other engines, and their duration."
 )
-KV_TRANSFER_BYTES = _worker("ferry_bytes_total", Kind.COUNTER, "bytes", "Bytes that transfers brought.")
+KV_TRANSFER_BYTES = _worker("ferry_bytes_total", Kind.COUNTER, "bytes", "Bytes that KV transfers brought.")
 KV_TRANSFER_FAILED = _worker(
     "ferry_failures_total",
     Kind.COUNTER,
     "transfers",
-    "Transfers that did not happen; their prompts were computed instead.",
+    "KV transfers that failed; their prompts were computed instead.",
     Label("cause", "`lease_ended`: too late, the pages may have been reused", KV_TRANSFER_FAILURES),
 )
 WORKER_SPANS = _spans(Exporter.WORKER, "engine_")
@@ -426,13 +426,13 @@ KEEPER_REGIONS = _keeper(
     "CPU tiers that are mapped; more than engines where one that left is still being read or written.",
 )
 KEEPER_JOB_SECONDS = _keeper(
-    "keeper_job_seconds", Kind.SUMMARY, "seconds", "Jobs of engines that ended, and what they took.", _JOB
+    "keeper_job_seconds", Kind.SUMMARY, "seconds", "Loads and stores of engines that ended, and their duration.", _JOB
 )
 KEEPER_PAGES = _keeper(
     "keeper_pages_total",
     Kind.COUNTER,
     "pages",
-    "Pages of jobs, by outcome: a load that is `ok` is a hit.",
+    "Chunks of loads and stores, by outcome: an `ok` load is a hit.",
     _JOB,
     _OUTCOME,
 )
@@ -441,7 +441,7 @@ KEEPER_REMOTE_PAGES = _keeper(
     "keeper_remote_pages_total",
     Kind.COUNTER,
     "pages",
-    "Pages asked of keepers of other nodes; part of the loads.",
+    "Chunks requested from keepers of other nodes; part of the loads.",
     _OUTCOME,
 )
 KEEPER_REMOTE_BYTES = _keeper(
@@ -451,35 +451,37 @@ KEEPER_REMOTE_SECONDS = _keeper(
     "keeper_remote_seconds_total",
     Kind.COUNTER,
     "seconds",
-    "Time spent on pages of other nodes.",
+    "Time spent on chunks of other nodes.",
     Label("phase", "`fetch`: until they were lent; `read`: NIXL", ("fetch", "read")),
 )
-KEEPER_LENT = _keeper("keeper_lent_pages_total", Kind.COUNTER, "pages", "Pages lent to keepers of other nodes.")
-KEEPER_EXPIRED = _keeper("keeper_expired_leases_total", Kind.COUNTER, "leases", "Leases that nobody gave back.")
+KEEPER_LENT = _keeper("keeper_lent_pages_total", Kind.COUNTER, "pages", "Chunks lent to keepers of other nodes.")
+KEEPER_EXPIRED = _keeper(
+    "keeper_expired_leases_total", Kind.COUNTER, "leases", "Leases that expired before they were released."
+)
 
-TIER_PAGES = _keeper("tier_pages", Kind.GAUGE, "pages", "Pages kept.", _VOLUME)
-TIER_USED = _keeper("tier_used_bytes", Kind.GAUGE, "bytes", "What this keeper's files take.", _VOLUME)
-TIER_CAPACITY = _keeper("tier_capacity_bytes", Kind.GAUGE, "bytes", "What this keeper may use.", _VOLUME)
+TIER_PAGES = _keeper("tier_pages", Kind.GAUGE, "pages", "Chunks stored; a chunk is one or more KV pages.", _VOLUME)
+TIER_USED = _keeper("tier_used_bytes", Kind.GAUGE, "bytes", "Size of this keeper's files.", _VOLUME)
+TIER_CAPACITY = _keeper("tier_capacity_bytes", Kind.GAUGE, "bytes", "Bytes that this keeper may use.", _VOLUME)
 TIER_QUEUE = _keeper(
-    "tier_queue_bytes", Kind.GAUGE, "bytes", "Waiting to be moved, or being moved.", _VOLUME, _DIRECTION
+    "tier_queue_bytes", Kind.GAUGE, "bytes", "Bytes waiting to be moved, or being moved.", _VOLUME, _DIRECTION
 )
 TIER_RUNNING = _keeper("tier_operations_running", Kind.GAUGE, "operations", "Operations on its threads now.", _VOLUME)
-TIER_OVERDUE = _keeper("tier_operations_overdue", Kind.GAUGE, "operations", "Operations that hang.", _VOLUME)
+TIER_OVERDUE = _keeper("tier_operations_overdue", Kind.GAUGE, "operations", "Operations past their deadline.", _VOLUME)
 TIER_OPERATIONS = _keeper(
     "tier_operations_total",
     Kind.COUNTER,
     "pages",
-    "Reads and writes of pages, by outcome.",
+    "Reads and writes of chunks, by outcome.",
     _VOLUME,
     _DIRECTION,
     _OUTCOME,
 )
-TIER_BYTES = _keeper("tier_bytes_total", Kind.COUNTER, "bytes", "Payload that was moved.", _VOLUME, _DIRECTION)
+TIER_BYTES = _keeper("tier_bytes_total", Kind.COUNTER, "bytes", "Payload bytes moved.", _VOLUME, _DIRECTION)
 TIER_SECONDS = _keeper(
     "tier_seconds_total",
     Kind.COUNTER,
     "seconds",
-    "Spent in reads and writes, summed over threads.",
+    "Time in reads and writes, summed over threads.",
     _VOLUME,
     _DIRECTION,
 )
@@ -487,21 +489,21 @@ TIER_READ_RATE = _keeper(
     "tier_read_bytes_per_second",
     Kind.GAUGE,
     "bytes per second",
-    "How fast it read in the last seconds, while it read; 0 where it did not.",
+    "Read rate of the last seconds, counting only time with reads; 0 without reads.",
     _VOLUME,
 )
 TIER_VERIFICATION_FAILURES = _keeper(
     "tier_verification_failures_total",
     Kind.COUNTER,
     "pages",
-    "Pages that were read and were not what they should have been: misses, by cause.",
+    "Chunks that failed verification and became misses, by cause.",
     _VOLUME,
     Label("cause", "what was wrong", VERIFICATION_FAILURES),
 )
 TIER_QUARANTINED = _keeper(
-    "tier_quarantined_pages_total", Kind.COUNTER, "pages", "Bad pages that were put aside.", _VOLUME
+    "tier_quarantined_pages_total", Kind.COUNTER, "pages", "Bad chunks that were quarantined.", _VOLUME
 )
-TIER_EVICTED = _keeper("tier_evicted_pages_total", Kind.COUNTER, "pages", "Pages that made room.", _VOLUME)
+TIER_EVICTED = _keeper("tier_evicted_pages_total", Kind.COUNTER, "pages", "Chunks evicted.", _VOLUME)
 TIER_BREAKER = _keeper(
     "tier_breaker_state",
     Kind.GAUGE,
