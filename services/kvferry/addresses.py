@@ -48,7 +48,6 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """Return `host:port`, with brackets round an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

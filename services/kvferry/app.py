@@ -96,20 +96,14 @@ class _WorkerReplica:
 
 
 class PrefillWorker(_WorkerReplica):
-    """Computes prompts and offers their pages for KV transfer."""
-
     kind = MemberKind.PREFILL
 
 
 class DecodeWorker(_WorkerReplica):
-    """Pulls pages and generates tokens; may compute prompts itself."""
-
     kind = MemberKind.DECODE
 
 
 class Gateway:
-    """One gateway in one Serve replica, on its own listeners."""
-
     async def __init__(  # type: ignore[misc]
         self, values: dict[str, Any], model_folder: str, *_others: Any
     ) -> None:
@@ -218,7 +212,6 @@ def application(args: Mapping[str, Any]) -> Application:
 
 
 def build(config: ClusterConfig, model_folder: str = "") -> Application:
-    """Return the Serve application of a configuration: up to three deployments."""
     model_folder = model_folder or config.model.path
     values = replica_values(config)
     version = _digest([values, model_folder, __version__])

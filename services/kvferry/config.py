@@ -36,8 +36,6 @@ def _absolute(path: Path) -> Path:
 
 
 class ModelConfig(_Section):
-    """The served model and its name."""
-
     path: str = "default"  # a folder, a hub id, or `default`: the small model that set-up prepares
     served_name: str = ""  # empty: the last part of the path
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
@@ -90,8 +88,6 @@ class RoleEngineConfig(_Section):
 
 
 class RoleConfig(_Section):
-    """One Serve deployment."""
-
     replicas: int = Field(1, ge=0)
     num_cpus: float = Field(0.5, ge=0)  # what Ray reserves for placement, not a limit
     num_gpus: float = Field(0, ge=0)
@@ -288,8 +284,6 @@ class MetricsConfig(_Section):
 
 
 class TracingConfig(_Section):
-    """The OTLP collector."""
-
     # OTLP over gRPC: host:port, or http://host:port or https://host:port. Empty: no traces.
     endpoint: str = Field("", pattern=r"^((https?://)?[^/\s:]+:[0-9]{1,5}|(https?://)?\[[0-9A-Fa-f:.]+\]:[0-9]{1,5})?$")
     sample_ratio: float = Field(1.0, ge=0, le=1)  # of requests whose client did not decide
@@ -334,7 +328,6 @@ class ClusterConfig(_Section):
 
     @property
     def served_name(self) -> str:
-        """Name of the model for clients."""
         path = "SmolLM2-135M-Instruct" if self.model.path == "default" else self.model.path
         return self.model.served_name or path.rstrip("/").rpartition("/")[2]
 
@@ -349,7 +342,6 @@ class ClusterConfig(_Section):
         return self.model_copy(update={name: section(name, key) for name, key in hosts.items()})
 
     def engine_of(self, role: str) -> EngineConfig:
-        """Return the engine settings of `prefill` or `decode` workers."""
         own: RoleEngineConfig = getattr(self, role).engine
         return self.engine.model_copy(update=own.model_dump(exclude_none=True))
 

@@ -50,7 +50,6 @@ def generate_request(
     return_token_ids: bool,
     sampling: SamplingOptions,
 ) -> pb.GenerateRequest:
-    """Raises ValueError or TypeError for arguments that cannot be sent."""
     _require_one_prompt({"text": text, "messages": messages, "token_ids": token_ids})
     if tools and messages is None:
         raise ValueError("tools need messages")
@@ -71,7 +70,6 @@ def generate_request(
 
 
 def tokenize_request(model: str, text: str | None, messages: Sequence[MessageLike] | None) -> pb.TokenizeRequest:
-    """Raises ValueError or TypeError for arguments that cannot be sent."""
     _require_one_prompt({"text": text, "messages": messages})
     request = pb.TokenizeRequest(model=model, text=text)
     if messages is not None:
@@ -80,7 +78,6 @@ def tokenize_request(model: str, text: str | None, messages: Sequence[MessageLik
 
 
 def only_model(response: pb.ListModelsResponse) -> str:
-    """Raises ValueError if several models are served."""
     names = [model.name for model in response.models]
     if len(names) != 1:
         raise ValueError(f"model: one of {', '.join(names) or 'none'} has to be chosen")

@@ -40,7 +40,6 @@ class Tls:
             raise ValueError("cert_file and key_file go together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises OSError for a file that cannot be read."""
         ca, cert, key = (
             Path(file).read_bytes() if file is not None else None
             for file in (self.ca_file, self.cert_file, self.key_file)

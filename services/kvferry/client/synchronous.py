@@ -21,8 +21,6 @@ from kvferry.inference.v1 import inference_pb2 as pb
 
 
 class _Call(Iterator[pb.GenerateChunk], Protocol):
-    """A call object of gRPC, whose stubs do not name its type."""
-
     def cancel(self) -> bool: ...
 
 

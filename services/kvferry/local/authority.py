@@ -22,10 +22,9 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
 def make_certificates(folder: Path) -> TlsConfig:
-    """Write `ca.crt`, `tls.crt` and `tls.key` into a private folder, which is created. Takes milliseconds.
+    """Write `ca.crt`, `tls.crt` and `tls.key` into a private folder, which is created.
 
-    All processes share one certificate: they run as one user on one machine. The authority's key is discarded, so no
-    certificate can be added later.
+    All processes share one certificate, since they run as one user. The authority's key is discarded.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())

@@ -24,7 +24,7 @@ class Interrupted(LocalError):
 
 
 class Child:
-    """A started program. It is owned by the run folder: dropping this object ends nothing."""
+    """A started program, owned by the run folder: dropping this object ends nothing."""
 
     def __init__(self, name: str, command: Sequence[str], *, folder: RunFolder, environ: Mapping[str, str]) -> None:
         self.name = name
@@ -56,7 +56,6 @@ class Child:
         return self.exit_code() is not None
 
     def failure(self) -> StartFailed:
-        """Return the message for an unexpected end."""
         code = self.exit_code()
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
         return StartFailed(f"{self.name} {how}:\n{tail(self.log)}")
@@ -69,7 +68,6 @@ class Pace:
     """
 
     def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """`on_step` is called at every step, to show progress."""
         self._on_step = on_step
         self._interrupted = threading.Event()
 
@@ -94,10 +92,9 @@ class Pace:
 
 
 def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of the cluster's programs: the caller's, plus the cluster's marks.
+    """Return the caller's environment plus the cluster's marks, without settings of another Ray cluster.
 
-    Settings of another Ray cluster are removed, and so are KVFERRY__ overrides: they are part of the configuration that
-    is passed on, where ports and folders are already resolved.
+    KVFERRY__ overrides are left out: the configuration that is passed on has resolved them.
     """
     # The key is the command's own: nothing of the cluster needs it, and an environment is easily read and logged.
     left_out = ("RAY_", "KVFERRY__", KEY_VARIABLE)
@@ -109,7 +106,6 @@ def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ
 
 
 def tail(log: Path, *, num_lines: int = 15) -> str:
-    """Return the last lines of a log, indented."""
     lines = _last_lines(log, num_lines)
     return "\n".join(f"    {line}" for line in lines) if lines else f"    (nothing in {log})"
 

@@ -55,8 +55,6 @@ class AlreadyRunning(LocalError):
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A cluster that `up` started."""
-
     folder: RunFolder
     record: ClusterRecord
     config: ClusterConfig
@@ -69,8 +67,6 @@ class RunningCluster:
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """Processes and files that `down` removed."""
-
     num_processes: int
     shared_memory_names: tuple[str, ...]
     had_state: bool  # there was a run folder of a cluster
@@ -256,7 +252,6 @@ def _readiness(url: str, context: ssl.SSLContext | bool) -> _Readiness:
 
 
 def _ask_in_steps(config: ClusterConfig, pace: Pace, timeout_s: float) -> FirstAnswer:
-    """Ask from a thread, so that an interrupt is noticed meanwhile."""
     outcome: list[FirstAnswer | Exception] = []
 
     def run() -> None:
@@ -299,7 +294,6 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
 
 
 def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
-    """Make paths of keys and certificates absolute: replicas have other working folders."""
     dump = config.model_dump(mode="json")
     sections = (dump["gateway"], *(dump[name]["tls"] for name in ("gateway", "worker", "metrics")), dump["tracing"])
     for section in sections:
@@ -310,7 +304,6 @@ def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
 
 
 def _with_certificates(config: ClusterConfig, folder: RunFolder) -> ClusterConfig:
-    """Configure mutual TLS with certificates made here, unless the operator configured some."""
     if config.worker.tls.enabled:
         return config
     return _changed(config, "worker", tls=make_certificates(folder.tls).model_dump(mode="json"))
@@ -344,7 +337,6 @@ def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) 
 
 
 def _listener_on(port: int) -> str:
-    """Describe the process that listens on a port, if known: ` (process 12, python3)`."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections(kind="tcp"):
             where = connection.laddr

@@ -62,7 +62,6 @@ def start_etcd(folder: RunFolder, pace: Pace) -> Etcd:
 
 
 def is_healthy(endpoint: str, *, timeout_s: float = 1.0) -> bool:
-    """Whether the etcd at host:port answers and has a leader."""
     try:
         answer = httpx.get(f"http://{endpoint}/health", timeout=timeout_s, trust_env=False)
         return answer.status_code == 200 and answer.json().get("health") == "true"
@@ -71,7 +70,6 @@ def is_healthy(endpoint: str, *, timeout_s: float = 1.0) -> bool:
 
 
 def _wait_healthy(child: Child, endpoint: str, pace: Pace) -> bool:
-    """Return False if etcd ended."""
     settled = pace.until(
         lambda: child.has_ended() or is_healthy(endpoint),
         deadline=time.monotonic() + _START_TIMEOUT_S,

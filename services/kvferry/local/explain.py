@@ -21,11 +21,11 @@ _TIMEOUT_S = 10.0
 
 
 class NotAllowed(LocalError):
-    """The gateway requires a key."""
+    pass
 
 
 class UnknownRequest(LocalError):
-    """No gateway has a record of this request."""
+    pass
 
 
 def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:

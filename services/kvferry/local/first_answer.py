@@ -22,13 +22,11 @@ _HEADERS = {"x-kvferry-debug": "disaggregate"}
 
 
 class FirstAnswerFailed(LocalError):
-    """The cluster was ready and did not answer."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """Question, answer, and the workers that computed them."""
-
     question: str
     answer: str
     ttft_s: float  # from sending the request to the first text

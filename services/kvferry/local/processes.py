@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "KVFERRY_CLUSTER_TOKEN"
 
 
 class ProcessesRemain(LocalError):
-    """Processes of the cluster did not end although they were killed."""
+    pass
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,7 +43,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Raises ProcessLookupError if there is no such process."""
+        """Raises ProcessLookupError."""
         state = _stat(pid)
         if state is None:
             raise ProcessLookupError(pid)
@@ -146,7 +146,6 @@ def end_all(
 
 
 def wait_gone(processes: Iterable[ProcessIdentity], *, timeout_s: float) -> bool:
-    """Wait until all have ended; return False if some still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     # The deadline is shared: once it has passed, what is left is only looked at.
     return all(process.wait(deadline - time.monotonic()) for process in processes)

@@ -21,15 +21,11 @@ class Progress(Protocol):
         """A context for something that takes a while; it is marked failed if an exception leaves it."""
         yield
 
-    def detail(self, text: str) -> None:
-        """Say why the step waits just now."""
-        ...
+    def detail(self, text: str) -> None: ...
 
     def tick(self) -> None: ...
 
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        ...
+    def say(self, text: str) -> None: ...
 
 
 class ConsoleProgress:
@@ -85,8 +81,6 @@ class ConsoleProgress:
 
 
 class NoProgress:
-    """Progress that is not shown."""
-
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
         yield

@@ -114,7 +114,6 @@ def _num_cpus(config: ClusterConfig) -> int:
 
 
 def _resources(config: ClusterConfig) -> dict[str, float]:
-    """Give this one node every resource that a role asks for."""
     total: Counter[str] = Counter()
     for role in (config.prefill, config.decode):
         for name, amount in role.resources.items():

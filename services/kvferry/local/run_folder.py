@@ -52,8 +52,6 @@ class ClusterRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run folder, and operations on it as a whole."""
-
     path: Path
 
     @property
@@ -66,12 +64,10 @@ class RunFolder:
 
     @property
     def token_file(self) -> Path:
-        """Token that marks this cluster's processes; made anew for every start."""
         return self.path / "token"
 
     @property
     def ray_token_file(self) -> Path:
-        """Token that Ray requires of every caller."""
         return self.path / "ray-token"
 
     @property
@@ -96,12 +92,10 @@ class RunFolder:
 
     @property
     def keeper(self) -> Path:
-        """Folder of the keeper's socket (keeper/socket_path.py)."""
         return self.path / "keeper"
 
     @property
     def tls(self) -> Path:
-        """Certificates of this start, for the processes among themselves."""
         return self.path / "tls"
 
     @property
@@ -120,7 +114,6 @@ class RunFolder:
         return (self.logs, self.etcd, self.ray, self.temporary, self.work)
 
     def marks(self) -> Marks:
-        """Marks of the processes of the newest start."""
         return Marks(token=self.token(), work_folder=self.work, written_folders=self.process_folders)
 
     def prepare(self) -> None:
@@ -135,14 +128,12 @@ class RunFolder:
             part.mkdir(mode=0o700, exist_ok=True)
 
     def new_tokens(self) -> str:
-        """Write fresh tokens; return the one that marks processes."""
         token = secrets.token_hex(16)
         _write_private(self.token_file, token)
         _write_private(self.ray_token_file, secrets.token_hex(32))
         return token
 
     def token(self) -> str | None:
-        """Return the token of the last start, or None."""
         with contextlib.suppress(OSError):
             return self.token_file.read_text(encoding="ascii").strip() or None
         return None
@@ -275,7 +266,6 @@ def _make_private(path: Path) -> None:
 
 
 def _write_private(file: Path, text: str) -> None:
-    """Replace a file atomically."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as out:

@@ -44,8 +44,6 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A member. Only workers that answered have a `load`; `fault` says why another worker did not."""
-
     member_id: str
     kind: str
     address: str
@@ -75,7 +73,7 @@ class ClusterStatus:
 
 
 def status(folder: RunFolder) -> ClusterStatus:
-    """Read the status of the cluster of a run folder. Raises NotRunning if there is none."""
+    """Raises NotRunning."""
     record = folder.record()
     if record is None:
         raise NotRunning("no cluster runs here; start one with `kvferry up` (or `make up`)")
