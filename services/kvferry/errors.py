@@ -1,12 +1,12 @@
 """All errors as one tree; each leaf has its HTTP and gRPC status.
 
     KvferryError
-    ├── ConfigError                  start-up; the message names key, value and what is allowed; exit code 2
-    ├── LocalError                   a command on this machine failed; never reaches a client; exit code 1
-    ├── RequestError                 the request cannot be served as it was sent
-    │   ├── InvalidRequest           400  INVALID_ARGUMENT: malformed, of the wrong type, or unsupported
-    │   │   └── ContextLengthExceeded     prompt and answer do not fit the model's context
-    │   ├── Unauthenticated          401  UNAUTHENTICATED; the message never repeats a key
+    ├── ConfigError                  start-up; exit code 2
+    ├── LocalError                   a command on this machine; exit code 1; kinds stand in local/
+    ├── RequestError
+    │   ├── InvalidRequest           400  INVALID_ARGUMENT
+    │   │   └── ContextLengthExceeded
+    │   ├── Unauthenticated          401  UNAUTHENTICATED
     │   ├── PermissionDenied         403  PERMISSION_DENIED
     │   ├── BodyTooLarge             413  INVALID_ARGUMENT
     │   ├── BodyTimeout              408  DEADLINE_EXCEEDED
@@ -14,16 +14,16 @@
     │   ├── RouteNotFound            404  UNIMPLEMENTED
     │   └── MethodNotAllowed         405  UNIMPLEMENTED
     ├── UnavailableError             503  UNAVAILABLE, with Retry-After
-    │   ├── NotReady                 this gateway cannot serve yet
-    │   ├── NoDecodeWorker           no decode worker is connected
-    │   ├── WorkerLost               the link to a worker broke while a request was on it
-    │   ├── WorkerDraining           a leaving worker refused the request; its engine never saw it
-    │   └── EngineDead               a worker's engine process died; the worker is replaced
+    │   ├── NotReady
+    │   ├── NoDecodeWorker
+    │   ├── WorkerLost
+    │   ├── WorkerDraining
+    │   └── EngineDead
     ├── Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
     ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
-    ├── EngineError                  500  INTERNAL: the engine failed on one request and goes on
-    │   └── UnsupportedEngine        the engine cannot be built as configured; the message names the setting
-    └── TierError                    500  INTERNAL: an unusable volume; a single bad chunk is a miss instead
+    ├── EngineError                  500  INTERNAL
+    │   └── UnsupportedEngine
+    └── TierError                    500  INTERNAL
 
 Messages appear in error bodies: they say what was wrong and what is allowed, never a traceback.
 """
@@ -49,36 +49,50 @@ class KvferryError(Exception):
 
 
 class ConfigError(KvferryError):
+    """An unusable configuration; the message names the key, the value and what is allowed."""
+
     grpc_status = "FAILED_PRECONDITION"
     openai_type = "config_error"
 
 
 class LocalError(KvferryError):
+    """A command on this machine failed. Never reaches a client, so its kinds need no code."""
+
     grpc_status = "FAILED_PRECONDITION"
     openai_type = "local_error"
 
 
 class RequestError(KvferryError):
+    """The request cannot be served as it was sent."""
+
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
     openai_type = "invalid_request_error"
 
 
 class InvalidRequest(RequestError):
+    """Malformed, of the wrong type, or unsupported."""
+
     code = "invalid_request"
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer do not fit the model's context."""
+
     code = "context_length_exceeded"
 
 
 class Unauthenticated(RequestError):
+    """No key, an unknown key, or no client certificate. The message never repeats a key."""
+
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
     code = "invalid_api_key"
 
 
 class PermissionDenied(RequestError):
+    """The client is known and not allowed to do this."""
+
     http_status = 403
     grpc_status = "PERMISSION_DENIED"
     openai_type = "permission_error"
@@ -86,6 +100,8 @@ class PermissionDenied(RequestError):
 
 
 class BodyTooLarge(RequestError):
+    """The body exceeds the gateway's limit."""
+
     http_status = 413
     # Not RESOURCE_EXHAUSTED: that asks clients to send it again.
     grpc_status = "INVALID_ARGUMENT"
@@ -93,30 +109,40 @@ class BodyTooLarge(RequestError):
 
 
 class BodyTimeout(RequestError):
+    """The body did not arrive in time."""
+
     http_status = 408
     grpc_status = "DEADLINE_EXCEEDED"
     code = "body_timeout"
 
 
 class ModelNotFound(RequestError):
+    """The model is not served here."""
+
     http_status = 404
     grpc_status = "NOT_FOUND"
     code = "model_not_found"
 
 
 class RouteNotFound(RequestError):
+    """No such path."""
+
     http_status = 404
     grpc_status = "UNIMPLEMENTED"
     code = "route_not_found"
 
 
 class MethodNotAllowed(RequestError):
+    """The path exists, the method does not."""
+
     http_status = 405
     grpc_status = "UNIMPLEMENTED"
     code = "method_not_allowed"
 
 
 class UnavailableError(KvferryError):
+    """The same request may succeed later."""
+
     http_status = 503
     grpc_status = "UNAVAILABLE"
     openai_type = "service_unavailable"
@@ -126,26 +152,38 @@ class UnavailableError(KvferryError):
 
 
 class NotReady(UnavailableError):
+    """This gateway cannot serve yet."""
+
     code = "not_ready"
 
 
 class NoDecodeWorker(UnavailableError):
+    """No decode worker is connected."""
+
     code = "no_decode_worker"
 
 
 class WorkerLost(UnavailableError):
+    """The link to a worker broke while a request was on it."""
+
     code = "worker_lost"
 
 
 class WorkerDraining(UnavailableError):
+    """A leaving worker refused the request; its engine never saw it."""
+
     code = "worker_draining"
 
 
 class EngineDead(UnavailableError):
+    """An engine process died; its worker is replaced."""
+
     code = "engine_dead"
 
 
 class Overloaded(KvferryError):
+    """More requests than may wait."""
+
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
     openai_type = "rate_limit_exceeded"
@@ -156,6 +194,8 @@ class Overloaded(KvferryError):
 
 
 class DeadlineExceeded(KvferryError):
+    """The time allowed for the request ran out."""
+
     http_status = 504
     grpc_status = "DEADLINE_EXCEEDED"
     openai_type = "timeout"
@@ -163,14 +203,20 @@ class DeadlineExceeded(KvferryError):
 
 
 class EngineError(KvferryError):
+    """The engine failed on one request and goes on."""
+
     code = "engine_error"
 
 
 class UnsupportedEngine(EngineError):
+    """The engine cannot be built as configured; the message names the setting."""
+
     code = "unsupported_engine"
 
 
 class TierError(KvferryError):
+    """An unusable volume; the message names its folder. A single bad chunk is a miss instead."""
+
     code = "tier_error"
 
 
