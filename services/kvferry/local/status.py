@@ -38,7 +38,7 @@ class WorkerLoad:
     ferried_bytes: int
     prompt_tokens_computed: int
     prompt_tokens_cached: int
-    prompt_tokens_transferred: int
+    prompt_tokens_ferried: int
     draining: bool
 
 
@@ -144,9 +144,9 @@ async def _describe(address: str, tls: TlsConfig) -> WorkerLoad:
         num_pages_used=load.num_pages_used,
         num_pages=load.num_pages,
         num_generated_tokens=load.num_generated_tokens,
-        ferried_bytes=load.ferried_bytes,
+        ferried_bytes=load.transferred_bytes,
         prompt_tokens_computed=load.prompt_tokens.local_compute,
         prompt_tokens_cached=load.prompt_tokens.local_cache_hit,
-        prompt_tokens_transferred=load.prompt_tokens.external_kv_transfer,
+        prompt_tokens_ferried=load.prompt_tokens.external_kv_transfer,
         draining=load.draining,
     )
