@@ -17,8 +17,8 @@ _HEAD = """\
 Generated from `services/kvferry/telemetry.py` by `make metrics-doc`; `make check` says when it is not up to date.
 
 Gateways, workers and keepers each answer Prometheus on a listener of their own (`GET /metrics`, section `metrics` of
-the configuration: loopback and any free port unless told otherwise; mutual TLS with `metrics.tls`). Each tells of
-itself; gateways also tell of workers and volumes as they see them, under names of their own, so that a sum over all
+the configuration: loopback and any free port unless told otherwise; mutual TLS with `metrics.tls`). Each exports
+metrics of itself; gateways also export workers and volumes as they see them, under other names, so that a sum over all
 targets counts nothing twice. A gateway answers `/metrics` on its HTTP port as well.
 
 Prometheus finds them all through one gateway, which lists the members' listeners at `/kvferry/v1/targets`:
@@ -54,7 +54,7 @@ gateway has them: take `max by (worker)`, not `sum`.""",
 All series have the labels `worker` (its id) and `role` (`prefill` or `decode`).
 
 After these comes everything that vLLM itself exports (`vllm:*`, see its documentation), with the same two labels added.
-The twin engine has nothing of its own.""",
+The simulated engine has none of its own.""",
     ),
     (Exporter.KEEPER, "Keepers", "All series have the label `keeper` (its id)."),
 )
