@@ -1,7 +1,8 @@
 """Fixtures and settings of all tests.
 
 `make test` runs tests in several processes (pytest-xdist). Tests with real engines are one group, so that one process
-runs them all and at most one prefill and one decode engine exist at a time. Tests that start Ray are of that group too.
+runs them all and at most one prefill and one decode engine exist at a time. Tests that start a whole
+local cluster with simulated engines are a second group.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ hypothesis.settings.load_profile("kvferry")
 _exit_status = 0
 
 
-# Tests that start real engines or Ray, by file or by parameter.
-_ENGINE_FILES = ("tests/model/", "tests/cluster/test_real_cluster.py", "tests/cluster/test_local_cluster.py")
-_RAY_FILES = ("tests/cluster/test_keepers.py", "tests/cluster/test_chaos.py", "tests/deploy/test_ray.py")
+# Tests that start real engines, and tests that start Ray or many processes with simulated engines.
+_ENGINE_FILES = ("tests/model/", "tests/cluster/test_real_cluster.py", "tests/deploy/test_ray.py")
+_RAY_FILES = ("tests/cluster/test_local_cluster.py", "tests/cluster/test_keepers.py", "tests/cluster/test_chaos.py")
 
 
 def _scope_of(nodeid: str) -> str:
     """Return the group of tests that one process runs in order; every other test is a group of its own."""
-    if nodeid.startswith((*_ENGINE_FILES, *_RAY_FILES)) or "vllm" in nodeid.partition("[")[2]:
+    if nodeid.startswith(_ENGINE_FILES) or "vllm" in nodeid.partition("[")[2]:
         return "engines"
-    return nodeid
+    return "ray" if nodeid.startswith(_RAY_FILES) else nodeid
 
 
-class _OneProcessWithEngines(LoadScopeScheduling):
-    """Keeps tests with real engines in one process. (xdist_group of pytest-xdist 3.8 has no effect with pytest 9.2.)"""
+class _GroupScheduling(LoadScopeScheduling):
+    """Keeps each group of `_scope_of` in one process. (xdist_group of pytest-xdist 3.8 has no effect with pytest 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
         return _scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return _OneProcessWithEngines(config, log)
+    return _GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         starts_engines = any(item.get_closest_marker(name) is not None for name in ("model", "cluster"))
-        if starts_engines and _scope_of(item.nodeid) != "engines":
+        if starts_engines and _scope_of(item.nodeid) == item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} starts engines or Ray: add its file to tests/conftest.py")
 
 
