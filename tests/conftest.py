@@ -40,7 +40,7 @@ def _scope_of(nodeid: str) -> str:
 
 
 class _GroupScheduling(LoadScopeScheduling):
-    """Keeps each group of `_scope_of` in one process. (xdist_group of pytest-xdist 3.8 has no effect with pytest 9.2.)"""
+    """Keeps each group in one process. (xdist_group of pytest-xdist 3.8 has no effect with pytest 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
         return _scope_of(nodeid)
