@@ -1,18 +1,9 @@
-"""The Ray Serve application of a configuration. This is the only importer of ray.
+"""The Ray Serve application of a configuration. The only importer of ray.
 
-Serve places replicas, restarts, health-checks and scales them. No token and no page passes a Serve proxy or handle:
-each replica hosts its own server and is found through membership. On each node with workers and volumes there is also a
-keeper (keeper/actor.py): a detached actor, pinned to the node, that the node's first worker makes and Ray restarts.
-
-The same application results from
-
-    serve deploy serve.yaml                                  import_path kvferry.app:application, arguments in the file
-    a RayService of KubeRay                                  the same file, as its serveConfigV2
-    ray job submit -- python -m kvferry.app deploy ...       a job that ends once the application serves
-    python -m kvferry.app deploy --config cluster.yaml --ray-address 127.0.0.1:6379
-
-Replica counts are not among the arguments of replicas (`replica_values`), so changing only them adds or drains replicas
-and restarts none.
+Serve places replicas, restarts, health-checks and scales them; tokens and pages never pass it. Each node with workers
+and volumes also gets a keeper: a detached actor that the node's first worker makes and Ray restarts (keeper/actor.py).
+The same application results from `serve deploy` and KubeRay's RayService (import_path kvferry.app:application), from
+`ray job submit -- python -m kvferry.app deploy`, and from `python -m kvferry.app deploy --ray-address HOST:PORT`.
 """
 
 from __future__ import annotations
@@ -195,10 +186,10 @@ def _is_deployed() -> bool:
 
 
 def application(args: Mapping[str, Any]) -> Application:
-    """Build the application, for `import_path: kvferry.app:application` in files for `serve deploy`.
+    """Build the application for `import_path: kvferry.app:application`.
 
-    `args` holds `config`, a configuration as in a YAML file, and `model_folder`, the model's folder or hub id, the same
-    on every node; it defaults to `config.model.path`. Raises ConfigError.
+    `args`: `config`, as in a YAML file, and `model_folder`, a folder or hub id that is the same on every node (default:
+    `config.model.path`). Raises ConfigError.
     """
     if unknown := sorted(set(args) - {"config", "model_folder"}):
         raise ConfigError(f"args: unknown key {unknown[0]!r}. Allowed here: config, model_folder")
@@ -362,10 +353,9 @@ def _in_replica(values: dict[str, Any]) -> ClusterConfig:
 
 
 def close_handle_server() -> None:
-    """Keep Serve from opening its handle server in this replica.
+    """Keep Serve from opening its handle server: it listens on all interfaces and unpickles unauthenticated requests.
 
-    The server would listen on all interfaces, without authentication, and unpickle requests of other deployments
-    (ray.serve._private.replica). kvferry uses no handles. Must run before the replica's constructor returns.
+    kvferry uses no handles. Must run before the replica's constructor returns (ray.serve._private.replica).
     """
     if not hasattr(replica, "add_port_to_grpc_server"):
         raise ConfigError("this version of Ray Serve opens its handle server in a way kvferry cannot close")

@@ -1,7 +1,7 @@
-"""The configuration: frozen, typed, read once at start-up, passed on in sections.
+"""The configuration: frozen, typed, read once at start-up.
 
-Later sources win: defaults, a YAML file, environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), flags (`--set
-gateway.http_port=8001`). An unknown key or a bad value fails start-up; the error names it and what is allowed.
+Later sources win: defaults, YAML file, environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), flags (`--set
+gateway.http_port=8001`). Unknown keys and bad values are refused by name.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ from typing import Any
 
 
 class TaskSet:
-    """Tasks that run beside their owner; asyncio itself keeps only weak references to tasks.
-
-    An exception of a task stays in the task: `spawn` returns it, and `wait` discards it.
+    """Tasks that run beside their owner, kept because asyncio has only weak references. Exceptions stay in the
+    tasks.
     """
 
     def __init__(self) -> None:
@@ -23,23 +22,21 @@ class TaskSet:
         return len(self._tasks)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task in the running event loop."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.add(task)
         return task
 
     def add(self, task: asyncio.Task[None]) -> None:
-        """Keep a task that runs already."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def cancel(self) -> None:
-        """Cancel every task; `wait` returns once they have ended."""
+        """Cancel every task without waiting."""
         for task in self._tasks:
             task.cancel()
 
     async def wait(self) -> None:
-        """Wait until every task that runs now has ended, however it ends."""
+        """Wait until every task that runs at the call has ended, however it ends."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def wait_until_empty(self) -> None:

@@ -1,11 +1,8 @@
 """The catalogue of metrics: name, kind, unit, labels, meaning and exporting process of each.
 
-Names follow Prometheus conventions: base units, `_total` on counters. A label has a small known set of values, whose
-series exist from the start at zero, or it names a process or a volume. Processes can export only metrics of this
-catalogue (exposition.py); docs/metrics.md is generated from it (tools/generate_metrics_doc.py).
-
-Gateways export metrics of requests, and of workers and volumes as they see them; workers and keepers export metrics of
-themselves. One fact seen from two sides has two names, so that a sum over all targets counts nothing twice.
+A label has a small known set of values, whose series start at zero, or names a process or a volume. Only metrics of
+this catalogue can be exported (exposition.py); docs/metrics.md is generated from it. A fact seen from two sides has two
+names, so that a sum over all targets counts nothing twice.
 """
 
 from __future__ import annotations

@@ -25,9 +25,8 @@ Metadata = tuple[tuple[str, str], ...]
 class Tls:
     """TLS settings; files are PEM.
 
-    `ca_file`: authority of the endpoint's certificate, by default this machine's. `cert_file` and `key_file`: this
-    client's certificate, if the endpoint asks for one. `server_name`: name in the endpoint's certificate, if not the
-    dialled one.
+    `ca_file` signed the endpoint's certificate (default: this machine's authorities). `cert_file` and `key_file` are
+    this client's own. `server_name` is the name in the endpoint's certificate, if not the dialled one.
     """
 
     ca_file: str | Path | None = None

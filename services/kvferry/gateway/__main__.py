@@ -1,8 +1,6 @@
-"""A gateway as a process of its own, without Ray, for deployments in which Kubernetes places and scales gateways.
+"""A gateway as a process of its own, without Ray, for deployments in which Kubernetes scales gateways.
 
-    python -m kvferry.gateway --config cluster.yaml --model-folder FOLDER
-
-Serves until SIGTERM or SIGINT, then drains. Exit code 1: the listener died; 2: a bad configuration.
+Exit code 0 after SIGTERM or SIGINT and draining, 1 if the listener died, 2 for a bad configuration.
 """
 
 from __future__ import annotations

@@ -1,14 +1,5 @@
-"""Authentication: a key or a client certificate becomes a tenant, for HTTP and gRPC alike.
-
-| configured | accepted | tenant |
-|---|---|---|
-| nothing (loopback only, or `insecure`) | every client | `default` |
-| `gateway.keys_file` | clients that show a key | the key's |
-| `gateway.tls.client_ca_file` | clients with a certificate that it signed | the certificate's common name |
-| both | clients that show both | the key's |
-
-Probes (`/healthz`, `/readyz`, grpc.health.v1) need no key. Over HTTP they need no certificate either; gRPC asks every
-client for one in the handshake. `/metrics` needs a key unless the listener is on loopback.
+"""Authentication for HTTP and gRPC: a key or a client certificate becomes a tenant (docs/security.md has the
+matrix).
 """
 
 from __future__ import annotations
@@ -25,8 +16,6 @@ _SCHEME = "bearer"
 
 
 class Access:
-    """Authentication of one gateway's clients."""
-
     def __init__(self, config: GatewayConfig) -> None:
         """Raises ConfigError for a key file that cannot be read."""
         self._keys = KeyFile(config.keys_file) if config.keys_file is not None else None
@@ -39,11 +28,10 @@ class Access:
         return f"<Access keys={self._keys!r} certificate={self._wants_certificate}>"
 
     def identify(self, authorization: str | None, client_name: str | None) -> Tenant:
-        """Return the tenant of a request.
+        """Return the tenant.
 
-        `authorization` is the header or metadata of that name, `client_name` the common name of the verified client
-        certificate. Raises Unauthenticated, or PermissionDenied for a certificate that names no tenant; neither error
-        repeats a key.
+        `client_name` is the common name of the verified certificate. Raises Unauthenticated, or PermissionDenied for a
+        certificate that names no tenant; neither error repeats a key.
         """
         if self.is_open:
             return DEFAULT_TENANT

@@ -1,4 +1,4 @@
-"""Admission of requests to a gateway, for HTTP and gRPC alike."""
+"""Admission of requests, for HTTP and gRPC alike."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from kvferry.tracing import Tracing
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """State behind `/readyz` and the health of the gRPC endpoint.
-
-    Ready means that a request sent now can be answered; `waiting_for` names the configured parts that are not there
-    yet.
-    """
+    """Whether a request sent now can be answered; `waiting_for` names the configured parts that are missing."""
 
     ready: bool
     waiting_for: Sequence[str]
@@ -31,10 +27,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class CountedRequest:
-    """One request from its arrival to its end. `status` is the HTTP status under which metrics count it.
-
-    `trace` is set once the request's headers are known, if requests are traced.
-    """
+    """One request until its end. `status` is the HTTP status in metrics, `trace` its span if requests are traced."""
 
     status: str = "500"
     trace: RequestTrace | None = None
@@ -53,7 +46,7 @@ class CountedRequest:
 
 
 class Admission:
-    """Count of requests in flight; refuses requests while the gateway is full, not ready or leaving."""
+    """Counts requests in flight, and refuses them while the gateway is full, not ready or leaving."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
         self.draining = False

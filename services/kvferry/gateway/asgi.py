@@ -1,4 +1,4 @@
-"""The HTTP endpoint as a raw ASGI application: routes, body limits, errors, and cancellation when a client leaves."""
+"""The HTTP endpoint as a raw ASGI application: routes, body limits, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _ClientSlow(Exception):
 
 
 class HttpApp:
-    """The ASGI application. While `openai` is None the gateway cannot render yet, and requests get 503."""
+    """The ASGI application. Requests get 503 while `openai` is None, which means that the gateway cannot render yet."""
 
     def __init__(
         self,
@@ -282,10 +282,7 @@ class HttpApp:
 
 
 class _ClientWatch:
-    """Cancels the task that serves a request when its client leaves or is cut off.
-
-    The task that serves enters the context; on exit the reason given to `end` is raised.
-    """
+    """Context in which a task is cancelled once its client leaves or is cut off; on exit the reason is raised."""
 
     def __init__(self, exchange: Exchange | None, receive: Receive) -> None:
         self._exchange = exchange
@@ -369,10 +366,7 @@ async def _respond_error(send: Send, error: KvferryError, trace: RequestTrace | 
 
 
 async def _refuse_body(receive: Receive, send: Send, error: KvferryError) -> None:
-    """Answer before the body has arrived, then read on for a moment.
-
-    Closing a connection with unread data resets it, and the reset can overtake the answer.
-    """
+    """Answer before the whole body has arrived, then read on: closing with unread data could overtake the answer."""
     body = error_body(error)
     headers = [_JSON, (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})

@@ -1,8 +1,7 @@
-"""A way past ASGI for the body of a stream, inside uvicorn: the only file that knows uvicorn's internals.
+"""The only file that knows uvicorn's internals: a way past ASGI for the body of a stream.
 
-uvicorn keeps parsing, keep-alive, pipelining, limits and TLS; status, headers and the end of a body go through its own
-`send`. The tokens between go straight to the transport, without a coroutine, a message or a task per token.
-tests/unit/gateway/test_connection.py fails if a version of uvicorn works differently.
+uvicorn keeps parsing, keep-alive, pipelining, limits, TLS, the head and the end of a response; tokens between go
+straight to the transport. tests/unit/gateway/test_connection.py fails if a version of uvicorn works differently.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class Exchange:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `start` may be called: the responses to earlier pipelined requests have been sent.
-
-        Once true it stays true until something is written.
-        """
+        """Whether earlier pipelined responses have been sent. Stays true until something is written."""
         return not self._flow.write_paused
 
     @property
@@ -79,9 +75,7 @@ class Exchange:
             self._protocol.on_lost = None
 
     def whole_body(self) -> bytes | None:
-        """Return the request's body if all of it is here and no `100 Continue` was promised; else None: use
-        `receive`.
-        """
+        """Return the body if all of it is here and no `100 Continue` was promised; else None: use `receive`."""
         cycle = self._cycle
         if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
             return None
@@ -97,9 +91,7 @@ class Exchange:
         await cycle.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begin a chunked response without waiting; status and headers leave with the first piece. Requires
-        `is_ready`.
-        """
+        """Begin a chunked response; its head leaves with the first piece. Never waits. Requires `is_ready`."""
         held = _HeadBuffer(self._transport)
         self._cycle.transport = cast(asyncio.Transport, held)
         sending = self._cycle.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -114,15 +106,13 @@ class Exchange:
         raise RuntimeError("uvicorn waits before it sends headers; kvferry counts on it not to")
 
     def write(self, body: bytes) -> None:
-        """Send a non-empty piece of the body, after `start`. Never waits; does nothing once the connection is lost."""
+        """Send a non-empty piece of the body. Never waits; does nothing once the connection is lost."""
         if not self._protocol.lost:
             head, self._head = self._head, b""
             self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(body), body))
 
     def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
-        """Return a faster `write` for pieces that all begin with `before` and end with `after`. Call `write` once
-        first.
-        """
+        """Return a faster `write` for pieces between constant bytes. Call `write` once first."""
         protocol, write = self._protocol, self._transport.write
         num_around, after = len(before) + len(after), after + b"\r\n"
 

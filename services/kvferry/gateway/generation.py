@@ -37,10 +37,9 @@ def require_model(name: str, served_name: str, *, param: str | None = "model") -
 
 
 def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant) -> list[EngineRequest]:
-    """Return `n` engine requests per prompt, numbered as OpenAI numbers choices.
+    """Return `n` requests per prompt, numbered as OpenAI numbers choices, with different seeds.
 
-    Choices of one prompt get different seeds. Tokens are arrays: route keys are computed from them in less than half
-    the time.
+    Tokens are arrays: route keys are computed from them in less than half the time.
     """
     requests: list[EngineRequest] = []
     for prompt in rendered:
@@ -63,11 +62,7 @@ def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, ten
 
 
 class Generation:
-    """The choices of one answer, run once.
-
-    Workers' outputs go to the sinks; the task that called `run` sleeps until the end, and cancelling it cancels every
-    request on every worker.
-    """
+    """The choices of one answer. Outputs go to the sinks; cancelling `run` cancels every request on every worker."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""kvferry.inference.v1 over gRPC, with health and reflection; authentication, admission and answers are those of
-HTTP.
-"""
+"""kvferry.inference.v1 over gRPC, with health and reflection, beside the same authentication and admission as HTTP."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class _ClientSlow(Exception):
 
 
 class GrpcEndpoint:
-    """The gRPC server, from `start` to `stop`. While `inference` is None the gateway cannot render yet; calls are
-    refused.
-    """
+    """The gRPC server. Calls are refused while `inference` is None, which means that the gateway cannot render yet."""
 
     def __init__(
         self,

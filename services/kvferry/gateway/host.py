@@ -1,4 +1,4 @@
-"""Life cycle of a gateway: it listens at once, is ready when it can render and a decode worker is linked, drains at the
+"""Life cycle of a gateway: it listens at once, is ready once it can render and has a decode worker, drains at the
 end.
 """
 
@@ -207,10 +207,9 @@ class GatewayHost:
         )
 
     async def drain(self) -> None:
-        """Become unready, refuse new requests after `gateway.linger_s`, and let running ones finish.
+        """Become unready, refuse new requests after `gateway.linger_s`, give running ones `gateway.drain_timeout_s`.
 
-        Running requests get `gateway.drain_timeout_s`. New connections are not accepted: another gateway that shares
-        the port takes them.
+        New connections go to another gateway that shares the port.
         """
         self.app.is_leaving = True
         self._note_readiness()

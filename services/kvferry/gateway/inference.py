@@ -110,7 +110,7 @@ class InferenceAnswer:
         )
 
     async def stream(self, chunks: Chunks) -> None:
-        """Fill `chunks` and return at the end. Raises KvferryError at any time; chunks filled before it are valid."""
+        """Fill `chunks` and return at the end. Raises KvferryError at any time; earlier chunks are valid."""
         generation = self._generation
         chunks.begin(self.answer_id)
         await generation.run(
@@ -123,9 +123,9 @@ class InferenceAnswer:
 
 
 class Chunks:
-    """Chunks that wait for the client to read: at most one per choice, so a slow reader gets fewer, larger chunks.
+    """Chunks that wait for the client: at most one per choice, so a slow reader gets fewer, larger ones.
 
-    When about `max_unread_bytes` wait, `on_slow` is called once, and these and all later chunks are dropped.
+    With about `max_unread_bytes` waiting, `on_slow` is called once and all chunks are dropped from then on.
     """
 
     def __init__(self, max_unread_bytes: int, on_slow: Callable[[], None]) -> None:

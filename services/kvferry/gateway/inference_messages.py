@@ -1,7 +1,4 @@
-"""Messages of kvferry.inference.v1 as bodies of the HTTP API, so that both share one set of checks and one renderer.
-
-Errors name the field of the message, not of the body.
-"""
+"""Messages of kvferry.inference.v1 as bodies of the HTTP API, so that both share one set of checks and one renderer."""
 
 from __future__ import annotations
 

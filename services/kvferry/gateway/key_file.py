@@ -1,7 +1,6 @@
-"""API keys in a file, hashed, with their tenants.
+"""API keys with their tenants, in a YAML file: `{tenant, name, sha256}` each.
 
-The file is a YAML list of `{tenant, name, sha256}`; `kvferry key new` adds to it. A key is 32 random bytes, so a plain
-SHA-256 cannot be reversed and a slow hash is not needed. The file is read again when it changes.
+A key is 32 random bytes, so a plain SHA-256 suffices. The file is read again when it changes.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def read_keys(file: Path) -> list[ApiKey]:
 
 
 def new_key(file: Path, tenant: str, name: str) -> str:
-    """Make a key, add its hash to the file, and return the key; a missing file is created.
+    """Make a key, add its hash to the file (created if missing), and return the key.
 
     Raises ConfigError for an unusable file, and for a tenant or name that is invalid or taken.
     """

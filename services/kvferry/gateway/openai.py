@@ -1,8 +1,4 @@
-"""The two generating endpoints of the OpenAI API, independent of HTTP.
-
-An `Answer` returns its whole body, or writes itself to a StreamWriter as outputs arrive; cancelling either cancels the
-request on every worker.
-"""
+"""The generating endpoints of the OpenAI API, independent of HTTP."""
 
 from __future__ import annotations
 
@@ -136,7 +132,7 @@ class OpenAI:
 
 
 class Answer:
-    """An answer in progress. Use either `whole` or `stream`, once."""
+    """An answer in progress; use `whole` or `stream`, once. Cancelling it cancels the request on every worker."""
 
     def __init__(
         self,
@@ -195,7 +191,7 @@ class Answer:
         return self._generation
 
     def end_choice(self, events: bytes, writer: StreamWriter) -> None:
-        """Write the end of a choice; if it is the only one, hold it back and send it with the end of the answer."""
+        """Write the end of a choice; the end of a single choice is sent with the end of the answer."""
         if len(self._generation.choices) == 1:
             self._last_events = events
         else:

@@ -1,7 +1,7 @@
-"""Request bodies of the OpenAI API, validated before anything else uses them.
+"""Request bodies of the OpenAI API, validated first.
 
-Fields are of three kinds: typed ones that shape the answer, those that OpenAI's clients send and that have no effect
-here (`IGNORED`), and those that only this cluster may set (`DROPPED`). Any other field is refused by name.
+Typed fields shape the answer, `IGNORED` ones have no effect here, `DROPPED` ones may be set by this cluster only; any
+other field is refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The trace span of one request in a gateway, after OpenTelemetry's GenAI conventions.
 
-Headers, or gRPC metadata, come as a mapping with lower-case names. Prompts and answers are recorded only with
-`tracing.prompts`.
+Texts are recorded only with `tracing.prompts`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ OnText = Callable[[Sequence[int], str], None]
 def begin_trace(
     tracing: Tracing, headers: Mapping[str, str], endpoint: str, model: str, attributes: Attributes
 ) -> RequestTrace:
-    """Start the span of a request that has just arrived, as a child of the span that `headers` name.
+    """Start the span of a new request below the span that `headers` (lower-case names) refer to.
 
-    `endpoint` is one of telemetry.ENDPOINTS, `model` the served one, `attributes` those of the protocol.
+    `endpoint` is one of telemetry.ENDPOINTS; `attributes` are those of the protocol.
     """
     operation = _ENDPOINT_TO_OPERATION.get(endpoint, "generate_content")
     span = tracing.receive(
@@ -122,7 +121,7 @@ class RequestTrace:
         finish_reasons: Sequence[str | None],
         first_token_s: float | None,
     ) -> None:
-        """Record the end of all choices. `first_token_s` is in seconds from the request's arrival."""
+        """Record the end of all choices; `first_token_s` counts from the request's arrival."""
         if not self._span.is_sampled:
             return
         self._span.set(

@@ -1,8 +1,7 @@
-"""Writers of streamed answers, which accept bytes without waiting.
+"""Writers of streamed answers.
 
-A token is written by the code that received it, for all requests of an engine step in turn, so a client that does not
-read must not delay others: its unread bytes wait up to a limit, then its connection is closed. One writer goes past
-ASGI, under kvferry's own server; the other works on any ASGI server.
+A token is written while a worker's step is read, so a slow client must not delay others: its unread bytes wait up to a
+limit, then it is cut. One writer goes past ASGI, under kvferry's own server; one works under any ASGI server.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class StreamWriter(Protocol):
-    """A streamed answer. The first write sends status and headers; until then an error can have its own status.
+    """A streamed answer. Until the first write, which sends the head, an error can have its own status.
 
-    Writing after the end, or after the client left, does nothing.
+    Writes after the end, or after the client left, do nothing.
     """
 
     @property
@@ -35,7 +34,7 @@ class StreamWriter(Protocol):
         ...
 
     async def close(self, events: bytes) -> None:
-        """Write, end the answer, and return once nearly all of it was handed to the operating system."""
+        """Write and end the answer; return once nearly all of it has left this process."""
         ...
 
     def abandon(self) -> None:

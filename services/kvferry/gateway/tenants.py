@@ -10,10 +10,10 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Identity that a key or a client certificate gives. Raises ValueError for an invalid name (tenancy/namespace.py).
+    """Identity from a key or a client certificate. Raises ValueError for an invalid name.
 
-    `cache_salt` is part of every page hash and route key, so engines, residency and routers never find one tenant's
-    pages for another; `tier` names the tenant's folders on volumes. Neither is ever taken from a client.
+    `cache_salt` is part of every page hash and route key, so tenants never find each other's pages; `tier` names the
+    tenant's folders on volumes. Neither ever comes from a client.
     """
 
     name: str

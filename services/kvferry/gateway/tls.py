@@ -1,4 +1,4 @@
-"""TLS of a gateway's HTTP and gRPC listeners, from files that may be replaced at run time."""
+"""TLS of a gateway's listeners, from files that may be replaced at run time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Files:
 
 
 class GatewayTls:
-    """Certificates of one gateway. New connections get the files' newest usable contents.
+    """Certificates of one gateway; new connections get the files' newest usable contents.
 
-    HTTP clients without a certificate are refused by the application, so that probes work; gRPC refuses them in the
+    HTTP clients without a certificate are refused by the application, so that probes work; gRPC refuses in the
     handshake.
     """
 

@@ -92,9 +92,8 @@ class Pace:
 
 
 def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the caller's environment plus the cluster's marks, without settings of another Ray cluster.
-
-    KVFERRY__ overrides are left out: the configuration that is passed on has resolved them.
+    """Return the caller's environment plus the cluster's marks, without another Ray's settings and KVFERRY__
+    overrides.
     """
     # The key is the command's own: nothing of the cluster needs it, and an environment is easily read and logged.
     left_out = ("RAY_", "KVFERRY__", KEY_VARIABLE)

@@ -1,7 +1,7 @@
-"""`up` and `down`: start a whole cluster on this machine, and end it.
+"""`up` and `down` of a whole cluster on this machine.
 
 Processes are found by the marks of the run folder, not by handles that a crash could lose, so giving up a start,
-`down`, and cleaning up after a kill share one procedure.
+`down`, and cleaning up after a kill are one procedure.
 """
 
 from __future__ import annotations
@@ -85,9 +85,8 @@ def up(
 ) -> RunningCluster:
     """Start a cluster and leave it running.
 
-    Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted (SIGINT, SIGTERM, SIGHUP); in each case
-    nothing of this start remains except the logs of a failure. `timeout_s` bounds the wait for readiness; the default
-    is the engine's.
+    Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted; only logs of a failure remain then.
+    `timeout_s` bounds the wait for readiness, by default the engine's.
     """
     shown = progress if progress is not None else NoProgress()
     folder = run_folder(config.name)

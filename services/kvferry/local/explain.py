@@ -31,8 +31,7 @@ class UnknownRequest(LocalError):
 def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:
     """Return a gateway's record of a request, one entry per choice.
 
-    `request_id` is the id in the answer's body or its `x-request-id` header. Raises NotRunning, NotAllowed,
-    UnknownRequest.
+    `request_id` is the answer's id or its `x-request-id`. Raises NotRunning, NotAllowed, UnknownRequest.
     """
     record = folder.record()
     if record is None:

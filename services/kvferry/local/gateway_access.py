@@ -20,7 +20,7 @@ def url_of(gateway: GatewayConfig, address: str = "") -> str:
 
 
 def context_of(gateway: GatewayConfig) -> ssl.SSLContext | bool:
-    """Return httpx's `verify`: the configured certificate itself is trusted, whatever its names and authority."""
+    """Return httpx's `verify`; the configured certificate itself is trusted, whatever its names."""
     if gateway.tls.cert_file is None:
         return True
     context = ssl.create_default_context(cafile=gateway.tls.cert_file)

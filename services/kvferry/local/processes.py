@@ -1,15 +1,13 @@
-"""The processes of a local cluster: how they are recognized, and how they are ended.
+"""The processes of a local cluster, recognized by any one of four marks.
 
-Parents die first, engines outlive them as orphans, and a process that sets its title overwrites its own command line
-and environment. A process therefore belongs to the cluster if it has any one of four marks:
+Parents die first, engines outlive them, and a process may overwrite its command line and environment. The marks:
 
     environment   KVFERRY_CLUSTER_TOKEN holds the token of this run folder
-    cwd           the working folder is the run folder's `work`, which is used for nothing else
-    files         it has a file open for writing where only the cluster writes (logs, etcd, ray, tmp)
-    ancestry      it descends from a process that belongs
+    cwd           the working folder is the run folder's `work`
+    files         a file is open for writing where only the cluster writes (logs, etcd, ray, tmp)
+    ancestry      the parent belongs
 
-Names and command lines are no marks: an editor on a log is not part of the cluster. The caller and its ancestors never
-belong.
+Names and command lines are no marks. The caller and its ancestors never belong.
 """
 
 from __future__ import annotations
@@ -120,10 +118,9 @@ def end_all(
     deadline_s: float = 30.0,
     before_signal: Callable[[tuple[ProcessIdentity, ...]], None] = lambda _: None,
 ) -> int:
-    """End every process of the cluster and return their number: SIGTERM, wait for `grace_s`, SIGKILL, until none is
-    found.
+    """End every process of the cluster: SIGTERM, after `grace_s` SIGKILL, until none is left; return their number.
 
-    `before_signal` gets each set of processes while they still live. Raises ProcessesRemain after `deadline_s`.
+    `before_signal` gets each set while it lives. Raises ProcessesRemain after `deadline_s`.
     """
     ended: set[ProcessIdentity] = set()
     deadline = time.monotonic() + deadline_s

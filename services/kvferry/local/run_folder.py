@@ -1,6 +1,6 @@
-"""The run folder of a local cluster: a short, private folder with everything that a clean end needs.
+"""The run folder of a local cluster: private, with everything that a clean end needs.
 
-The path must be short: Ray and vLLM make Unix sockets below it, whose paths may have 107 bytes.
+Its path must be short: paths of Unix sockets may have 107 bytes.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self, purpose: str) -> Iterator[None]:
-        """Lock the folder against other `up` and `down` commands. Raises ClusterBusy at once if it is locked.
+        """Lock the folder against other `up` and `down` commands. Raises ClusterBusy at once.
 
-        The kernel releases the lock when its holder dies, because started programs do not inherit the descriptor.
+        The kernel releases the lock when its holder dies.
         """
         _make_private(self.path)
         descriptor = self._open_locked()
