@@ -138,7 +138,7 @@ class EngineRequest:
     trace: TraceContext | None = None  # whose child anything done for it is; None: nobody traces it
 
 
-def check_continued(request: EngineRequest) -> None:
+def validate_continuation(request: EngineRequest) -> None:
     """Raises InvalidRequest for a continuation that leaves no prompt, or no answer."""
     if request.continued is None:
         return

@@ -242,7 +242,7 @@ class Prompts:
                 self.pool.free(self.running.pop(self.random.randrange(len(self.running))))
             else:
                 self._begin()
-        return self.pool.take_events()
+        return self.pool.drain_events()
 
     def keys(self) -> set[int]:
         return {self.hash_to_key[page_hash] for page_hash in self.pool.hash_to_page}

@@ -159,7 +159,7 @@ class BlockPool:
                 if self.page_to_hash[page] is None:
                     self._free.move_to_end(page, last=False)
 
-    def take_events(self) -> list[KvEvent]:
+    def drain_events(self) -> list[KvEvent]:
         """What became findable and what was forgotten since the last call, in order."""
         self._flush_removed()
         events, self._events = self._events, []

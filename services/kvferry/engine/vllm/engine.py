@@ -35,7 +35,7 @@ from kvferry.engine.base import (
     TierHints,
     TokenLogprob,
     TransferParams,
-    check_continued,
+    validate_continuation,
 )
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
@@ -267,7 +267,7 @@ class VllmEngine:
         finished = False
         sampling, continued = request.sampling, request.continued
         if continued is not None:
-            check_continued(request)
+            validate_continuation(request)
             sampling = rest_of(sampling, continued)
             self._continuations.expect(request_id, continued, request.sampling.min_tokens)
         try:
@@ -304,7 +304,7 @@ class VllmEngine:
                     result.transfer_params = transfer_params or None
                     result.times = _times(output.metrics, kv_transfer, load)
                 if answer is not None and result.finish_reason is not FinishReason.ABORT:
-                    result.delta = answer.take(token_ids, completion.text, finished=finished)
+                    result.delta = answer.on_output(token_ids, completion.text, finished=finished)
                 yield result
         except EngineDeadError:
             raise EngineDead("the engine's process died") from None

@@ -23,8 +23,7 @@ from kvferry.engine.base import (
     Sampling,
     TransferParams,
 )
-from kvferry.engine.sim import Faults, PullFault, SimEngine
-from kvferry.engine.sim import engine as engine_module
+from kvferry.engine.sim import Faults, PullFault, SimEngine, kv_fetch
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 
 DEADLINE_S = 20.0
@@ -244,7 +243,7 @@ async def test_pages_of_a_killed_engine_are_computed(pair: tuple[SimEngine, SimE
 async def test_what_cannot_be_pulled_is_computed(
     pair: tuple[SimEngine, SimEngine], monkeypatch: pytest.MonkeyPatch, fault: PullFault, num_pulled: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "PULL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(kv_fetch, "PULL_TIMEOUT_S", 0.2)
     prefiller, decode = pair
     prompt = prompt_of(30)
     transfer_params = await prefill(prefiller, prompt)
@@ -630,7 +629,7 @@ async def test_forgotten_pages_are_told() -> None:
         num_removed = 0
         last = -1
         async with asyncio.timeout(DEADLINE_S):
-            while findable != set(engine._pool.hash_to_page):
+            while findable != set(engine._cache.pool.hash_to_page):
                 batch = await anext(events)
                 assert batch.sequence == last + 1
                 last = batch.sequence

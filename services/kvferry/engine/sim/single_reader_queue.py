@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
+class SingleReaderQueue(Generic[T]):
     """One reader, any number of writers, one event loop.
 
     `get` raises the error that `fail` was given, once everything put before it was read.
