@@ -310,7 +310,7 @@ class SaidByVllm:
 async def outputs_of(llm: SaidByVllm, parsers: Parsers, request: EngineRequest) -> list[Any]:
     engine = VllmEngine("", MODEL, EngineConfig(), producer=False)
     engine._llm, engine._parsers = llm, parsers
-    engine._tap = SimpleNamespace(take=lambda _: None)
+    engine._prompt_sources = SimpleNamespace(pop=lambda _: None)
     engine._continuations = SimpleNamespace(expect=lambda *_: None, forget=lambda _: None)
     return [output async for output in engine.generate(request)]
 

@@ -53,7 +53,7 @@ def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued, min_
     return detokenizer
 
 
-def rest_of(sampling: Sampling, continued: Continued) -> Sampling:
+def remaining_limits(sampling: Sampling, continued: Continued) -> Sampling:
     """What is left of an answer's limits."""
     return structs.replace(
         sampling,

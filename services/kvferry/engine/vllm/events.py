@@ -16,7 +16,7 @@ import zmq.asyncio
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
-from kvferry.engine.vllm.plugins.side_channel import ROUTE_KEYS_TAG
+from kvferry.engine.vllm.plugins.core_fields import ROUTE_KEYS_TAG
 from kvferry.pages.keys import unpack_keys
 
 log = logging.getLogger(__name__)

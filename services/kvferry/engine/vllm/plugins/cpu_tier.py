@@ -38,7 +38,7 @@ class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         begun = not self._manager
         manager = super().get_manager()
         if begun:
-            forget_name(self._scheduler_mmap)
+            unlink_region(self._scheduler_mmap)
         return manager
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
@@ -54,12 +54,12 @@ class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = MemoryCopies(kv_caches, self.blocks_per_chunk, region)
+            self._worker = CpuCopyWorker(kv_caches, self.blocks_per_chunk, region)
         worker: OffloadingWorker = self._worker
         return worker
 
 
-def forget_name(region: Any) -> None:
+def unlink_region(region: Any) -> None:
     """Unlink the region's name: whoever is killed from now on leaves nothing in /dev/shm.
 
     For the scheduler, which vLLM makes after every worker has mapped the region, however many there are (on one node:
@@ -72,7 +72,7 @@ def forget_name(region: Any) -> None:
         path.unlink()
 
 
-def refuse_a_second_region(region: Any) -> None:
+def refuse_second_region(region: Any) -> None:
     """Raises RuntimeError when some worker came too late, made a region of its own, and would fill that one."""
     path = Path(region.mmap_path)
     if not region._creator and path.exists():
@@ -81,7 +81,7 @@ def refuse_a_second_region(region: Any) -> None:
         )
 
 
-class MemoryCopies(OffloadingWorker):  # type: ignore[misc]
+class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies pages between the engine's memory and the tier's, in the order asked, on a thread of its own.
 
     So no step waits for pages that belong to other requests: at 0.4 ms a page, a long prompt would hold every stream up

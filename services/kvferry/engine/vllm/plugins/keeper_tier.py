@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvferry.engine.vllm.plugins.offloading import RequestPages
+from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
 from kvferry.keeper.client import JobDone, KeeperClient, Region
 from kvferry.store.layout import ChunkKey, ChunkLayout
 
@@ -59,33 +59,33 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         self._client.start()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        pages: RequestPages | None = req_context.get_state(RequestPages)
-        if pages is None or not pages.hints.load or (pages.failed is not None and key in pages.failed):
+        state: RequestTierState | None = req_context.get_state(RequestTierState)
+        if state is None or not state.hints.load or (state.failed is not None and key in state.failed):
             return LookupResult.MISS
         if self._client.contains(key):
             return LookupResult.HIT
         if (
-            pages.hints.volumes
+            state.hints.volumes
             and self._client.connected
-            and pages.volume_of(req_context.get_offload_key_position(key)) is not None
+            and state.volume_of(req_context.get_offload_key_position(key)) is not None
         ):
             return LookupResult.HIT
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
         context = job_metadata.req_context
-        pages: RequestPages | None = context.get_state(RequestPages)
+        state: RequestTierState | None = context.get_state(RequestTierState)
         new: list[tuple[Any, int]] = []
         ends = {key: context.get_offload_key_position(key) or 0 for key in job_metadata.keys}
-        if pages is not None:  # nobody could say whose they are
+        if state is not None:  # nobody could say whose they are
             rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
             # What came by the ferry is not written a second time, to this node's drive.
             new = [
                 (key, row)
                 for key, row in rows
-                if ends[key] > pages.num_transferred_tokens and not self._client.contains(key)
+                if ends[key] > state.num_transferred_tokens and not self._client.contains(key)
             ]
-        if pages is None or not new:
+        if state is None or not new:
             self._done.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
         # From the prompt's start: whatever is dropped when there is too much, a prefix is of use, its end alone is not.
@@ -93,22 +93,22 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         self._id_to_job[job_metadata.job_id] = job_metadata
         self._client.store(
             job_metadata.job_id,
-            pages.hints.namespace,
-            [(ChunkKey(key), pages.route_key(ends[key]), row) for key, row in new],
+            state.hints.namespace,
+            [(ChunkKey(key), state.route_key(ends[key]), row) for key, row in new],
         )
 
     def submit_load(self, job_metadata: Any) -> None:
         context = job_metadata.req_context
-        pages: RequestPages = context.get_state(RequestPages)
+        state: RequestTierState = context.get_state(RequestTierState)
         volumes: dict[ChunkKey, str] = {}
-        if pages.hints.volumes:
+        if state.hints.volumes:
             for key in job_metadata.keys:
-                volume_id = pages.volume_of(context.get_offload_key_position(key))
+                volume_id = state.volume_of(context.get_offload_key_position(key))
                 if volume_id is not None and not self._client.contains(key):
                     volumes[key] = volume_id
         self._id_to_job[job_metadata.job_id] = job_metadata
         rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
-        self._client.load(job_metadata.job_id, pages.hints.namespace, list(rows), volumes, pages.trace)
+        self._client.load(job_metadata.job_id, state.hints.namespace, list(rows), volumes, state.trace)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results, self._done = self._done, []
@@ -125,8 +125,8 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         succeeded = frozenset(done.succeeded)
         failed = [key for key in job.keys if key not in succeeded]
         if failed:
-            pages: RequestPages = job.req_context.get_state(RequestPages)
-            pages.failed = (pages.failed or set()) | set(failed)
+            state: RequestTierState = job.req_context.get_state(RequestTierState)
+            state.failed = (state.failed or set()) | set(failed)
         return JobResult(
             done.job,
             success=not failed,
@@ -147,7 +147,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         # most.
         self.touch(req_context._offload_key_positions, req_context)
 
-    def nap(self, longest_s: float) -> None:
+    def wait_for_jobs(self, longest_s: float) -> None:
         """Wait for the keeper, if there is something to wait for."""
         if self._client.has_unfinished:
             self._client.wait_idle(longest_s)

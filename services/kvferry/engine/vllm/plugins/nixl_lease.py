@@ -24,7 +24,7 @@ MARGIN_S = 5.0
 EXPIRY_PARAMETER = "remote_blocks_expiry_time"
 
 
-def say_when_leases_end(scheduler: Any) -> None:
+def send_lease_ends(scheduler: Any) -> None:
     """Have the prefill engine's answers carry the end of their lease, seconds of its scheduler's perf_counter."""
     request_finished = scheduler.request_finished
 
@@ -37,7 +37,7 @@ def say_when_leases_end(scheduler: Any) -> None:
     scheduler.request_finished = stamped
 
 
-def read_within_leases(worker: Any) -> None:
+def refuse_reads_after_lease(worker: Any) -> None:
     """Have the decode engine fail a load whose lease ends before the read is done."""
     read_blocks_for_req, pop_done_transfers = worker._read_blocks_for_req, worker._pop_done_transfers
 

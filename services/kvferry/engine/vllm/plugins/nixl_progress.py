@@ -19,7 +19,7 @@ PROGRESS_PERIOD_US = 1000
 
 
 @contextlib.contextmanager
-def waiting_progress_thread() -> Iterator[None]:
+def blocking_progress_thread() -> Iterator[None]:
     """Agents made inside have a progress thread that sleeps until data arrives, at most PROGRESS_PERIOD_US."""
     bindings: Any = sys.modules[nixl_agent.__module__].nixlBind
     plain = bindings.nixlAgentConfig

@@ -11,20 +11,20 @@ from typing import Any
 from kvferry.engine.base import PromptSources, RequestId
 
 
-class OutputTap:
+class PromptSourceRecorder:
     """Owns `sources_by_request` from a request's first token until `take`."""
 
     def __init__(self, output_processor: Any) -> None:
         self._states = output_processor.request_states
         self._process = output_processor.process_outputs
         self._sources: dict[str, PromptSources] = {}
-        output_processor.process_outputs = self._tapped
+        output_processor.process_outputs = self._record
 
-    def take(self, request_id: RequestId) -> PromptSources | None:
+    def pop(self, request_id: RequestId) -> PromptSources | None:
         """What was noted for a request, once."""
         return self._sources.pop(request_id, None)
 
-    def _tapped(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _record(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in outputs:
             stats = output.prefill_stats
             if stats is not None and (state := self._states.get(output.request_id)) is not None:

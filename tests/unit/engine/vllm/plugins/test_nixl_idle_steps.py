@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engine.vllm.plugins import nixl_keeping
+from kvferry.engine.vllm.plugins import nixl_idle_steps
 
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
-    monkeypatch.setattr(nixl_keeping, "time", SimpleNamespace(sleep=taken.append))
+    monkeypatch.setattr(nixl_idle_steps, "time", SimpleNamespace(sleep=taken.append))
     return taken
 
 
@@ -29,7 +29,7 @@ def test_only_steps_with_nothing_to_do_or_tell_take_a_nap(
     naps: list[float], num_tokens: int, finished: set[str], naps_taken: int
 ) -> None:
     scheduler = SimpleNamespace(build_connector_meta=lambda output: ("meta of", output))
-    nixl_keeping.nap_while_keeping(scheduler)
+    nixl_idle_steps.slow_idle_steps(scheduler)
     output = SimpleNamespace(total_num_scheduled_tokens=num_tokens, finished_req_ids=finished)
     assert scheduler.build_connector_meta(output) == ("meta of", output)
-    assert naps == [nixl_keeping.NAP_S] * naps_taken
+    assert naps == [nixl_idle_steps.IDLE_STEP_PAUSE_S] * naps_taken

@@ -15,7 +15,7 @@ KV_TRANSFER_TIMES = "kvferry_ferry_times"
 LOAD_TIMES = "kvferry_load_times"
 
 
-class LoadTimes:
+class TransferTimes:
     """Of one connector, in its scheduler. `parameter` names its entry; two connectors may not use one name."""
 
     def __init__(self, parameter: str) -> None:
@@ -26,7 +26,7 @@ class LoadTimes:
     def __len__(self) -> int:
         return len(self._began) + len(self._ended)
 
-    def began(self, request_id: str, since_s: float | None = None) -> None:
+    def started(self, request_id: str, since_s: float | None = None) -> None:
         """Pages come, or have been waited for since `since_s`."""
         self._began.setdefault(request_id, time.monotonic() if since_s is None else since_s)
 
@@ -37,7 +37,7 @@ class LoadTimes:
             if began_s is not None:
                 self._ended[request_id] = (began_s, time.monotonic())
 
-    def finished(
+    def attach_to(
         self, request_id: str, answer: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
         """What a connector answers to the end of a request, with the times if there are any. Forgets the request."""
@@ -49,7 +49,7 @@ class LoadTimes:
         return is_kept, {**(params or {}), self._parameter: times}
 
 
-def take_times(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Any, Any]:
+def pop_times(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Any, Any]:
     """The transfer parameters alone, then the times of the ferry and of the tiers, None where there are none."""
     if params is None:
         return None, None, None

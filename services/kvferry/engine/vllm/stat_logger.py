@@ -10,7 +10,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvferry.engine.base import CachedTokens, PromptSources
 
 
-class Counters(StatLoggerBase):  # type: ignore[misc]
+class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
     """Totals since the engine started, and the last step's moment."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:

@@ -14,8 +14,8 @@ ROUTE_KEYS_TAG = "kvferry.route_keys"
 CACHED_PARAMETER = "kvferry_cached"
 
 
-def cached_tokens(sources: PromptSources, brought: Mapping[str, int] | None) -> CachedTokens:
+def cached_tokens(sources: PromptSources, loaded: Mapping[str, int] | None) -> CachedTokens:
     """Where the cached tokens of a finished request were. Of what came from outside, the ferry brought the rest."""
-    cpu, volume = (brought.get("cpu", 0), brought.get("volume", 0)) if brought is not None else (0, 0)
+    cpu, volume = (loaded.get("cpu", 0), loaded.get("volume", 0)) if loaded is not None else (0, 0)
     kv_transfer = max(0, sources.external_kv_transfer - cpu - volume)
     return CachedTokens(device=sources.local_cache_hit, cpu=cpu, volume=volume, kv_transfer=kv_transfer)

@@ -14,16 +14,16 @@ import time
 from typing import Any
 
 # Well below what a prompt takes to compute on the CPU device.
-NAP_S = 0.01
+IDLE_STEP_PAUSE_S = 0.01
 
 
-def nap_while_keeping(scheduler: Any) -> None:
+def slow_idle_steps(scheduler: Any) -> None:
     """Have a prefill engine's steps that compute nothing and have nothing to tell its worker take a nap first."""
     build_connector_meta = scheduler.build_connector_meta
 
     def build(scheduler_output: Any) -> Any:
         if not scheduler_output.total_num_scheduled_tokens and not scheduler_output.finished_req_ids:
-            time.sleep(NAP_S)
+            time.sleep(IDLE_STEP_PAUSE_S)
         return build_connector_meta(scheduler_output)
 
     scheduler.build_connector_meta = build

@@ -13,13 +13,13 @@ import time
 from vllm.distributed.device_communicators import shm_broadcast
 
 # A step of the CPU device takes tens of milliseconds.
-NAP_S = 0.0002
+POLL_PAUSE_S = 0.0002
 
 
-def nap_instead_of_spinning() -> None:
+def poll_shm_queues_slowly() -> None:
     """Applies to every queue of this process, those that exist included; may be repeated."""
-    shm_broadcast.sched_yield = _nap
+    shm_broadcast.sched_yield = _pause
 
 
-def _nap() -> None:
-    time.sleep(NAP_S)
+def _pause() -> None:
+    time.sleep(POLL_PAUSE_S)
