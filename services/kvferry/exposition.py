@@ -41,25 +41,25 @@ class Exposition:
         self._made: set[Metric] = set()
 
     def counter(self, metric: Metric) -> Counter:
-        made = Counter(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.COUNTER))
-        _begin(made, metric)
-        return made
+        series = Counter(metric.name, metric.help, _names(metric), registry=self._claim(metric, Kind.COUNTER))
+        _create_all_series(series, metric)
+        return series
 
     def gauge(self, metric: Metric) -> Gauge:
-        made = Gauge(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.GAUGE))
-        _begin(made, metric)
-        return made
+        series = Gauge(metric.name, metric.help, _names(metric), registry=self._claim(metric, Kind.GAUGE))
+        _create_all_series(series, metric)
+        return series
 
     def histogram(self, metric: Metric) -> Histogram:
-        registry = self._take(metric, Kind.HISTOGRAM)
-        made = Histogram(metric.name, metric.help, _names(metric), buckets=metric.buckets, registry=registry)
-        _begin(made, metric)
-        return made
+        registry = self._claim(metric, Kind.HISTOGRAM)
+        series = Histogram(metric.name, metric.help, _names(metric), buckets=metric.buckets, registry=registry)
+        _create_all_series(series, metric)
+        return series
 
     def read(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
         """Have these metrics read with `read` at every scrape."""
         for metric in metrics:
-            self._take(metric, metric.kind)
+            self._claim(metric, metric.kind)
         self._registry.register(_Readings(metrics, read))
 
     @property
@@ -75,7 +75,7 @@ class Exposition:
         """Families that an engine makes itself, with this process's identity; on any thread."""
         return generate_latest(_Families(_identified(families, self._identity)))
 
-    def _take(self, metric: Metric, kind: Kind) -> CollectorRegistry:
+    def _claim(self, metric: Metric, kind: Kind) -> CollectorRegistry:
         """Raises ValueError for what the catalogue has not, or has for others."""
         if metric not in CATALOGUE or metric.exporter is not self.exporter or metric.kind is not kind:
             raise ValueError(f"{metric.name}: not a {kind.value} of a {self.exporter.value} in the catalogue")
@@ -89,11 +89,11 @@ def _names(metric: Metric) -> list[str]:
     return [label.name for label in metric.labels]
 
 
-def _begin(made: Counter | Gauge | Histogram, metric: Metric) -> None:
+def _create_all_series(series: Counter | Gauge | Histogram, metric: Metric) -> None:
     """All series at zero."""
     if metric.labels:
         for values in itertools.product(*(label.values for label in metric.labels)):
-            made.labels(*values)
+            series.labels(*values)
 
 
 class _Families(Collector):

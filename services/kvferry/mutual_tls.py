@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
     """For a worker's listener. Raises ConfigError naming the file that cannot be used."""
     context = _context(tls, ssl.Purpose.CLIENT_AUTH)
-    context.sslobject_class = TellingSslObject
+    context.sslobject_class = AlertingSslObject
     return context
 
 
@@ -58,7 +58,7 @@ def channel_to(address: str, tls: TlsConfig, options: Sequence[tuple[str, object
 _BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE")
 
 
-class TellingSslObject(ssl.SSLObject):
+class AlertingSslObject(ssl.SSLObject):
     """A server's side that says why it refuses a certificate: to the client, as TLS has it, and to the log.
 
     Event loops close a connection whose handshake failed before the alert is sent, and say nothing. Made to wait for

@@ -38,9 +38,9 @@ TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 
 # Spans that wait at most; more are dropped.
-MAX_WAITING = 8192
-_BATCH = 512
-_EVERY_S = 1.0
+MAX_WAITING_SPANS = 8192
+_BATCH_SPANS = 512
+_EXPORT_PERIOD_S = 1.0
 _EXPORT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 3.0
 
@@ -154,7 +154,7 @@ class Tracing:
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), resource=resource, shutdown_on_exit=False
         )
-        self._queue = _Queue(exporter if exporter is not None else _exporter_to(config), config.endpoint)
+        self._queue = _SpanQueue(exporter if exporter is not None else _exporter_to(config), config.endpoint)
         self._provider.add_span_processor(self._queue.processor)
         self._tracer: Tracer = self._provider.get_tracer("kvferry", __version__)
         self._kinds = {
@@ -261,13 +261,13 @@ def _exporter_to(config: TracingConfig) -> SpanExporter:
     )
 
 
-class _Queue:
+class _SpanQueue:
     """The SDK's batches, with a bound that drops before the SDK complains, and an exporter that says things once."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-        queue = self
+        span_queue = self
         self._num_ended = 0
         self._num_exported = 0
         self._num_failed = 0
@@ -281,7 +281,7 @@ class _Queue:
                 except Exception:
                     log.debug("sending spans failed", exc_info=True)
                     result = SpanExportResult.FAILURE
-                queue.sent(len(spans), endpoint, arrived=result is SpanExportResult.SUCCESS)
+                span_queue.exported(len(spans), endpoint, arrived=result is SpanExportResult.SUCCESS)
                 return result
 
             def shutdown(self) -> None:
@@ -289,14 +289,14 @@ class _Queue:
 
         class Bounded(BatchSpanProcessor):
             def on_end(self, span: ReadableSpan) -> None:
-                if queue.admit(span):
+                if span_queue.admit(span):
                     super().on_end(span)
 
         self.processor = Bounded(
             Counted(),
-            max_queue_size=2 * MAX_WAITING,
-            schedule_delay_millis=_EVERY_S * 1e3,
-            max_export_batch_size=_BATCH,
+            max_queue_size=2 * MAX_WAITING_SPANS,
+            schedule_delay_millis=_EXPORT_PERIOD_S * 1e3,
+            max_export_batch_size=_BATCH_SPANS,
         )
 
     @property
@@ -304,14 +304,14 @@ class _Queue:
         return SpanCounts(self._num_exported, self._num_failed, self._num_dropped)
 
     def admit(self, span: ReadableSpan) -> bool:
-        if self._num_ended - self._num_exported - self._num_failed >= MAX_WAITING:
+        if self._num_ended - self._num_exported - self._num_failed >= MAX_WAITING_SPANS:
             self._num_dropped += 1
             return False
         if span.context is not None and span.context.trace_flags.sampled:
             self._num_ended += 1
         return True
 
-    def sent(self, num_spans: int, endpoint: str, *, arrived: bool) -> None:
+    def exported(self, num_spans: int, endpoint: str, *, arrived: bool) -> None:
         """In the SDK's thread."""
         if arrived:
             self._num_exported += num_spans

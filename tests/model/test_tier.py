@@ -157,7 +157,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
     async def listen() -> None:
         async for batch in decode.kv_events():
-            mirror.feed(batch)
+            mirror.apply(batch)
 
     try:
         await decode.start()

@@ -23,10 +23,10 @@ from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Re
 from kvferry.metrics_listener import MetricsListener
 from kvferry.shared_memory import record_shared_memory
 from kvferry.tracing import Tracing, start_tracing
+from kvferry.worker.hang_detector import HangDetector
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import WorkerServer
-from kvferry.worker.watchdog import HangWatch
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class WorkerHost:
         self._engine = engine
         self._membership = membership
         self._registration: Registration | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._health_task: asyncio.Task[None] | None = None
         self.worker_id = MemberId(f"{kind.value}-{secrets.token_hex(4)}")
         self.server = WorkerServer(
             engine,
@@ -123,7 +123,7 @@ class WorkerHost:
         await self.server.start()
         await self._listener.start()
         self._registration = await self._membership.register(self.member)
-        self._watch = asyncio.create_task(self._leave_when_dead())
+        self._health_task = asyncio.create_task(self._watch_health())
         log.info("%s serves on %s", self.worker_id, self.member.address)
 
     async def check_health(self) -> None:
@@ -142,9 +142,9 @@ class WorkerHost:
 
     async def stop(self) -> None:
         """End everything; may be repeated, and after a start that failed."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.gather(self._health_task, return_exceptions=True)
         if self._registration is not None:
             await self._registration.revoke()
         await self.server.stop()
@@ -158,19 +158,19 @@ class WorkerHost:
     def _span_counts(self) -> SpanCounts:
         return self._tracing.counts if self._tracing is not None else SpanCounts()
 
-    async def _leave_when_dead(self) -> None:
+    async def _watch_health(self) -> None:
         """A dead engine does not come back: say so at once, so that nobody waits for a lease to run out.
 
         Nor does one that hangs; that of the whole process, this watch with it, is left to the gateways, which hear
         nothing, and to Serve's health check.
         """
         timeout_s = self._config.worker.hang_timeout_s
-        hang_watch = HangWatch(timeout_s)
+        hang_detector = HangDetector(timeout_s)
         loop = asyncio.get_running_loop()
         while True:
             try:
                 await self.check_health()
-                if hang_watch.hung(loop.time(), self.server.progress(), busy=self.server.num_requests > 0):
+                if hang_detector.is_hung(loop.time(), self.server.progress(), busy=self.server.num_requests > 0):
                     raise EngineDead(f"the engine is hung: requests wait and no step finished for {timeout_s:g} s")
             except EngineDead as error:
                 log.error("%s leaves: %s", self.worker_id, error.message)

@@ -81,23 +81,23 @@ class WorkerMetrics:
     def _read(self) -> Iterator[Reading]:
         engine, server = self._engine, self._server
         try:
-            load, kv_transfer, num_cpu_pages = engine.stats(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
+            stats, kv_transfer, num_cpu_pages = engine.stats(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
         except KvferryError:
-            load, kv_transfer, num_cpu_pages = EngineStats(), KvTransferStats(), 0
+            stats, kv_transfer, num_cpu_pages = EngineStats(), KvTransferStats(), 0
         yield Reading(telemetry.ENGINE_ALIVE, (), float(not server.died.is_set()))
         yield Reading(telemetry.ENGINE_DRAINING, (), float(server.draining))
         yield Reading(telemetry.ENGINE_GATEWAYS, (), len(server.sessions))
-        yield Reading(telemetry.ENGINE_RUNNING, (), load.num_running)
-        yield Reading(telemetry.ENGINE_WAITING, (), load.num_waiting)
-        yield Reading(telemetry.ENGINE_PAGES, (), load.num_pages)
-        yield Reading(telemetry.ENGINE_PAGES_USED, (), load.num_pages_used)
+        yield Reading(telemetry.ENGINE_RUNNING, (), stats.num_running)
+        yield Reading(telemetry.ENGINE_WAITING, (), stats.num_waiting)
+        yield Reading(telemetry.ENGINE_PAGES, (), stats.num_pages)
+        yield Reading(telemetry.ENGINE_PAGES_USED, (), stats.num_pages_used)
         yield Reading(telemetry.ENGINE_CPU_PAGES, (), num_cpu_pages)
-        yield Reading(telemetry.ENGINE_STEPS, (), load.num_steps)
-        for source, tokens in dataclasses.asdict(load.prompt_tokens).items():
+        yield Reading(telemetry.ENGINE_STEPS, (), stats.num_steps)
+        for source, tokens in dataclasses.asdict(stats.prompt_tokens).items():
             yield Reading(telemetry.ENGINE_PROMPT_TOKENS, (source,), tokens)
-        for tier, tokens in load.cached_tokens.by_tier().items():
+        for tier, tokens in stats.cached_tokens.by_tier().items():
             yield Reading(telemetry.ENGINE_CACHED_TOKENS, (tier,), tokens)
-        yield Reading(telemetry.ENGINE_GENERATED_TOKENS, (), load.num_generated_tokens)
+        yield Reading(telemetry.ENGINE_GENERATED_TOKENS, (), stats.num_generated_tokens)
         yield Reading(telemetry.KV_TRANSFER_SECONDS, (), kv_transfer.num_transfers, kv_transfer.seconds)
         yield Reading(telemetry.KV_TRANSFER_BYTES, (), kv_transfer.num_bytes)
         for cause, count in kv_transfer.num_failed.items():

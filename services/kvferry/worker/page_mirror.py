@@ -18,7 +18,7 @@ from kvferry.residency.index import Tier
 # What engines call their tiers.
 _MEDIUM_TO_TIER = {"GPU": Tier.GPU, "CPU": Tier.CPU}
 # VolumePool tell of volumes, and of one volume only one keeper: what an engine says of it here is not passed on.
-_NOT_OURS = "STORAGE"
+_VOLUME_MEDIUM = "STORAGE"
 
 
 class PageMirror:
@@ -54,7 +54,7 @@ class PageMirror:
 
     def __repr__(self) -> str:
         tiers = ", ".join(f"{len(held)} {tier.value}" for tier, held in self._tier_to_keys.items())
-        return f"<Mirror {tiers}, {len(self._remembered)} remembered, at {self._sequence}>"
+        return f"<PageMirror {tiers}, {len(self._remembered)} remembered, at {self._sequence}>"
 
     @property
     def num_pages(self) -> int:
@@ -70,7 +70,7 @@ class PageMirror:
         """A copy of what is held there."""
         return frozenset(self._tier_to_keys.get(tier, {}).values())
 
-    def feed(self, batch: KvEventBatch) -> None:
+    def apply(self, batch: KvEventBatch) -> None:
         """Take the events of one engine step. O(pages named)."""
         if self._next_batch is not None and batch.sequence != self._next_batch:
             self.num_gaps += 1
@@ -84,19 +84,19 @@ class PageMirror:
                     self._remove(event)
                 case AllPagesCleared():
                     self._clear()
-        self._forget()
+        self._evict_excess()
 
-    def take(self) -> Delta | None:
+    def next_delta(self) -> Delta | None:
         """Everything since the last call, as the next delta; None when nothing changed."""
         if not self._cleared and not any(self._changes.values()):
             return None
         stored, removed = {}, {}
         for tier, changes in self._changes.items():
-            there = [key for key, is_there in changes.items() if is_there]
-            if there:
-                stored[tier] = there
+            stored_keys = [key for key, is_there in changes.items() if is_there]
+            if stored_keys:
+                stored[tier] = stored_keys
             # After a clear nothing is there that could be removed.
-            if len(there) < len(changes) and not self._cleared:
+            if len(stored_keys) < len(changes) and not self._cleared:
                 removed[tier] = [key for key, is_there in changes.items() if not is_there]
             changes.clear()
         self._sequence += 1
@@ -123,14 +123,14 @@ class PageMirror:
     def _store(self, event: PagesStored) -> None:
         tier = _MEDIUM_TO_TIER.get(event.medium.upper())
         if tier is None:
-            if event.medium.upper() != _NOT_OURS:
+            if event.medium.upper() != _VOLUME_MEDIUM:
                 self.num_unknown += len(event.page_hashes)
             return
         held = self._tier_to_keys[tier]
         if event.route_keys is not None:
             new = dict(zip(event.page_hashes, event.route_keys, strict=True))
         else:
-            new = self._named(event) if event.token_ids else self._known(event.page_hashes)
+            new = self._keys_by_tokens(event) if event.token_ids else self._keys_by_hash(event.page_hashes)
         # Announced again is not stored again: what was told stays told, and its age starts anew.
         changed = new.keys() - held.keys() if not held.keys().isdisjoint(new) else new.keys()
         changes = self._changes[tier]
@@ -145,7 +145,7 @@ class PageMirror:
             for page_hash in self._remembered.keys() & new.keys():
                 del self._remembered[page_hash]
 
-    def _named(self, event: PagesStored) -> dict[int, int]:
+    def _keys_by_tokens(self, event: PagesStored) -> dict[int, int]:
         """Hash -> key of the pages of an event that tells their tokens; empty when the chain before them is unknown."""
         if event.parent_hash is None:
             parent: int | None = seed_of(event.cache_salt or "")
@@ -160,7 +160,7 @@ class PageMirror:
             return {}
         return dict(zip(event.page_hashes, route_keys(event.token_ids, self._block_size, parent), strict=True))
 
-    def _known(self, page_hashes: Sequence[int]) -> dict[int, int]:
+    def _keys_by_hash(self, page_hashes: Sequence[int]) -> dict[int, int]:
         """Hash -> key of pages named by hash alone, as vLLM does for those that move from tier to tier."""
         new = {}
         for page_hash in page_hashes:
@@ -200,7 +200,7 @@ class PageMirror:
         self._remembered.clear()
         self._cleared = True
 
-    def _forget(self) -> None:
+    def _evict_excess(self) -> None:
         excess = self.num_pages + len(self._remembered) - self._max_pages
         if excess <= 0:
             return

@@ -30,29 +30,29 @@ class ResidencyPublisher:
     def __init__(self, engine: Engine, server: WorkerServer) -> None:
         self._engine = engine
         self._server = server
-        self._following: set[GatewaySession] = set()  # asked for a snapshot; get deltas from then on
+        self._subscribers: set[GatewaySession] = set()  # asked for a snapshot; get deltas from then on
         self._task: asyncio.Task[None] | None = None
         self._flush_scheduled = False
         self.mirror: PageMirror | None = None
         server.on_snapshot_wanted = self._send_snapshot
 
     def __repr__(self) -> str:
-        return f"<ResidencySource {self.mirror} to {len(self._following)} gateways>"
+        return f"<ResidencyPublisher {self.mirror} to {len(self._subscribers)} gateways>"
 
     def start(self) -> None:
         info = self._engine.info
         self.mirror = PageMirror(info.block_size, _PAGES_PER_ENGINE_PAGE * info.num_pages + info.num_cpu_pages)
-        self._task = asyncio.create_task(self._follow(self.mirror))
+        self._task = asyncio.create_task(self._read_events(self.mirror))
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _follow(self, mirror: PageMirror) -> None:
+    async def _read_events(self, mirror: PageMirror) -> None:
         try:
             async for batch in self._engine.kv_events():
-                mirror.feed(batch)
+                mirror.apply(batch)
                 if not self._flush_scheduled:
                     self._flush_scheduled = True
                     asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self._flush)
@@ -62,19 +62,19 @@ class ResidencyPublisher:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        delta = self.mirror.take() if self.mirror is not None else None
-        self._following.intersection_update(self._server.sessions)
+        delta = self.mirror.next_delta() if self.mirror is not None else None
+        self._subscribers.intersection_update(self._server.sessions)
         if delta is None:
             return
         message = delta_to_wire(delta)
-        for session in self._following:
+        for session in self._subscribers:
             # False: it reads too slowly, sees a gap in the numbers and asks for a snapshot.
             session.send_residency(message)
 
     def _send_snapshot(self, session: GatewaySession) -> None:
         if self.mirror is None:
             return
-        self._following.add(session)
+        self._subscribers.add(session)
         for part in self.mirror.snapshot(MAX_SNAPSHOT_KEYS):
             if not session.send_residency(part_to_wire(part)):
                 return  # it sees that parts are missing

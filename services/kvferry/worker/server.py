@@ -127,7 +127,7 @@ class WorkerServer:
         await self._ending.wait()
 
     def progress(self) -> Hashable:
-        """Changes whenever the engine gets anywhere (worker/watchdog.py)."""
+        """Changes whenever the engine gets anywhere (worker/hang_detector.py)."""
         return (self._num_outputs, self._num_ended, self._engine_stats())
 
     def engine_died(self, reason: str) -> None:

@@ -40,12 +40,12 @@ class Told:
         self.held: dict[Tier, set[int]] = {Tier.GPU: set(), Tier.CPU: set()}
 
     def feed(self, *events: KvEvent) -> None:
-        self.mirror.feed(KvEventBatch(self.batches, events))
+        self.mirror.apply(KvEventBatch(self.batches, events))
         self.batches += 1
         self.mirror.check()
 
     def take(self) -> Delta | None:
-        delta = self.mirror.take()
+        delta = self.mirror.next_delta()
         if delta is not None:
             for tier, held in self.held.items():
                 if delta.cleared:
@@ -172,7 +172,7 @@ def test_a_cleared_engine_is_told_as_such() -> None:
 
 def test_the_first_batch_may_have_any_number() -> None:
     mirror = PageMirror(BLOCK_SIZE, 10)
-    mirror.feed(KvEventBatch(17, [stored()]))
+    mirror.apply(KvEventBatch(17, [stored()]))
     assert mirror.num_gaps == 0
     assert mirror.keys_of(Tier.GPU) == set(KEYS)
 
@@ -280,9 +280,9 @@ def test_the_index_holds_what_the_engines_pool_holds(seed: int) -> None:
     index = ResidencyIndex()
     follower = Follower(index, "w")
     for batch in range(40):
-        mirror.feed(KvEventBatch(batch, engine.step()))
+        mirror.apply(KvEventBatch(batch, engine.step()))
         if seeded.random() < 0.5:
-            delta = mirror.take()
+            delta = mirror.next_delta()
             # One in eight is lost on its way.
             if delta is not None and seeded.random() < 0.875:
                 follower.take_delta(delta)
@@ -292,7 +292,7 @@ def test_the_index_holds_what_the_engines_pool_holds(seed: int) -> None:
         mirror.check()
         index.check()
         assert mirror.keys_of(Tier.GPU) == engine.keys()
-    last = mirror.take()
+    last = mirror.next_delta()
     if last is None or not follower.take_delta(last):
         for part in mirror.snapshot(5):
             follower.take_part(part)

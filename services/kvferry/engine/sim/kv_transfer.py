@@ -25,8 +25,8 @@ from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
-MAX_QUESTION_BYTES = 4096
-ANSWER_OVERHEAD_BYTES = 4096  # beside the page itself
+MAX_REQUEST_BYTES = 4096
+RESPONSE_OVERHEAD_BYTES = 4096  # beside the page itself
 CONNECT_TIMEOUT_S = 2.0
 PULL_TIMEOUT_S = 10.0  # a whole pull; then the puller computes the rest itself
 IDLE_TIMEOUT_S = 60.0  # a connection that asks for nothing
@@ -79,8 +79,8 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-_question_decoder = msgspec.msgpack.Decoder(Pull | Release)
-_answer_decoder = msgspec.msgpack.Decoder(Page | Refusal)
+_request_decoder = msgspec.msgpack.Decoder(Pull | Release)
+_response_decoder = msgspec.msgpack.Decoder(Page | Refusal)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -153,7 +153,9 @@ class KvTransferServer:
         self.fault = PullFault.NONE
 
     def __repr__(self) -> str:
-        return f"<FerryServer {self._host}:{self.port} offers={self.num_offers} connections={len(self._connections)}>"
+        return (
+            f"<KvTransferServer {self._host}:{self.port} offers={self.num_offers} connections={len(self._connections)}>"
+        )
 
     @property
     def num_offers(self) -> int:
@@ -177,7 +179,7 @@ class KvTransferServer:
         if offer is not None:
             offer.expiry.cancel()
             offer.released = True
-            self._settle(offer)
+            self._free_if_unused(offer)
 
     def close(self) -> None:
         """Stop listening and break every connection off, at once."""
@@ -197,7 +199,7 @@ class KvTransferServer:
         log.warning("pages offered as %s were not pulled within %g s", offer_id[:8], self._lease_s)
         self.release(offer_id)
 
-    def _settle(self, offer: _Offer) -> None:
+    def _free_if_unused(self, offer: _Offer) -> None:
         if offer.released and offer.num_pulls == 0:
             self._free_pages(offer.pages)
 
@@ -213,24 +215,24 @@ class KvTransferServer:
         try:
             while True:
                 async with asyncio.timeout(IDLE_TIMEOUT_S):
-                    payload = await read_payload(reader, MAX_QUESTION_BYTES)
+                    payload = await read_payload(reader, MAX_REQUEST_BYTES)
                 if payload is None:
                     break
-                question = _question_decoder.decode(payload)
-                if isinstance(question, Pull):
-                    await self._answer(question, writer)
-                elif question.engine_id == self.engine_id:
-                    self.release(question.offer_id)
+                request = _request_decoder.decode(payload)
+                if isinstance(request, Pull):
+                    await self._serve_pull(request, writer)
+                elif request.engine_id == self.engine_id:
+                    self.release(request.offer_id)
         except (KvTransferError, TimeoutError, OSError, msgspec.MsgspecError) as error:
-            log.debug("a ferry connection ended: %s", error)
+            log.debug("a KV transfer connection ended: %s", error)
         finally:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _answer(self, pull: Pull, writer: asyncio.StreamWriter) -> None:
+    async def _serve_pull(self, pull: Pull, writer: asyncio.StreamWriter) -> None:
         offer = self._id_to_offer.get(pull.offer_id)
-        refusal = self._refusal(pull, offer)
+        refusal = self._refusal_reason(pull, offer)
         if refusal is not None or offer is None:
             writer.write(frame(Refusal(refusal or "")))
             await writer.drain()
@@ -249,9 +251,9 @@ class KvTransferServer:
                     raise KvTransferError("broken off, as asked")
         finally:
             offer.num_pulls -= 1
-            self._settle(offer)
+            self._free_if_unused(offer)
 
-    def _refusal(self, pull: Pull, offer: _Offer | None) -> str | None:
+    def _refusal_reason(self, pull: Pull, offer: _Offer | None) -> str | None:
         if self.fault is PullFault.REFUSE:
             return "refused, as asked"
         if pull.engine_id != self.engine_id:
@@ -281,18 +283,18 @@ async def pull_pages(
         if num_pages:
             writer.write(frame(Pull(ticket.engine_id, ticket.offer_id, layout, first_page, num_pages)))
         for _ in range(num_pages):
-            payload = await read_payload(reader, page_bytes + ANSWER_OVERHEAD_BYTES)
+            payload = await read_payload(reader, page_bytes + RESPONSE_OVERHEAD_BYTES)
             if payload is None:
                 raise KvTransferError("the peer closed the connection")
             try:
-                answer = _answer_decoder.decode(payload)
+                response = _response_decoder.decode(payload)
             except msgspec.MsgspecError as error:
-                raise KvTransferError(f"not a ferry's answer: {error}") from None
-            if isinstance(answer, Refusal):
-                raise KvTransferError(answer.reason)
-            if len(answer.content) != page_bytes:
-                raise KvTransferError(f"a page of {len(answer.content)} bytes; ours have {page_bytes}")
-            yield answer.content
+                raise KvTransferError(f"not a KV transfer response: {error}") from None
+            if isinstance(response, Refusal):
+                raise KvTransferError(response.reason)
+            if len(response.content) != page_bytes:
+                raise KvTransferError(f"a page of {len(response.content)} bytes; ours have {page_bytes}")
+            yield response.content
     finally:
         # Writing and closing do not wait: this part is done even when the puller was cancelled.
         if not writer.is_closing():

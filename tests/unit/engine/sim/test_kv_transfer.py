@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.engine.sim.block_pool import PageHash, PageId
 from kvferry.engine.sim.kv_transfer import (
-    MAX_QUESTION_BYTES,
+    MAX_REQUEST_BYTES,
     KvTransferError,
     KvTransferServer,
     PullFault,
@@ -219,7 +219,7 @@ async def test_closing_breaks_connections_off(dock: Dock) -> None:
 async def test_an_oversized_question_ends_the_connection(dock: Dock) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", dock.server.port)
     try:
-        writer.write((MAX_QUESTION_BYTES + 1).to_bytes(4, "big"))
+        writer.write((MAX_REQUEST_BYTES + 1).to_bytes(4, "big"))
         async with asyncio.timeout(DEADLINE_S):
             assert await reader.read() == b""
     finally:

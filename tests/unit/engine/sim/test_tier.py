@@ -332,7 +332,7 @@ async def test_gateways_hear_of_the_cpu_tier(config: TierConfig) -> None:
         async def listen() -> None:
             async for batch in engine.kv_events():
                 batches.append(batch)
-                mirror.feed(batch)
+                mirror.apply(batch)
 
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 MAX_GAP_S = 2.0
 
 
-class HangWatch:
+class HangDetector:
     """Sees `progress` every second or so, and says when it has stood still for `timeout_s` while work waited."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -23,9 +23,9 @@ class HangWatch:
         self._progress: Hashable = None
 
     def __repr__(self) -> str:
-        return f"<HangWatch still for {self._still_s:.1f} of {self._timeout_s:g} s>"
+        return f"<HangDetector still for {self._still_s:.1f} of {self._timeout_s:g} s>"
 
-    def hung(self, now_s: float, progress: Hashable, *, busy: bool) -> bool:
+    def is_hung(self, now_s: float, progress: Hashable, *, busy: bool) -> bool:
         """True once nothing changed for the whole timeout. `progress` is compared, never ordered."""
         gap_s = 0.0 if self._last_s is None else min(now_s - self._last_s, MAX_GAP_S)
         self._last_s = now_s
