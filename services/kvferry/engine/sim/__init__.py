@@ -1,8 +1,4 @@
-"""The twin: an engine that computes nothing and does everything else.
-
-Real pages, real page bytes between processes, real events and counters; only the tokens come from a hash instead
-of a model.
-"""
+"""The simulator: an Engine with real pages, bytes and events, whose tokens come from a hash."""
 
 from kvferry.engine.sim.engine import SimEngine
 from kvferry.engine.sim.kv_transfer import PullFault

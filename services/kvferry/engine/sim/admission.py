@@ -1,4 +1,4 @@
-"""Requests to sequences: what the simulator accepts, and how long an answer may become."""
+"""Which requests the simulator accepts, and their sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_sequence(
     max_tokens_total: int,
     seed: int,
 ) -> TokenSequence:
-    """The sequence of a validated request. `seed` stands in where the request has none."""
+    """`seed` stands in where the request has none."""
     continued = request.continued
     packed = bytearray(pack_tokens(request.prompt_token_ids))
     given = list(request.prompt_token_ids[-continued.num_tokens :]) if continued is not None else []
@@ -45,7 +45,7 @@ def to_sequence(
 
 
 def ticket_of(params: TransferParams) -> Ticket | None:
-    """The ticket in transfer parameters; None, with a warning, where no simulator made them."""
+    """None, with a warning, where no simulator made the parameters."""
     try:
         return Ticket.from_params(params)
     except KvTransferError as error:
@@ -56,7 +56,7 @@ def ticket_of(params: TransferParams) -> Ticket | None:
 def validate_request(
     request: EngineRequest, sim: SimConfig, *, vocabulary_size: int, block_size: int, active: Container[RequestId]
 ) -> int:
-    """Return how many tokens prompt and answer may have together. Raises InvalidRequest."""
+    """Return the limit of prompt and answer together. Raises InvalidRequest."""
     sampling = request.sampling
     validate_continuation(request)
     if request.keep_for_transfer and request.transfer_params is not None:

@@ -1,4 +1,4 @@
-"""The simulator engine: vLLM's shape without a model. This module is the Engine around its parts."""
+"""The simulator as an Engine around its parts."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ UNPACED_CHUNK_TOKENS = 2048  # prompt tokens per step where steps take no time
 
 
 class SimEngine:
-    """An Engine. `sim` holds the timing model and the sizes; all randomness comes from `seed` and from requests.
+    """An Engine with the timing model and sizes of `sim`. All randomness comes from `seed` and from requests.
 
-    `seed` stands in for a request's own where it has none: two engines of one seed answer alike at every temperature.
-    `clock` and `sleep` pace only the steps and the loads from tiers. With `tier.enabled` the engine has a CPU tier of
-    `sim.cpu_pages`, and behind it the volumes of the keeper at `keeper_socket`, if that is set.
+    `seed` stands in where a request has none. `clock` and `sleep` pace only steps and loads. With `tier.enabled`
+    there is a CPU tier of `sim.cpu_pages`, and the volumes of the keeper at `keeper_socket`, if set.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class SimEngine:
         self._reset()
 
     def _reset(self) -> None:
-        """Replace every part by a new one, as a restart does."""
         sim = self._sim
         layout = layout_digest(self._model, self._block_size, sim.page_bytes)
         self._cache = KvCache(sim.num_pages, self._block_size, sim.page_bytes, layout)
@@ -134,7 +132,6 @@ class SimEngine:
 
     @property
     def num_offers(self) -> int:
-        """Prompts whose pages wait to be pulled by a decode engine."""
         return self._kv_transfer.num_offers if self._kv_transfer is not None else 0
 
     @property
@@ -143,7 +140,6 @@ class SimEngine:
 
     @property
     def num_wrong_pages(self) -> int:
-        """Pages that a tier brought with wrong bytes, and that were computed instead."""
         return self._fetcher.num_wrong_pages
 
     async def start(self) -> None:
@@ -195,7 +191,7 @@ class SimEngine:
         self._loop_task = None
 
     def kill(self) -> None:
-        """Die at once, as a crashed process does: every request fails, every connection breaks, nothing is released."""
+        """Die as a crashed process does: every request fails, every connection breaks, nothing is released."""
         self._die("the engine was killed")
 
     async def check_health(self) -> None:
@@ -224,7 +220,7 @@ class SimEngine:
         return ()
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant of the engine or of one of its parts is broken."""
+        """Raise AssertionError when an invariant, also of a part, is broken."""
         self._cache.check(with_tier=self._failure is None)
         self._scheduler.check()
         has_holder = self._failure is not None or self.num_offers or len(self._scheduler)
@@ -302,7 +298,7 @@ class SimEngine:
         return sequence
 
     def _remove(self, sequence: TokenSequence) -> None:
-        """End a request that may still be active, and give its pages back. Idempotent."""
+        """End a request that may still be active. Idempotent."""
         if sequence.phase is Phase.ENDED:
             return
         if sequence.phase is Phase.FETCHING and sequence.fetch is not None:
@@ -316,7 +312,6 @@ class SimEngine:
         self._steps.wake()
 
     def _offer(self, sequence: TokenSequence) -> TransferParams | None:
-        """Pass the hold on the prompt's pages from a sequence to the KV transfer server."""
         if self._kv_transfer is None:
             return None
         pages, num_tokens = self._cache.detach_prompt(sequence)

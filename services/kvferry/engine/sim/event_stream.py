@@ -1,4 +1,4 @@
-"""The KV events of one simulator, for one listener at a time."""
+"""KV events of a simulator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAX_UNREAD_BATCHES = 100_000  # further batches are dropped, and the listener se
 
 
 class _ListenerReplaced(Exception):
-    """Another listener took over."""
+    pass
 
 
 class KvEventStream:
-    """Numbers batches of events and queues them for the current listener."""
+    """Numbers batches of events for one listener at a time."""
 
     def __init__(self) -> None:
         self._listener: SingleReaderQueue[KvEventBatch] | None = None
@@ -32,7 +32,7 @@ class KvEventStream:
             self._listener.put(batch)
 
     def listen(self) -> AsyncIterator[KvEventBatch]:
-        """Batches published from now on; ends when the engine dies or somebody else listens."""
+        """Batches from now on, until the engine dies or somebody else listens."""
         if self._listener is not None:
             self._listener.fail(_ListenerReplaced())
         self._listener = listener = SingleReaderQueue[KvEventBatch]()

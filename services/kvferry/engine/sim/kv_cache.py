@@ -12,10 +12,7 @@ from kvferry.engine.sim.tier import SimTier
 
 
 class KvCache:
-    """Every page in the prefix cache holds the bytes that its tokens determine (PageMemory.expected).
-
-    `tier` is set while the engine has a CPU tier; its owner stops it.
-    """
+    """Cached pages hold the bytes that their tokens determine. `tier` is stopped by its owner."""
 
     def __init__(self, num_pages: int, block_size: int, page_bytes: int, layout: LayoutDigest) -> None:
         self.pool = BlockPool(num_pages, block_size)
@@ -24,7 +21,7 @@ class KvCache:
         self._block_size = block_size
 
     def store_computed(self, sequence: TokenSequence) -> None:
-        """Write the pages that computing has filled and add them to the prefix cache."""
+        """Write and cache the pages that computing has filled."""
         first, end = sequence.num_stored, sequence.num_computed // self._block_size
         sequence.chain.hash_pages(end)
         for page, page_hash in zip(sequence.pages[first:end], sequence.chain.page_hashes[first:end], strict=True):
@@ -32,9 +29,9 @@ class KvCache:
         self.store_written(sequence, end)
 
     def store_written(self, sequence: TokenSequence, end: int, *, transferred: bool = False) -> None:
-        """Add the pages up to `end`, whose bytes are written, to the prefix cache and to the CPU tier.
+        """Cache the written pages up to `end`, and copy them to the CPU tier.
 
-        `transferred` pages are not stored on volumes: the prefill engine's keeper does that.
+        The prefill engine's keeper stores `transferred` pages on volumes.
         """
         first, chain = sequence.num_stored, sequence.chain
         self.pool.store(
@@ -54,7 +51,7 @@ class KvCache:
             )
 
     def detach_prompt(self, sequence: TokenSequence) -> tuple[list[PageId], int]:
-        """Take the prompt's pages out of a sequence, for an offer; return them and the number of tokens they hold."""
+        """Take the prompt's pages out of a sequence; return them and how many tokens they hold."""
         num_full, num_tail = divmod(sequence.num_prompt, self._block_size)
         # A partial last page that also holds answer tokens does not match the hash of its prompt tokens.
         with_tail = num_tail > 0 and sequence.num_computed == sequence.num_prompt
@@ -65,7 +62,7 @@ class KvCache:
         return detached, sequence.num_prompt if with_tail else num_full * self._block_size
 
     def end_in_tier(self, sequence: TokenSequence) -> int:
-        """The end of the run of pages, after the stored ones, that slower tiers can load."""
+        """End of the run of pages, after the stored ones, that slower tiers have."""
         end = sequence.num_stored
         if self.tier is None:
             return end
@@ -82,14 +79,12 @@ class KvCache:
         self.pool.free(pages)
 
     def drain_events(self) -> list[KvEvent]:
-        """Return the events since the last call, in order."""
         events = self.pool.drain_events()
         if self.tier is not None:
             events += self.tier.drain_events()
         return events
 
     def check(self, *, with_tier: bool) -> None:
-        """Raise AssertionError when an invariant of the pool or the tier is broken."""
         self.pool.check()
         if self.tier is not None and with_tier:
             self.tier.check()

@@ -1,7 +1,4 @@
-"""Fills pages of a sequence from elsewhere: from a prefill engine by KV transfer, or from slower tiers.
-
-A page that is missing or holds wrong bytes is computed instead.
-"""
+"""Fetching of KV pages from prefill engines and slower tiers. Missing or wrong pages are computed."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ log = logging.getLogger(__name__)
 class KvFetcher:
     """Runs one task per sequence that fetches pages, and counts KV transfers.
 
-    Every started fetch ends with `on_fetched(sequence)` unless the sequence was removed meanwhile. Every ticket is
-    released, by the pull itself or by `release`.
+    Each fetch ends with `on_fetched`, unless its sequence was removed. Each ticket is released.
     """
 
     def __init__(
@@ -59,7 +55,6 @@ class KvFetcher:
         return KvTransferStats(self._num_transfers, self._num_bytes, self._seconds, {"transfer": self._num_failed})
 
     def start(self, sequence: TokenSequence, is_first_placement: bool) -> bool:
-        """Begin to fetch the pages that a sequence lacks; return whether there is something to fetch."""
         if sequence.ticket is not None:
             sequence.fetch = self._tasks.spawn(self._pull(sequence, sequence.ticket))
             return True
@@ -71,12 +66,11 @@ class KvFetcher:
         return False
 
     def release(self, ticket: Ticket | None) -> None:
-        """Tell the prefill engine that its offer is not needed any more."""
+        """Release the prefill engine's offer."""
         if ticket is not None and not self._is_closed:
             self._tasks.spawn(release_offer(ticket))
 
     def close(self) -> None:
-        """Cancel every task."""
         self._is_closed = True
         self._tasks.cancel()
 
@@ -124,7 +118,7 @@ class KvFetcher:
                 self._end_pull(sequence, first, num_pulled, num_offered)
 
     def _expected_pages(self, sequence: TokenSequence, ticket: Ticket) -> tuple[list[PageHash], int]:
-        """Hashes of the offered pages that belong to this prompt, and the number of tokens they hold."""
+        """Hashes of the offered pages that belong to this prompt, and how many tokens they hold."""
         block_size, chain = sequence.block_size, sequence.chain
         num_offered = min(ticket.num_tokens, sequence.num_prompt)
         expected = chain.page_hashes[: num_offered // block_size]

@@ -1,8 +1,7 @@
-"""How pages get from a sim engine to another, in another process: offered under a key, pulled, verified, released.
+"""KV transfer between simulators: pages are offered under a key, pulled, verified and released.
 
-Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller connects, asks for pages by number, compares
-every one with what its own tokens say it must be, and releases the offer, whatever came of it. An offer nobody releases
-ends with its lease.
+Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller compares each page with the bytes that its tokens
+determine, and always releases the offer; else the offer ends with its lease.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ IDLE_TIMEOUT_S = 60.0  # a connection that asks for nothing
 
 
 class KvTransferError(Exception):
-    """Pages could not be had: refused, broken off, or not what was asked for. The puller computes them."""
+    """Pages were refused, cut off or wrong. The puller computes them."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What `transfer_params` hold: where the pages of one prompt are and how many of its tokens they cover."""
+    """The content of `transfer_params`; `num_tokens` are covered by the offered pages."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -51,7 +50,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_params(params: TransferParams) -> Ticket:
-        """Raises KvTransferError for parameters that no sim engine made."""
+        """Raises KvTransferError for parameters that no simulator made."""
         try:
             return msgspec.convert(dict(params), Ticket)
         except msgspec.ValidationError as error:
@@ -90,7 +89,7 @@ def frame(message: Pull | Release | Page | Refusal) -> bytes:
 
 
 async def read_payload(reader: asyncio.StreamReader, max_bytes: int) -> bytes | None:
-    """Return one frame's payload, or None if the peer closed between frames.
+    """Return one frame's payload; None if the peer closed between frames.
 
     Raises KvTransferError for a cut or oversized frame.
     """
@@ -106,12 +105,10 @@ async def read_payload(reader: asyncio.StreamReader, max_bytes: int) -> bytes | 
 
 
 class PullFault(enum.StrEnum):
-    """What a ferry does with pulls, on demand of a test."""
-
     NONE = "none"
     REFUSE = "refuse"
     CORRUPT = "corrupt"  # one byte of every page is wrong
-    BREAK_OFF = "break_off"  # the first page, then the connection ends
+    BREAK_OFF = "break_off"  # the connection ends after the first page
     HANG = "hang"
 
 
@@ -124,10 +121,9 @@ class _Offer:
 
 
 class KvTransferServer:
-    """Offers pages of one engine.
+    """Owns the hold on an engine's offered pages.
 
-    Owns the hold on the offered pages: gives it back through `free_pages` when the offer is released or its lease ends,
-    but never while a pull is reading them.
+    `free_pages` gives it back when an offer is released or its lease ends, but never during a pull.
     """
 
     def __init__(
@@ -166,15 +162,13 @@ class KvTransferServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def offer(self, pages: Sequence[PageId], num_tokens: int) -> Ticket:
-        """Keep held pages for whoever comes with the ticket."""
-        # Not to be guessed: the listener has no other authentication.
+        # Random: the listener has no other authentication.
         offer_id = secrets.token_hex(16)
         expiry = asyncio.get_running_loop().call_later(self._lease_s, self._expire, offer_id)
         self._id_to_offer[offer_id] = _Offer(pages, expiry)
         return Ticket(self._host, self.port, self.engine_id, offer_id, num_tokens)
 
     def release(self, offer_id: str) -> None:
-        """End an offer. Unknown and ended ones are ignored."""
         offer = self._id_to_offer.pop(offer_id, None)
         if offer is not None:
             offer.expiry.cancel()
@@ -182,7 +176,7 @@ class KvTransferServer:
             self._free_if_unused(offer)
 
     def close(self) -> None:
-        """Stop listening and break every connection off, at once."""
+        """Stop listening and break every connection, at once."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -192,7 +186,6 @@ class KvTransferServer:
         self._connections.cancel()
 
     async def wait_closed(self) -> None:
-        """After `close`: until nothing of it runs any more."""
         await self._connections.wait_until_empty()
 
     def _expire(self, offer_id: str) -> None:
@@ -204,11 +197,11 @@ class KvTransferServer:
             self._free_pages(offer.pages)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None:  # taken before `close`, and told of only now
+        if self._server is None:  # accepted before `close`
             writer.transport.abort()
             return
         connection = self._connections.spawn(self._serve(reader, writer))
-        # A task that is cancelled before its first step closes nothing.
+        # A task that is cancelled before its first step does not close the writer.
         connection.add_done_callback(lambda _: writer.close())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -270,9 +263,9 @@ class KvTransferServer:
 async def pull_pages(
     ticket: Ticket, layout: LayoutDigest, *, page_bytes: int, first_page: int, num_pages: int
 ) -> AsyncGenerator[bytes, None]:
-    """Contents of the offered pages, in order. Releases the offer when it ends, is closed or is cancelled.
+    """Yield the offered pages in order; release the offer when this ends, is closed or is cancelled.
 
-    Raises KvTransferError when the pages cannot be had, and OSError when nobody answers.
+    Raises KvTransferError when the pages cannot be had, OSError when the server does not answer.
     """
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -305,7 +298,7 @@ async def pull_pages(
 
 
 async def release_offer(ticket: Ticket) -> None:
-    """Tell the engine that nobody will come for its pages. A failure is left to the lease."""
+    """Give up an offer. A failure is left to the lease."""
     try:
         async for _ in pull_pages(ticket, 0, page_bytes=0, first_page=0, num_pages=0):
             pass

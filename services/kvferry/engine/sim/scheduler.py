@@ -1,4 +1,4 @@
-"""Continuous batching as in vLLM: which sequences compute how many tokens in a step, and which pages they hold."""
+"""Continuous batching as in vLLM."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ StartFetch = Callable[[TokenSequence, bool], bool]
 
 
 class Scheduler:
-    """Owns the queues of sequences and their pages. Pure: no clock, no asyncio.
+    """Decides which sequences compute how many tokens per step, and gives them pages. Pure.
 
-    Every known sequence is in exactly one queue, the one that its phase names; a waiting one holds no pages.
+    Every known sequence is in the one queue that its phase names; a waiting one holds no pages.
     """
 
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, chunk_tokens: int, start_fetch: StartFetch) -> None:
         """`chunk_tokens` limits the prompt tokens of a step.
 
-        `start_fetch(sequence, is_first_placement)` begins to fill pages from other engines or tiers and returns True,
-        or returns False where there is nothing to fetch. `resume` must follow once the pages are filled.
+        `start_fetch(sequence, is_first_placement)` returns False if there is nothing to fetch; else `resume` must follow.
         """
         self._pool = pool
         self._max_num_seqs = max_num_seqs
@@ -54,7 +53,6 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for their turn or for fetched pages."""
         return len(self._waiting) + len(self._fetching)
 
     def get(self, request_id: RequestId) -> TokenSequence | None:
@@ -65,7 +63,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """End a sequence in whatever phase it is, and free its pages. Idempotent."""
+        """End a sequence and free its pages. Idempotent."""
         match sequence.phase:
             case Phase.WAITING:
                 self._waiting.remove(sequence)
@@ -92,19 +90,16 @@ class Scheduler:
         return sequences
 
     def resume(self, sequence: TokenSequence) -> None:
-        """Let a sequence compute once fetching has filled what pages it could."""
         self._fetching.discard(sequence)
         self._run(sequence)
 
     def plan(self) -> Plan:
-        """Choose the work of the next step: running sequences first, then waiting ones while the budget lasts."""
         plan: Plan = []
         budget = self._plan_running(plan, self._chunk_tokens)
         self._plan_waiting(plan, budget)
         return plan
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant of this class is broken."""
         queues = {Phase.WAITING: self._waiting, Phase.FETCHING: self._fetching, Phase.RUNNING: self._running}
         for phase, sequences in queues.items():
             assert all(sequence.phase is phase for sequence in sequences), f"a sequence among {phase} is not"
@@ -113,7 +108,6 @@ class Scheduler:
         assert not any(sequence.pages for sequence in self._waiting), "a waiting sequence holds pages"
 
     def _plan_running(self, plan: Plan, budget: int) -> int:
-        """Return the prompt tokens left of `budget`."""
         running, pool = self._running, self._pool
         i = 0
         while i < len(running):
@@ -159,7 +153,7 @@ class Scheduler:
                 being_filled = being_filled.union(sequence.loading)
 
     def _being_filled(self) -> frozenset[PageHash]:
-        """Prompt pages that some sequence computes or loads from slower tiers now."""
+        """Prompt pages being computed or loaded now."""
         computed = (
             page_hash
             for sequence in self._running
@@ -169,7 +163,7 @@ class Scheduler:
         return frozenset(computed).union(*(sequence.loading for sequence in self._fetching))
 
     def _first_missing(self, sequence: TokenSequence) -> PageHash | None:
-        """The first cacheable page that a waiting sequence would have to compute."""
+        """The first cacheable page that a waiting sequence would compute."""
         if sequence.ticket is not None:
             return None
         cacheable = sequence.cacheable()
@@ -177,7 +171,7 @@ class Scheduler:
         return cacheable[num_found] if num_found < len(cacheable) else None
 
     def _place(self, sequence: TokenSequence) -> bool:
-        """Give a waiting sequence pages for all known tokens, cached ones first. False when there are too few."""
+        """Give a waiting sequence pages for all known tokens; False if there are too few."""
         block_size, pool = sequence.block_size, self._pool
         found = pool.find_prefix(sequence.cacheable())
         num_new = math.ceil(sequence.num_tokens / block_size) - len(found)
@@ -205,7 +199,7 @@ class Scheduler:
         self._running.append(sequence)
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """Free the pages of a running sequence. It waits, and later computes again what is no longer cached."""
+        """Free a running sequence's pages; it waits, and computes again what is no longer cached."""
         self._running.remove(sequence)
         self._pool.free(sequence.pages)
         sequence.pages = []

@@ -1,4 +1,4 @@
-"""The state of one request inside the simulator."""
+"""State of one request in the simulator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 
 class Phase(enum.Enum):
-    """Where the scheduler has a sequence."""
-
     WAITING = enum.auto()  # queued, holds no pages
     FETCHING = enum.auto()  # holds pages for all known tokens; KV transfer or a tier fills them
     RUNNING = enum.auto()  # holds pages for its computed tokens and for the next one
@@ -25,7 +23,7 @@ class Phase(enum.Enum):
 
 
 class SequenceTimes:
-    """Collects the EngineTimes of one sequence. Preemption does not reset a time."""
+    """Collects the EngineTimes of a sequence. Preemption resets nothing."""
 
     __slots__ = ("first_token_s", "kv_transfer", "load", "queued_s", "scheduled_s")
 
@@ -37,7 +35,6 @@ class SequenceTimes:
         self.load: tuple[float, float] | None = None
 
     def scheduled(self) -> None:
-        """Note that the prompt, or what is left of it after fetching, begins to be computed."""
         if not self.scheduled_s:
             self.scheduled_s = time.monotonic()
 
@@ -50,10 +47,10 @@ class SequenceTimes:
 
 
 class TokenSequence:
-    """One request: its tokens, how far they are computed, and the pages that hold them.
+    """One request: its tokens, how far they are computed, and its pages.
 
-    Tokens [0, num_computed) have their KV, and pages [0, num_stored) of it are in the prefix cache. Tokens
-    [num_computed, num_tokens) are known and still to compute. The scheduler moves `phase` and pages together.
+    Tokens [0, num_computed) have their KV, and pages [0, num_stored) of it are cached. Tokens
+    [num_computed, num_tokens) are still to compute.
     """
 
     __slots__ = (
@@ -70,7 +67,7 @@ class TokenSequence:
         max_tokens_total: int,
         ticket: Ticket | None,
     ) -> None:
-        """`packed` is the prompt, owned by the sequence from now on. `ticket` names a prefill engine's pages."""
+        """`packed` is the prompt, now the sequence's. `ticket` names a prefill engine's pages."""
         self.request = request
         self.answer = answer
         self.chain = TokenChain(packed, block_size, request.cache_salt)
@@ -105,10 +102,10 @@ class TokenSequence:
         self.num_tokens += 1
 
     def cacheable(self) -> list[PageHash]:
-        """Pages that may come from a cache. The last known token is always computed: it yields the next one."""
+        """Pages that may come from a cache. The last known token is always computed: it yields the next."""
         return self.chain.page_hashes[: (self.num_tokens - 1) // self.block_size]
 
     def volume_of(self, page: int) -> str | None:
-        """The volume that a hint names for this page of the prompt."""
+        """The volume that a hint names for a page."""
         volumes = self.request.tier.volumes if self.request.tier is not None else {}
         return next((volume_id for volume_id, num_pages in volumes.items() if page < num_pages), None)

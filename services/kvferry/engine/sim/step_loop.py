@@ -1,4 +1,4 @@
-"""The step loop of one simulator: plan a step, let the time of a real step pass, commit its results."""
+"""The simulator's step loop: plan, wait as long as a real step takes, commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.engine.sim.sequence import Phase, TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults that tests inject; effective from the moment they are set as `SimEngine.faults`."""
+    """Faults that tests inject through `SimEngine.faults`; effective at once."""
 
     stalled: bool = False  # no step runs until other faults are set
     step_delay_s: float = 0.0  # added to every step
@@ -26,10 +26,7 @@ class Faults:
 
 
 class StepLoop:
-    """Runs steps and counts what they produce.
-
-    Planning and committing never wait, so nothing changes between their lines.
-    """
+    """Planning and committing never wait, so nothing changes between their lines."""
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class StepLoop:
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        """`offer` takes the pages of a finished prefill and returns the transfer parameters for the decode engine."""
+        """`offer` takes the pages of a finished prefill."""
         self._scheduler = scheduler
         self._cache = cache
         self._events = events
@@ -60,11 +57,10 @@ class StepLoop:
         self.num_steps = 0
 
     def wake(self) -> None:
-        """Look for work: a sequence was added, changed or removed, or pages were freed."""
+        """Look for work: sequences or pages changed."""
         self._work.set()
 
     async def run(self) -> None:
-        """Run steps until cancelled."""
         due_s = self._clock()
         while True:
             plan = [] if self.faults.stalled else self._scheduler.plan()

@@ -1,8 +1,7 @@
-"""The twin's CPU tier: finished pages in shared memory, and behind it the volumes of a keeper, through the real client.
+"""The simulator's tiers: CPU memory, and the volumes of a keeper behind it.
 
-What vLLM's tiers do, page for page: a page that becomes full is copied here and handed to the keeper; a page that is
-missing and not here is brought by the keeper into a row first. Rows are forgotten least recently used first, but never
-while somebody reads or writes them: the engine, or a keeper that has not said that it is done.
+As in vLLM, a full page is copied to the CPU tier and stored by the keeper, and a missing page is loaded into a row
+first. Rows are evicted least recently used first, never while in use.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from kvferry.store.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayo
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 
-# Neither vLLM nor its twin is told when a job ends: both look. vLLM once a step, of which an idle engine takes one a
-# millisecond.
+# Neither vLLM nor the simulator is notified of ended jobs. vLLM polls once a step; an idle engine steps every ms.
 _POLL_EVERY_S = 0.001
 
 _MEDIUM = "CPU"
 
 
 class PageRef(NamedTuple):
-    """A page by its engine's hash and the key that gateways know it by."""
+    """A page by its engine's hash and by its route key."""
 
     page_hash: PageHash
     route_key: int
@@ -39,7 +37,7 @@ class PageRef(NamedTuple):
 
 class LoadedPage(NamedTuple):
     content: bytes
-    tier: Tier  # where it lay: CPU or VOLUME
+    tier: Tier  # source: CPU or VOLUME
 
 
 def page_key(page_hash: PageHash) -> ChunkKey:
@@ -47,7 +45,6 @@ def page_key(page_hash: PageHash) -> ChunkKey:
 
 
 def sim_layout(model: str, *, block_size: int, page_bytes: int) -> ChunkLayout:
-    """What sim pages mean; the row of a page is filled up to what drives can read."""
     return ChunkLayout(
         model=model,
         weights_revision="sim",
@@ -69,11 +66,15 @@ def sim_layout(model: str, *, block_size: int, page_bytes: int) -> ChunkLayout:
 @dataclass(slots=True, eq=False)
 class _Job:
     pages: Sequence[tuple[PageRef, int]]  # with their rows
-    reader: asyncio.Future[None] | None = None  # of a load: who waits for it, if still anybody does
+    reader: asyncio.Future[None] | None = None  # of a load: set when the job ends
 
 
 class SimTier:
-    """Of one engine, on one event loop. Owns its memory and its client from creation to `stop`."""
+    """The tiers of one engine, on one event loop. Owns its memory and its keeper client until `stop`.
+
+    Each row is free, ready (it holds a page), loading (the keeper fills it) or abandoned (its load failed, and a reader
+    still pins it).
+    """
 
     def __init__(
         self,
@@ -84,7 +85,6 @@ class SimTier:
         engine_id: str,
         keeper_socket: str = "",
     ) -> None:
-        """Without `keeper_socket` there are no volumes."""
         self.num_rows = num_rows
         self._page_bytes = page_bytes
         self._row_bytes = layout.payload_bytes
@@ -95,7 +95,7 @@ class SimTier:
         self._pins = [0] * num_rows
         self._ready: OrderedDict[PageHash, int] = OrderedDict()  # -> row; least recently used first
         self._loading: dict[PageHash, int] = {}  # -> the row that the keeper fills
-        self._abandoned: set[int] = set()  # rows that hold no page, and that whoever asked for one still looks at
+        self._abandoned: set[int] = set()  # rows of failed loads that a reader still pins
         self._jobs: dict[int, _Job] = {}
         self._num_jobs = 0
         self._num_readers = 0
@@ -109,21 +109,19 @@ class SimTier:
 
     def __repr__(self) -> str:
         return (
-            f"<SimTier {len(self._ready)}/{self.num_rows} ready, {len(self._loading)} coming, {len(self._jobs)} jobs>"
+            f"<SimTier {len(self._ready)}/{self.num_rows} ready, {len(self._loading)} loading, {len(self._jobs)} jobs>"
         )
 
     @property
     def connected(self) -> bool:
-        """Whether there is a keeper to ask."""
         return self._client is not None and self._client.connected
 
     @property
     def num_jobs(self) -> int:
-        """That the keeper has not ended."""
         return len(self._jobs)
 
     def has(self, page_hash: PageHash, volume_id: str | None = None, *, from_volumes: bool = True) -> bool:
-        """Whether a load may bring it. `volume_id`: where it is said to lie. Not `from_volumes`: only what is here."""
+        """Whether a load may bring the page. `volume_id` is a hint."""
         if page_hash in self._ready:
             return True
         client = self._client
@@ -132,7 +130,7 @@ class SimTier:
         return client.contains(page_key(page_hash)) or (volume_id is not None and client.connected)
 
     def store(self, pages: Sequence[tuple[PageRef, bytes]], namespace: Namespace, *, on_volumes: bool = True) -> None:
-        """Copy pages in, as far as there is room, and have the keeper keep them too unless another engine's does."""
+        """Copy pages while rows are available; the keeper gets those that no engine has stored yet."""
         new: list[tuple[PageRef, int]] = []
         for ref, content in pages:
             if ref.page_hash in self._ready:
@@ -146,10 +144,10 @@ class SimTier:
             new.append((ref, row))
         if self._client is None or not on_volumes:
             return
-        kept = [(ref, row) for ref, row in new if not self._client.contains(page_key(ref.page_hash))]
-        if kept:
-            job = self._begin(_Job(kept))
-            self._client.store(job, namespace, [(page_key(ref.page_hash), ref.route_key, row) for ref, row in kept])
+        unstored = [(ref, row) for ref, row in new if not self._client.contains(page_key(ref.page_hash))]
+        if unstored:
+            job = self._begin(_Job(unstored))
+            self._client.store(job, namespace, [(page_key(ref.page_hash), ref.route_key, row) for ref, row in unstored])
 
     async def load(
         self,
@@ -159,10 +157,9 @@ class SimTier:
         timeout_s: float,
         trace: TraceContext | None = None,
     ) -> list[LoadedPage]:
-        """What can be had of a run of pages, from its start: shorter than asked where one is missing.
+        """Return the longest available run of pages, given with volume hints, from the start.
 
-        With each page comes the volume on which it is said to lie. What the keeper does not bring within `timeout_s`
-        is missing too; its rows stay the keeper's until it is done with them.
+        Pages not loaded within `timeout_s` count as missing; their rows stay the keeper's until the job ends.
         """
         run: list[tuple[PageRef, int, Tier]] = []
         missing: list[tuple[PageRef, int]] = []
@@ -217,12 +214,10 @@ class SimTier:
         await asyncio.wait([reader], timeout=timeout_s)
 
     def drain_events(self) -> list[KvEvent]:
-        """What came and went since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     async def stop(self) -> None:
-        """May be repeated."""
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
@@ -236,16 +231,15 @@ class SimTier:
             self._fd = -1
 
     def check(self) -> None:
-        """The conservation laws. Raises AssertionError."""
         rows = [*self._free, *self._ready.values(), *self._loading.values(), *self._abandoned]
         assert len(set(rows)) == len(rows), "a row holds two pages"
         assert set(rows) == set(range(self.num_rows)), "a row is lost"
         assert all(self._pins[row] == 0 for row in self._free), "a free row is in use"
         if not self._jobs:
-            assert not self._loading, "a page is coming, and nobody brings it"
-            assert self._num_readers or not any(self._pins), "a row is in use, and nobody uses it"
+            assert not self._loading, "a page is loading without a job"
+            assert self._num_readers or not any(self._pins), "a row is pinned without a reader"
 
-    # Rows.
+    # Rows
 
     def _allocate(self) -> int | None:
         if self._free:
@@ -259,7 +253,7 @@ class SimTier:
 
     def _unpin(self, row: int) -> None:
         self._pins[row] -= 1
-        assert self._pins[row] >= 0, f"row {row} was let go twice"
+        assert self._pins[row] >= 0, f"row {row} was unpinned twice"
         if not self._pins[row] and row in self._abandoned:
             self._abandoned.remove(row)
             self._free.append(row)
@@ -268,7 +262,7 @@ class SimTier:
         self._ready[ref.page_hash] = row
         self._events.append(PagesStored([ref.page_hash], None, (), 0, medium=_MEDIUM, route_keys=[ref.route_key]))
 
-    # Jobs.
+    # Jobs
 
     def _begin(self, job: _Job) -> int:
         self._num_jobs += 1

@@ -1,4 +1,4 @@
-"""The tokens of one sequence, and the hashes and route keys of the pages they fill."""
+"""The tokens of a sequence, and the hashes and route keys of the pages they fill."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from kvferry.pages.keys import TOKEN_BYTES, route_keys, seed_of
 
 
 class TokenChain:
-    """Prompt and answer tokens so far, TOKEN_BYTES each in `packed`.
-
-    `page_hashes` covers the full pages hashed so far, from the start; hashes and keys never change once computed.
-    """
+    """Known tokens in `packed`, TOKEN_BYTES each; `page_hashes` of full pages from the start."""
 
     __slots__ = ("_block_size", "_page_bytes", "_root", "_route_keys", "_salt", "num_prompt", "packed", "page_hashes")
 
     def __init__(self, packed_prompt: bytearray, block_size: int, cache_salt: str) -> None:
-        """The chain owns `packed_prompt` and appends to it."""
+        """The chain owns and extends `packed_prompt`."""
         self.packed = packed_prompt
         self.num_prompt = len(packed_prompt) // TOKEN_BYTES
         self.page_hashes: list[PageHash] = []
@@ -33,7 +30,6 @@ class TokenChain:
         self.packed += token_id.to_bytes(TOKEN_BYTES, "little")
 
     def hash_pages(self, num_pages: int) -> None:
-        """Extend `page_hashes` to the first `num_pages` pages, all of which must be full."""
         size = self._page_bytes
         parent = self.page_hashes[-1] if self.page_hashes else self._root
         for i in range(len(self.page_hashes), num_pages):
@@ -41,13 +37,12 @@ class TokenChain:
             self.page_hashes.append(parent)
 
     def tail_hash(self) -> PageHash:
-        """Hash of the page that the prompt fills in part, over its prompt tokens alone."""
+        """Hash of the page that the prompt fills in part."""
         num_full = self.num_prompt // self._block_size
         parent = self.page_hashes[num_full - 1] if num_full else self._root
         return chain_hash(parent, self.packed[num_full * self._page_bytes : TOKEN_BYTES * self.num_prompt])
 
     def page_refs(self, first: int, end: int) -> list[PageRef]:
-        """Hashes and route keys of pages [first, end), which must be hashed already."""
         keys = self._route_keys
         if len(keys) < end:
             parent = keys[-1] if keys else seed_of(self._salt)
@@ -55,7 +50,6 @@ class TokenChain:
         return [PageRef(self.page_hashes[i], keys[i]) for i in range(first, end)]
 
     def token_ids(self, first: int, end: int) -> list[int]:
-        """Token ids of pages [first, end)."""
         return self._tokens(first, end).tolist()
 
     def _tokens(self, first: int, end: int) -> array[int]:

@@ -152,7 +152,7 @@ def test_repr_shows_state() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     pages = compute(pool, [1, 2, 3, 4])
     pool.free(pages[1:])
-    assert repr(pool) == "<BlockPool 1/4 used, 2 findable, 2 tokens a page>"
+    assert repr(pool) == "<BlockPool 1/4 used, 2 cached, 2 tokens a page>"
 
 
 class PoolBesideReference(RuleBasedStateMachine):
