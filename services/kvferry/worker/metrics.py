@@ -1,4 +1,4 @@
-"""The metrics of one worker: what it counts itself, what its engine reports, and what its engine makes itself."""
+"""The metrics of one worker and its engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _READ = (
 
 
 class WorkerMetrics:
-    """Reads `engine` and `server` whenever it is scraped."""
+    """Reads `engine` and `server` at every scrape."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class WorkerMetrics:
         self._read_span_counts = read_span_counts
         self.exposition = Exposition(Exporter.WORKER, {"worker": worker_id, "role": role})
         requests = self.exposition.counter(telemetry.ENGINE_REQUESTS)
-        # Looking a series up costs as much as counting.
+        # A label lookup costs as much as the count itself.
         self._reason_to_count = {reason: requests.labels(reason=reason) for reason in telemetry.END_REASONS}
         self._queue_seconds = self.exposition.histogram(telemetry.ENGINE_QUEUE_SECONDS)
         self._prefill_seconds = self.exposition.histogram(telemetry.ENGINE_PREFILL_SECONDS)
@@ -53,20 +53,17 @@ class WorkerMetrics:
         self.exposition.read(_READ, self._read)
 
     def count(self, reason: str) -> None:
-        """A request ended, for one of telemetry.END_REASONS."""
         self._reason_to_count[reason].inc()
 
     def observe(self, times: EngineTimes) -> None:
-        """A request ended well."""
         begun_s = min(wait[0] for wait in (times.kv_transfer, times.load, (times.scheduled_s,)) if wait is not None)
         self._queue_seconds.observe(max(0.0, begun_s - times.queued_s))
         self._prefill_seconds.observe(max(0.0, times.first_token_s - times.scheduled_s))
         self._decode_seconds.observe(max(0.0, times.last_token_s - times.first_token_s))
 
     async def render(self) -> bytes:
-        """The text exposition."""
         ours = self.exposition.render()
-        # An engine's own may be thousands of series: not in the loop that hands tokens on.
+        # An engine's own metrics may be thousands of series: not on the event loop that carries tokens.
         return ours + await asyncio.to_thread(self._render_engine)
 
     def _render_engine(self) -> bytes:

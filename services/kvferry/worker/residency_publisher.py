@@ -1,4 +1,4 @@
-"""Tells every gateway which pages this worker's engine holds, as the engine says it."""
+"""Publishes to gateways which pages this worker's engine holds."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvferry.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
 
-# 512 KiB a part: a gateway reads steps between them.
+# 512 KiB a part, so that a gateway reads steps in between.
 MAX_SNAPSHOT_KEYS = 65_536
 
-# Changes of so long go as one message: with small pages an engine stores some in every step, and a message costs a
-# gateway as much as several tokens. Until then gateways expect the pages of their own requests anyway.
+# Changes are collected for so long: with small pages every step stores some, and a message costs a gateway as much as
+# several tokens. Gateways expect the pages of their own requests anyway.
 FLUSH_AFTER_S = 0.05
 
-# Room for hashes that the engine may name again, beside the pages it holds.
+# Includes removed pages, whose hashes the engine may name again.
 _PAGES_PER_ENGINE_PAGE = 4
 
 
 class ResidencyPublisher:
-    """Owns the mirror of an engine, from `start` (once the engine is up) to `stop`."""
+    """Owns the engine's PageMirror. `start` it once the engine is up."""
 
     def __init__(self, engine: Engine, server: WorkerServer) -> None:
         self._engine = engine
         self._server = server
-        self._subscribers: set[GatewaySession] = set()  # asked for a snapshot; get deltas from then on
+        self._subscribers: set[GatewaySession] = set()  # receive deltas since their snapshot
         self._task: asyncio.Task[None] | None = None
         self._flush_scheduled = False
         self.mirror: PageMirror | None = None
@@ -57,7 +57,7 @@ class ResidencyPublisher:
                     self._flush_scheduled = True
                     asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self._flush)
         except Exception:
-            # Requests do not need it; what was told stays a hint, and the engine looks for itself.
+            # Requests continue without it: published pages are only hints.
             log.exception("the engine's events cannot be read; gateways hear no more of what this worker holds")
 
     def _flush(self) -> None:
@@ -68,7 +68,7 @@ class ResidencyPublisher:
             return
         message = delta_to_wire(delta)
         for session in self._subscribers:
-            # False: it reads too slowly, sees a gap in the numbers and asks for a snapshot.
+            # A gateway that reads too slowly (False) sees the gap and asks for a snapshot.
             session.send_residency(message)
 
     def _send_snapshot(self, session: GatewaySession) -> None:
@@ -77,4 +77,4 @@ class ResidencyPublisher:
         self._subscribers.add(session)
         for part in self.mirror.snapshot(MAX_SNAPSHOT_KEYS):
             if not session.send_residency(part_to_wire(part)):
-                return  # it sees that parts are missing
+                return  # the gateway sees that parts are missing

@@ -23,7 +23,8 @@ class Scheduler:
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, chunk_tokens: int, start_fetch: StartFetch) -> None:
         """`chunk_tokens` limits the prompt tokens of a step.
 
-        `start_fetch(sequence, is_first_placement)` returns False if there is nothing to fetch; else `resume` must follow.
+        `start_fetch(sequence, is_first_placement)` returns False if there is nothing to fetch; else `resume` must
+        follow.
         """
         self._pool = pool
         self._max_num_seqs = max_num_seqs

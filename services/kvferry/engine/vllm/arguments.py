@@ -1,4 +1,4 @@
-"""The arguments and the environment that a VllmEngine gives to vLLM, NIXL and UCX."""
+"""What a VllmEngine passes to vLLM, NIXL and UCX."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
 def engine_arguments(
     model_folder: str, model: ModelConfig, engine: EngineConfig, *, kv_transfer: dict[str, Any], events_endpoint: str
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs."""
+    """Arguments of AsyncEngineArgs."""
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
-        # A grammar begins where the reasoning ends, which the engine has to see.
+        # The engine needs it to apply a grammar where the reasoning ends.
         "reasoning_parser": model.reasoning_parser or None,
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
     }
     return {
-        # The very string is part of NIXL's compatibility hash: the same canonical path on every node.
+        # Part of NIXL's compatibility hash: must be the same canonical path on every node.
         "model": model_folder,
         "tokenizer": model_folder,
         "dtype": "float32" if on_cpu and model.dtype == "auto" else model.dtype,
@@ -59,12 +59,12 @@ def engine_arguments(
 def kv_transfer_config(
     engine: EngineConfig, engine_id: EngineId, *, producer: bool, tiers: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config`: KV transfer through NIXL, joined with the tiers' connector, if any."""
+    """KV transfer through NIXL, joined with the tiers' connector, if any."""
     role = "kv_producer" if producer else "kv_consumer"
     config = nixl_connector(engine, role)
     if tiers is not None:
-        # NIXL first: where two connectors have a prompt's pages, vLLM takes the first. The joined connectors name no
-        # engine id: vLLM gives them the whole's, and refuses two.
+        # NIXL first: if two connectors have a prompt's pages, vLLM asks the first. vLLM adds `engine_id` to each child,
+        # and refuses a second one.
         config = {
             "kv_connector": "MultiConnector",
             "kv_role": role,
@@ -72,8 +72,8 @@ def kv_transfer_config(
         }
     return {
         **config,
-        # Fresh on every start: a peer never repeats the handshake with an engine id it knows. It would compute every
-        # prompt of an engine that restarted under its old id, silently and for ever.
+        # New on every start: peers never repeat the handshake with an engine id they know, and would silently compute
+        # every prompt of a restarted engine.
         "engine_id": engine_id,
         "kv_load_failure_policy": "recompute",
     }
@@ -96,7 +96,7 @@ def nixl_connector(engine: EngineConfig, role: str) -> dict[str, Any]:
 
 
 def tier_connector(tier: TierConfig, *, keeper_socket: str, model_name: str, weights_revision: str) -> dict[str, Any]:
-    """The connector of the CPU tier, and of the keeper's volumes if `keeper_socket` is set."""
+    """CPU tier, and the keeper's volumes if `keeper_socket` is set."""
     return {
         "kv_connector": TIER_CONNECTOR_CLASS,
         "kv_connector_module_path": TIER_CONNECTOR_MODULE,
@@ -121,7 +121,7 @@ def cpu_tier_bytes(tier: TierConfig) -> int:
 
 
 def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None:
-    """What vLLM, NIXL and UCX read from the environment. Values that an operator set stay."""
+    """Set what vLLM, NIXL and UCX read from the environment. An operator's values stay."""
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -131,15 +131,15 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
         threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
         values |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
-            # Engines share this machine: vLLM's own binding would put them all on the same cores.
+            # vLLM's own binding would put all engines of this machine on the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "UCX_TLS": config.ucx_tls,
-            # KV pages in huge pages of memory, where the system has them: moving and reading them costs less.
+            # Huge pages, where the system has them, make KV pages cheaper to move and read.
             "THP_MEM_ALLOC_ENABLE": "1",
-            # What was compiled once is not compiled again, whatever folder is temporary this time.
+            # Keeps compiled code across restarts; the default is a temporary folder.
             "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
         }
-        # Ray sets OMP_NUM_THREADS to what a replica reserved, which says nothing about compute threads here.
+        # Ray sets OMP_NUM_THREADS to a replica's reserved cores, which are not its compute threads.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if config.side_channel_host.startswith("127."):
             values |= {"UCX_NET_DEVICES": "lo", "VLLM_HOST_IP": config.side_channel_host}
@@ -150,10 +150,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
 
 
 def describe(vllm_config: Any, engine_id: EngineId, model_folder: str, *, cpu_bytes: int = 0) -> EngineInfo:
-    """Facts of a started engine with `cpu_bytes` of CPU tier; `page_bytes` by attention geometry.
-
-    2 x layers x KV heads x head size x block size x bytes.
-    """
+    """`page_bytes` follows from 2 x layers x KV heads x head size x block size x bytes."""
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 

@@ -1,7 +1,6 @@
-"""The real engine: vLLM's AsyncLLM in this process, its core and workers in processes of their own.
+"""The Engine around vLLM's AsyncLLM.
 
-Must be the first in its process to import vLLM: `prepare_environment` sets what vLLM reads from the environment, and
-its children inherit it.
+Must be the first in its process to import vLLM: `prepare_environment` sets variables that vLLM and its children read.
 """
 
 from __future__ import annotations
@@ -57,16 +56,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A request that has just finished is kept from the next step on; a release may come before that.
+# A finished request's pages are kept from the next step on; a release may come earlier.
 _RELEASE_TRIES = 20
 _RELEASE_PAUSE_S = 0.05
 
 
 class VllmEngine:
-    """One AsyncLLM that can hand over and pull pages through NIXL, for either role.
+    """One AsyncLLM for either role. Owns its processes, event socket and NIXL side-channel port until `stop`.
 
-    With `tier.enabled` it has a CPU tier, and behind it the volumes of the keeper at `keeper_socket`, if that is named.
-    Owns the engine's processes, its event socket folder and its NIXL side-channel port from `start` to `stop`.
+    With `tier.enabled` it has a CPU tier, and the volumes of the keeper at `keeper_socket`, if set.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class VllmEngine:
             await self._warm_up()
 
     async def _warm_up(self) -> None:
-        """Log-probabilities are compiled at their first use, for tens of seconds: not while streams wait."""
+        """Compile log-probabilities, which takes tens of seconds, before streams wait."""
         sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=1)
         request = EngineRequest(RequestId("warm-up"), [0], sampling, cache_salt="warm-up")
         async for _ in self.generate(request):
@@ -217,7 +215,7 @@ class VllmEngine:
     def _prepare(
         self, request: EngineRequest, transfer: dict[str, Any] | None
     ) -> tuple[SamplingParams, ParsedAnswer | None, dict[str, Any]]:
-        """vLLM's sampling parameters, the answer's parser, and further arguments of `AsyncLLM.generate`."""
+        """Sampling parameters, parser, and further arguments of `AsyncLLM.generate`."""
         from kvferry.engine.vllm.continuation import remaining_limits
         from kvferry.engine.vllm.sampling import to_vllm
 
@@ -238,10 +236,7 @@ class VllmEngine:
         return params, parsed, options
 
     async def _withdraw(self, request_id: RequestId, transfer: dict[str, Any] | None) -> None:
-        """End a request whose reader left.
-
-        Where it never reached the engine, its prefill engine still holds pages for it: tell it.
-        """
+        """End a request that is no longer read; if it never reached vLLM, release its prefill engine's pages."""
         if request_id in self._llm.output_processor.external_req_ids:
             await self._llm.abort(request_id)
         elif transfer is not None and transfer.get("do_remote_prefill"):
@@ -263,7 +258,7 @@ class VllmEngine:
                     return
                 await asyncio.sleep(_RELEASE_PAUSE_S)
         except Exception as error:
-            # Of whatever kind vLLM has for an engine that is going down. The lease ends the pages.
+            # vLLM raises various errors while an engine goes down. The lease frees the pages.
             log.warning("the pages of request %s are left to their lease: %s", request_id, error)
 
     def stats(self) -> EngineStats:
@@ -316,13 +311,12 @@ class VllmEngine:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._engine_id is not None:
-            # The CPU tier's, of a start that ended before all had it mapped: later there is none.
+            # Left behind by a start that failed before all workers mapped the CPU tier.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"/dev/shm/vllm_offload_{self._engine_id}.mmap")  # noqa: PTH108
 
 
 def _transfer_params(request: EngineRequest) -> dict[str, Any] | None:
-    """vLLM's `kv_transfer_params` of a request."""
     if request.keep_for_transfer and request.transfer_params is not None:
         raise InvalidRequest("a request is either kept for transfer or pulled, not both")
     if request.keep_for_transfer:

@@ -1,7 +1,6 @@
-"""vLLM's KV events, read from the engine's ZMQ publisher.
+"""vLLM's KV events from its ZMQ publisher.
 
-The events carry salts and token ids and have no authentication: the socket is an ipc file in a private folder and never
-leaves the machine.
+They carry salts and token ids without authentication, so the socket is an ipc file in a private folder.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _FINISH_REASONS: dict[str | None, FinishReason] = {reason.value: reason for reas
 
 
 def to_engine_output(completion: Any) -> EngineOutput:
-    """The tokens and text of one output; `completion` is vLLM's CompletionOutput."""
+    """`completion` is vLLM's CompletionOutput."""
     output = EngineOutput(token_ids=completion.token_ids, text=completion.text)
     if completion.logprobs is not None:
         output.logprobs = [
@@ -24,9 +24,9 @@ def to_engine_output(completion: Any) -> EngineOutput:
 
 
 def finish_output(result: EngineOutput, output: Any, sources: PromptSources) -> None:
-    """Set the fields of a last output; `output` is vLLM's RequestOutput.
+    """Set the fields of a last output from vLLM's RequestOutput.
 
-    Raises EngineError for a finish reason that this version does not know.
+    Raises EngineError for an unknown finish reason.
     """
     completion = output.outputs[0]
     result.finish_reason = _FINISH_REASONS.get(completion.finish_reason)
@@ -42,7 +42,7 @@ def finish_output(result: EngineOutput, output: Any, sources: PromptSources) -> 
 
 
 def _times(stats: Any, kv_transfer: Any, load: Any) -> EngineTimes | None:
-    """From vLLM's statistics of a request, in its core's monotonic clock; None for one that never began."""
+    """In the core's monotonic clock; None for a request that never began."""
     if stats is None or not stats.first_token_ts:
         return None
     return EngineTimes(
@@ -56,7 +56,6 @@ def _times(stats: Any, kv_transfer: Any, load: Any) -> EngineTimes | None:
 
 
 def _logprobs(sampled: int, entries: Any) -> list[TokenLogprob]:
-    """The sampled token first, then the others, most likely first."""
 
     def one(token_id: int) -> TokenLogprob:
         entry = entries[token_id]

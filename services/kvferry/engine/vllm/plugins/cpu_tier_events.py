@@ -1,4 +1,4 @@
-"""KV events of the CPU tier, page by page and under route keys."""
+"""KV events of the CPU tier, per page and under route keys."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from kvferry.pages.keys import pack_keys
 
 
 class CpuTierEvents:
-    """Tells of the CPU tier page by page, under route keys."""
+    """Covers one KV cache group: a page missing in one group is useless in the others."""
 
     def __init__(self, group_index: int, tokens_per_chunk: int, block_size: int, tokens_per_hash: int) -> None:
-        """Of one KV cache group: a page that has left one of them is of no use in the others."""
         self._group_index = group_index
         self._tokens_per_chunk = tokens_per_chunk
         self._block_size = block_size
         self._tokens_per_hash = tokens_per_hash
-        self._names: dict[bytes, tuple[list[Any], array[int]]] = {}  # of chunks in the tier: hashes and route keys
+        self._names: dict[bytes, tuple[list[Any], array[int]]] = {}  # chunk -> its pages' hashes and route keys
 
     def __len__(self) -> int:
         return len(self._names)
 
     def record_stored(self, keys: Collection[bytes], context: Any) -> None:
-        """These chunks of a request are about to be in the tier: know their pages by name."""
+        """Remember the pages of chunks that are about to be stored."""
         state = context.get_state(RequestTierState)
         if state is None:
             return
@@ -49,7 +48,7 @@ class CpuTierEvents:
                 self._names[key] = (state.page_hashes(first_page, end_page, self._tokens_per_hash), known)
 
     def translate(self, events: Iterable[Any]) -> Iterator[KVCacheEvent]:
-        """vLLM's events of its tiers. Chunks that nobody named are not keys of."""
+        """Translate vLLM's tier events; skip chunks that were not recorded."""
         for event in events:
             if event.medium is not Medium.CPU:
                 continue

@@ -1,10 +1,8 @@
-"""The volumes, as vLLM's tiers see them: a SecondaryTierManager that only talks to its node's keeper.
+"""The keeper's volumes as a SecondaryTierManager of vLLM's tiers.
 
-It lives in the engine's scheduler and never waits there. What can be loaded it knows from the mirror that its client
-keeps; loads and stores are handed over and asked after in later steps. While the keeper is away everything is a miss.
-
-A page that could not be loaded for a request is a miss for that request from then on: the mirror may learn of it again
-at any time, and a request that tried again and again would never be computed.
+It runs in vLLM's scheduler and never waits there: the keeper client mirrors what can be loaded, and later steps poll
+jobs. Without a keeper everything is a miss. A page that failed to load is a miss for that request from then on, or the
+request might retry for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _DRAIN_SAYS_EVERY_S = 10.0
 
 
 class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
-    """vLLM makes one per engine, in the process of its scheduler, once all workers have the region mapped."""
+    """vLLM makes one per engine in its scheduler, once all workers have mapped the region."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -40,7 +38,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         socket_path: str,
         layout: dict[str, Any],
     ) -> None:
-        """`layout` is a ChunkLayout without its `payload_bytes`, which is the row of the region."""
+        """`layout` is a ChunkLayout without `payload_bytes`, the region's row."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         assert primary_kv_view.shape is not None
         region = Region(
@@ -55,7 +53,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
             engine_id=offloading_spec._engine_id,
         )
         self._id_to_job: dict[int, Any] = {}
-        self._done: list[JobResult] = []  # jobs in which there was nothing to do
+        self._done: list[JobResult] = []  # jobs that needed no work
         self._client.start()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
@@ -77,9 +75,9 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         state: RequestTierState | None = context.get_state(RequestTierState)
         new: list[tuple[Any, int]] = []
         ends = {key: context.get_offload_key_position(key) or 0 for key in job_metadata.keys}
-        if state is not None:  # nobody could say whose they are
+        if state is not None:  # else their namespace is unknown
             rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
-            # What came by the ferry is not written a second time, to this node's drive.
+            # The prefill engine's keeper stores transferred pages.
             new = [
                 (key, row)
                 for key, row in rows
@@ -88,7 +86,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         if state is None or not new:
             self._done.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
-        # From the prompt's start: whatever is dropped when there is too much, a prefix is of use, its end alone is not.
+        # In prompt order: if the keeper drops some, a prefix is still of use.
         new.sort(key=lambda page: ends[page[0]])
         self._id_to_job[job_metadata.job_id] = job_metadata
         self._client.store(
@@ -143,12 +141,10 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        # What engines have in memory is not read from volumes: without this, a volume would forget first what is used
-        # most.
+        # Engines do not read what they have in memory: without this, volumes would evict the most used chunks first.
         self.touch(req_context._offload_key_positions, req_context)
 
     def wait_for_jobs(self, longest_s: float) -> None:
-        """Wait for the keeper, if there is something to wait for."""
         if self._client.has_unfinished:
             self._client.wait_idle(longest_s)
 

@@ -1,11 +1,8 @@
-"""NixlConnector as kvferry needs it: restored CPU affinity, equal block sizes, a progress thread that waits, leases.
+"""vLLM's NixlConnector with repairs of vLLM 0.32 (see also nixl_lease.py and nixl_progress.py).
 
-Two things of vLLM 0.32 are mended here, both silent when left alone (leases in nixl_lease.py, progress in
-nixl_progress.py):
-- On the CPU device the connector pins the thread it is made in, which is the compute thread, to the last core of each
-  NUMA node and never undoes it: all engines of a machine then compute on one core.
-- Block sizes are not part of the compatibility hash. On the CPU device unequal ones pass the handshake, transfer, and
-  produce garbage.
+- On the CPU device it pins the thread that makes it, the compute thread, to one core per NUMA node for good: all
+  engines of a machine then share one core.
+- Its compatibility hash lacks block sizes. On the CPU device unequal ones pass the handshake and produce garbage.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ from kvferry.engine.vllm.plugins.transfer_times import KV_TRANSFER_TIMES, Transf
 
 
 class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
-    """vLLM's pull connector, for both roles."""
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         affinity = os.sched_getaffinity(0)
         on_cpu = vllm_config.device_config.device_type == "cpu"
@@ -64,10 +59,9 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
-    """Make the handshake fail when the remote engine's pages hold another number of tokens.
+    """Fail the handshake if the remote engine's pages hold another number of tokens.
 
-    A failed handshake is a failed load: the decode engine computes the prompt itself (kv_load_failure_policy:
-    recompute).
+    That fails the load: the decode engine computes the prompt (kv_load_failure_policy: recompute).
     """
     add_remote_agent = worker.add_remote_agent
 

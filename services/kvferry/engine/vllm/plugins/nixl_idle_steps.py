@@ -1,11 +1,8 @@
-"""A prefill engine that only keeps pages looks after them now and then, not all the time.
+"""Slows the steps of a prefill engine that only keeps pages for KV transfer.
 
-While a prefill engine keeps pages for a decode engine, vLLM steps it every millisecond, without anything to compute, to
-see whether they were read. Each step is a message to its worker, an answer, and statistics to whoever asked: 0.9 cores
-(seen) for as long as one prompt is kept. On the CPU device those are the cores that the decode engine reads the pages
-with: on two of them reads took twice as long.
-
-Slower looks cost little: pages become free a nap later, and a prompt that comes in between waits for the rest of it.
+vLLM steps such an engine every millisecond to see whether the pages were read: 0.9 cores for as long as it keeps a
+prompt. On the CPU device decode engines read pages with those cores; on two cores reads took twice as long. The cost is
+small: pages are freed, and prompts start, one pause later.
 """
 
 from __future__ import annotations
@@ -13,12 +10,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-# Well below what a prompt takes to compute on the CPU device.
+# Well below a prompt's computing time on the CPU device.
 IDLE_STEP_PAUSE_S = 0.01
 
 
 def slow_idle_steps(scheduler: Any) -> None:
-    """Have a prefill engine's steps that compute nothing and have nothing to tell its worker take a nap first."""
+    """Pause before steps that neither compute nor notify the worker."""
     build_connector_meta = scheduler.build_connector_meta
 
     def build(scheduler_output: Any) -> Any:

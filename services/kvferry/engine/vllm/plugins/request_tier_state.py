@@ -1,4 +1,4 @@
-"""What the tiers know of one request: its route keys, namespace, volume hints, and the state of its loads."""
+"""What the tiers know of one request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HINT_VERSION = "1"
 
 
 def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = None) -> KvHintsEnvelope:
-    """What `RequestTierState` reads in the engine's core."""
+    """The hints that `RequestTierState` reads in the engine's core."""
     payload = {
         "tenant": hints.namespace.tenant,
         "epoch": hints.namespace.epoch,
@@ -30,9 +30,9 @@ def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = 
 
 
 class RequestTierState:
-    """What the tiers may ask about one request, by the end position (in tokens) of a page.
+    """Route keys, hints and loads of a request, by the end position (in tokens) of a page.
 
-    vLLM keeps it with the request (`ReqContext.get_state`). Route keys grow with the answer, made when asked for.
+    vLLM keeps it with the request (`ReqContext.get_state`). Route keys are computed on demand.
     """
 
     __slots__ = (
@@ -57,32 +57,32 @@ class RequestTierState:
         self._tail = seed_of(request.cache_salt or "")
         self.hints, self.trace = _hints_of(request)
         params = request.kv_transfer_params or {}
-        # Of a prompt that comes by the ferry, whose prefill engine keeps its pages on volumes. (The parameters change.)
+        # Read now, because vLLM changes the parameters.
         self.num_transferred_tokens = len(request.prompt_token_ids) if params.get("do_remote_prefill") else 0
-        self.failed: set[bytes] | None = None  # pages that could not be loaded for this request: not tried again
-        self.waiting_since_s: float | None = None  # for pages that come, in its scheduler's monotonic clock
-        self.waited_since_s: float | None = None  # the same, of a wait that is over
-        self.overdue = False  # it waited long enough
-        self.loaded_tokens: dict[str, int] | None = None  # tokens that its tiers brought at first, by tier
+        self.failed: set[bytes] | None = None  # keys that failed to load: not tried again
+        self.waiting_since_s: float | None = None  # for loads, by the scheduler's monotonic clock
+        self.waited_since_s: float | None = None  # start of the last wait that ended
+        self.overdue = False  # waited longer than the load timeout
+        self.loaded_tokens: dict[str, int] | None = None  # by tier, at the first placement
 
     def route_key(self, end_token: int | None) -> int:
-        """Of the page that ends there; 0 where no page of the engine does."""
+        """Key of the page that ends there, or 0."""
         if end_token is None or end_token % self._block_size:
             return 0
         num_pages = end_token // self._block_size
         return self._known(num_pages)[num_pages - 1] if self._reaches(num_pages) else 0
 
     def route_keys(self, first_page: int, end_page: int) -> array[int]:
-        """Of pages [first_page, end_page); fewer where not all of them are known yet."""
+        """Known keys of pages [first_page, end_page)."""
         return self._known(end_page)[first_page:end_page]
 
     def page_hashes(self, first_page: int, end_page: int, tokens_per_hash: int) -> list[Any]:
-        """The engine's own hashes of these pages, as its events have them."""
+        """vLLM's hashes of these pages, as in its events."""
         hashes, per_page = self._request.block_hashes, self._block_size // tokens_per_hash
         return [maybe_convert_block_hash(hashes[(i + 1) * per_page - 1]) for i in range(first_page, end_page)]
 
     def volume_of(self, end_token: int | None) -> str | None:
-        """A volume that is said to have the page that ends there."""
+        """A volume whose hint covers the page that ends there."""
         if end_token is not None:
             for volume_id, num_pages in self.hints.volumes.items():
                 if end_token <= num_pages * self._block_size:

@@ -1,9 +1,8 @@
-"""The queue between an engine's core and its worker: looks again after a nap instead of at once.
+"""Polls the queue between engine core and worker with pauses instead of spinning.
 
-For a second after each message vLLM's readers spin on `sched_yield` before they wait for a notification. On a GPU that
-saves microseconds on cores that have nothing else to do. On the CPU device the core's spinning takes its share of the
-very cores that the worker computes on. (Waiting for the notification at once is no way out: single steps then took
-5 s, as if notifications sent while nobody polled were lost.)
+For a second after each message vLLM's readers spin on `sched_yield`. On the CPU device that takes cores from the
+worker's computing. Waiting for the notification at once made single steps take 5 s, as if notifications were lost while
+no reader polled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ POLL_PAUSE_S = 0.0002
 
 
 def poll_shm_queues_slowly() -> None:
-    """Applies to every queue of this process, those that exist included; may be repeated."""
+    """Apply to all queues of this process. Idempotent."""
     shm_broadcast.sched_yield = _pause
 
 

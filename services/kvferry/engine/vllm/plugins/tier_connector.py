@@ -1,15 +1,11 @@
-"""vLLM's OffloadingConnector as kvferry needs it: it knows each request's route keys, namespace and volume hints.
+"""vLLM's OffloadingConnector with what vLLM 0.32 lacks for its tiers.
 
-What vLLM 0.32 does not do for its tiers:
-- Tell gateways what is where. Events of its CPU tier carry no salt, and name a chunk of several pages by its last one.
-  Ours name every page by its route key, so that they need nothing before them.
-- Say whose a page is, and what is known of it elsewhere. `TierHints` come as KV hints, beside the transfer parameters,
-  which belong to the ferry.
-- Leave a ferried prompt alone. Joined by a MultiConnector, every connector is asked for every request, and the tier
-  would read from NVMe what NIXL brings. Here it has nothing to offer until the ferry has had its turn with a request;
-  if that failed, it has.
-- Give up on a page that does not come. A read that hangs cannot be cancelled, and vLLM has every request that wants the
-  page wait for it. Here a request waits so long, and then computes what is not there.
+- Route keys: vLLM's CPU tier events carry no salt and name only the last page of a chunk.
+- Namespaces and volume hints: TierHints come as KV hints, because the transfer parameters belong to KV transfer.
+- Order: a MultiConnector asks every connector for every request, and the tier would read from NVMe what NIXL brings. So
+  the tier offers nothing until KV transfer has begun or failed.
+- Timeouts: a read that hangs cannot be cancelled, and vLLM would wait for its page. Here a request waits for
+  `load_timeout_s`, and then computes what is missing.
 """
 
 from __future__ import annotations
@@ -37,35 +33,34 @@ from kvferry.engine.vllm.plugins.transfer_times import LOAD_TIMES, TransferTimes
 
 log = logging.getLogger(__name__)
 
-# A page of the tiers has at least this many bytes, so that a drive reads it at its full rate ...
+# A chunk has at least this many bytes, so that a drive reads it at its full rate ...
 _MIN_CHUNK_BYTES = 1 << 20
-# ... but no more tokens than this: what does not fill a page is computed again.
+# ... but no more tokens than this: a partial chunk is not stored.
 _MAX_CHUNK_TOKENS = 256
 
-# What a step that computes nothing waits for the keeper, on the CPU device: each is a message to the worker and back,
-# and takes cores from whatever else runs there (nixl_idle_steps.py).
+# How long an idle step waits for the keeper on the CPU device, where idle steps take cores from computing
+# (nixl_idle_steps.py).
 _IDLE_STEP_WAIT_S = 0.01
 
 
 def blocks_per_chunk(block_bytes: int, tokens_per_block: int) -> int:
-    """How many pages of an engine make one of its tiers. `block_bytes` is a page over all layers and workers."""
+    """`block_bytes` is a page over all layers and workers."""
     wanted = math.ceil(_MIN_CHUNK_BYTES / block_bytes)
     return max(1, min(wanted, _MAX_CHUNK_TOKENS // tokens_per_block))
 
 
 def register_connectors(connectors: Mapping[str, str]) -> None:
-    """Class name -> module. A MultiConnector makes its statistics anew from the names of its connectors' classes."""
+    """Map class names to modules: a MultiConnector finds its children's statistics by class name."""
     for name, module in connectors.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
 
 
 class TierConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's connector of its tiers, for both roles.
+    """Reads further settings from its extra configuration:
 
-    Reads from its extra configuration, beside vLLM's own keys: `keeper_socket` (empty: no volumes), `model_name`,
-    `weights_revision` and `load_timeout_s` (how long a request waits for pages that are loading). Sets
-    `blocks_per_chunk` if it is not given.
+    `keeper_socket` (empty: no volumes), `model_name`, `weights_revision` and `load_timeout_s`. Sets `blocks_per_chunk`
+    if it is not given.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -107,7 +102,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         self._record_stored_chunks(self._manager.primary_tier)
 
     def _record_stored_chunks(self, primary: Any) -> None:
-        """Both ways into the tier: from the device, and from volumes."""
+        """Hook both ways into the tier: from the device, and from volumes."""
         complete_store = primary.complete_store
 
         def complete(keys: Collection[bytes], context: Any, success: bool = True) -> None:
@@ -126,7 +121,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         params, limit = request.kv_transfer_params, None
         state = self._tier_state(request)
         if params and params.get("do_remote_prefill"):
-            limit = 0  # until the ferry has begun, or given up, this stays set
+            limit = 0  # stays set until KV transfer has begun or failed
         elif state.overdue:
             limit = self._num_ready(self.scheduler._req_status[request.request_id], num_computed_tokens)
         num_tokens: int | None
@@ -168,7 +163,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         return self._with_tier_results(request, super().request_finished_all_groups(request, block_ids))
 
     def _with_tier_results(self, request: Any, answer: Any) -> tuple[bool, dict[str, Any] | None]:
-        """How long it waited for pages of the tiers, and how many tokens they brought."""
+        """Add wait times and loaded tokens to the answer."""
         kept, params = self._times.attach_to(request.request_id, answer)
         status = self.scheduler._req_status.get(request.request_id)
         state = status.req_context.get_state(RequestTierState) if status is not None else None
@@ -181,9 +176,9 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         return state
 
     def _num_ready(self, status: Any, num_computed_tokens: int) -> int:
-        """Tokens after those computed whose pages are in the CPU tier now."""
+        """Tokens after the computed ones whose pages are in the CPU tier."""
         if self.scheduler._sliding_window_groups:
-            return 0  # not a prefix: left to be computed
+            return 0  # not a prefix
         ready: list[int] = []
         for group, state in zip(self.scheduler.config.kv_group_configs, status.group_states, strict=True):
             end_chunk = num_computed_tokens // group.tokens_per_chunk
