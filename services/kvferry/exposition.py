@@ -112,8 +112,6 @@ def _identified(families: Iterable[Family], identity: Mapping[str, str]) -> Iter
 
 
 class _Readings(Collector):
-    """Metrics read at a scrape. Known series without a reading are zero."""
-
     def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
         self._metrics = metrics
         self._read = read
@@ -167,6 +165,5 @@ class SpanCounts(NamedTuple):
 
 
 def read_spans(metric: Metric, counts: SpanCounts) -> Iterator[Reading]:
-    """`metric` counts this process's spans."""
     for outcome, value in zip(SPAN_OUTCOMES, counts, strict=True):
         yield Reading(metric, (outcome,), value)

@@ -138,7 +138,6 @@ def _unusable(what: str) -> ConfigError:
 
 @contextmanager
 def _announced(what: str, report: Callable[[str], None]) -> Iterator[None]:
-    """Report at the start, and every 10 s while it lasts."""
     started_s = time.monotonic()
     over = threading.Event()
 

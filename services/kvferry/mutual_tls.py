@@ -64,8 +64,8 @@ _BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFIC
 class AlertingSslObject(ssl.SSLObject):
     """A server's side that reports a refused certificate, in the TLS alert and in the log.
 
-    Event loops close a connection whose handshake failed before the alert is sent. Asking for more input makes them
-    send it; then the client closes, or the handshake times out.
+    Event loops close a failed connection before the alert is sent. Asking for more input makes them send it; the client
+    closes, or the handshake times out.
     """
 
     _has_failed = False

@@ -1,9 +1,8 @@
 """Traces to an OpenTelemetry collector: one per request, over all processes that serve it.
 
-A W3C trace context travels with the request: in HTTP headers, in a worker's Submit, in the engine's frames to a keeper,
-and in gRPC metadata between keepers. A process without a context does nothing, so a request that is not sampled costs
-one comparison per hop. Without `tracing.endpoint` OpenTelemetry is not imported. Spans wait in a bounded queue for a
-thread. Spans for an unreachable collector are lost: counted, logged once.
+A W3C trace context travels with the request: in HTTP headers, a worker's Submit, an engine's frames to its keeper, and
+gRPC metadata between keepers. Without one, a process makes no spans. Without `tracing.endpoint`, OpenTelemetry is not
+imported. Spans wait in a bounded queue for a thread; lost ones are counted, and the loss is logged once.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class TraceContext:
 
     @staticmethod
     def of(traceparent: str, tracestate: str = "") -> TraceContext | None:
-        """None for an empty traceparent."""
         return TraceContext(traceparent, tracestate) if traceparent else None
 
 
@@ -216,7 +214,7 @@ def start_tracing(config: TracingConfig, *, service: str, instance: str) -> Trac
 class Clock:
     """Converts `time.monotonic` seconds to Unix nanoseconds.
 
-    One clock per set of spans: a system clock set in between would tear a request apart.
+    Use one for all spans of a request: the system clock may be set in between.
     """
 
     __slots__ = ("_offset_ns",)
@@ -258,8 +256,6 @@ def _exporter_to(config: TracingConfig) -> SpanExporter:
 
 
 class _SpanQueue:
-    """Batches of the SDK, with our own bound and quiet errors."""
-
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 

@@ -1,9 +1,8 @@
 """The contract between a worker and an engine.
 
-An engine owns its KV pages. A prefill request with `keep_for_transfer` leaves its pages pinned after it finished, until
-a decode engine has pulled them, that decode request is aborted, `release` is called, or the lease ends.
-`transfer_params` are opaque outside the engine that made them. They travel from the prefill engine's last output to the
-decode engine's request, and are never taken from a client.
+An engine owns its KV pages. With `keep_for_transfer` a request's pages stay pinned after it finished, until a decode
+engine has pulled them or was aborted, `release` is called, or the lease ends. `transfer_params` are opaque outside the
+engine that made them, and never taken from a client.
 """
 
 from __future__ import annotations
@@ -26,18 +25,15 @@ TransferParams = Mapping[str, Any]
 
 
 class FinishReason(enum.StrEnum):
-    """Values are OpenAI's where it has one."""
-
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """Sampling parameters with every default of the model applied.
+    """Sampling parameters with the model's defaults applied; the fields of worker.proto's `Sampling`.
 
-    The fields equal the `Sampling` message of worker.proto (a test compares them). `structured_outputs` is JSON or
-    empty; `logprobs` counts alternatives beside the sampled token.
+    `structured_outputs` is JSON or empty; `logprobs` counts alternatives.
     """
 
     max_tokens: int
@@ -65,10 +61,10 @@ class Sampling(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The part of an answer that was generated before its engine was lost.
+    """The part of an answer that a lost engine generated.
 
-    The last `num_tokens` ids of the prompt are its tokens; `num_chars` characters of their text were delivered. Limits,
-    penalties and stop strings apply to the whole answer.
+    The prompt ends with its `num_tokens` ids; `num_chars` characters of their text were delivered. Limits, penalties
+    and stop strings apply to the whole answer.
     """
 
     num_tokens: int
@@ -77,10 +73,10 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Parse:
-    """Asks the engine to parse the answer into content, reasoning and tool calls.
+    """Asks for an answer parsed into content, reasoning and tool calls.
 
-    `request` is private JSON from a renderer to its engine. When an answer is computed again from its start, its first
-    `num_tokens_before` tokens and `num_chars_before` characters were delivered: their part is not sent again.
+    `request` is private JSON from a renderer to its engine. The first `num_tokens_before` tokens and `num_chars_before`
+    characters of an answer that is computed again were delivered.
     """
 
     request: bytes
@@ -105,10 +101,10 @@ class AnswerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class TierHints:
-    """Where a request's pages belong, and which volumes may have them.
+    """Namespace of a request's pages, and volumes that may have them.
 
-    `volumes` maps a volume id to the number of prompt pages, from the start, that it may have; missing ones are
-    computed. `load` is False where computing costs less than loading from volumes.
+    `volumes` maps a volume id to how many prompt pages, from the start, it may have; missing ones are computed. `load`
+    is False where computing costs less than loading.
     """
 
     namespace: Namespace = DEFAULT_NAMESPACE
@@ -173,10 +169,7 @@ class PromptSources:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Cached prompt tokens by place (vLLM's `prompt_tokens_cached_by_source`).
-
-    Counted at admission, even if pages then fail to arrive.
-    """
+    """Cached prompt tokens by place (vLLM's `prompt_tokens_cached_by_source`), counted at admission."""
 
     device: int = 0  # in the engine's own memory
     cpu: int = 0  # in its CPU tier
@@ -198,7 +191,7 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Times of a request in seconds of `time.monotonic` on this machine.
+    """In seconds of `time.monotonic` on this machine.
 
     `kv_transfer` and `load` are begin and end of waiting for pages of another engine and of slower tiers.
     """
@@ -213,11 +206,11 @@ class EngineTimes:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """New tokens and new text that one engine step added to one request.
+    """What one step added to one request.
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then alternatives, most likely first. `text` may
-    lag behind `token_ids`. The fields from `finish_reason` on, except `delta`, are set on the last output only; `times`
-    never leaves the worker. `delta` is the parsed form of `text` for requests with `parse`.
+    lag behind `token_ids`. `delta` is the parsed form of `text`. `finish_reason`, `stop_reason`, `sources`, `cached`,
+    `transfer_params` and `times` are set on the last output only; `times` never leaves the worker.
     """
 
     token_ids: Sequence[int]
@@ -246,8 +239,6 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Current state, and totals since the start."""
-
     num_running: int = 0
     num_waiting: int = 0
     num_pages_used: int = 0
@@ -261,8 +252,6 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class KvTransferStats:
-    """Transfers into this engine since its start."""
-
     num_transfers: int = 0
     num_bytes: int = 0
     seconds: float = 0.0  # summed
@@ -271,10 +260,10 @@ class KvTransferStats:
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages entered the prefix cache, or a tier.
+    """Pages entered the prefix cache or a tier.
 
-    `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. `route_keys`, one per page,
-    replace tokens, size, parent and salt: pages from slower tiers may come in any order.
+    `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. Pages from slower tiers, in any
+    order, have one of `route_keys` each instead of tokens, size, parent and salt.
     """
 
     page_hashes: Sequence[int]
@@ -321,20 +310,21 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Yield outputs, the last with a `finish_reason`.
 
-        Closing the iterator early aborts the request and releases its pages. A decode request whose pages cannot be
-        pulled computes its prompt. The deltas of a request with `parse` begin after the delivered part. Raises
-        InvalidRequest, EngineDead once the engine is gone, EngineError for an answer that its parser cannot read.
+        Closing the iterator early aborts the request and releases its pages. If pages cannot be pulled, the prompt is
+        computed. Deltas begin after the delivered part. Raises InvalidRequest, EngineDead once the engine is gone,
+        EngineError for an answer that its parser cannot read.
         """
         ...
 
     async def abort(self, request_id: RequestId) -> None:
-        """End a request: its iterator yields a last output with ABORT. Unknown and finished ids are ignored."""
+        """The request's iterator yields a last output with ABORT. Unknown and finished ids are ignored."""
         ...
 
     async def release(self, transfer_params: TransferParams) -> None:
-        """Free kept pages. Only for parameters that no decode engine received, which might read reused pages.
+        """Free kept pages whose parameters no decode engine received.
 
-        Idempotent; ignores unknown parameters; never raises. The pages may be free only after the next step.
+        Otherwise a decode engine may read reused pages. Idempotent; ignores unknown parameters; never raises. May take
+        effect after the next step.
         """
         ...
 
@@ -346,9 +336,7 @@ class Engine(Protocol):
         """The engine's own Prometheus metric families. May be slow."""
         ...
 
-    async def check_health(self) -> None:
-        """Raises EngineDead once the engine is gone."""
-        ...
+    async def check_health(self) -> None: ...
 
     def kv_events(self) -> AsyncIterator[KvEventBatch]:
         """Events from now on, for one listener; they never leave the machine."""
@@ -370,15 +358,13 @@ class RenderedPrompt:
 
 
 class Renderer(Protocol):
-    """Turns OpenAI bodies into token ids and sampling parameters, without an engine.
+    """Turns validated OpenAI bodies (gateway/openai_bodies.py) into prompts, without an engine.
 
-    `body` is a validated JSON object (gateway/openai_bodies.py). Raises InvalidRequest and ContextLengthExceeded.
+    Raises InvalidRequest and ContextLengthExceeded.
     """
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt: ...
 
-    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
-        """One result per prompt of the body, in order."""
-        ...
+    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]: ...
 
     def max_model_len(self) -> int: ...

@@ -1,4 +1,4 @@
-"""The parts of a parsed answer that have not been sent yet."""
+"""Parsed answers, less the part that was delivered before."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ class DeltaParser(Protocol):
 
 
 class ParsedAnswer:
-    """Feeds one answer to its parser from the start, and leaves out what was delivered before.
+    """Feeds one answer to its parser from the start, and leaves out the delivered part.
 
-    The delivered part arrives in one of two ways:
-    - As part of the prompt, for a continued request: `resume` feeds it.
-    - As outputs, for a request that is computed again (`Parse.num_tokens_before`): `on_output` leaves them out. An
-      output that is delivered in part is fed in two pieces, cut where the delivered text ends.
+    A continued request has that part in its prompt: `resume` feeds it. A request that is computed again outputs it
+    (`Parse.num_tokens_before`): `on_output` leaves it out, and cuts an output where the delivered text ends.
     """
 
     def __init__(self, parser: DeltaParser, parse: Parse) -> None:
@@ -31,10 +29,10 @@ class ParsedAnswer:
         self._num_chars_again = parse.num_chars_before
 
     def resume(self, pieces: Sequence[tuple[int, str]], num_chars: int) -> None:
-        """Feed answer tokens with the text that each added; `num_chars` characters of it were delivered.
+        """Feed answer tokens with the text each added; `num_chars` characters were delivered.
 
-        The rest of the text comes with the engine's next output. Tokens are fed one by one, as they first came, because
-        parsers may hold text back from one call to the next.
+        Later text comes with the next output. Tokens are fed one by one, because parsers may hold text back between
+        calls.
         """
         for token_id, text in pieces:
             self._parser.feed([token_id], text[:num_chars], finished=False)

@@ -13,8 +13,6 @@ MAX_GAP_S = 2.0
 
 
 class HangDetector:
-    """To be called with the engine's progress about every second."""
-
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._still_s = 0.0

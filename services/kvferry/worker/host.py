@@ -121,7 +121,6 @@ class WorkerHost:
         log.info("%s serves on %s", self.worker_id, self.member.address)
 
     async def check_health(self) -> None:
-        """Raises EngineDead once the engine is gone."""
         await self._engine.check_health()
         if self.server.died.is_set():
             raise EngineDead(self.server.why_died or "the engine failed a request as dead")

@@ -29,8 +29,6 @@ _READ = (
 
 
 class WorkerMetrics:
-    """Reads `engine` and `server` at every scrape."""
-
     def __init__(
         self,
         engine: Engine,

@@ -20,13 +20,11 @@ _VOLUME_MEDIUM = "STORAGE"
 class PageMirror:
     """Maps an engine's page hashes to route keys, at most `max_pages` of held and remembered ones.
 
-    - A page's key follows from its tokens and its parent's key. Without a known parent it is not published
-      (`num_unknown`).
-    - A hash stored twice is held once, and gone once removed: vLLM may cache equal pages twice, so less may be
-      published than is there, never more.
-    - Removed pages are remembered: engines announce pages that move to the CPU tier by hash alone.
-    - Beyond `max_pages`, remembered pages are evicted first, then the oldest held ones, which are published as removed
-      (`num_forgotten`).
+    - A page without a known parent has no key and is not published (`num_unknown`).
+    - A hash stored twice is held once, and gone once removed. vLLM may cache equal pages twice: then too little is
+      published, never too much.
+    - Removed pages are remembered: the CPU tier may announce them by hash alone.
+    - Remembered pages are evicted first, then the oldest held ones, published as removed (`num_forgotten`).
     - Lost batches clear everything (`num_gaps`).
     """
 
@@ -54,12 +52,10 @@ class PageMirror:
 
     @property
     def num_pages(self) -> int:
-        """Held pages over all tiers."""
         return sum(map(len, self._tier_to_keys.values()))
 
     @property
     def sequence(self) -> int:
-        """Number of the last delta."""
         return self._sequence
 
     def keys_of(self, tier: Tier) -> frozenset[int]:
@@ -108,7 +104,6 @@ class PageMirror:
         return snapshot_parts(self._sequence, held, max_keys)
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
         total = self.num_pages + len(self._remembered)
         assert total <= self._max_pages, f"{total} pages are held or remembered, {self._max_pages} allowed"
         for tier, held in self._tier_to_keys.items():
@@ -156,7 +151,6 @@ class PageMirror:
         return dict(zip(event.page_hashes, route_keys(event.token_ids, self._block_size, parent), strict=True))
 
     def _keys_by_hash(self, page_hashes: Sequence[int]) -> dict[int, int]:
-        """Hash -> key of known pages, which vLLM names by hash alone when they change tiers."""
         new = {}
         for page_hash in page_hashes:
             key = self._key_of(page_hash)

@@ -9,8 +9,6 @@ from kvferry.tracing import Clock, Span, Tracing, error_type
 
 
 class RequestMetrics(Protocol):
-    """Counts ended requests."""
-
     def count(self, reason: str) -> None:
         """Count an ended request by one of telemetry.END_REASONS."""
         ...
@@ -29,7 +27,6 @@ class RequestInstrumentation:
         self.tracing: Tracing | None = None
 
     def refused(self) -> None:
-        """Count a request that never reached the engine."""
         if self.metrics is not None:
             self.metrics.count("refused")
 
@@ -79,7 +76,6 @@ class InstrumentedRequest:
 
 
 def record_times(span: Span, last: EngineOutput, times: EngineTimes) -> None:
-    """Record the engine's times as children of the worker's span."""
     clock = Clock()
     sources = last.sources
 

@@ -87,7 +87,6 @@ class WorkerServer:
 
     @property
     def sessions(self) -> tuple[GatewaySession, ...]:
-        """Sessions of linked gateways."""
         return tuple(self._sessions)
 
     async def start(self) -> None:
@@ -137,7 +136,6 @@ class WorkerServer:
     # Called by transports and sessions
 
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
-        """Open the session of a linked gateway; its Welcome waits."""
         session = GatewaySession(self, transport, hello, self._want_snapshot)
         self._sessions.add(session)
         return session

@@ -27,7 +27,6 @@ def to_sequence(
     max_tokens_total: int,
     seed: int,
 ) -> TokenSequence:
-    """`seed` stands in where the request has none."""
     continued = request.continued
     packed = bytearray(pack_tokens(request.prompt_token_ids))
     given = list(request.prompt_token_ids[-continued.num_tokens :]) if continued is not None else []

@@ -123,7 +123,6 @@ class Answer:
         return held
 
     def logprobs(self, before: int, token_id: int) -> Sequence[TokenLogprob]:
-        """The last token and `Sampling.logprobs` alternatives; `before` is the `digest()` before that token."""
         num_alternatives = self._sampling.logprobs or 0
         likely = 0.5 + (before >> 40) / (1 << 24) * 0.45
         position = [TokenLogprob(token_id, self._texts[token_id], math.log(likely))]
@@ -189,7 +188,6 @@ class Answer:
 
 
 def _candidate(digest: int, i: int) -> int:
-    """The word `i` places from the most likely one."""
     if i == 0:
         return NUM_SPECIAL + (digest >> 20) % NUM_WORDS
     return NUM_SPECIAL + _mix(digest + i * _GOLDEN) % NUM_WORDS
@@ -204,7 +202,6 @@ def _mix(value: int) -> int:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that may begin `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -18,7 +18,6 @@ _ROOT_SEED = 0x6B76666572727931
 
 
 def root_hash(cache_salt: str) -> PageHash:
-    """The parent hash of a prompt's first page."""
     return PageHash(xxhash.xxh3_64_intdigest(cache_salt.encode("utf-8", "surrogatepass"), _ROOT_SEED))
 
 

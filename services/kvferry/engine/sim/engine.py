@@ -220,7 +220,6 @@ class SimEngine:
         return ()
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant, also of a part, is broken."""
         self._cache.check(with_tier=self._failure is None)
         self._scheduler.check()
         has_holder = self._failure is not None or self.num_offers or len(self._scheduler)

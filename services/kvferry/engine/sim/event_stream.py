@@ -32,7 +32,6 @@ class KvEventStream:
             self._listener.put(batch)
 
     def listen(self) -> AsyncIterator[KvEventBatch]:
-        """Batches from now on, until the engine dies or somebody else listens."""
         if self._listener is not None:
             self._listener.fail(_ListenerReplaced())
         self._listener = listener = SingleReaderQueue[KvEventBatch]()

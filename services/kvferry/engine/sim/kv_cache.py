@@ -21,7 +21,6 @@ class KvCache:
         self._block_size = block_size
 
     def store_computed(self, sequence: TokenSequence) -> None:
-        """Write and cache the pages that computing has filled."""
         first, end = sequence.num_stored, sequence.num_computed // self._block_size
         sequence.chain.hash_pages(end)
         for page, page_hash in zip(sequence.pages[first:end], sequence.chain.page_hashes[first:end], strict=True):

@@ -36,7 +36,6 @@ class KvFetcher:
         sleep: Callable[[float], Awaitable[None]],
         on_fetched: Callable[[TokenSequence], None],
     ) -> None:
-        """`sleep` paces loads from tiers."""
         self._cache = cache
         self._sim = sim
         self._tier_timeout_s = tier_timeout_s
@@ -66,7 +65,6 @@ class KvFetcher:
         return False
 
     def release(self, ticket: Ticket | None) -> None:
-        """Release the prefill engine's offer."""
         if ticket is not None and not self._is_closed:
             self._tasks.spawn(release_offer(ticket))
 
@@ -118,7 +116,6 @@ class KvFetcher:
                 self._end_pull(sequence, first, num_pulled, num_offered)
 
     def _expected_pages(self, sequence: TokenSequence, ticket: Ticket) -> tuple[list[PageHash], int]:
-        """Hashes of the offered pages that belong to this prompt, and how many tokens they hold."""
         block_size, chain = sequence.block_size, sequence.chain
         num_offered = min(ticket.num_tokens, sequence.num_prompt)
         expected = chain.page_hashes[: num_offered // block_size]

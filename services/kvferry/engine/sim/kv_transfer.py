@@ -1,7 +1,7 @@
 """KV transfer between simulators: pages are offered under a key, pulled, verified and released.
 
-Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller compares each page with the bytes that its tokens
-determine, and always releases the offer; else the offer ends with its lease.
+Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller verifies pages by its tokens, and always releases
+the offer; else it ends with its lease.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_params(params: TransferParams) -> Ticket:
-        """Raises KvTransferError for parameters that no simulator made."""
         try:
             return msgspec.convert(dict(params), Ticket)
         except msgspec.ValidationError as error:
@@ -176,7 +175,6 @@ class KvTransferServer:
             self._free_if_unused(offer)
 
     def close(self) -> None:
-        """Stop listening and break every connection, at once."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -31,7 +31,6 @@ class PageMemory:
         return f"<PageMemory {len(self._bytes) // self.page_bytes} pages of {self.page_bytes} bytes>"
 
     def expected(self, page_hash: PageHash) -> bytes:
-        """The bytes of a page with these tokens."""
         multiplier = xxhash.xxh3_64_intdigest(page_hash.to_bytes(8, "little"), self.layout) | 1
         return ((self._noise * multiplier) & self._mask).to_bytes(self.page_bytes, "little")
 

@@ -154,7 +154,6 @@ class Scheduler:
                 being_filled = being_filled.union(sequence.loading)
 
     def _being_filled(self) -> frozenset[PageHash]:
-        """Prompt pages being computed or loaded now."""
         computed = (
             page_hash
             for sequence in self._running
@@ -164,7 +163,6 @@ class Scheduler:
         return frozenset(computed).union(*(sequence.loading for sequence in self._fetching))
 
     def _first_missing(self, sequence: TokenSequence) -> PageHash | None:
-        """The first cacheable page that a waiting sequence would compute."""
         if sequence.ticket is not None:
             return None
         cacheable = sequence.cacheable()

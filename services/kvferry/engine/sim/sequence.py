@@ -106,6 +106,5 @@ class TokenSequence:
         return self.chain.page_hashes[: (self.num_tokens - 1) // self.block_size]
 
     def volume_of(self, page: int) -> str | None:
-        """The volume that a hint names for a page."""
         volumes = self.request.tier.volumes if self.request.tier is not None else {}
         return next((volume_id for volume_id, num_pages in volumes.items() if page < num_pages), None)

@@ -39,7 +39,6 @@ class StepLoop:
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        """`offer` takes the pages of a finished prefill."""
         self._scheduler = scheduler
         self._cache = cache
         self._events = events
@@ -57,7 +56,6 @@ class StepLoop:
         self.num_steps = 0
 
     def wake(self) -> None:
-        """Look for work: sequences or pages changed."""
         self._work.set()
 
     async def run(self) -> None:

@@ -37,7 +37,6 @@ class TokenChain:
             self.page_hashes.append(parent)
 
     def tail_hash(self) -> PageHash:
-        """Hash of the page that the prompt fills in part."""
         num_full = self.num_prompt // self._block_size
         parent = self.page_hashes[num_full - 1] if num_full else self._root
         return chain_hash(parent, self.packed[num_full * self._page_bytes : TOKEN_BYTES * self.num_prompt])

@@ -21,7 +21,6 @@ RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
 def engine_arguments(
     model_folder: str, model: ModelConfig, engine: EngineConfig, *, kv_transfer: dict[str, Any], events_endpoint: str
 ) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs."""
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,

@@ -1,7 +1,7 @@
-"""Continues an answer in another engine; limits and text count from the answer's start.
+"""Continues an answer in another engine.
 
-vLLM treats the tokens given so far as prompt, and would begin to detokenize after them. Characters across that border,
-and text held back for a stop string, would be lost. So the request gets a new detokenizer that is fed those tokens.
+vLLM takes the tokens given so far for prompt, and would begin to detokenize after them. Characters across that border,
+and text held back for a stop string, would be lost. So the request gets a detokenizer that is fed those tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Continuations:
         output_processor.add_request = self._added
 
     def expect(self, request_id: RequestId, continued: Continued, min_tokens: int) -> None:
-        """`min_tokens` is the whole answer's."""
         self._expected[request_id] = (continued, min_tokens)
 
     def forget(self, request_id: RequestId) -> None:
@@ -40,7 +39,6 @@ class Continuations:
 
 
 def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued, min_tokens: int) -> IncrementalDetokenizer:
-    """The answer's detokenizer after the tokens given so far."""
     begun = copy.copy(request)
     begun.prompt_token_ids = request.prompt_token_ids[: -continued.num_tokens]
     begun.sampling_params = copy.copy(request.sampling_params)

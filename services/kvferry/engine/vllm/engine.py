@@ -215,7 +215,6 @@ class VllmEngine:
     def _prepare(
         self, request: EngineRequest, transfer: dict[str, Any] | None
     ) -> tuple[SamplingParams, ParsedAnswer | None, dict[str, Any]]:
-        """Sampling parameters, parser, and further arguments of `AsyncLLM.generate`."""
         from kvferry.engine.vllm.continuation import remaining_limits
         from kvferry.engine.vllm.sampling import to_vllm
 

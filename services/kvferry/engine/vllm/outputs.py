@@ -13,7 +13,6 @@ _FINISH_REASONS: dict[str | None, FinishReason] = {reason.value: reason for reas
 
 
 def to_engine_output(completion: Any) -> EngineOutput:
-    """`completion` is vLLM's CompletionOutput."""
     output = EngineOutput(token_ids=completion.token_ids, text=completion.text)
     if completion.logprobs is not None:
         output.logprobs = [

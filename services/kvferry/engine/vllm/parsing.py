@@ -61,8 +61,6 @@ def parse_of(
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request's parser, and the arguments of `AsyncLLM.generate` that go with it."""
-
     answer: ParsedAnswer
     engine_arguments: Mapping[str, Any]
 
@@ -125,8 +123,6 @@ class Parsers:
 
 
 class VllmParser:
-    """A DeltaParser around one of vLLM's Parser objects."""
-
     def __init__(self, parser: Any, chat: Any, prompt_token_ids: list[int]) -> None:
         from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
 

@@ -1,8 +1,8 @@
 """Renders plain chats and prompts in a fifth of the time of vLLM's renderer.
 
-vLLM uses a thread for the template, another hop for the tokens, and builds parameters anew each time. Here its parts
-run one after the other, and parameters are cached. `verify` compares the results; where they differ, this must not be
-used. vLLM's renderer gets everything else: unlisted fields, long prompts, and failures, so that errors are vLLM's.
+It runs vLLM's own parts without hops between threads, and caches parameters. `verify` compares the results; where they
+differ, this must not be used. vLLM's renderer gets everything else: unlisted fields, long prompts, and failures, so
+that errors are vLLM's.
 """
 
 from __future__ import annotations
@@ -119,7 +119,6 @@ class PlainPrompts:
             return None
 
     def completion(self, body: Mapping[str, Any]) -> Rendered | None:
-        """For a body that `takes_completion`. None: use vLLM's renderer."""
         try:
             with_special = body.get("add_special_tokens", True)
             return self._rendered("completion", body["prompt"], body, add_special_tokens=with_special)
@@ -149,7 +148,6 @@ class PlainPrompts:
         return Rendered(token_ids, structs.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
 
     def _resolve(self, kind: str, asked: bytes) -> Sampling:
-        """vLLM's parameters for these fields, with the model's defaults."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 

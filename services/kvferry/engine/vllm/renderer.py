@@ -112,7 +112,6 @@ class VllmRenderer:
         return None
 
     def _parse_of_plain(self) -> Parse | None:
-        """The Parse of every chat that `PlainPrompts` takes."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         from kvferry.engine.vllm.parsing import parse_of

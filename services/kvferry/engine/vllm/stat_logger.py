@@ -61,7 +61,6 @@ class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
                 )
 
     def _record_transfers(self, stats: dict[str, Any]) -> None:
-        """Stats of KV transfer: alone, or under its name in a MultiConnector."""
         transfers = stats.get("KvTransferConnector", stats)
         self.transferred_bytes += int(sum(transfers.get("bytes_transferred", ())))
         durations_s = transfers.get("transfer_duration", ())
@@ -72,4 +71,4 @@ class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
         self.num_ended_leases += len(transfers.get("num_kv_expired_reqs", ()))
 
     def log_engine_initialized(self) -> None:
-        """Required by vLLM."""
+        pass  # abstract in vLLM

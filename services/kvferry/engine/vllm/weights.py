@@ -24,8 +24,6 @@ _THREADS = 4
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """A file's state when its digest was taken."""
-
     size: int
     modified_ns: int
     changed_ns: int  # copying may keep the modification time

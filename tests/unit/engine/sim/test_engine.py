@@ -1,4 +1,4 @@
-"""What the contract suite does not ask of every engine: the twin's faults, its clock, its pages running out."""
+"""What the contract suite does not ask of every engine: the simulator's faults, its clock, its pages running out."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def is_idle(engine: SimEngine) -> bool:
 class VirtualTime:
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.naps: list[float] = []
+        self.sleeps: list[float] = []
 
     def clock(self) -> float:
         return self.now_s
 
     async def sleep(self, duration_s: float) -> None:
         self.now_s += duration_s
-        self.naps.append(duration_s)
+        self.sleeps.append(duration_s)
         await asyncio.sleep(0)
 
 
@@ -140,7 +140,7 @@ async def test_prompts_take_their_tokens_and_answers_their_steps(time: VirtualTi
     async with started(clock=time.clock, sleep=time.sleep, step_ms=10, prefill_tokens_per_s=1000) as engine:
         await run(engine, prompt_of(35), 4)
     # 35 tokens at 10 a step, then three more tokens after the first.
-    assert time.naps == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.01, 0.01, 0.01])
+    assert time.sleeps == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.01, 0.01, 0.01])
 
 
 async def test_a_cached_prompt_takes_only_what_is_not_cached(time: VirtualTime) -> None:
@@ -603,19 +603,19 @@ async def test_pages_of_the_answer_are_told_too(engine: SimEngine) -> None:
     events = engine.kv_events()
     prompt = prompt_of(6)
     token_ids, _ = await run(engine, prompt, 8, cache_salt="salt")
-    told: list[int] = []
+    stored_tokens: list[int] = []
     parent = None
     async with asyncio.timeout(DEADLINE_S):
-        while len(told) < 12:
+        while len(stored_tokens) < 12:
             batch = await anext(events)
             for event in batch.events:
                 assert isinstance(event, PagesStored)
                 assert event.parent_hash == parent
                 assert event.cache_salt == ("salt" if parent is None else None)
-                told += event.token_ids
+                stored_tokens += event.token_ids
                 parent = event.page_hashes[-1]
     # The 14th token was never computed, the 13th is alone on its page.
-    assert told == [*prompt, *token_ids][:12]
+    assert stored_tokens == [*prompt, *token_ids][:12]
     _, again = await run(engine, [*prompt, *token_ids], 1, cache_salt="salt")
     assert again.sources == PromptSources(local_compute=2, local_cache_hit=12)
 

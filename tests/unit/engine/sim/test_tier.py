@@ -1,4 +1,4 @@
-"""The twin's CPU tier, and volumes behind a real keeper: what comes back is right, or is computed."""
+"""the simulator's CPU tier, and volumes behind a real keeper: what comes back is right, or is computed."""
 
 from __future__ import annotations
 
@@ -171,10 +171,10 @@ async def test_what_the_engine_gave_away_comes_from_its_cpu_tier(config: TierCon
 
 
 async def test_loads_take_their_time(config: TierConfig) -> None:
-    naps: list[float] = []
+    sleeps: list[float] = []
 
     async def sleep(duration_s: float) -> None:
-        naps.append(duration_s)
+        sleeps.append(duration_s)
         await asyncio.sleep(0)
 
     async with started(config, volumes=False, num_pages=12, tier_page_ms=500, sleep=sleep) as engine:
@@ -182,7 +182,7 @@ async def test_loads_take_their_time(config: TierConfig) -> None:
         await run(engine, prompt, 1)
         await run(engine, prompt_of(45), 1)
         await run(engine, prompt, 1)
-        assert 1.5 in naps
+        assert 1.5 in sleeps
 
 
 async def test_siblings_wait_for_what_one_of_them_loads(config: TierConfig, volume: Path) -> None:
@@ -252,7 +252,7 @@ def flip(file: Path) -> None:
 
 
 async def test_a_wrong_byte_in_memory_is_not_used(config: TierConfig) -> None:
-    """The twin knows what every page must hold, so whatever a tier does wrong is seen."""
+    """The simulator knows what every page must hold, so whatever a tier does wrong is seen."""
     async with started(config, volumes=False, num_pages=12) as engine:
         prompt = prompt_of(33)
         expected, _ = await run(engine, prompt, 1)

@@ -41,7 +41,6 @@ def layout_fields(
 
 
 def instruction_set(vllm_config: Any) -> str:
-    """Instruction set on the CPU device, else the device's kind."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if not current_platform.is_cpu():
         capability = current_platform.get_device_capability()

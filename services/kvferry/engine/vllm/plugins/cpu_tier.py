@@ -1,7 +1,6 @@
 """vLLM's CPU tier, also on the CPU device, where vLLM 0.32 refuses it.
 
-vLLM copies pages between device and CPU tier with CUDA streams only. The rest of the tier knows no device, so only the
-copying is replaced, by a thread that runs jobs in order as a stream does.
+vLLM copies pages with CUDA streams only. On the CPU device a thread that runs jobs in order replaces them.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
 
 def unlink_region(region: Any) -> None:
-    """Unlink the region's name once all workers have mapped it, so that a kill leaves nothing in /dev/shm.
+    """Unlink the region's name, so that a kill leaves nothing in /dev/shm.
 
-    vLLM makes the scheduler after the workers. If the scheduler came first, the name stays.
+    vLLM makes the scheduler after all workers have mapped the region. If the scheduler came first, the name stays.
     """
     path = Path(region.mmap_path)
     if region._creator:
@@ -82,8 +81,8 @@ def refuse_second_region(region: Any) -> None:
 class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies pages between engine and CPU tier, in order, on its own thread. Owns the region.
 
-    At 0.4 ms a page, a long prompt would else hold up every stream for 0.1 s. vLLM protects the pages as it does for
-    streams: a running request's pages stay, and `wait` precedes other reuse.
+    At 0.4 ms a page, a long prompt would else hold up streams for 0.1 s. As with CUDA streams, vLLM calls `wait` before
+    it reuses a finished request's pages.
     """
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: Any) -> None:

@@ -29,7 +29,6 @@ class CpuTierEvents:
         return len(self._names)
 
     def record_stored(self, keys: Collection[bytes], context: Any) -> None:
-        """Remember the pages of chunks that are about to be stored."""
         state = context.get_state(RequestTierState)
         if state is None:
             return

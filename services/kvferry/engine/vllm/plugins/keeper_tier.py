@@ -1,8 +1,7 @@
 """The keeper's volumes as a SecondaryTierManager of vLLM's tiers.
 
-It runs in vLLM's scheduler and never waits there: the keeper client mirrors what can be loaded, and later steps poll
-jobs. Without a keeper everything is a miss. A page that failed to load is a miss for that request from then on, or the
-request might retry for ever.
+It never waits in vLLM's scheduler: the client mirrors what can be loaded, and later steps poll jobs. Without a keeper
+everything is a miss. A failed page stays a miss for its request, which might else retry for ever.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """vLLM's NixlConnector with repairs of vLLM 0.32 (see also nixl_lease.py and nixl_progress.py).
 
-- On the CPU device it pins the thread that makes it, the compute thread, to one core per NUMA node for good: all
-  engines of a machine then share one core.
-- Its compatibility hash lacks block sizes. On the CPU device unequal ones pass the handshake and produce garbage.
+- On the CPU device it pins the compute thread to one core per NUMA node for good, the same for all engines.
+- Its compatibility hash lacks block sizes. On the CPU device unequal ones produce garbage.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
-    """Fail the handshake if the remote engine's pages hold another number of tokens.
-
-    That fails the load: the decode engine computes the prompt (kv_load_failure_policy: recompute).
-    """
+    """Fail the handshake, and so the load, if the remote engine's pages hold another number of tokens."""
     add_remote_agent = worker.add_remote_agent
 
     def checked(remote: Any, *args: Any, **kwargs: Any) -> str:

@@ -1,8 +1,7 @@
-"""Slows the steps of a prefill engine that only keeps pages for KV transfer.
+"""Slows the idle steps of a prefill engine that keeps pages for KV transfer.
 
-vLLM steps such an engine every millisecond to see whether the pages were read: 0.9 cores for as long as it keeps a
-prompt. On the CPU device decode engines read pages with those cores; on two cores reads took twice as long. The cost is
-small: pages are freed, and prompts start, one pause later.
+vLLM steps it every millisecond to see whether they were read: 0.9 cores per kept prompt. On two cores of a CPU device
+decode engines' reads took twice as long. The cost: pages are freed, and prompts start, one pause later.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ IDLE_STEP_PAUSE_S = 0.01
 
 
 def slow_idle_steps(scheduler: Any) -> None:
-    """Pause before steps that neither compute nor notify the worker."""
     build_connector_meta = scheduler.build_connector_meta
 
     def build(scheduler_output: Any) -> Any:

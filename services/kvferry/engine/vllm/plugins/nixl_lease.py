@@ -1,9 +1,9 @@
 """Prevents reads of a prefill engine's pages after their lease.
 
-In vLLM 0.32 a decode engine that is busy for longer than the lease reads pages that were reused, and answers from them:
-heartbeats extend a lease, but wait for both engines' steps. So the lease's end travels with the transfer parameters, in
-the prefill engine's clock, and the decode engine checks it before and after a read. A late read is a failed load, which
-is computed (kv_load_failure_policy: recompute). Heartbeats only lengthen a lease, so its first end is safe.
+In vLLM 0.32 a decode engine that is busy for longer than the lease answers from reused pages: heartbeats extend a
+lease, but wait for both engines' steps. So the lease's first end, by the prefill engine's clock, travels with the
+transfer parameters, and the decode engine checks it before and after a read. A late read is a failed load, and the
+prompt is computed (kv_load_failure_policy: recompute).
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ def end_lease(worker: Any, request_id: str) -> bool:
 
 
 def _connector_workers(connector: Any) -> list[Any]:
-    """Of NIXL connectors, alone or in a MultiConnector."""
     connectors = getattr(connector, "_connectors", None) or [connector]
     workers = [getattr(each, "connector_worker", None) for each in connectors]
     return [worker for worker in workers if hasattr(worker, "_reqs_to_send")]

@@ -18,7 +18,6 @@ _HINT_VERSION = "1"
 
 
 def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = None) -> KvHintsEnvelope:
-    """The hints that `RequestTierState` reads in the engine's core."""
     payload = {
         "tenant": hints.namespace.tenant,
         "epoch": hints.namespace.epoch,
@@ -73,7 +72,6 @@ class RequestTierState:
         return self._known(num_pages)[num_pages - 1] if self._reaches(num_pages) else 0
 
     def route_keys(self, first_page: int, end_page: int) -> array[int]:
-        """Known keys of pages [first_page, end_page)."""
         return self._known(end_page)[first_page:end_page]
 
     def page_hashes(self, first_page: int, end_page: int, tokens_per_hash: int) -> list[Any]:

@@ -1,8 +1,7 @@
 """Polls the queue between engine core and worker with pauses instead of spinning.
 
-For a second after each message vLLM's readers spin on `sched_yield`. On the CPU device that takes cores from the
-worker's computing. Waiting for the notification at once made single steps take 5 s, as if notifications were lost while
-no reader polled.
+For a second after each message vLLM spins on `sched_yield`, which on the CPU device takes cores from computing. Waiting
+for the notification at once made single steps take 5 s, as if it was lost.
 """
 
 from __future__ import annotations

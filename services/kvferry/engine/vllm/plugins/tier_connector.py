@@ -1,11 +1,10 @@
 """vLLM's OffloadingConnector with what vLLM 0.32 lacks for its tiers.
 
-- Route keys: vLLM's CPU tier events carry no salt and name only the last page of a chunk.
-- Namespaces and volume hints: TierHints come as KV hints, because the transfer parameters belong to KV transfer.
-- Order: a MultiConnector asks every connector for every request, and the tier would read from NVMe what NIXL brings. So
-  the tier offers nothing until KV transfer has begun or failed.
-- Timeouts: a read that hangs cannot be cancelled, and vLLM would wait for its page. Here a request waits for
-  `load_timeout_s`, and then computes what is missing.
+- Route keys: CPU tier events carry no salt, and name only a chunk's last page.
+- Namespaces and volume hints: they come as KV hints, because KV transfer owns the transfer parameters.
+- Order: a MultiConnector asks every connector, so the tier would read what NIXL brings. It offers nothing until KV
+  transfer has begun or failed.
+- Timeouts: vLLM would wait for a read that hangs. After `load_timeout_s` a request computes what is missing.
 """
 
 from __future__ import annotations
@@ -163,7 +162,6 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         return self._with_tier_results(request, super().request_finished_all_groups(request, block_ids))
 
     def _with_tier_results(self, request: Any, answer: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Add wait times and loaded tokens to the answer."""
         kept, params = self._times.attach_to(request.request_id, answer)
         status = self.scheduler._req_status.get(request.request_id)
         state = status.req_context.get_state(RequestTierState) if status is not None else None

@@ -1,7 +1,6 @@
-"""How long requests waited for pages from elsewhere.
+"""How long requests waited for pages; vLLM 0.32 counts that as queueing.
 
-vLLM 0.32 counts that wait as queueing, so the connector measures it. The times travel beside the transfer parameters
-from the scheduler to its own process only.
+The times travel beside the transfer parameters, within the worker's process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class TransferTimes:
         return len(self._began) + len(self._ended)
 
     def started(self, request_id: str, since_s: float | None = None) -> None:
-        """The wait began at `since_s`, or now."""
         self._began.setdefault(request_id, time.monotonic() if since_s is None else since_s)
 
     def arrived(self, request_ids: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a connector saw of a request's wait for pages, on its way out of the engine's core."""
+"""How long a request waited for pages, as its connector measured it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from kvferry.engine.vllm.plugins.transfer_times import KV_TRANSFER_TIMES, LOAD_TIMES, TransferTimes, pop_times
 
 
-def test_a_wait_is_told_once_with_the_end_of_its_request() -> None:
+def test_a_wait_is_reported_once_with_the_end_of_its_request() -> None:
     times = TransferTimes(KV_TRANSFER_TIMES)
     before_s = time.monotonic()
     times.started("a")
