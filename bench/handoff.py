@@ -98,7 +98,7 @@ class KvTransfer:
 
     def __init__(self, pair: VllmPair) -> None:
         self._pair = pair
-        self._log = KvTransferLog(pair.decode._counters)
+        self._log = KvTransferLog(pair.decode._stat_logger)
         self._num_requests = 0
 
     async def pull(self, prompt: Sequence[int]) -> Transfer:

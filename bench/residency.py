@@ -173,8 +173,8 @@ def bench_mirror() -> float:
         batches.append(KvEventBatch(i, [stored, *removed]))
 
     def tell(i: int) -> None:
-        mirror.feed(batches[i])
-        delta = mirror.take()
+        mirror.apply(batches[i])
+        delta = mirror.next_delta()
         assert delta is not None
         for keys in (*delta.stored.values(), *delta.removed.values()):
             pack_keys(keys)

@@ -1,4 +1,4 @@
-"""The metrics of one process as Prometheus text: what telemetry.py lists for its kind, and nothing else."""
+"""Prometheus text of one process: exactly the metrics that telemetry.py lists for its kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Reading(NamedTuple):
-    """A value that is read when it is asked for. `labels` in the catalogue's order; `total` is a summary's sum."""
+    """A value read at a scrape. `labels` in the catalogue's order; `total` is a summary's sum."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -26,14 +26,13 @@ class Reading(NamedTuple):
 
 
 class Exposition:
-    """The metrics of one process: what the catalogue says its kind exports, and nothing else.
+    """The metrics of one process. `identity` labels every series.
 
-    Some count by themselves (`counter`, `gauge`, `histogram`), others are read when somebody asks (`read`). `identity`
-    is put on every series.
+    `counter`, `gauge` and `histogram` count by themselves; `read` registers metrics that are read at a scrape.
     """
 
     def __init__(self, exporter: Exporter, identity: Mapping[str, str] | None = None) -> None:
-        # They would be metrics of their own in the text format, and nobody needs them.
+        # They would be further metrics in the text format.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.exporter = exporter
         self._identity = dict(identity or {})
@@ -41,42 +40,40 @@ class Exposition:
         self._made: set[Metric] = set()
 
     def counter(self, metric: Metric) -> Counter:
-        made = Counter(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.COUNTER))
-        _begin(made, metric)
-        return made
+        series = Counter(metric.name, metric.help, _names(metric), registry=self._claim(metric, Kind.COUNTER))
+        _create_all_series(series, metric)
+        return series
 
     def gauge(self, metric: Metric) -> Gauge:
-        made = Gauge(metric.name, metric.help, _names(metric), registry=self._take(metric, Kind.GAUGE))
-        _begin(made, metric)
-        return made
+        series = Gauge(metric.name, metric.help, _names(metric), registry=self._claim(metric, Kind.GAUGE))
+        _create_all_series(series, metric)
+        return series
 
     def histogram(self, metric: Metric) -> Histogram:
-        registry = self._take(metric, Kind.HISTOGRAM)
-        made = Histogram(metric.name, metric.help, _names(metric), buckets=metric.buckets, registry=registry)
-        _begin(made, metric)
-        return made
+        registry = self._claim(metric, Kind.HISTOGRAM)
+        series = Histogram(metric.name, metric.help, _names(metric), buckets=metric.buckets, registry=registry)
+        _create_all_series(series, metric)
+        return series
 
     def read(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
-        """Have these metrics read with `read` at every scrape."""
         for metric in metrics:
-            self._take(metric, metric.kind)
+            self._claim(metric, metric.kind)
         self._registry.register(_Readings(metrics, read))
 
     @property
     def missing(self) -> frozenset[str]:
-        """Names that the catalogue has for this kind and nobody made."""
+        """Catalogue names of this kind that are not registered."""
         return frozenset(m.name for m in CATALOGUE if m.exporter is self.exporter and m not in self._made)
 
     def render(self) -> bytes:
-        """The text exposition."""
         return self.render_others(self._registry.collect())
 
     def render_others(self, families: Iterable[Family]) -> bytes:
-        """Families that an engine makes itself, with this process's identity; on any thread."""
+        """Render an engine's own families with this process's identity. Thread-safe."""
         return generate_latest(_Families(_identified(families, self._identity)))
 
-    def _take(self, metric: Metric, kind: Kind) -> CollectorRegistry:
-        """Raises ValueError for what the catalogue has not, or has for others."""
+    def _claim(self, metric: Metric, kind: Kind) -> CollectorRegistry:
+        """Raises ValueError for metrics that the catalogue lacks or lists for others."""
         if metric not in CATALOGUE or metric.exporter is not self.exporter or metric.kind is not kind:
             raise ValueError(f"{metric.name}: not a {kind.value} of a {self.exporter.value} in the catalogue")
         if metric in self._made:
@@ -89,11 +86,11 @@ def _names(metric: Metric) -> list[str]:
     return [label.name for label in metric.labels]
 
 
-def _begin(made: Counter | Gauge | Histogram, metric: Metric) -> None:
-    """All series at zero."""
+def _create_all_series(series: Counter | Gauge | Histogram, metric: Metric) -> None:
+    """Start all series at zero."""
     if metric.labels:
         for values in itertools.product(*(label.values for label in metric.labels)):
-            made.labels(*values)
+            series.labels(*values)
 
 
 class _Families(Collector):
@@ -115,14 +112,12 @@ def _identified(families: Iterable[Family], identity: Mapping[str, str]) -> Iter
 
 
 class _Readings(Collector):
-    """Metrics that are read when scraped. What nobody reads and is known by its labels is zero."""
-
     def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[Reading]]) -> None:
         self._metrics = metrics
         self._read = read
 
     def describe(self) -> Iterable[Family]:
-        return ()  # or registering would read
+        return ()  # else registering would read
 
     def collect(self) -> Iterable[Family]:
         seen: dict[str, dict[tuple[str, ...], Reading]] = {metric.name: {} for metric in self._metrics}
@@ -153,7 +148,7 @@ def _family(metric: Metric, readings: Mapping[tuple[str, ...], Reading]) -> Fami
 
 
 def _known(metric: Metric, readings: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Every series that is known to exist: of each process or volume that was read, all values of the other labels."""
+    """Every known series: per process or volume that was read, all values of the other labels."""
     is_open = [not label.values for label in metric.labels]
     owners = {tuple(v for v, free in zip(labels, is_open, strict=True) if free) for labels in readings}
     if not any(is_open):
@@ -164,14 +159,11 @@ def _known(metric: Metric, readings: Iterable[tuple[str, ...]]) -> Iterator[tupl
 
 
 class SpanCounts(NamedTuple):
-    """What became of the spans of this process."""
-
     exported: int = 0
     failed: int = 0
     dropped: int = 0
 
 
 def read_spans(metric: Metric, counts: SpanCounts) -> Iterator[Reading]:
-    """`metric` is the process's own of spans."""
     for outcome, value in zip(SPAN_OUTCOMES, counts, strict=True):
         yield Reading(metric, (outcome,), value)

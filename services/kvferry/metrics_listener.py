@@ -1,7 +1,7 @@
-"""A small HTTP listener of a process's own, for Prometheus: GET /metrics and nothing else.
+"""A small HTTP listener for Prometheus with only GET /metrics.
 
-Beside whatever the process serves: scraping needs no API key, may be closed off by a network policy of its own, and
-goes on while a gateway refuses requests.
+It is separate from the process's service: it needs no API key, can have its own network policy, and answers while a
+gateway refuses requests.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 Render = Callable[[], Awaitable[bytes]]
 
-# A fixed port is the first of so many: several processes of one kind may share a machine.
+# Ports tried from a fixed port on: several processes of one kind may share a machine.
 NUM_PORTS = 16
 _MAX_CONNECTIONS = 64
 
 
 class Server(uvicorn.Server):
-    """uvicorn inside a replica: its event loop is not the main thread's, so it must leave signals alone."""
+    """uvicorn that leaves signals alone: its event loop is not the main thread's."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
 
 
 class MetricsListener:
-    """Listens from `start` to `stop`. `render` makes the text exposition, in the event loop."""
+    """`render` makes the text exposition, in the event loop."""
 
     def __init__(self, config: MetricsConfig, first_port: int, render: Render) -> None:
         self._config = config
@@ -55,11 +55,11 @@ class MetricsListener:
 
     @property
     def address(self) -> str:
-        """host:port for whoever scrapes; empty before `start`."""
+        """host:port for scrapers; empty before `start`."""
         return join_host_port(reachable_host(self._config.host), self._port) if self._port else ""
 
     async def start(self) -> None:
-        """Raises ConfigError where it cannot listen, or for TLS files that cannot be used."""
+        """Raises ConfigError where it cannot listen, or for unusable TLS files."""
         listener = self._listen()
         self._port = listener.getsockname()[1]
         tls = self._config.tls
@@ -89,7 +89,7 @@ class MetricsListener:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     async def stop(self) -> None:
-        """May be repeated."""
+        """Idempotent."""
         if self._server is not None:
             self._server.should_exit = self._server.force_exit = True
         if self._serving is not None:

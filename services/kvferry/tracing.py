@@ -1,12 +1,8 @@
-"""Traces: one per request, over every process that has a part in it, to an OpenTelemetry collector.
+"""Traces to an OpenTelemetry collector: one per request, over all processes that serve it.
 
-W3C trace context comes in with a request and goes on with it: to workers in their Submit, to keepers in an engine's
-frames and between keepers as gRPC metadata. Whoever gets a context traces its part under it; whoever gets none does
-nothing, so that a request that is not sampled costs one comparison per hop. Without `tracing.endpoint` nothing of
-OpenTelemetry is even imported.
-
-Spans wait in a bounded queue for a thread that sends them. A collector that cannot be reached loses spans, counted and
-said once, and holds up nobody.
+A W3C trace context travels with the request: in HTTP headers, a worker's Submit, an engine's frames to its keeper, and
+gRPC metadata between keepers. Without one, a process makes no spans. Without `tracing.endpoint`, OpenTelemetry is not
+imported. Spans wait in a bounded queue for a thread; lost ones are counted, and the loss is logged once.
 """
 
 from __future__ import annotations
@@ -37,14 +33,14 @@ log = logging.getLogger(__name__)
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 
-# Spans that wait at most; more are dropped.
-MAX_WAITING = 8192
-_BATCH = 512
-_EVERY_S = 1.0
+# Further spans are dropped.
+MAX_WAITING_SPANS = 8192
+_BATCH_SPANS = 512
+_EXPORT_PERIOD_S = 1.0
 _EXPORT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 3.0
 
-# The SDK says the same again and again for as long as a collector is away; we say it once.
+# The SDK repeats itself while a collector is unreachable; `_SpanQueue` logs it once.
 _CHATTY_LOGGERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
 
 Value = str | bool | int | float | Sequence[str]
@@ -53,13 +49,12 @@ Attributes = Mapping[str, Value | None]
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Whose child a span is to be, as W3C says it. Only of traces that are sampled."""
+    """W3C context of a sampled parent span."""
 
     traceparent: str
     tracestate: str = ""
 
     def headers(self) -> dict[str, str]:
-        """For whatever carries headers."""
         headers = {TRACEPARENT: self.traceparent}
         if self.tracestate:
             headers[TRACESTATE] = self.tracestate
@@ -67,12 +62,11 @@ class TraceContext:
 
     @staticmethod
     def of(traceparent: str, tracestate: str = "") -> TraceContext | None:
-        """None for an empty traceparent."""
         return TraceContext(traceparent, tracestate) if traceparent else None
 
 
 class Span:
-    """A part of a request that has begun; `end` it once. Times are Unix time in nanoseconds."""
+    """A running part of a request; `end` it once. Times are Unix nanoseconds."""
 
     __slots__ = ("_as_parent", "_span", "_tracing")
 
@@ -83,21 +77,21 @@ class Span:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether anybody will see it. Where not, its children need not be made."""
+        """Whether the span will be exported; else its children need not be made."""
         return self._span.is_recording()
 
     @property
     def context(self) -> TraceContext:
-        """For those whose spans are to be its children."""
+        """Context for children in other processes."""
         carrier = self._tracing.inject(self._parent_context())
         return TraceContext(carrier.get(TRACEPARENT, ""), carrier.get(TRACESTATE, ""))
 
     def child(self, name: str, attributes: Attributes | None = None, *, remote: bool = False) -> Span:
-        """Begin a part of it. `remote`: another process does the work, and makes a span of its own under this one."""
+        """Begin a child. `remote`: another process makes a span under this one."""
         return self._tracing.start(name, self._parent_context(), "client" if remote else "internal", attributes)
 
     def record(self, name: str, start_ns: int, end_ns: int, attributes: Attributes | None = None) -> None:
-        """A part of it that is over. A start after its end is its end."""
+        """Record a child that has ended. A start after `end_ns` becomes `end_ns`."""
         span = self._tracing.start(name, self._parent_context(), "internal", attributes, start_ns=min(start_ns, end_ns))
         span.end(end_ns=end_ns)
 
@@ -105,14 +99,14 @@ class Span:
         self._span.set_attributes({name: value for name, value in attributes.items() if value is not None})
 
     def fail(self, error: str) -> None:
-        """What it was begun for did not happen. `error` is a code or a class, never what a client sent."""
+        """Mark as failed. `error` is a code or a class, never client input."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attribute("error.type", error)
         self._span.set_status(StatusCode.ERROR)
 
     def end(self, *, end_ns: int | None = None) -> None:
-        """May be repeated."""
+        """Idempotent."""
         if self._span.is_recording():
             self._span.end(end_ns)
 
@@ -123,14 +117,14 @@ class Span:
 
 
 class Tracing:
-    """What one process traces with. `service` is what it is, `instance` its id."""
+    """Makes the spans of one process. `service` is its kind, `instance` its id."""
 
     def __init__(
         self, config: TracingConfig, *, service: str, instance: str, exporter: SpanExporter | None = None
     ) -> None:
-        """`exporter` stands in for the one to `config.endpoint`. Raises ConfigError for a CA file that cannot be read.
+        """Starts a thread, so call it after the last fork. Raises ConfigError for an unreadable CA file.
 
-        Starts a thread; not before the last fork of this process.
+        `exporter` replaces the one to `config.endpoint`.
         """
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
@@ -154,7 +148,7 @@ class Tracing:
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), resource=resource, shutdown_on_exit=False
         )
-        self._queue = _Queue(exporter if exporter is not None else _exporter_to(config), config.endpoint)
+        self._queue = _SpanQueue(exporter if exporter is not None else _exporter_to(config), config.endpoint)
         self._provider.add_span_processor(self._queue.processor)
         self._tracer: Tracer = self._provider.get_tracer("kvferry", __version__)
         self._kinds = {
@@ -165,17 +159,17 @@ class Tracing:
 
     @property
     def counts(self) -> SpanCounts:
-        """What became of this process's spans."""
         return self._queue.counts
 
     def receive(self, headers: Mapping[str, str], name: str, attributes: Attributes | None = None) -> Span:
-        """Begin the span of a request that came in with these headers (HTTP) or this metadata (gRPC), names in lower
-        case. It continues the caller's trace where they carry one; else it begins a trace, if it is to be sampled.
+        """Begin the span of a request with these HTTP headers or gRPC metadata, names in lower case.
+
+        It continues the caller's trace; without one it may begin a sampled trace.
         """
         return self.start(name, self._propagator.extract(headers), "server", attributes)
 
     def serve(self, context: TraceContext, name: str, attributes: Attributes | None = None) -> Span:
-        """Begin what another process of ours asked for."""
+        """Begin the span of work that another kvferry process asked for."""
         return self.start(name, self._propagator.extract(context.headers()), "server", attributes)
 
     def start(
@@ -193,19 +187,19 @@ class Tracing:
         return carrier
 
     def flush(self) -> None:
-        """Send what waits, now; blocks until it is sent or lost. For tests and tools."""
+        """Send waiting spans and block until that is done. For tests and tools."""
         self._provider.force_flush()
 
     async def close(self) -> None:
-        """Send what waits, for a few seconds at most."""
+        """Send waiting spans for at most _CLOSE_TIMEOUT_S."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def end() -> None:
             self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(ended.set)
 
-        # Not one of the loop's own threads: those are waited for at the end of the process.
+        # Not an executor thread: the process would wait for it at exit.
         threading.Thread(target=end, name="traces-end", daemon=True).start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -213,14 +207,14 @@ class Tracing:
 
 
 def start_tracing(config: TracingConfig, *, service: str, instance: str) -> Tracing | None:
-    """None where traces go nowhere. Raises ConfigError as Tracing does."""
+    """None without an endpoint. Raises ConfigError as Tracing does."""
     return Tracing(config, service=service, instance=instance) if config.endpoint else None
 
 
 class Clock:
-    """From seconds of `time.monotonic` on this machine to Unix time in nanoseconds, as the two stood when it was made.
+    """Converts `time.monotonic` seconds to Unix nanoseconds.
 
-    Made when spans are: a clock that was set in between would tear a request apart.
+    Use one for all spans of a request: the system clock may be set in between.
     """
 
     __slots__ = ("_offset_ns",)
@@ -233,7 +227,7 @@ class Clock:
 
 
 def error_type(error: BaseException) -> str:
-    """What `error.type` says: our code where the error has one, else its class."""
+    """Value of `error.type`: the error's code, else its class."""
     if isinstance(error, KvferryError) and error.code is not None:
         return error.code
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__.lstrip("_")
@@ -261,13 +255,11 @@ def _exporter_to(config: TracingConfig) -> SpanExporter:
     )
 
 
-class _Queue:
-    """The SDK's batches, with a bound that drops before the SDK complains, and an exporter that says things once."""
-
+class _SpanQueue:
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-        queue = self
+        span_queue = self
         self._num_ended = 0
         self._num_exported = 0
         self._num_failed = 0
@@ -281,7 +273,7 @@ class _Queue:
                 except Exception:
                     log.debug("sending spans failed", exc_info=True)
                     result = SpanExportResult.FAILURE
-                queue.sent(len(spans), endpoint, arrived=result is SpanExportResult.SUCCESS)
+                span_queue.exported(len(spans), endpoint, arrived=result is SpanExportResult.SUCCESS)
                 return result
 
             def shutdown(self) -> None:
@@ -289,14 +281,14 @@ class _Queue:
 
         class Bounded(BatchSpanProcessor):
             def on_end(self, span: ReadableSpan) -> None:
-                if queue.admit(span):
+                if span_queue.admit(span):
                     super().on_end(span)
 
         self.processor = Bounded(
             Counted(),
-            max_queue_size=2 * MAX_WAITING,
-            schedule_delay_millis=_EVERY_S * 1e3,
-            max_export_batch_size=_BATCH,
+            max_queue_size=2 * MAX_WAITING_SPANS,
+            schedule_delay_millis=_EXPORT_PERIOD_S * 1e3,
+            max_export_batch_size=_BATCH_SPANS,
         )
 
     @property
@@ -304,15 +296,15 @@ class _Queue:
         return SpanCounts(self._num_exported, self._num_failed, self._num_dropped)
 
     def admit(self, span: ReadableSpan) -> bool:
-        if self._num_ended - self._num_exported - self._num_failed >= MAX_WAITING:
+        if self._num_ended - self._num_exported - self._num_failed >= MAX_WAITING_SPANS:
             self._num_dropped += 1
             return False
         if span.context is not None and span.context.trace_flags.sampled:
             self._num_ended += 1
         return True
 
-    def sent(self, num_spans: int, endpoint: str, *, arrived: bool) -> None:
-        """In the SDK's thread."""
+    def exported(self, num_spans: int, endpoint: str, *, arrived: bool) -> None:
+        """Called in the SDK's thread."""
         if arrived:
             self._num_exported += num_spans
         else:

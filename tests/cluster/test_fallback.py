@@ -15,9 +15,7 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.engine.base import Sampling
-from kvferry.engine.sim import SimEngine
-from kvferry.engine.sim import engine as sim_engine
-from kvferry.engine.sim.engine import Faults
+from kvferry.engine.sim import Faults, SimEngine, kv_fetch
 from kvferry.engine.sim.kv_transfer import PullFault
 from kvferry.errors import KvferryError
 from kvferry.membership.base import MemberKind
@@ -146,7 +144,7 @@ async def test_unequal_pages_are_not_ferried(undisturbed: str) -> None:
 async def test_a_transfer_that_fails_is_recomputed(
     cluster: SimCluster, undisturbed: str, fault: PullFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sim_engine, "PULL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(kv_fetch, "PULL_TIMEOUT_S", 0.3)
     the(cluster, MemberKind.PREFILL).faults = Faults(pulls=fault)
     text, journey = await succeeds(cluster)
     assert text == undisturbed

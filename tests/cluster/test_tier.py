@@ -81,7 +81,7 @@ async def add_worker(cluster: SimCluster, kept: KeeperHost) -> tuple[WorkerHost,
 
 
 def has_keeper(engine: SimEngine) -> bool:
-    return engine._tier is not None and engine._tier.connected
+    return engine._cache.tier is not None and engine._cache.tier.connected
 
 
 async def end_workers(cluster: SimCluster) -> None:

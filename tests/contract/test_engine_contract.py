@@ -1,4 +1,4 @@
-"""What every Engine owes its callers, proved on the twin and on vLLM with a real model.
+"""What every Engine owes its callers, proved on the simulator and on vLLM with a real model.
 
 The tests know nothing of either: no timings, and no token ids but those an engine gave. Engines live on
 the session's event loop, because a real pair takes a minute to start.
@@ -600,7 +600,7 @@ async def test_kept_pages_that_nobody_pulls_are_released(engine_pair: EnginePair
     kept = await run(engine, prompt, greedy(1), keep_for_transfer=True)
     params = kept.last.transfer_params
     assert params is not None
-    await run(engine, fresh_prompt(engine_pair), greedy(1))  # loads are told at steps
+    await run(engine, fresh_prompt(engine_pair), greedy(1))  # loads are reported at steps
     num_used = engine.stats().num_pages_used
     assert num_used >= num_pages
     await engine.release(params)

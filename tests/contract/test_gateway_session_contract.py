@@ -11,8 +11,7 @@ import pytest_asyncio
 
 from kvferry import __version__
 from kvferry.engine.base import FinishReason
-from kvferry.engine.sim import SimEngine
-from kvferry.engine.sim.engine import Faults
+from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineDead
 from kvferry.link import codec
 from kvferry.link import gateway_session as gateway_session

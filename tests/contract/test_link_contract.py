@@ -13,8 +13,7 @@ import uvloop
 
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RequestId, Sampling
-from kvferry.engine.sim import SimEngine
-from kvferry.engine.sim.engine import Faults
+from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineError, WorkerLost
 from kvferry.link import flow_control
 from kvferry.link import worker_link as router_link

@@ -157,7 +157,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
     async def listen() -> None:
         async for batch in decode.kv_events():
-            mirror.feed(batch)
+            mirror.apply(batch)
 
     try:
         await decode.start()
@@ -303,7 +303,7 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
     assert tokens == expected_other
     assert last.sources == PromptSources(len(other) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
     assert minus(world.decode.stats().cached_tokens, before).volume == NUM_PAGES * BLOCK_SIZE
-    # An engine that only keeps pages naps (nixl_keeping.py), until they are released (release.py).
+    # An engine that only keeps pages naps (nixl_idle_steps.py), until they are released (nixl_release.py).
     steps, num_used = prefilling.stats().num_steps, prefilling.stats().num_pages_used
     assert num_used > NUM_PAGES
     await asyncio.sleep(1.0)  # the window of the measurement

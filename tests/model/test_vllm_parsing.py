@@ -140,7 +140,7 @@ class Worker:
 
     def say(self) -> list[AnswerDelta | None]:
         answer = self.begin().answer
-        return [answer.take(ids, text, finished=last) for ids, text, last in self.outputs()]
+        return [answer.on_output(ids, text, finished=last) for ids, text, last in self.outputs()]
 
 
 CALLS = (
@@ -256,12 +256,12 @@ def test_an_answer_goes_on_in_another_worker_after_any_token(
     for num_given in range(1, len(worker.pieces)):
         num_chars = sum(len(text) for _, text in worker.pieces[:num_given])
         lost = worker.begin().answer
-        given = [lost.take([token], text, finished=False) for token, text in worker.pieces[:num_given]]
+        given = [lost.on_output([token], text, finished=False) for token, text in worker.pieces[:num_given]]
         continued = worker.begin(Continued(num_given, num_chars)).answer
-        rest = [continued.take(ids, text, finished=last) for ids, text, last in worker.outputs(num_given)]
+        rest = [continued.on_output(ids, text, finished=last) for ids, text, last in worker.outputs(num_given)]
         assert Said([*given, *rest]).parts == whole.parts, num_given
         again = worker.begin(before=(num_given, num_chars)).answer
-        rest = [again.take(ids, text, finished=last) for ids, text, last in worker.outputs()]
+        rest = [again.on_output(ids, text, finished=last) for ids, text, last in worker.outputs()]
         assert Said([*given, *rest]).parts == whole.parts, num_given
 
 
@@ -272,7 +272,7 @@ def test_outputs_of_several_tokens_say_the_same(
     worker = Worker(parsers, tokenizer, render(renderer, tools=TOOLS), f"{THOUGHT}{CALLS}")
     whole = Said(worker.say())
     answer = worker.begin().answer
-    said = Said(answer.take(ids, text, finished=last) for ids, text, last in worker.outputs(size=size))
+    said = Said(answer.on_output(ids, text, finished=last) for ids, text, last in worker.outputs(size=size))
     assert said.calls == whole.calls
     assert (said.content.strip(), said.reasoning.strip()) == (whole.content.strip(), whole.reasoning.strip())
 
@@ -310,7 +310,7 @@ class SaidByVllm:
 async def outputs_of(llm: SaidByVllm, parsers: Parsers, request: EngineRequest) -> list[Any]:
     engine = VllmEngine("", MODEL, EngineConfig(), producer=False)
     engine._llm, engine._parsers = llm, parsers
-    engine._tap = SimpleNamespace(take=lambda _: None)
+    engine._prompt_sources = SimpleNamespace(pop=lambda _: None)
     engine._continuations = SimpleNamespace(expect=lambda *_: None, forget=lambda _: None)
     return [output async for output in engine.generate(request)]
 
@@ -333,7 +333,7 @@ async def test_the_engine_gives_deltas_beside_the_raw_text(
     outputs = await outputs_of(llm, parsers, request)
     assert "".join(output.text for output in outputs) == "".join(text for _, text in worker.pieces[num_given:])
     first = worker.begin().answer
-    given = [first.take([token], text, finished=False) for token, text in worker.pieces[:num_given]]
+    given = [first.on_output([token], text, finished=False) for token, text in worker.pieces[:num_given]]
     assert Said([*given, *(output.delta for output in outputs)]).parts == Said(worker.say()).parts
     assert set(llm.asked) == {"reasoning_parser_kwargs"}
 
@@ -366,4 +366,4 @@ async def test_a_parser_that_fails_ends_the_request_with_an_error_of_its_own(
         to_vllm(prompt.sampling, transfer_params=None),
     ).answer
     with pytest.raises(EngineError, match="the answer cannot be parsed: KeyError"):
-        answer.take([1], "x", finished=False)
+        answer.on_output([1], "x", finished=False)

@@ -79,8 +79,8 @@ class TestSampling:
             from_vllm(SamplingParams(prompt_logprobs=1))
 
 
-class TestNixl:
-    """engine/vllm/plugins/nixl.py"""
+class TestNixlConnector:
+    """engine/vllm/plugins/nixl_connector.py"""
 
     def test_the_pin_that_we_undo_is_still_there(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
@@ -95,7 +95,7 @@ class TestNixl:
         assert parameters(NixlPullConnector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
 
     def test_unequal_block_sizes_fail_the_handshake(self) -> None:
-        from kvferry.engine.vllm.plugins.nixl import refuse_unequal_block_sizes
+        from kvferry.engine.vllm.plugins.nixl_connector import refuse_unequal_block_sizes
 
         def remote(block_size: int, blocks_per_page: int = 1) -> SimpleNamespace:
             return SimpleNamespace(
@@ -161,27 +161,27 @@ class TestNixlLease:
         [(60, 0, True), (4, 0, False), (-1, 0, False), (60, 1000, True), (4, -9, False)],
     )
     def test_nothing_is_read_past_the_lease(self, left_s: float, offset: float, in_time: bool) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import read_within_leases
+        from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease
 
         worker, meta, read = self.worker(time.perf_counter() + offset + left_s, offset=offset)
-        read_within_leases(worker)
+        refuse_reads_after_lease(worker)
         worker._read_blocks_for_req("r", meta)
         assert read == (["r"] if in_time else [])
         assert worker._recv_failures == (set() if in_time else {"r"})
 
     @pytest.mark.parametrize(("left_s", "in_time"), [(60, True), (4, False)])
     def test_what_was_read_past_the_lease_is_a_failed_load(self, left_s: float, in_time: bool) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import read_within_leases
+        from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease
 
         worker, _, _ = self.worker(time.perf_counter() + left_s)
-        read_within_leases(worker)
+        refuse_reads_after_lease(worker)
         assert worker._pop_done_transfers({}) == ({"r"}, set() if in_time else {"r"})
 
     def test_notices_without_pages_and_engines_not_met_pass(self) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import read_within_leases
+        from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease
 
         worker, meta, read = self.worker(time.perf_counter() - 60)
-        read_within_leases(worker)
+        refuse_reads_after_lease(worker)
         meta.local_block_ids = ([],)  # everything is cached here: only the prefill engine is told
         worker._read_blocks_for_req("notice", meta)
         meta.local_block_ids = ([1],)
@@ -190,20 +190,20 @@ class TestNixlLease:
         assert read == ["notice", "unmet"]
 
     def test_answers_carry_the_end_of_their_lease(self) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import say_when_leases_end
+        from kvferry.engine.vllm.plugins.nixl_lease import send_lease_ends
 
         answers = {"kept": (True, {"do_remote_prefill": True}), "not": (False, None)}
         scheduler = SimpleNamespace(
             request_finished=lambda request, block_ids: answers[request.request_id], _reqs_need_send={"kept": 7.5}
         )
-        say_when_leases_end(scheduler)
+        send_lease_ends(scheduler)
         kept, params = scheduler.request_finished(SimpleNamespace(request_id="kept"), ())
         assert (kept, params) == (True, {"do_remote_prefill": True, "remote_blocks_expiry_time": 7.5})
         assert scheduler.request_finished(SimpleNamespace(request_id="not"), ()) == (False, None)
 
 
-class TestNixlKeeping:
-    """engine/vllm/plugins/nixl_keeping.py"""
+class TestNixlIdleSteps:
+    """engine/vllm/plugins/nixl_idle_steps.py"""
 
     def test_vllm_still_has_what_is_wrapped(self) -> None:
         from vllm.config import KVTransferConfig
@@ -300,11 +300,11 @@ class TestNixlProgress:
 
         from nixl._api import nixl_agent
 
-        from kvferry.engine.vllm.plugins.nixl_progress import PROGRESS_PERIOD_US, waiting_progress_thread
+        from kvferry.engine.vllm.plugins.nixl_progress import PROGRESS_PERIOD_US, blocking_progress_thread
 
         bindings = sys.modules[nixl_agent.__module__].nixlBind
         plain = bindings.nixlAgentConfig
-        with waiting_progress_thread():
+        with blocking_progress_thread():
             configured = bindings.nixlAgentConfig()
             configured.pthrDelay = 0
             configured.captureTelemetry = True
@@ -313,8 +313,8 @@ class TestNixlProgress:
         assert bindings.nixlAgentConfig is plain
 
 
-class TestMessageQueue:
-    """engine/vllm/plugins/message_queue.py"""
+class TestShmQueuePolling:
+    """engine/vllm/plugins/shm_queue_polling.py"""
 
     def test_readers_yield_through_the_name_we_replace(self) -> None:
         from vllm.distributed.device_communicators import shm_broadcast
@@ -325,8 +325,8 @@ class TestMessageQueue:
         )
 
 
-class TestSideChannel:
-    """engine/vllm/plugins/side_channel.py"""
+class TestCoreFields:
+    """engine/vllm/plugins/core_fields.py"""
 
     @pytest.mark.parametrize(
         ("brought", "expected"),
@@ -336,7 +336,7 @@ class TestSideChannel:
         self, brought: dict[str, int] | None, expected: tuple[int, ...]
     ) -> None:
         from kvferry.engine.base import CachedTokens, PromptSources
-        from kvferry.engine.vllm.plugins.side_channel import cached_tokens
+        from kvferry.engine.vllm.plugins.core_fields import cached_tokens
 
         assert cached_tokens(PromptSources(7, 3, 40), brought) == CachedTokens(*expected)
 
@@ -348,8 +348,8 @@ class TestSideChannel:
         assert "Key clash" in source
 
 
-class TestOutputTap:
-    """engine/vllm/output_tap.py"""
+class TestPromptSources:
+    """engine/vllm/prompt_sources.py"""
 
     def test_the_processor_gets_outputs_first_and_knows_requests(self) -> None:
         from vllm.v1.engine import EngineCoreOutput
@@ -367,8 +367,8 @@ class TestOutputTap:
         }
 
 
-class TestCounters:
-    """engine/vllm/counters.py"""
+class TestStatLogger:
+    """engine/vllm/stat_logger.py"""
 
     def test_the_statistics_have_what_we_read(self) -> None:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -398,10 +398,10 @@ class TestCounters:
     def test_transfers_are_counted_alone_and_joined(self, joined: bool) -> None:
         from vllm.v1.metrics.stats import SchedulerStats
 
-        from kvferry.engine.vllm.counters import Counters
+        from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
         moved = {"bytes_transferred": [3, 4], "num_failed_transfers": [1]}
-        counters = Counters(None)
+        counters = EngineStatLogger(None)
         stats = SchedulerStats()
         stats.kv_connector_stats = {"KvTransferConnector": moved, "TierConnector": {"x": 1}} if joined else moved
         counters.record(stats, None)
@@ -412,10 +412,10 @@ class TestCounters:
         from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
         from kvferry.engine.base import CachedTokens
-        from kvferry.engine.vllm.counters import Counters
+        from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
         assert {source.value for source in CacheHitSource} == {"device", "host", "p2p", "disk", "external_unspecified"}
-        counters, stats = Counters(None), SchedulerStats()
+        counters, stats = EngineStatLogger(None), SchedulerStats()
         counters.record(stats, None)
         stats.prefix_cache_stats.record(num_tokens=10, num_hits=4, preempted=False)
         stats.connector_prefix_cache_stats = external = PrefixCacheStats()
@@ -450,7 +450,7 @@ class TestAsyncLLM:
 
     def test_operators_keep_their_own_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvferry.config import EngineConfig
-        from kvferry.engine.vllm.engine import prepare_environment
+        from kvferry.engine.vllm.arguments import prepare_environment
 
         monkeypatch.setattr(os, "environ", {"UCX_TLS": "rc", "OMP_NUM_THREADS": "7"})
         prepare_environment(EngineConfig(threads=3), side_channel_port=1234)
@@ -459,13 +459,13 @@ class TestAsyncLLM:
         assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "1234"
 
 
-class TestRelease:
-    """engine/vllm/plugins/release.py"""
+class TestNixlRelease:
+    """engine/vllm/plugins/nixl_release.py"""
 
     def test_no_attribute_hides_one_of_the_worker(self) -> None:
         from vllm.v1.worker.worker_base import WorkerBase
 
-        from kvferry.engine.vllm.plugins.release import ReleaseExtension
+        from kvferry.engine.vllm.plugins.nixl_release import ReleaseExtension
 
         ours = [name for name in dir(ReleaseExtension) if not name.startswith("__")]
         assert ours == ["kvferry_release"]
@@ -475,7 +475,7 @@ class TestRelease:
         """It compares the same clock, and an ended lease is reaped at its next look."""
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-        from kvferry.engine.vllm.plugins.release import end_lease
+        from kvferry.engine.vllm.plugins.nixl_release import end_lease
 
         worker = SimpleNamespace(
             _reqs_to_send={"a": float("inf"), "b": float("inf")},
@@ -509,10 +509,10 @@ class TestCpuTier:
     def test_a_worker_is_asked_for_what_ours_does(self) -> None:
         from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
-        from kvferry.engine.vllm.plugins.cpu_tier import MemoryCopies
+        from kvferry.engine.vllm.plugins.cpu_tier import CpuCopyWorker
 
         assert OffloadingWorker.__abstractmethods__ == {"submit_store", "submit_load", "get_finished", "wait"}
-        assert not MemoryCopies.__abstractmethods__
+        assert not CpuCopyWorker.__abstractmethods__
         assert [field.name for field in dataclasses.fields(TransferResult)] == [
             "job_id", "success", "transfer_size", "transfer_time",
         ]  # fmt: skip
@@ -540,26 +540,26 @@ class TestCpuTier:
         assert "register_kv_caches(kv_caches)" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
 
     def test_the_name_goes_once_the_scheduler_has_it_mapped(self, region: Callable[..., Any]) -> None:
-        from kvferry.engine.vllm.plugins.cpu_tier import forget_name, refuse_a_second_region
+        from kvferry.engine.vllm.plugins.cpu_tier import refuse_second_region, unlink_region
 
         worker, scheduler = region(rank=0), region(rank=None)
-        forget_name(scheduler)
+        unlink_region(scheduler)
         assert not Path(worker.mmap_path).exists()
         worker._base[5] = 77
         assert scheduler._base[5] == 77
-        refuse_a_second_region(scheduler)
+        refuse_second_region(scheduler)
         late = region(rank=0)
         with pytest.raises(RuntimeError, match="made anew"):
-            refuse_a_second_region(scheduler)
-        forget_name(scheduler)  # it is not the scheduler's to unlink
+            refuse_second_region(scheduler)
+        unlink_region(scheduler)  # it is not the scheduler's to unlink
         assert Path(late.mmap_path).exists()
 
     def test_the_name_stays_when_the_scheduler_was_first(self, region: Callable[..., Any]) -> None:
-        from kvferry.engine.vllm.plugins.cpu_tier import forget_name, refuse_a_second_region
+        from kvferry.engine.vllm.plugins.cpu_tier import refuse_second_region, unlink_region
 
         scheduler = region(rank=None)
-        forget_name(scheduler)
-        refuse_a_second_region(scheduler)
+        unlink_region(scheduler)
+        refuse_second_region(scheduler)
         assert Path(scheduler.mmap_path).exists()
 
     @pytest.fixture
@@ -589,7 +589,7 @@ class TestCpuTier:
         )
         from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-        from kvferry.engine.vllm.plugins.cpu_tier import MemoryCopies
+        from kvferry.engine.vllm.plugins.cpu_tier import CpuCopyWorker
 
         page_bytes, num_pages = 1024, 12
         tensors = [torch.randint(-128, 127, (num_pages, page_bytes), dtype=torch.int8) for _ in range(2)]
@@ -598,7 +598,7 @@ class TestCpuTier:
             [CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors],
             [[CanonicalKVCacheRef(0, page_bytes), CanonicalKVCacheRef(1, page_bytes)]],
         )
-        copies = MemoryCopies(caches, per_chunk, region(rank=0))
+        copies = CpuCopyWorker(caches, per_chunk, region(rank=0))
         try:
             # Pages 6, 1, 9 and 4 are tokens in this order; chunks 3, 0, ... hold them.
             pages, chunks = [6, 1, 9, 4], [3, 0, 2, 1][: 4 // per_chunk]
@@ -622,9 +622,9 @@ class TestCpuTier:
     def test_a_copy_that_fails_ends_the_engine(self, region: Callable[..., Any]) -> None:
         from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-        from kvferry.engine.vllm.plugins.cpu_tier import MemoryCopies
+        from kvferry.engine.vllm.plugins.cpu_tier import CpuCopyWorker
 
-        copies = MemoryCopies(CanonicalKVCaches([], []), 1, region(rank=0))
+        copies = CpuCopyWorker(CanonicalKVCaches([], []), 1, region(rank=0))
         copies.submit_store(1, object(), object())
         with pytest.raises(RuntimeError, match="cannot copy"):
             copies.wait({1})
@@ -661,10 +661,10 @@ def context_of(request: Request, num_pages: int, pages_per_chunk: int = 1) -> tu
     """A ReqContext with its state and chunk keys."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-    from kvferry.engine.vllm.plugins.offloading import RequestPages
+    from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
 
     context = ReqContext("r")
-    context.set_state(RequestPages(request, BLOCK_SIZE))
+    context.set_state(RequestTierState(request, BLOCK_SIZE))
     keys = []
     for end_page in range(pages_per_chunk, num_pages + 1, pages_per_chunk):
         keys.append(make_offload_key(request.block_hashes[end_page - 1], 0))
@@ -672,8 +672,8 @@ def context_of(request: Request, num_pages: int, pages_per_chunk: int = 1) -> tu
     return context, keys
 
 
-class TestOffloading:
-    """engine/vllm/plugins/offloading.py"""
+class TestTierConnector:
+    """engine/vllm/plugins/tier_connector.py"""
 
     def test_vllm_still_has_what_is_overridden_and_reached_into(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -717,7 +717,14 @@ class TestOffloading:
         from vllm.distributed.kv_transfer.kv_connector.v1 import base, offloading_connector
 
         source = inspect.getsource(base.KVConnectorBase_V1) + inspect.getsource(offloading_connector)
-        for name in ("_block_size", "_manager", "_patience_s", "_nap", "_checked", "_events"):
+        for name in (
+            "_block_size",
+            "_manager",
+            "_load_timeout_s",
+            "_waits_when_idle",
+            "_is_region_verified",
+            "_events",
+        ):
             assert f"self.{name} " not in source
             assert f"self.{name}:" not in source
 
@@ -739,17 +746,17 @@ class TestOffloading:
         [(1_474_560, 32, 1), (1 << 20, 32, 1), (300_000, 32, 4), (4096, 32, 8), (4096, 300, 1), (100, 1, 256)],
     )
     def test_small_pages_are_grouped(self, block_bytes: int, tokens: int, expected: int) -> None:
-        from kvferry.engine.vllm.plugins.offloading import blocks_per_chunk
+        from kvferry.engine.vllm.plugins.tier_connector import blocks_per_chunk
 
         assert blocks_per_chunk(block_bytes, tokens) == expected
 
     def test_route_keys_grow_with_the_answer_and_are_those_of_the_prompt(self) -> None:
-        from kvferry.engine.vllm.plugins.offloading import RequestPages
+        from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
         from kvferry.pages.keys import route_keys, seed_of
 
         tokens = list(range(10))
         request = Request(tokens, salt="tenant")
-        pages = RequestPages(request, BLOCK_SIZE)
+        pages = RequestTierState(request, BLOCK_SIZE)
         expected = route_keys(list(range(20)), BLOCK_SIZE, seed_of("tenant"))
         assert (pages.route_key(8), pages.route_key(4)) == (expected[1], expected[0])
         assert [pages.route_key(end) for end in (0, 3, 12, None)] == [0, 0, 0, 0]
@@ -761,19 +768,19 @@ class TestOffloading:
         from vllm.v1.kv_hints import KvHintsEnvelope
 
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.offloading import RequestPages, to_kv_hints
+        from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState, to_kv_hints
         from kvferry.tenancy.namespace import Namespace
 
         hints = TierHints(Namespace("acme", 3), {"near": 2, "far": 4})
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(to_kv_hints("r", hints)), type=KvHintsEnvelope)
-        pages = RequestPages(Request([1] * 40, sent), BLOCK_SIZE)
+        pages = RequestTierState(Request([1] * 40, sent), BLOCK_SIZE)
         assert pages.hints == hints
         assert [pages.volume_of(end) for end in (4, 8, 12, 16, 20, None)] == ["near", "near", "far", "far", None, None]
-        assert RequestPages(Request([1]), BLOCK_SIZE).hints == TierHints()
+        assert RequestTierState(Request([1]), BLOCK_SIZE).hints == TierHints()
         strange = msgspec.structs.replace(
             sent, actions=[msgspec.structs.replace(sent.actions[0], action_type="another.product")]
         )
-        assert RequestPages(Request([1], strange), BLOCK_SIZE).hints == TierHints()
+        assert RequestTierState(Request([1], strange), BLOCK_SIZE).hints == TierHints()
 
     @pytest.mark.parametrize("pages_per_chunk", [1, 2])
     def test_the_cpu_tier_is_told_of_page_by_page_under_route_keys(self, pages_per_chunk: int) -> None:
@@ -782,7 +789,7 @@ class TestOffloading:
 
         from kvferry.engine.base import PagesRemoved, PagesStored
         from kvferry.engine.vllm.events import _decoder, _translate
-        from kvferry.engine.vllm.plugins.offloading import CpuTierEvents
+        from kvferry.engine.vllm.plugins.cpu_tier_events import CpuTierEvents
         from kvferry.pages.keys import route_keys, seed_of
 
         request = Request(list(range(40)), salt="s")
@@ -790,7 +797,7 @@ class TestOffloading:
         hashes = [int.from_bytes(page_hash[-8:], "big") for page_hash in request.block_hashes[:6]]
         expected = route_keys(list(range(24)), BLOCK_SIZE, seed_of("s"))
         events = CpuTierEvents(0, pages_per_chunk * BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE)
-        events.note(keys, context)
+        events.record_stored(keys, context)
         backwards = [
             OffloadingEvent(keys[::-1], Medium.CPU, removed=False),
             OffloadingEvent(keys[:1], Medium.CPU, removed=True),
@@ -810,29 +817,29 @@ class TestOffloading:
     def test_other_groups_and_partial_chunks_are_not_told_of(self) -> None:
         from vllm.v1.kv_offload.base import make_offload_key
 
-        from kvferry.engine.vllm.plugins.offloading import CpuTierEvents
+        from kvferry.engine.vllm.plugins.cpu_tier_events import CpuTierEvents
 
         context, _ = context_of(Request(list(range(40))), 4)
         other, partial = make_offload_key(b"h" * 32, 1), make_offload_key(b"p" * 32, 0)
         context.set_offload_key_position(other, 8)
         context.set_offload_key_position(partial, 6)
         events = CpuTierEvents(0, BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE)
-        events.note([other, partial], context)
+        events.record_stored([other, partial], context)
         assert len(events) == 0
 
     def test_connectors_can_be_found_by_name(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         from kvferry.engine.vllm import engine
-        from kvferry.engine.vllm.plugins.offloading import TierConnector, register_connectors
+        from kvferry.engine.vllm.plugins.tier_connector import TierConnector, register_connectors
 
         for _ in range(2):
             register_connectors({engine.TIER_CONNECTOR_CLASS: engine.TIER_CONNECTOR_MODULE})
         assert KVConnectorFactory.get_connector_class_by_name("TierConnector") is TierConnector
 
 
-class TestTimes:
-    """engine/vllm/plugins/load_times.py, and the statistics of requests that engine/vllm/engine.py reads."""
+class TestTransferTimes:
+    """engine/vllm/plugins/transfer_times.py, and the statistics of requests that engine/vllm/engine.py reads."""
 
     def test_connectors_are_told_when_pages_are_waited_for_and_there(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -849,7 +856,7 @@ class TestTimes:
         from vllm.outputs import RequestOutput
         from vllm.v1.metrics.stats import RequestStateStats
 
-        from kvferry.engine.vllm.engine import _times
+        from kvferry.engine.vllm.outputs import _times
 
         assert "metrics" in parameters(RequestOutput.__init__)
         stats = RequestStateStats(queued_ts=1.0, scheduled_ts=2.0, first_token_ts=3.0, last_token_ts=4.0)
@@ -933,7 +940,7 @@ class TestKeeperTier:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
+        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
 
         hints = to_kv_hints("r", TierHints(volumes={"far": 2}))
         context, keys = context_of(Request(list(range(40)), hints), 4)
@@ -946,7 +953,7 @@ class TestKeeperTier:
 
     def test_a_store_names_whose_pages_they_are_and_begins_at_the_start(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
+        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
         from kvferry.pages.keys import route_keys, seed_of
         from kvferry.tenancy.namespace import Namespace
 
@@ -982,7 +989,7 @@ class TestKeeperTier:
 
     def test_a_load_says_where_pages_lie_that_are_not_in_the_mirror(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
+        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
         from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 
         context, keys = context_of(Request(list(range(40)), to_kv_hints("r", TierHints(volumes={"far": 2}))), 3)
@@ -993,7 +1000,7 @@ class TestKeeperTier:
 
     def test_a_load_says_whose_trace_it_belongs_to(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.offloading import to_kv_hints
+        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
         from kvferry.tracing import TraceContext
 
         trace = TraceContext("00-" + 32 * "a" + "-" + 16 * "b" + "-01", "shop=7")
@@ -1044,7 +1051,7 @@ class TestKeeperTier:
         assert (time.perf_counter() - begun_s) / 10_000 < 5e-6
 
 
-class TestPageLayout:
+class TestChunkLayout:
     """engine/vllm/plugins/chunk_layout.py"""
 
     def test_keys_are_still_packed_by_instruction_set(self) -> None:

@@ -71,7 +71,7 @@ async def test_a_span_goes_out_under_its_parent_with_what_the_process_is() -> No
 
 
 async def test_more_than_may_wait_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing_module, "MAX_WAITING", 600)
+    monkeypatch.setattr(tracing_module, "MAX_WAITING_SPANS", 600)
     kept = Kept()
     tracing = a_tracing(kept)
     kept.free.clear()

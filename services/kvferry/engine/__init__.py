@@ -1,1 +1,1 @@
-"""Engines: what computes. `base` is the contract, `vllm_engine` the real one, `sim` the shipped twin."""
+"""Engines that compute tokens: the contract (base.py), the simulator and vLLM."""

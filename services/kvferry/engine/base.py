@@ -1,11 +1,8 @@
-"""The contract between a worker and whatever computes tokens.
+"""The contract between a worker and an engine.
 
-Who owns what:
-- An `Engine` owns its KV pages. A prefill request with `keep_for_transfer` leaves its pages pinned after it finished;
-  they are released when a decode engine has pulled them, when that decode request is aborted, by `release`, or when the
-  lease runs out.
-- `transfer_params` are opaque outside the engine that made them: they are carried from the prefill engine's last output
-  to the decode engine's request and never looked into, and never taken from a client.
+An engine owns its KV pages. With `keep_for_transfer` a request's pages stay pinned after it finished, until a decode
+engine has pulled them or was aborted, `release` is called, or the lease ends. `transfer_params` are opaque outside the
+engine that made them, and never taken from a client.
 """
 
 from __future__ import annotations
@@ -28,18 +25,15 @@ TransferParams = Mapping[str, Any]
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the values are OpenAI's where OpenAI has one."""
-
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """Resolved sampling parameters: every default of the model already applied.
+    """Sampling parameters with the model's defaults applied; the fields of worker.proto's `Sampling`.
 
-    Field for field the `Sampling` message of worker.proto (a test compares them). `structured_outputs` is JSON, empty
-    when unconstrained; `logprobs` is how many alternatives beside the sampled token, None for none at all.
+    `structured_outputs` is JSON or empty; `logprobs` counts alternatives.
     """
 
     max_tokens: int
@@ -67,10 +61,10 @@ class Sampling(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What a request had given before its engine was lost: the answer goes on from there.
+    """The part of an answer that a lost engine generated.
 
-    The last `num_tokens` ids of the prompt are tokens of the answer; their first `num_chars` characters were delivered.
-    Whatever counts from the answer's start (limits, penalties, stop strings, text held back) counts them.
+    The prompt ends with its `num_tokens` ids; `num_chars` characters of their text were delivered. Limits, penalties
+    and stop strings apply to the whole answer.
     """
 
     num_tokens: int
@@ -79,11 +73,10 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Parse:
-    """The answer is to be taken apart into content, reasoning and tool calls, by the engine's own parser.
+    """Asks for an answer parsed into content, reasoning and tool calls.
 
-    `request` is JSON between a renderer and its engine; nobody else looks into it. Of an answer that is computed again
-    from its start, the first `num_tokens_before` tokens and `num_chars_before` characters were parsed and delivered:
-    what they make is not told again.
+    `request` is private JSON from a renderer to its engine. The first `num_tokens_before` tokens and `num_chars_before`
+    characters of an answer that is computed again were delivered.
     """
 
     request: bytes
@@ -92,7 +85,7 @@ class Parse:
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """More of one tool call: `id` and `name` come once, first; `arguments` is the next piece of their JSON."""
+    """The next piece of a tool call's JSON `arguments`. `id` and `name` come once, first."""
 
     index: int
     id: str | None = None
@@ -101,8 +94,6 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AnswerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an output adds to a parsed answer."""
-
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
@@ -110,11 +101,10 @@ class AnswerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class TierHints:
-    """Where a request's pages belong, and where they are said to lie on volumes.
+    """Namespace of a request's pages, and volumes that may have them.
 
-    `volumes` are hints: volume id -> how many pages of the prompt, from its start, lie there. An engine may ask its
-    keeper for pages that only a hint names; pages that are not there after all are computed. Not `load`: computing them
-    costs less, and nothing is to be loaded from volumes.
+    `volumes` maps a volume id to how many prompt pages, from the start, it may have; missing ones are computed. `load`
+    is False where computing costs less than loading.
     """
 
     namespace: Namespace = DEFAULT_NAMESPACE
@@ -124,7 +114,7 @@ class TierHints:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to compute. `keep_for_transfer` and `transfer_params` exclude each other."""
+    """`keep_for_transfer` and `transfer_params` exclude each other."""
 
     request_id: RequestId
     prompt_token_ids: Sequence[int]
@@ -134,11 +124,11 @@ class EngineRequest:
     cache_salt: str = ""
     continued: Continued | None = None
     parse: Parse | None = None
-    tier: TierHints | None = None  # None: the default namespace, and nothing known of volumes
-    trace: TraceContext | None = None  # whose child anything done for it is; None: nobody traces it
+    tier: TierHints | None = None  # None: the default namespace, no hints
+    trace: TraceContext | None = None  # parent span; None if not sampled
 
 
-def check_continued(request: EngineRequest) -> None:
+def validate_continuation(request: EngineRequest) -> None:
     """Raises InvalidRequest for a continuation that leaves no prompt, or no answer."""
     if request.continued is None:
         return
@@ -159,7 +149,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """Where prompt tokens came from; the three add up to the prompt's length (vLLM's `prompt_tokens_by_source`)."""
+    """Prompt tokens by source (vLLM's `prompt_tokens_by_source`); they add up to the prompt's length."""
 
     local_compute: int = 0
     local_cache_hit: int = 0
@@ -179,10 +169,7 @@ class PromptSources:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Prompt tokens whose pages were there already, by where (vLLM's `prompt_tokens_cached_by_source`).
-
-    Counted when a request is admitted: what then fails to arrive is computed, and counted here nevertheless.
-    """
+    """Cached prompt tokens by place (vLLM's `prompt_tokens_cached_by_source`), counted at admission."""
 
     device: int = 0  # in the engine's own memory
     cpu: int = 0  # in its CPU tier
@@ -190,7 +177,7 @@ class CachedTokens:
     kv_transfer: int = 0  # in another engine
 
     def by_tier(self) -> dict[str, int]:
-        """Token counts under the public names of the tiers: those of the metrics' label `tier`."""
+        """Counts by the values of the metrics' label `tier`."""
         return {"device": self.device, "cpu": self.cpu, "volume": self.volume, "ferry": self.kv_transfer}
 
     def __add__(self, other: CachedTokens) -> CachedTokens:
@@ -204,13 +191,13 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """When what happened to a request, in seconds of `time.monotonic` on this machine.
+    """In seconds of `time.monotonic` on this machine.
 
-    `ferry` and `load` are begin and end of waiting for pages: of another engine, and of slower tiers.
+    `kv_transfer` and `load` are begin and end of waiting for pages of another engine and of slower tiers.
     """
 
     queued_s: float
-    scheduled_s: float  # its prompt, or what was left of it, began to be computed
+    scheduled_s: float  # computing began, after any fetch of pages
     first_token_s: float
     last_token_s: float
     kv_transfer: tuple[float, float] | None = None
@@ -219,14 +206,11 @@ class EngineTimes:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one engine step added to one request: new tokens and new text only, never the whole.
+    """What one step added to one request.
 
-    `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then the alternatives, most likely first.
-    `text` may lag behind `token_ids` (a character may need several tokens; a stop string may still be matching).
-    `finish_reason`, `stop_reason`, `sources`, `cached`, `transfer_params` and `times` are set on the last output only;
-    `cached` says of the tokens that `sources` does not call computed where they were, and `times` never leaves the
-    worker.
-    `delta` is what the parser made of the text, for requests with `parse`; `text` is then still the raw text.
+    `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then alternatives, most likely first. `text` may
+    lag behind `token_ids`. `delta` is the parsed form of `text`. `finish_reason`, `stop_reason`, `sources`, `cached`,
+    `transfer_params` and `times` are set on the last output only; `times` never leaves the worker.
     """
 
     token_ids: Sequence[int]
@@ -243,22 +227,18 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts that do not change while an engine lives."""
-
-    engine_id: EngineId  # fresh on every start: peers tell a restarted engine from the one they knew
+    engine_id: EngineId  # new on every start, so that peers recognize a restart
     model: str
     max_model_len: int
     block_size: int  # tokens per KV page
     page_bytes: int  # bytes of one KV page over all layers
     num_pages: int
     kv_cache_dtype: str
-    num_cpu_pages: int = 0  # that fit in its CPU tier
+    num_cpu_pages: int = 0  # capacity of the CPU tier
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment of an engine, and its totals since it started."""
-
     num_running: int = 0
     num_waiting: int = 0
     num_pages_used: int = 0
@@ -267,13 +247,11 @@ class EngineStats:
     cached_tokens: CachedTokens = CachedTokens()
     transferred_bytes: int = 0
     num_generated_tokens: int = 0
-    num_steps: int = 0  # finished; one that stands still while requests wait is an engine that hangs
+    num_steps: int = 0  # finished; does not grow while the engine hangs
 
 
 @dataclass(frozen=True, slots=True)
 class KvTransferStats:
-    """Transfers of pages from other engines to this one, since it started."""
-
     num_transfers: int = 0
     num_bytes: int = 0
     seconds: float = 0.0  # summed
@@ -282,11 +260,10 @@ class KvTransferStats:
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages became findable by prefix.
+    """Pages entered the prefix cache or a tier.
 
-    `token_ids` holds block_size ids per page; `parent_hash` is None at a prompt's start. Where `route_keys` are given,
-    one per page, they stand instead of tokens, size, parent and salt: pages that came from slower tiers may come in any
-    order, without what is before them.
+    `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. Pages from slower tiers, in any
+    order, have one of `route_keys` each instead of tokens, size, parent and salt.
     """
 
     page_hashes: Sequence[int]
@@ -314,44 +291,40 @@ KvEvent = PagesStored | PagesRemoved | AllPagesCleared
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """Events of one step. `sequence` counts up by one; a gap means that batches were lost."""
+    """Events of one step. `sequence` increases by one; a gap means lost batches."""
 
     sequence: int
     events: Sequence[KvEvent]
 
 
 class Engine(Protocol):
-    """Computes requests. Both implementations pass tests/contract/test_engine_contract.py."""
+    """Every implementation passes tests/contract/test_engine_contract.py."""
 
     @property
-    def info(self) -> EngineInfo:
-        """Valid after `start`."""
-        ...
+    def info(self) -> EngineInfo: ...
 
     async def start(self) -> None:
-        """Load and warm up. Raises UnsupportedEngine when it cannot be built as configured."""
+        """Load and warm up. Raises UnsupportedEngine for a configuration that cannot run."""
         ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Outputs of one request, ending with one whose `finish_reason` is set.
+        """Yield outputs, the last with a `finish_reason`.
 
-        Closing the iterator early aborts the request and releases its pages. A request that names pages of another
-        engine and cannot get them computes the prompt itself. The deltas of a request with `parse` begin after what
-        was delivered before, whether it is continued or computed again. Raises InvalidRequest for what this engine
-        cannot do, EngineDead once the engine is gone, EngineError for an answer that its parser cannot read.
+        Closing the iterator early aborts the request and releases its pages. If pages cannot be pulled, the prompt is
+        computed. Deltas begin after the delivered part. Raises InvalidRequest, EngineDead once the engine is gone,
+        EngineError for an answer that its parser cannot read.
         """
         ...
 
     async def abort(self, request_id: RequestId) -> None:
-        """End a request: its iterator yields a last output with ABORT. Unknown and finished ids are ignored."""
+        """The request's iterator yields a last output with ABORT. Unknown and finished ids are ignored."""
         ...
 
     async def release(self, transfer_params: TransferParams) -> None:
-        """Give back pages that this engine keeps for a request no decode engine was ever told of.
+        """Free kept pages whose parameters no decode engine received.
 
-        Only then: a decode engine that reads pages while they are released reads another prompt's. May be repeated;
-        parameters that this engine does not know, any more or at all, are ignored. Never raises. The pages may be free
-        only after the next step.
+        Otherwise a decode engine may read reused pages. Idempotent; ignores unknown parameters; never raises. May take
+        effect after the next step.
         """
         ...
 
@@ -360,28 +333,23 @@ class Engine(Protocol):
     def kv_transfer_stats(self) -> KvTransferStats: ...
 
     def own_metrics(self) -> Iterable[Any]:
-        """Prometheus metric families that the engine makes itself, outside our catalogue. May be slow to make."""
+        """The engine's own Prometheus metric families. May be slow."""
         ...
 
-    async def check_health(self) -> None:
-        """Raises EngineDead once the engine is gone for good."""
-        ...
+    async def check_health(self) -> None: ...
 
     def kv_events(self) -> AsyncIterator[KvEventBatch]:
-        """Events from now on, for one listener at a time; never crosses a machine's border."""
+        """Events from now on, for one listener; they never leave the machine."""
         ...
 
     async def stop(self) -> None:
-        """Release everything; may be repeated."""
+        """Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A body turned into what an engine takes; `text` is set where a completion prompt came as text.
-
-    `parse` is set where the answer is to be parsed.
-    """
+    """`text` is set for a completion prompt given as text."""
 
     token_ids: Sequence[int]
     sampling: Sampling
@@ -390,16 +358,13 @@ class RenderedPrompt:
 
 
 class Renderer(Protocol):
-    """Turns OpenAI bodies into token ids and resolved sampling parameters, once; needs no engine.
+    """Turns validated OpenAI bodies (gateway/openai_bodies.py) into prompts, without an engine.
 
-    `body` is a validated JSON object (gateway/openai_bodies.py). Raises InvalidRequest for what the model cannot do and
-    ContextLengthExceeded.
+    Raises InvalidRequest and ContextLengthExceeded.
     """
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt: ...
 
-    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
-        """One RenderedPrompt per prompt of the body, in order."""
-        ...
+    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]: ...
 
     def max_model_len(self) -> int: ...

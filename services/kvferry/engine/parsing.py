@@ -1,4 +1,4 @@
-"""What of a parsed answer is told, where some of it was told before."""
+"""Parsed answers, less the part that was delivered before."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from kvferry.engine.base import AnswerDelta, Parse
 
 
 class DeltaParser(Protocol):
-    """Takes an answer apart as it comes. For one answer, once."""
+    """Incremental parser of one answer."""
 
     def feed(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
-        """What these tokens and this raw text add. `finished`: nothing follows, and nothing is held back any more."""
+        """Return what these tokens and this raw text add. After `finished` no text is held back."""
         ...
 
 
 class ParsedAnswer:
-    """One answer on its way through its parser.
+    """Feeds one answer to its parser from the start, and leaves out the delivered part.
 
-    An answer in the middle needs a parser in the middle: it is fed everything from the start, and what was told before
-    is left out. There are two ways for it to come again:
-    - a continued request's tokens are part of its prompt: `resume` feeds them;
-    - a request that is computed again (`Parse.num_tokens_before`) gives them as outputs: `take` leaves them out. An
-      output that holds the last of what is old and the first of what is new is fed in two pieces, cut where the
-      delivered text ends.
+    A continued request has that part in its prompt: `resume` feeds it. A request that is computed again outputs it
+    (`Parse.num_tokens_before`): `on_output` leaves it out, and cuts an output where the delivered text ends.
     """
 
     def __init__(self, parser: DeltaParser, parse: Parse) -> None:
@@ -33,17 +29,17 @@ class ParsedAnswer:
         self._num_chars_again = parse.num_chars_before
 
     def resume(self, pieces: Sequence[tuple[int, str]], num_chars: int) -> None:
-        """Feed tokens of the answer with the text that each added, of which `num_chars` characters were delivered.
+        """Feed answer tokens with the text each added; `num_chars` characters were delivered.
 
-        Text beyond these comes with the engine's next output. Token by token, as it came: parsers may hold something
-        back from one call to the next.
+        Later text comes with the next output. Tokens are fed one by one, because parsers may hold text back between
+        calls.
         """
         for token_id, text in pieces:
             self._parser.feed([token_id], text[:num_chars], finished=False)
             num_chars -= min(num_chars, len(text))
 
-    def take(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
-        """What an output adds to what was told. None: nothing."""
+    def on_output(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
+        """Return what an output adds to the delivered part; None if nothing."""
         num_tokens = min(self._num_tokens_again, len(token_ids))
         num_chars = min(self._num_chars_again, len(text))
         if num_tokens or num_chars:

@@ -11,7 +11,7 @@ import grpc
 
 from kvferry.config import ServerTlsConfig
 from kvferry.errors import ConfigError
-from kvferry.mutual_tls import TellingSslObject
+from kvferry.mutual_tls import AlertingSslObject
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class GatewayTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        context.sslobject_class = TellingSslObject
+        context.sslobject_class = AlertingSslObject
         try:
             context.load_cert_chain(self._cert_file, self._key_file)
             if client_ca is not None:

@@ -1,1 +1,1 @@
-"""A worker: one engine behind a gRPC server of its own, registered under a lease."""
+"""The worker process: one engine, served to gateways."""

@@ -1,4 +1,4 @@
-"""The life of a worker: engine up, server up, registered; then serving until drained, or until the engine dies."""
+"""The life of a worker: start, registration, drain, and leaving when its engine dies."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Re
 from kvferry.metrics_listener import MetricsListener
 from kvferry.shared_memory import record_shared_memory
 from kvferry.tracing import Tracing, start_tracing
+from kvferry.worker.hang_detector import HangDetector
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import WorkerServer
-from kvferry.worker.watchdog import HangWatch
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,7 @@ HEALTH_PERIOD_S = 0.5
 
 
 def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, keeper_socket: str = "") -> Engine:
-    """The engine that `config.engine.kind` names, not yet started.
-
-    `keeper_socket` is where the keeper of this node answers; empty where it has none.
-    """
+    """The engine that `config.engine.kind` names, not started. `keeper_socket` is empty without a keeper."""
     engine = config.engine_of(kind.value)
     if engine.kind == "sim":
         return SimEngine(
@@ -60,10 +57,7 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, 
 
 
 class WorkerHost:
-    """Owns engine, server and registration of one worker.
-
-    `start` once, `stop` at the end; `check_health` in between.
-    """
+    """Owns a worker's engine, server and registration. `start` it once."""
 
     def __init__(self, config: ClusterConfig, kind: MemberKind, engine: Engine, membership: Membership) -> None:
         self._config = config
@@ -71,7 +65,7 @@ class WorkerHost:
         self._engine = engine
         self._membership = membership
         self._registration: Registration | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._health_task: asyncio.Task[None] | None = None
         self.worker_id = MemberId(f"{kind.value}-{secrets.token_hex(4)}")
         self.server = WorkerServer(
             engine,
@@ -115,7 +109,7 @@ class WorkerHost:
         await self._engine.start()
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
-        # Not before the engine: it may fork, and this starts a thread.
+        # After the engine, which may fork: this starts a thread.
         self._tracing = self.server.instrumentation.tracing = start_tracing(
             self._config.tracing, service=self._kind.value, instance=self.worker_id
         )
@@ -123,28 +117,27 @@ class WorkerHost:
         await self.server.start()
         await self._listener.start()
         self._registration = await self._membership.register(self.member)
-        self._watch = asyncio.create_task(self._leave_when_dead())
+        self._health_task = asyncio.create_task(self._watch_health())
         log.info("%s serves on %s", self.worker_id, self.member.address)
 
     async def check_health(self) -> None:
-        """Raises EngineDead once the engine is gone."""
         await self._engine.check_health()
         if self.server.died.is_set():
             raise EngineDead(self.server.why_died or "the engine failed a request as dead")
 
     async def drain(self) -> bool:
-        """Leave orderly: no new requests, those in flight finish. True when all did in time."""
-        # First: the registry may take its time, and the streams tell gateways at once.
+        """Refuse new requests, and wait for running ones. True when all finished in time."""
+        # First, because streams notify gateways at once and the registry may be slow.
         self.server.refuse_new()
         if self._registration is not None:
             await self._registration.revoke()
         return await self.server.drain(self._config.worker.drain_timeout_s)
 
     async def stop(self) -> None:
-        """End everything; may be repeated, and after a start that failed."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        """Idempotent; also after a failed start."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.gather(self._health_task, return_exceptions=True)
         if self._registration is not None:
             await self._registration.revoke()
         await self.server.stop()
@@ -158,19 +151,18 @@ class WorkerHost:
     def _span_counts(self) -> SpanCounts:
         return self._tracing.counts if self._tracing is not None else SpanCounts()
 
-    async def _leave_when_dead(self) -> None:
-        """A dead engine does not come back: say so at once, so that nobody waits for a lease to run out.
+    async def _watch_health(self) -> None:
+        """Leave at once when the engine dies or hangs, instead of waiting for the lease to end.
 
-        Nor does one that hangs; that of the whole process, this watch with it, is left to the gateways, which hear
-        nothing, and to Serve's health check.
+        If the whole process hangs, gateways and Serve's health check notice it.
         """
         timeout_s = self._config.worker.hang_timeout_s
-        hang_watch = HangWatch(timeout_s)
+        hang_detector = HangDetector(timeout_s)
         loop = asyncio.get_running_loop()
         while True:
             try:
                 await self.check_health()
-                if hang_watch.hung(loop.time(), self.server.progress(), busy=self.server.num_requests > 0):
+                if hang_detector.is_hung(loop.time(), self.server.progress(), busy=self.server.num_requests > 0):
                     raise EngineDead(f"the engine is hung: requests wait and no step finished for {timeout_s:g} s")
             except EngineDead as error:
                 log.error("%s leaves: %s", self.worker_id, error.message)

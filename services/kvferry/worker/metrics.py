@@ -1,4 +1,4 @@
-"""The metrics of one worker: what it counts itself, what its engine reports, and what its engine makes itself."""
+"""The metrics of one worker and its engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ _READ = (
 
 
 class WorkerMetrics:
-    """Reads `engine` and `server` whenever it is scraped."""
-
     def __init__(
         self,
         engine: Engine,
@@ -45,7 +43,7 @@ class WorkerMetrics:
         self._read_span_counts = read_span_counts
         self.exposition = Exposition(Exporter.WORKER, {"worker": worker_id, "role": role})
         requests = self.exposition.counter(telemetry.ENGINE_REQUESTS)
-        # Looking a series up costs as much as counting.
+        # A label lookup costs as much as the count itself.
         self._reason_to_count = {reason: requests.labels(reason=reason) for reason in telemetry.END_REASONS}
         self._queue_seconds = self.exposition.histogram(telemetry.ENGINE_QUEUE_SECONDS)
         self._prefill_seconds = self.exposition.histogram(telemetry.ENGINE_PREFILL_SECONDS)
@@ -53,20 +51,17 @@ class WorkerMetrics:
         self.exposition.read(_READ, self._read)
 
     def count(self, reason: str) -> None:
-        """A request ended, for one of telemetry.END_REASONS."""
         self._reason_to_count[reason].inc()
 
     def observe(self, times: EngineTimes) -> None:
-        """A request ended well."""
         begun_s = min(wait[0] for wait in (times.kv_transfer, times.load, (times.scheduled_s,)) if wait is not None)
         self._queue_seconds.observe(max(0.0, begun_s - times.queued_s))
         self._prefill_seconds.observe(max(0.0, times.first_token_s - times.scheduled_s))
         self._decode_seconds.observe(max(0.0, times.last_token_s - times.first_token_s))
 
     async def render(self) -> bytes:
-        """The text exposition."""
         ours = self.exposition.render()
-        # An engine's own may be thousands of series: not in the loop that hands tokens on.
+        # An engine's own metrics may be thousands of series: not on the event loop that carries tokens.
         return ours + await asyncio.to_thread(self._render_engine)
 
     def _render_engine(self) -> bytes:
@@ -81,23 +76,23 @@ class WorkerMetrics:
     def _read(self) -> Iterator[Reading]:
         engine, server = self._engine, self._server
         try:
-            load, kv_transfer, num_cpu_pages = engine.stats(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
+            stats, kv_transfer, num_cpu_pages = engine.stats(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
         except KvferryError:
-            load, kv_transfer, num_cpu_pages = EngineStats(), KvTransferStats(), 0
+            stats, kv_transfer, num_cpu_pages = EngineStats(), KvTransferStats(), 0
         yield Reading(telemetry.ENGINE_ALIVE, (), float(not server.died.is_set()))
         yield Reading(telemetry.ENGINE_DRAINING, (), float(server.draining))
         yield Reading(telemetry.ENGINE_GATEWAYS, (), len(server.sessions))
-        yield Reading(telemetry.ENGINE_RUNNING, (), load.num_running)
-        yield Reading(telemetry.ENGINE_WAITING, (), load.num_waiting)
-        yield Reading(telemetry.ENGINE_PAGES, (), load.num_pages)
-        yield Reading(telemetry.ENGINE_PAGES_USED, (), load.num_pages_used)
+        yield Reading(telemetry.ENGINE_RUNNING, (), stats.num_running)
+        yield Reading(telemetry.ENGINE_WAITING, (), stats.num_waiting)
+        yield Reading(telemetry.ENGINE_PAGES, (), stats.num_pages)
+        yield Reading(telemetry.ENGINE_PAGES_USED, (), stats.num_pages_used)
         yield Reading(telemetry.ENGINE_CPU_PAGES, (), num_cpu_pages)
-        yield Reading(telemetry.ENGINE_STEPS, (), load.num_steps)
-        for source, tokens in dataclasses.asdict(load.prompt_tokens).items():
+        yield Reading(telemetry.ENGINE_STEPS, (), stats.num_steps)
+        for source, tokens in dataclasses.asdict(stats.prompt_tokens).items():
             yield Reading(telemetry.ENGINE_PROMPT_TOKENS, (source,), tokens)
-        for tier, tokens in load.cached_tokens.by_tier().items():
+        for tier, tokens in stats.cached_tokens.by_tier().items():
             yield Reading(telemetry.ENGINE_CACHED_TOKENS, (tier,), tokens)
-        yield Reading(telemetry.ENGINE_GENERATED_TOKENS, (), load.num_generated_tokens)
+        yield Reading(telemetry.ENGINE_GENERATED_TOKENS, (), stats.num_generated_tokens)
         yield Reading(telemetry.KV_TRANSFER_SECONDS, (), kv_transfer.num_transfers, kv_transfer.seconds)
         yield Reading(telemetry.KV_TRANSFER_BYTES, (), kv_transfer.num_bytes)
         for cause, count in kv_transfer.num_failed.items():

@@ -1,8 +1,4 @@
-"""What is told of each request that a worker runs: counts and times for its metrics, spans for its trace.
-
-Everything is made at a request's end from what its engine says of itself; while it runs there is one object, and of a
-request that is traced one span.
-"""
+"""Metrics and spans of a worker's requests, made at a request's end from its engine's times."""
 
 from __future__ import annotations
 
@@ -13,19 +9,17 @@ from kvferry.tracing import Clock, Span, Tracing, error_type
 
 
 class RequestMetrics(Protocol):
-    """Where ended requests are counted."""
-
     def count(self, reason: str) -> None:
-        """Count a request that ended, for one of telemetry.END_REASONS."""
+        """Count an ended request by one of telemetry.END_REASONS."""
         ...
 
     def observe(self, times: EngineTimes) -> None:
-        """Record the times of a request that ended well."""
+        """Record the times of a request that was not aborted."""
         ...
 
 
 class RequestInstrumentation:
-    """Of one worker. `metrics` and `tracing` are None where nobody wants them."""
+    """`metrics` and `tracing` are None when disabled."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -33,12 +27,10 @@ class RequestInstrumentation:
         self.tracing: Tracing | None = None
 
     def refused(self) -> None:
-        """A request that the engine never saw."""
         if self.metrics is not None:
             self.metrics.count("refused")
 
     def begin(self, request: EngineRequest) -> InstrumentedRequest:
-        """A request that is about to go to the engine."""
         span = None
         if request.trace is not None and self.tracing is not None:
             span = self.tracing.serve(
@@ -53,7 +45,7 @@ class RequestInstrumentation:
 
 
 class InstrumentedRequest:
-    """One request from its beginning until `finished` or `failed`, of which one is called, once."""
+    """One request. Either `finished` or `failed` is called, once."""
 
     __slots__ = ("_instrumentation", "span")
 
@@ -62,7 +54,6 @@ class InstrumentedRequest:
         self.span = span
 
     def finished(self, last: EngineOutput) -> None:
-        """`last` has a finish reason."""
         assert last.finish_reason is not None
         times, metrics = last.times, self._instrumentation.metrics
         if metrics is not None:
@@ -76,7 +67,7 @@ class InstrumentedRequest:
             self.span.end()
 
     def failed(self, error: BaseException) -> None:
-        """It ended without a last output: cancelled, or with a KvferryError or a fault of ours."""
+        """It ended without a last output: cancelled, or with an error."""
         if self._instrumentation.metrics is not None:
             self._instrumentation.metrics.count("error" if isinstance(error, Exception) else "abort")
         if self.span is not None:
@@ -85,7 +76,6 @@ class InstrumentedRequest:
 
 
 def record_times(span: Span, last: EngineOutput, times: EngineTimes) -> None:
-    """The engine's part of a request, as children of the worker's span."""
     clock = Clock()
     sources = last.sources
 

@@ -1,4 +1,4 @@
-"""A worker as gateways see it: one engine, behind listeners that become one attachment per gateway."""
+"""Serves one engine to gateways, with one session per gateway."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.request_instrumentation import RequestInstrumentation
 
-# A refused request is told when to come back from how fast the last ones ended.
+# Ended requests that `_retry_after_s` looks at.
 _NUM_ENDS = 64
 MAX_RETRY_AFTER_S = 60
 
 
 class WorkerServer:
-    """Serves one engine.
+    """Listens on `port` (gRPC) and, with `frames`, on `frame_port`; with `tls`, gateways need certificates.
 
-    `start` binds, `drain` refuses new requests and waits for those in flight, `stop` ends everything. With `frames`,
-    links are taken on `frame_port` as well as on `port`, where gRPC listens; with `tls`, both only from
-    gateways with a certificate.
-
-    `on_snapshot_wanted` is called when a gateway asks for all this worker holds; `sessions` are who is to be told of
-    changes.
+    `on_snapshot_wanted` is called when a gateway asks for all pages that this worker holds.
     """
 
     def __init__(
@@ -66,24 +61,24 @@ class WorkerServer:
         self._num_requests_before = 0
         self.draining = False
         self.instrumentation = RequestInstrumentation(role)
-        self.died = asyncio.Event()  # set once the engine was seen dead
+        self.died = asyncio.Event()  # set once the engine is known to be dead
         self.why_died = ""
         self.on_snapshot_wanted: Callable[[GatewaySession], None] | None = None
 
     def __repr__(self) -> str:
         return (
             f"<WorkerServer {self._worker_id} port={self.port} frame_port={self.frame_port} "
-            f"attachments={len(self._sessions)} requests={self.num_requests}{' draining' if self.draining else ''}>"
+            f"sessions={len(self._sessions)} requests={self.num_requests}{' draining' if self.draining else ''}>"
         )
 
     @property
     def port(self) -> int:
-        """Of gRPC; 0 before `start`."""
+        """gRPC's port; 0 before `start`."""
         return self._grpc.port
 
     @property
     def frame_port(self) -> int:
-        """Of frames; 0 where they are not served, and before `start`."""
+        """0 without frames, and before `start`."""
         return self._frames.port if self._frames is not None else 0
 
     @property
@@ -92,11 +87,10 @@ class WorkerServer:
 
     @property
     def sessions(self) -> tuple[GatewaySession, ...]:
-        """Of gateways that are linked now."""
         return tuple(self._sessions)
 
     async def start(self) -> None:
-        """Raises ConfigError for TLS files that cannot be used."""
+        """Raises ConfigError for unusable TLS files."""
         await self._grpc.start(self._host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None)
         if self._frames is not None:
             await self._frames.start(
@@ -104,13 +98,13 @@ class WorkerServer:
             )
 
     def refuse_new(self) -> None:
-        """Take no new requests from now on, and tell every gateway at once."""
+        """Refuse new requests from now on, and notify every gateway."""
         self.draining = True
         for session in self._sessions:
             session.send_stats()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests; True when those in flight finished in time."""
+        """Refuse new requests; True when running ones finished in time."""
         self.refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,18 +114,18 @@ class WorkerServer:
         return True
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """End everything; may be repeated."""
+        """Idempotent."""
         if self._frames is not None:
             await self._frames.stop(grace_s)
         await self._grpc.stop(grace_s)
         await self._ending.wait()
 
     def progress(self) -> Hashable:
-        """Changes whenever the engine gets anywhere (worker/watchdog.py)."""
+        """Changes whenever the engine progresses."""
         return (self._num_outputs, self._num_ended, self._engine_stats())
 
     def engine_died(self, reason: str) -> None:
-        """End every request with EngineDead. May be repeated."""
+        """End every request with EngineDead. Idempotent."""
         if self.died.is_set():
             return
         self.why_died = reason
@@ -139,16 +133,15 @@ class WorkerServer:
         for session in self._sessions:
             session.fail_all(EngineDead(reason))
 
-    # What transports and attachments call.
+    # Called by transports and sessions
 
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
-        """The attachment of a gateway that has just linked; its Welcome waits."""
         session = GatewaySession(self, transport, hello, self._want_snapshot)
         self._sessions.add(session)
         return session
 
     def detach(self, session: GatewaySession) -> asyncio.Task[None]:
-        """End the requests of an attachment; it counts until they are gone."""
+        """End a session's requests; they count until they are gone."""
 
         async def end() -> None:
             try:
@@ -221,7 +214,7 @@ class WorkerServer:
             return EngineStats()
 
     def _retry_after_s(self) -> int:
-        """When those that wait now will have begun, at the pace of the last ends; whole seconds."""
+        """Whole seconds until the waiting requests have begun, at the pace of the last ends."""
         ends = self._end_times_s
         if len(ends) < 2:
             return 1

@@ -1,4 +1,4 @@
-"""Whatever was told before, and however it comes again: an answer's deltas put together are the same."""
+"""An answer's deltas add up to the same, whatever part was delivered before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 class Echo:
-    """A parser that tells back what it is fed, one call late."""
+    """A parser that returns its input, one call late."""
 
     def __init__(self) -> None:
         self.fed: list[tuple[list[int], str, bool]] = []
@@ -31,44 +31,44 @@ class Echo:
         return AnswerDelta(shown) if shown else None
 
 
-def told(deltas: Iterable[AnswerDelta | None]) -> str:
+def joined(deltas: Iterable[AnswerDelta | None]) -> str:
     return "".join(delta.content for delta in deltas if delta is not None)
 
 
 def test_an_answer_from_its_start_goes_straight_through() -> None:
     parser = Echo()
     answer = ParsedAnswer(parser, Parse(b""))
-    deltas = [answer.take([1], "a", finished=False), answer.take([2], "b", finished=True)]
-    assert told(deltas) == "ab"
+    deltas = [answer.on_output([1], "a", finished=False), answer.on_output([2], "b", finished=True)]
+    assert joined(deltas) == "ab"
     assert parser.fed == [([1], "a", False), ([2], "b", True)]
 
 
 @pytest.mark.parametrize("num_given", range(1, 8))
-def test_what_is_computed_again_is_told_once(num_given: int) -> None:
+def test_what_is_computed_again_is_sent_once(num_given: int) -> None:
     """Deltas before the loss, then those of the worker that computes it all again, with a parser that lags."""
     first = ParsedAnswer(Echo(), Parse(b""))
-    deltas = [first.take([i], WORDS[i], finished=False) for i in range(num_given)]
+    deltas = [first.on_output([i], WORDS[i], finished=False) for i in range(num_given)]
     again = ParsedAnswer(Echo(), Parse(b"", num_given, len("".join(WORDS[:num_given]))))
-    deltas += [again.take([i], WORDS[i], finished=i == 7) for i in range(8)]
-    assert told(deltas) == "".join(WORDS)
+    deltas += [again.on_output([i], WORDS[i], finished=i == 7) for i in range(8)]
+    assert joined(deltas) == "".join(WORDS)
 
 
 @pytest.mark.parametrize("num_given", range(1, 9))
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_twins_parts_are_the_same_in_whatever_pieces_they_come(num_given: int, size: int) -> None:
+def test_the_simulators_parts_are_the_same_in_whatever_pieces_they_come(num_given: int, size: int) -> None:
     parse = parse_of({"tools": TOOLS}, "sim", "sim")
     assert parse is not None
     first = ParsedAnswer(SimParser(parse), parse)
-    deltas = [first.take([i], WORDS[i], finished=False) for i in range(num_given)]
+    deltas = [first.on_output([i], WORDS[i], finished=False) for i in range(num_given)]
     before = Parse(parse.request, num_given, len("".join(WORDS[:num_given])))
     again = ParsedAnswer(SimParser(before), before)
     for start in range(0, 8, size):
         token_ids = list(range(start, min(start + size, 8)))
         text = "".join(WORDS[i] for i in token_ids)
-        deltas.append(again.take(token_ids, text, finished=token_ids[-1] == 7))
+        deltas.append(again.on_output(token_ids, text, finished=token_ids[-1] == 7))
     said = [delta for delta in deltas if delta is not None]
     assert "".join(delta.reasoning for delta in said) == " one two three"
-    assert told(said) == " four five"
+    assert joined(said) == " four five"
     calls = list(itertools.chain.from_iterable(delta.tool_calls for delta in said))
     assert [call.name for call in calls if call.name] == ["f"]
     assert json.loads("".join(call.arguments for call in calls)) == {"words": " six seven eight"}
@@ -79,13 +79,13 @@ def test_a_continued_answer_is_fed_what_its_prompt_holds() -> None:
     answer = ParsedAnswer(parser, Parse(b""))
     answer.resume([(1, "ab"), (2, ""), (3, "cd")], 3)
     # The engine gives what was not delivered with its next output.
-    assert told([answer.take([4], "de", finished=True)]) == "cde"
+    assert joined([answer.on_output([4], "de", finished=True)]) == "cde"
     assert parser.fed == [([1], "ab", False), ([2], "", False), ([3], "c", False), ([4], "de", True)]
 
 
-def test_the_end_is_told_even_when_every_token_was_delivered() -> None:
+def test_the_end_is_sent_even_when_every_token_was_delivered() -> None:
     parser = Echo()
     answer = ParsedAnswer(parser, Parse(b"", 2, 2))
-    assert answer.take([1], "a", finished=False) is None
-    assert told([answer.take([2], "b", finished=True)]) == "b"  # held back when the first worker was lost
+    assert answer.on_output([1], "a", finished=False) is None
+    assert joined([answer.on_output([2], "b", finished=True)]) == "b"  # held back when the first worker was lost
     assert parser.fed[-1] == ([], "", True)

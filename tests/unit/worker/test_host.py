@@ -1,4 +1,4 @@
-"""The life of a worker: it leaves at once when its engine is dead, and orderly when told to."""
+"""The life of a worker: it leaves at once when its engine is dead, and orderly when asked to."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvferry.residency.feed import Delta, Follower
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
 from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId, chain_hash, root_hash
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
-from kvferry.residency.feed import Delta, Follower
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.worker.page_mirror import PageMirror
 
@@ -31,7 +31,7 @@ def stored(first: int = 0, last: int = 3, medium: str = "GPU", cache_salt: str |
     )
 
 
-class Told:
+class Published:
     """A mirror, and what its deltas say when applied one by one."""
 
     def __init__(self, max_pages: int = 1000) -> None:
@@ -39,13 +39,13 @@ class Told:
         self.batches = 0
         self.held: dict[Tier, set[int]] = {Tier.GPU: set(), Tier.CPU: set()}
 
-    def feed(self, *events: KvEvent) -> None:
-        self.mirror.feed(KvEventBatch(self.batches, events))
+    def apply(self, *events: KvEvent) -> None:
+        self.mirror.apply(KvEventBatch(self.batches, events))
         self.batches += 1
         self.mirror.check()
 
-    def take(self) -> Delta | None:
-        delta = self.mirror.take()
+    def next_delta(self) -> Delta | None:
+        delta = self.mirror.next_delta()
         if delta is not None:
             for tier, held in self.held.items():
                 if delta.cleared:
@@ -58,145 +58,145 @@ class Told:
 
 
 def test_pages_are_told_under_their_route_keys() -> None:
-    told = Told()
-    told.feed(stored(0, 2))
-    assert told.take() == Delta(1, stored={Tier.GPU: KEYS[:2]})
-    told.feed(stored(2, 3))
-    assert told.take() == Delta(2, stored={Tier.GPU: KEYS[2:]})
-    told.feed(PagesRemoved(HASHES[1:]))
-    assert told.take() == Delta(3, removed={Tier.GPU: KEYS[1:]})
-    assert told.take() is None
-    assert told.mirror.sequence == 3
+    published = Published()
+    published.apply(stored(0, 2))
+    assert published.next_delta() == Delta(1, stored={Tier.GPU: KEYS[:2]})
+    published.apply(stored(2, 3))
+    assert published.next_delta() == Delta(2, stored={Tier.GPU: KEYS[2:]})
+    published.apply(PagesRemoved(HASHES[1:]))
+    assert published.next_delta() == Delta(3, removed={Tier.GPU: KEYS[1:]})
+    assert published.next_delta() is None
+    assert published.mirror.sequence == 3
 
 
 def test_the_salt_is_part_of_the_key() -> None:
-    told = Told()
-    told.feed(stored(0, 1, cache_salt="tenant"), stored(1, 3))
-    assert told.mirror.keys_of(Tier.GPU) == set(route_keys(TOKENS, BLOCK_SIZE, seed_of("tenant")))
+    published = Published()
+    published.apply(stored(0, 1, cache_salt="tenant"), stored(1, 3))
+    assert published.mirror.keys_of(Tier.GPU) == set(route_keys(TOKENS, BLOCK_SIZE, seed_of("tenant")))
 
 
 def test_changes_between_two_deltas_are_told_once() -> None:
-    told = Told()
-    told.feed(stored())
-    told.feed(PagesRemoved(HASHES[2:]), stored(2, 3), PagesRemoved(HASHES[1:2]))
-    delta = told.take()
+    published = Published()
+    published.apply(stored())
+    published.apply(PagesRemoved(HASHES[2:]), stored(2, 3), PagesRemoved(HASHES[1:2]))
+    delta = published.next_delta()
     assert delta is not None
     assert set(delta.stored[Tier.GPU]) == {KEYS[0], KEYS[2]}
-    assert told.held[Tier.GPU] == {KEYS[0], KEYS[2]}
+    assert published.held[Tier.GPU] == {KEYS[0], KEYS[2]}
 
 
 def test_a_page_stored_again_is_not_told_again() -> None:
-    told = Told()
-    told.feed(stored())
-    told.take()
-    told.feed(stored(), stored(1, 3))
-    assert told.take() is None
+    published = Published()
+    published.apply(stored())
+    published.next_delta()
+    published.apply(stored(), stored(1, 3))
+    assert published.next_delta() is None
 
 
 def test_what_follows_an_unknown_page_is_not_told() -> None:
-    told = Told()
-    told.feed(stored(1, 3))
-    assert told.take() is None
-    assert told.mirror.num_unknown == 2
-    told.feed(PagesRemoved(HASHES))
-    assert told.take() is None
+    published = Published()
+    published.apply(stored(1, 3))
+    assert published.next_delta() is None
+    assert published.mirror.num_unknown == 2
+    published.apply(PagesRemoved(HASHES))
+    assert published.next_delta() is None
 
 
 def test_pages_of_another_size_and_of_an_unknown_medium_are_not_told() -> None:
-    told = Told()
-    told.feed(PagesStored([1], None, [1, 2, 3], 3), stored(medium="TAPE"), PagesRemoved(HASHES, "TAPE"))
-    assert told.take() is None
-    assert told.mirror.num_unknown == 4
+    published = Published()
+    published.apply(PagesStored([1], None, [1, 2, 3], 3), stored(medium="TAPE"), PagesRemoved(HASHES, "TAPE"))
+    assert published.next_delta() is None
+    assert published.mirror.num_unknown == 4
 
 
 def test_what_an_engine_says_of_volumes_is_left_to_their_keepers() -> None:
-    told = Told()
-    told.feed(stored(medium="STORAGE"), PagesRemoved(HASHES, "STORAGE"))
-    assert told.take() is None
-    assert told.mirror.num_unknown == 0
+    published = Published()
+    published.apply(stored(medium="STORAGE"), PagesRemoved(HASHES, "STORAGE"))
+    assert published.next_delta() is None
+    assert published.mirror.num_unknown == 0
 
 
 def test_pages_that_bring_their_keys_need_nothing_before_them() -> None:
-    told = Told()
-    told.feed(PagesStored(HASHES[1:], None, (), 0, medium="CPU", route_keys=KEYS[1:]))
-    assert told.take() == Delta(1, stored={Tier.CPU: KEYS[1:]})
+    published = Published()
+    published.apply(PagesStored(HASHES[1:], None, (), 0, medium="CPU", route_keys=KEYS[1:]))
+    assert published.next_delta() == Delta(1, stored={Tier.CPU: KEYS[1:]})
     # What follows one of them on another tier is known through it.
-    told.feed(PagesStored([777], HASHES[2], [1, 2], BLOCK_SIZE))
-    assert told.take() == Delta(2, stored={Tier.GPU: route_keys([1, 2], BLOCK_SIZE, KEYS[2])})
-    told.feed(PagesRemoved(HASHES[1:], "CPU"))
-    assert told.take() == Delta(3, removed={Tier.CPU: KEYS[1:]})
+    published.apply(PagesStored([777], HASHES[2], [1, 2], BLOCK_SIZE))
+    assert published.next_delta() == Delta(2, stored={Tier.GPU: route_keys([1, 2], BLOCK_SIZE, KEYS[2])})
+    published.apply(PagesRemoved(HASHES[1:], "CPU"))
+    assert published.next_delta() == Delta(3, removed={Tier.CPU: KEYS[1:]})
 
 
 def test_a_page_may_be_on_two_tiers() -> None:
-    told = Told()
-    told.feed(stored(), stored(0, 2, medium="CPU"))
-    assert told.take() == Delta(1, stored={Tier.GPU: KEYS, Tier.CPU: KEYS[:2]})
-    told.feed(PagesRemoved(HASHES))
-    assert told.take() == Delta(2, removed={Tier.GPU: KEYS})
-    assert told.held[Tier.CPU] == set(KEYS[:2])
+    published = Published()
+    published.apply(stored(), stored(0, 2, medium="CPU"))
+    assert published.next_delta() == Delta(1, stored={Tier.GPU: KEYS, Tier.CPU: KEYS[:2]})
+    published.apply(PagesRemoved(HASHES))
+    assert published.next_delta() == Delta(2, removed={Tier.GPU: KEYS})
+    assert published.held[Tier.CPU] == set(KEYS[:2])
     # A page held on the CPU tier only is still a parent.
-    told.feed(PagesStored([777], HASHES[1], [1, 2], BLOCK_SIZE))
-    assert told.take() == Delta(3, stored={Tier.GPU: route_keys([1, 2], BLOCK_SIZE, KEYS[1])})
+    published.apply(PagesStored([777], HASHES[1], [1, 2], BLOCK_SIZE))
+    assert published.next_delta() == Delta(3, stored={Tier.GPU: route_keys([1, 2], BLOCK_SIZE, KEYS[1])})
 
 
 def test_a_page_named_by_hash_alone_is_known_after_it_left_the_gpu() -> None:
-    told = Told()
-    told.feed(stored())
-    told.feed(PagesRemoved(HASHES))
-    told.take()
-    told.feed(PagesStored([*HASHES, 555], None, [], 0, None, "CPU"))
-    assert told.take() == Delta(2, stored={Tier.CPU: KEYS})
-    assert told.mirror.num_unknown == 1
+    published = Published()
+    published.apply(stored())
+    published.apply(PagesRemoved(HASHES))
+    published.next_delta()
+    published.apply(PagesStored([*HASHES, 555], None, [], 0, None, "CPU"))
+    assert published.next_delta() == Delta(2, stored={Tier.CPU: KEYS})
+    assert published.mirror.num_unknown == 1
 
 
 def test_a_gap_clears_everything_and_what_comes_after_is_told() -> None:
-    told = Told()
-    told.feed(stored(0, 2))
-    told.take()
-    told.batches += 1
-    told.feed(stored(2, 3))  # its parent is unknown now
-    delta = told.take()
+    published = Published()
+    published.apply(stored(0, 2))
+    published.next_delta()
+    published.batches += 1
+    published.apply(stored(2, 3))  # its parent is unknown now
+    delta = published.next_delta()
     assert delta == Delta(2, cleared=True)
-    assert (told.mirror.num_gaps, told.mirror.num_unknown) == (1, 1)
-    told.feed(stored())
-    assert told.take() == Delta(3, stored={Tier.GPU: KEYS})
+    assert (published.mirror.num_gaps, published.mirror.num_unknown) == (1, 1)
+    published.apply(stored())
+    assert published.next_delta() == Delta(3, stored={Tier.GPU: KEYS})
 
 
 def test_a_cleared_engine_is_told_as_such() -> None:
-    told = Told()
-    told.feed(stored(), stored(medium="CPU"))
-    told.take()
-    told.feed(AllPagesCleared(), stored(0, 1))
-    assert told.take() == Delta(2, stored={Tier.GPU: KEYS[:1]}, cleared=True)
+    published = Published()
+    published.apply(stored(), stored(medium="CPU"))
+    published.next_delta()
+    published.apply(AllPagesCleared(), stored(0, 1))
+    assert published.next_delta() == Delta(2, stored={Tier.GPU: KEYS[:1]}, cleared=True)
 
 
 def test_the_first_batch_may_have_any_number() -> None:
     mirror = PageMirror(BLOCK_SIZE, 10)
-    mirror.feed(KvEventBatch(17, [stored()]))
+    mirror.apply(KvEventBatch(17, [stored()]))
     assert mirror.num_gaps == 0
     assert mirror.keys_of(Tier.GPU) == set(KEYS)
 
 
 def test_beyond_its_limit_it_forgets_the_oldest_and_says_so() -> None:
-    told = Told(max_pages=2)
-    told.feed(stored(0, 2))
-    told.take()
-    told.feed(stored(2, 3))
-    assert told.take() == Delta(2, stored={Tier.GPU: KEYS[2:]}, removed={Tier.GPU: KEYS[:1]})
-    assert told.mirror.num_forgotten == 1
-    told.feed(PagesRemoved(HASHES[:1]))
-    assert told.take() is None
+    published = Published(max_pages=2)
+    published.apply(stored(0, 2))
+    published.next_delta()
+    published.apply(stored(2, 3))
+    assert published.next_delta() == Delta(2, stored={Tier.GPU: KEYS[2:]}, removed={Tier.GPU: KEYS[:1]})
+    assert published.mirror.num_forgotten == 1
+    published.apply(PagesRemoved(HASHES[:1]))
+    assert published.next_delta() is None
 
 
 def test_removed_pages_are_forgotten_before_held_ones() -> None:
-    told = Told(max_pages=3)
-    told.feed(stored(0, 3))
-    told.feed(PagesRemoved(HASHES[2:]))
-    told.feed(PagesStored([900], None, [1, 2], BLOCK_SIZE))
-    assert told.mirror.num_forgotten == 0
-    assert told.mirror.num_pages == 3
-    told.feed(PagesStored([HASHES[2]], None, [], 0, None, "CPU"))
-    assert told.mirror.num_unknown == 1
+    published = Published(max_pages=3)
+    published.apply(stored(0, 3))
+    published.apply(PagesRemoved(HASHES[2:]))
+    published.apply(PagesStored([900], None, [1, 2], BLOCK_SIZE))
+    assert published.mirror.num_forgotten == 0
+    assert published.mirror.num_pages == 3
+    published.apply(PagesStored([HASHES[2]], None, [], 0, None, "CPU"))
+    assert published.mirror.num_unknown == 1
 
 
 @pytest.mark.parametrize(("block_size", "max_pages"), [(0, 1), (1, 0)])
@@ -206,25 +206,25 @@ def test_limits_below_one_are_refused(block_size: int, max_pages: int) -> None:
 
 
 def test_a_snapshot_stands_for_the_last_delta_and_may_be_ahead_of_it() -> None:
-    told = Told()
-    told.feed(stored(0, 2))
-    told.take()
-    told.feed(stored(2, 3))
+    published = Published()
+    published.apply(stored(0, 2))
+    published.next_delta()
+    published.apply(stored(2, 3))
     index = ResidencyIndex()
     follower = Follower(index, "w")
-    parts = list(told.mirror.snapshot(2))
+    parts = list(published.mirror.snapshot(2))
     assert {part.sequence for part in parts} == {1}
     assert all(len(part.keys) <= 2 for part in parts)
     for part in parts:
         follower.take_part(part)
     assert index.keys_of(Holder("w", Tier.GPU)) == set(KEYS)
-    delta = told.take()
+    delta = published.next_delta()
     assert delta is not None
     assert follower.take_delta(delta)
     assert index.keys_of(Holder("w", Tier.GPU)) == set(KEYS)
 
 
-# --- the twin's real events, through mirror and follower, into the index
+# --- the simulator's real events, through mirror and follower, into the index
 
 
 class Prompts:
@@ -242,7 +242,7 @@ class Prompts:
                 self.pool.free(self.running.pop(self.random.randrange(len(self.running))))
             else:
                 self._begin()
-        return self.pool.take_events()
+        return self.pool.drain_events()
 
     def keys(self) -> set[int]:
         return {self.hash_to_key[page_hash] for page_hash in self.pool.hash_to_page}
@@ -280,9 +280,9 @@ def test_the_index_holds_what_the_engines_pool_holds(seed: int) -> None:
     index = ResidencyIndex()
     follower = Follower(index, "w")
     for batch in range(40):
-        mirror.feed(KvEventBatch(batch, engine.step()))
+        mirror.apply(KvEventBatch(batch, engine.step()))
         if seeded.random() < 0.5:
-            delta = mirror.take()
+            delta = mirror.next_delta()
             # One in eight is lost on its way.
             if delta is not None and seeded.random() < 0.875:
                 follower.take_delta(delta)
@@ -292,7 +292,7 @@ def test_the_index_holds_what_the_engines_pool_holds(seed: int) -> None:
         mirror.check()
         index.check()
         assert mirror.keys_of(Tier.GPU) == engine.keys()
-    last = mirror.take()
+    last = mirror.next_delta()
     if last is None or not follower.take_delta(last):
         for part in mirror.snapshot(5):
             follower.take_part(part)
@@ -305,13 +305,13 @@ def test_the_index_holds_what_the_engines_pool_holds(seed: int) -> None:
 @settings(deadline=None, max_examples=60)
 def test_a_mirror_with_gaps_and_little_room_tells_less_than_there_is_and_never_more(seed: int, max_pages: int) -> None:
     engine = Prompts(seed)
-    told = Told(max_pages)
+    published = Published(max_pages)
     for _ in range(40):
         events = engine.step()
         if engine.random.random() < 0.05:
-            told.batches += 1  # lost between engine and mirror
+            published.batches += 1  # lost between engine and mirror
         else:
-            told.feed(*events)
-            told.take()
-            assert told.held[Tier.GPU] <= engine.keys()
-            assert told.mirror.num_pages <= max_pages
+            published.apply(*events)
+            published.next_delta()
+            assert published.held[Tier.GPU] <= engine.keys()
+            assert published.mirror.num_pages <= max_pages

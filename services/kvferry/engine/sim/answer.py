@@ -1,8 +1,7 @@
-"""What comes after a prompt: the next token as a function of all tokens before it, and the text they make.
+"""The simulator's "model": each token is a hash of all tokens before it.
 
-The same chain of tokens always goes on the same way, wherever and in how many pieces it was computed. That is what
-lets a test say: pulled equals computed, continued equals uninterrupted. Penalties, top_p, top_k and min_p are accepted
-and change nothing.
+So a pulled prompt answers like a computed one, and a continued answer like an uninterrupted one. Penalties, top_p,
+top_k and min_p have no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NUM_CANDIDATES = 8
 
 
 class Answer:
-    """The growing answer to one prompt. After each `next_token`, the attributes tell what that token changed."""
+    """The growing answer to one prompt. The public attributes describe the last token."""
 
     __slots__ = (
         "_bad_words", "_chain", "_constrained", "_eos_below", "_held", "_late", "_lowest_visible", "_num_ahead",
@@ -37,7 +36,7 @@ class Answer:
         answer_tokens: int,
         default_seed: int,
     ) -> None:
-        """`answer_tokens` is the mean length when nothing but end-of-sequence ends it."""
+        """`answer_tokens` is the mean length of an answer that only an end-of-sequence token ends."""
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -65,7 +64,7 @@ class Answer:
         )
 
     def next_token(self) -> int:
-        """Choose a token and append it. Sets `text` (what may be shown now), `finish_reason` and `stop_reason`."""
+        """Choose and append a token. Sets `text` (to send now), `finish_reason` and `stop_reason`."""
         sampling = self._sampling
         digest = self._chain.intdigest()
         may_stop = self._num_tokens >= sampling.min_tokens
@@ -79,10 +78,9 @@ class Answer:
         return token_id
 
     def resume(self, token_ids: Sequence[int], num_chars: int) -> list[str]:
-        """Go on after tokens that another engine gave.
+        """Append tokens that another engine generated, and return their texts.
 
-        `num_chars` characters of the answer were delivered: text of these tokens beyond that comes with the next token,
-        text of the next tokens below that does not come again. Returns what each token showed when it came first.
+        `num_chars` characters were delivered; the next token's text begins there.
         """
         texts = []
         for token_id in token_ids:
@@ -90,7 +88,7 @@ class Answer:
             if self._bad_words:
                 self._recent.append(token_id)
             texts.append(self.text)
-            # Had it ended there, nobody would go on.
+            # An ended answer is never continued.
             self.finish_reason = self.stop_reason = None
         text = "".join(texts)
         self._late = text[num_chars:]
@@ -121,12 +119,10 @@ class Answer:
             self.text, self._num_ahead = self.text[self._num_ahead :], max(0, self._num_ahead - len(self.text))
 
     def flush(self) -> str:
-        """Text held back for a stop string that will not come any more."""
         held, self._held = self._held, ""
         return held
 
     def logprobs(self, before: int, token_id: int) -> Sequence[TokenLogprob]:
-        """The token just chosen, then `Sampling.logprobs` alternatives. `before` is `digest()` from before it was."""
         num_alternatives = self._sampling.logprobs or 0
         likely = 0.5 + (before >> 40) / (1 << 24) * 0.45
         position = [TokenLogprob(token_id, self._texts[token_id], math.log(likely))]
@@ -143,11 +139,9 @@ class Answer:
         return position
 
     def digest(self) -> int:
-        """Of all tokens so far."""
         return self._chain.intdigest()
 
     def _match_stop_strings(self, stop: tuple[str, ...]) -> None:
-        """Cut at the first stop string that is complete; hold back what may still become one."""
         if self._num_tokens <= self._sampling.min_tokens:
             return
         pending = self._held + self.text
@@ -165,7 +159,6 @@ class Answer:
         self.text, self._held = pending[:shown], pending[shown:]
 
     def _choose(self, digest: int, *, may_stop: bool) -> int:
-        """The token with the highest score among what the request allows."""
         sampling = self._sampling
         banned: frozenset[int] = frozenset() if may_stop else self._stop_ids | {EOS}
         if sampling.ignore_eos:
@@ -195,7 +188,6 @@ class Answer:
 
 
 def _candidate(digest: int, i: int) -> int:
-    """The word that is `i` places from the most likely one; 0 is what an unconstrained request gets."""
     if i == 0:
         return NUM_SPECIAL + (digest >> 20) % NUM_WORDS
     return NUM_SPECIAL + _mix(digest + i * _GOLDEN) % NUM_WORDS
@@ -210,7 +202,6 @@ def _mix(value: int) -> int:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that could be the beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,7 +1,4 @@
-"""A pool of KV pages with a prefix cache: who holds which page, which pages can be found again, which goes next.
-
-Pure: no clock, no asyncio. The caller owns the page ids it was given and gives every one back exactly once.
-"""
+"""A pool of KV pages with a prefix cache. Pure: no clock, no asyncio."""
 
 from __future__ import annotations
 
@@ -21,24 +18,20 @@ _ROOT_SEED = 0x6B76666572727931
 
 
 def root_hash(cache_salt: str) -> PageHash:
-    """What the first page of a prompt has for a parent."""
     return PageHash(xxhash.xxh3_64_intdigest(cache_salt.encode("utf-8", "surrogatepass"), _ROOT_SEED))
 
 
 def chain_hash(parent: PageHash, packed_tokens: bytes | bytearray) -> PageHash:
-    """The hash of a page: of its tokens, and through `parent` of everything before them."""
+    """The hash of a page and, through `parent`, of all tokens before it."""
     return PageHash(xxhash.xxh3_64_intdigest(packed_tokens, parent))
 
 
 class BlockPool:
-    """`num_pages` pages of `block_size` tokens.
+    """`num_pages` pages of `block_size` tokens, each in one of three states:
 
-    A page is in one of three states:
-    - held: `page_refs[page] > 0`, by as many holders;
-    - free and findable: no holder, but its tokens are still there and `find_prefix` still finds it;
-    - free and blank: no holder, nothing to find.
-    Freeing forgets nothing: a findable page loses its hash only when `allocate` gives it to somebody else, the least
-    recently used first.
+    - held by `page_refs[page]` holders, each of which frees it once;
+    - free and cached: `find_prefix` still finds it;
+    - free and blank.
     """
 
     def __init__(self, num_pages: int, block_size: int) -> None:
@@ -47,29 +40,27 @@ class BlockPool:
         self.page_refs = [0] * num_pages
         self.page_to_hash: list[PageHash | None] = [None] * num_pages
         self.hash_to_page: dict[PageHash, PageId] = {}
-        # Oldest first. Blank pages stand before all findable ones: taking them costs nobody a hit.
+        # Oldest first. Blank pages come before all cached ones: using them costs no hit.
         self._free: OrderedDict[PageId, None] = OrderedDict((PageId(page), None) for page in range(num_pages))
         self._events: list[KvEvent] = []
         self._removed: list[PageHash] = []
 
     def __repr__(self) -> str:
         return (
-            f"<BlockPool {self.num_used}/{self.num_pages} used, {len(self.hash_to_page)} findable, "
+            f"<BlockPool {self.num_used}/{self.num_pages} used, {len(self.hash_to_page)} cached, "
             f"{self.block_size} tokens a page>"
         )
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can give out, findable ones included."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody holds."""
         return self.num_pages - len(self._free)
 
     def find_prefix(self, page_hashes: Iterable[PageHash]) -> list[PageId]:
-        """Pages of the longest run from the start that can be found. Takes no hold: `touch` them before allocating."""
+        """The longest cached run from the start. Takes no hold: `touch` it before allocating."""
         found = []
         for page_hash in page_hashes:
             page = self.hash_to_page.get(page_hash)
@@ -79,21 +70,19 @@ class BlockPool:
         return found
 
     def touch(self, pages: Iterable[PageId]) -> None:
-        """Hold pages that `find_prefix` just found."""
         for page in pages:
             if self.page_refs[page] == 0:
                 del self._free[page]
             self.page_refs[page] += 1
 
     def can_allocate(self, num_pages: int, found: Sequence[PageId] = ()) -> bool:
-        """Whether `num_pages` new pages are there once `found` are held too."""
         idle = sum(1 for page in found if self.page_refs[page] == 0)
         return num_pages + idle <= len(self._free)
 
     def allocate(self, num_pages: int) -> list[PageId]:
-        """Take blank pages for one holder, forgetting the least recently used findable ones where it must.
+        """Take blank pages for one holder, then cached ones, least recently used first.
 
-        The caller asked `can_allocate`; raises IndexError when it did not and there are too few.
+        Raises IndexError when there are too few.
         """
         if num_pages > len(self._free):
             raise IndexError(f"{num_pages} pages wanted, {len(self._free)} free")
@@ -118,10 +107,7 @@ class BlockPool:
         parent_hash: PageHash | None,
         cache_salt: str = "",
     ) -> None:
-        """Make a run of full, held pages findable. `parent_hash` is None when the run begins a prompt.
-
-        Of two pages with the same tokens the first stays the findable one; the second is blank once freed.
-        """
+        """Cache a run of full, held pages. Of two pages with the same tokens only the first is cached."""
         new: list[int] = []
         for i, (page, page_hash) in enumerate(zip(pages, page_hashes, strict=True)):
             if page_hash not in self.hash_to_page:
@@ -129,7 +115,7 @@ class BlockPool:
                 self.page_to_hash[page] = page_hash
                 new.append(i)
         self._flush_removed()
-        # Runs of neighbours become one event each.
+        # One event per run of neighbours.
         start = 0
         for end in range(1, len(new) + 1):
             if end < len(new) and new[end] == new[end - 1] + 1:
@@ -149,7 +135,7 @@ class BlockPool:
             start = end
 
     def free(self, pages: Sequence[PageId]) -> None:
-        """Give up one hold on each page. `pages` are in the order of their tokens: the last is forgotten first."""
+        """Give up one hold on each page, in token order: the last is evicted first."""
         for page in reversed(pages):
             if self.page_refs[page] <= 0:
                 raise ValueError(f"page {page} was freed twice")
@@ -159,8 +145,7 @@ class BlockPool:
                 if self.page_to_hash[page] is None:
                     self._free.move_to_end(page, last=False)
 
-    def take_events(self) -> list[KvEvent]:
-        """What became findable and what was forgotten since the last call, in order."""
+    def drain_events(self) -> list[KvEvent]:
         self._flush_removed()
         events, self._events = self._events, []
         return events
@@ -171,7 +156,6 @@ class BlockPool:
             self._removed = []
 
     def check(self) -> None:
-        """The conservation laws. Raises AssertionError naming the broken one."""
         free = set(self._free)
         for page in range(self.num_pages):
             refs = self.page_refs[page]
@@ -181,10 +165,10 @@ class BlockPool:
         assert held + len(free) == self.num_pages, "held and free pages are not all pages"
         for page_hash, page in self.hash_to_page.items():
             assert self.page_to_hash[page] == page_hash, f"page {page} is found under a hash that is not its own"
-        findable = sum(1 for page_hash in self.page_to_hash if page_hash is not None)
-        assert findable == len(self.hash_to_page), "a page has a hash under which it cannot be found"
+        num_cached = sum(1 for page_hash in self.page_to_hash if page_hash is not None)
+        assert num_cached == len(self.hash_to_page), "a page has a hash under which it cannot be found"
         blanks_over = False
         for page in self._free:
             blank = self.page_to_hash[page] is None
-            assert not (blank and blanks_over), f"blank page {page} stands behind a findable one"
+            assert not (blank and blanks_over), f"blank page {page} stands behind a cached one"
             blanks_over = blanks_over or not blank

@@ -1,8 +1,7 @@
-"""How pages get from a sim engine to another, in another process: offered under a key, pulled, verified, released.
+"""KV transfer between simulators: pages are offered under a key, pulled, verified and released.
 
-Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller connects, asks for pages by number, compares
-every one with what its own tokens say it must be, and releases the offer, whatever came of it. An offer nobody releases
-ends with its lease.
+Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller verifies pages by its tokens, and always releases
+the offer; else it ends with its lease.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
-MAX_QUESTION_BYTES = 4096
-ANSWER_OVERHEAD_BYTES = 4096  # beside the page itself
+MAX_REQUEST_BYTES = 4096
+RESPONSE_OVERHEAD_BYTES = 4096  # beside the page itself
 CONNECT_TIMEOUT_S = 2.0
 PULL_TIMEOUT_S = 10.0  # a whole pull; then the puller computes the rest itself
 IDLE_TIMEOUT_S = 60.0  # a connection that asks for nothing
 
 
 class KvTransferError(Exception):
-    """Pages could not be had: refused, broken off, or not what was asked for. The puller computes them."""
+    """Pages were refused, cut off or wrong. The puller computes them."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What `transfer_params` hold: where the pages of one prompt are and how many of its tokens they cover."""
+    """The content of `transfer_params`; `num_tokens` are covered by the offered pages."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -51,7 +50,6 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_params(params: TransferParams) -> Ticket:
-        """Raises KvTransferError for parameters that no sim engine made."""
         try:
             return msgspec.convert(dict(params), Ticket)
         except msgspec.ValidationError as error:
@@ -79,8 +77,8 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-_question_decoder = msgspec.msgpack.Decoder(Pull | Release)
-_answer_decoder = msgspec.msgpack.Decoder(Page | Refusal)
+_request_decoder = msgspec.msgpack.Decoder(Pull | Release)
+_response_decoder = msgspec.msgpack.Decoder(Page | Refusal)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -90,7 +88,7 @@ def frame(message: Pull | Release | Page | Refusal) -> bytes:
 
 
 async def read_payload(reader: asyncio.StreamReader, max_bytes: int) -> bytes | None:
-    """Return one frame's payload, or None if the peer closed between frames.
+    """Return one frame's payload; None if the peer closed between frames.
 
     Raises KvTransferError for a cut or oversized frame.
     """
@@ -106,12 +104,10 @@ async def read_payload(reader: asyncio.StreamReader, max_bytes: int) -> bytes | 
 
 
 class PullFault(enum.StrEnum):
-    """What a ferry does with pulls, on demand of a test."""
-
     NONE = "none"
     REFUSE = "refuse"
     CORRUPT = "corrupt"  # one byte of every page is wrong
-    BREAK_OFF = "break_off"  # the first page, then the connection ends
+    BREAK_OFF = "break_off"  # the connection ends after the first page
     HANG = "hang"
 
 
@@ -124,10 +120,9 @@ class _Offer:
 
 
 class KvTransferServer:
-    """Offers pages of one engine.
+    """Owns the hold on an engine's offered pages.
 
-    Owns the hold on the offered pages: gives it back through `free_pages` when the offer is released or its lease ends,
-    but never while a pull is reading them.
+    `free_pages` gives it back when an offer is released or its lease ends, but never during a pull.
     """
 
     def __init__(
@@ -153,7 +148,9 @@ class KvTransferServer:
         self.fault = PullFault.NONE
 
     def __repr__(self) -> str:
-        return f"<FerryServer {self._host}:{self.port} offers={self.num_offers} connections={len(self._connections)}>"
+        return (
+            f"<KvTransferServer {self._host}:{self.port} offers={self.num_offers} connections={len(self._connections)}>"
+        )
 
     @property
     def num_offers(self) -> int:
@@ -164,23 +161,20 @@ class KvTransferServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def offer(self, pages: Sequence[PageId], num_tokens: int) -> Ticket:
-        """Keep held pages for whoever comes with the ticket."""
-        # Not to be guessed: the listener has no other authentication.
+        # Random: the listener has no other authentication.
         offer_id = secrets.token_hex(16)
         expiry = asyncio.get_running_loop().call_later(self._lease_s, self._expire, offer_id)
         self._id_to_offer[offer_id] = _Offer(pages, expiry)
         return Ticket(self._host, self.port, self.engine_id, offer_id, num_tokens)
 
     def release(self, offer_id: str) -> None:
-        """End an offer. Unknown and ended ones are ignored."""
         offer = self._id_to_offer.pop(offer_id, None)
         if offer is not None:
             offer.expiry.cancel()
             offer.released = True
-            self._settle(offer)
+            self._free_if_unused(offer)
 
     def close(self) -> None:
-        """Stop listening and break every connection off, at once."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -190,47 +184,46 @@ class KvTransferServer:
         self._connections.cancel()
 
     async def wait_closed(self) -> None:
-        """After `close`: until nothing of it runs any more."""
         await self._connections.wait_until_empty()
 
     def _expire(self, offer_id: str) -> None:
         log.warning("pages offered as %s were not pulled within %g s", offer_id[:8], self._lease_s)
         self.release(offer_id)
 
-    def _settle(self, offer: _Offer) -> None:
+    def _free_if_unused(self, offer: _Offer) -> None:
         if offer.released and offer.num_pulls == 0:
             self._free_pages(offer.pages)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None:  # taken before `close`, and told of only now
+        if self._server is None:  # accepted before `close`
             writer.transport.abort()
             return
         connection = self._connections.spawn(self._serve(reader, writer))
-        # A task that is cancelled before its first step closes nothing.
+        # A task that is cancelled before its first step does not close the writer.
         connection.add_done_callback(lambda _: writer.close())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 async with asyncio.timeout(IDLE_TIMEOUT_S):
-                    payload = await read_payload(reader, MAX_QUESTION_BYTES)
+                    payload = await read_payload(reader, MAX_REQUEST_BYTES)
                 if payload is None:
                     break
-                question = _question_decoder.decode(payload)
-                if isinstance(question, Pull):
-                    await self._answer(question, writer)
-                elif question.engine_id == self.engine_id:
-                    self.release(question.offer_id)
+                request = _request_decoder.decode(payload)
+                if isinstance(request, Pull):
+                    await self._serve_pull(request, writer)
+                elif request.engine_id == self.engine_id:
+                    self.release(request.offer_id)
         except (KvTransferError, TimeoutError, OSError, msgspec.MsgspecError) as error:
-            log.debug("a ferry connection ended: %s", error)
+            log.debug("a KV transfer connection ended: %s", error)
         finally:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _answer(self, pull: Pull, writer: asyncio.StreamWriter) -> None:
+    async def _serve_pull(self, pull: Pull, writer: asyncio.StreamWriter) -> None:
         offer = self._id_to_offer.get(pull.offer_id)
-        refusal = self._refusal(pull, offer)
+        refusal = self._refusal_reason(pull, offer)
         if refusal is not None or offer is None:
             writer.write(frame(Refusal(refusal or "")))
             await writer.drain()
@@ -249,9 +242,9 @@ class KvTransferServer:
                     raise KvTransferError("broken off, as asked")
         finally:
             offer.num_pulls -= 1
-            self._settle(offer)
+            self._free_if_unused(offer)
 
-    def _refusal(self, pull: Pull, offer: _Offer | None) -> str | None:
+    def _refusal_reason(self, pull: Pull, offer: _Offer | None) -> str | None:
         if self.fault is PullFault.REFUSE:
             return "refused, as asked"
         if pull.engine_id != self.engine_id:
@@ -268,9 +261,9 @@ class KvTransferServer:
 async def pull_pages(
     ticket: Ticket, layout: LayoutDigest, *, page_bytes: int, first_page: int, num_pages: int
 ) -> AsyncGenerator[bytes, None]:
-    """Contents of the offered pages, in order. Releases the offer when it ends, is closed or is cancelled.
+    """Yield the offered pages in order; release the offer when this ends, is closed or is cancelled.
 
-    Raises KvTransferError when the pages cannot be had, and OSError when nobody answers.
+    Raises KvTransferError when the pages cannot be had, OSError when the server does not answer.
     """
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -281,18 +274,18 @@ async def pull_pages(
         if num_pages:
             writer.write(frame(Pull(ticket.engine_id, ticket.offer_id, layout, first_page, num_pages)))
         for _ in range(num_pages):
-            payload = await read_payload(reader, page_bytes + ANSWER_OVERHEAD_BYTES)
+            payload = await read_payload(reader, page_bytes + RESPONSE_OVERHEAD_BYTES)
             if payload is None:
                 raise KvTransferError("the peer closed the connection")
             try:
-                answer = _answer_decoder.decode(payload)
+                response = _response_decoder.decode(payload)
             except msgspec.MsgspecError as error:
-                raise KvTransferError(f"not a ferry's answer: {error}") from None
-            if isinstance(answer, Refusal):
-                raise KvTransferError(answer.reason)
-            if len(answer.content) != page_bytes:
-                raise KvTransferError(f"a page of {len(answer.content)} bytes; ours have {page_bytes}")
-            yield answer.content
+                raise KvTransferError(f"not a KV transfer response: {error}") from None
+            if isinstance(response, Refusal):
+                raise KvTransferError(response.reason)
+            if len(response.content) != page_bytes:
+                raise KvTransferError(f"a page of {len(response.content)} bytes; ours have {page_bytes}")
+            yield response.content
     finally:
         # Writing and closing do not wait: this part is done even when the puller was cancelled.
         if not writer.is_closing():
@@ -303,7 +296,7 @@ async def pull_pages(
 
 
 async def release_offer(ticket: Ticket) -> None:
-    """Tell the engine that nobody will come for its pages. A failure is left to the lease."""
+    """Give up an offer. A failure is left to the lease."""
     try:
         async for _ in pull_pages(ticket, 0, page_bytes=0, first_page=0, num_pages=0):
             pass

@@ -1,4 +1,4 @@
-"""The bytes of KV pages: a function of the tokens, so that whoever pulls a page can tell that it is the right one."""
+"""The bytes of KV pages, a function of the tokens: an engine can verify pages it did not compute."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ LayoutDigest = int
 
 
 def layout_digest(model: str, block_size: int, page_bytes: int) -> LayoutDigest:
-    """What must be equal on both sides before bytes can mean the same."""
+    """Digest of everything that gives a page's bytes their meaning."""
     return xxhash.xxh3_64_intdigest(f"{len(model)}:{model}:{block_size}:{page_bytes}".encode())
 
 
 class PageMemory:
-    """`num_pages` x `page_bytes`, one allocation, as on a device. Committed by the system as pages are written."""
-
     def __init__(self, num_pages: int, page_bytes: int, layout: LayoutDigest) -> None:
         self.page_bytes = page_bytes
         self.layout = layout
@@ -33,7 +31,6 @@ class PageMemory:
         return f"<PageMemory {len(self._bytes) // self.page_bytes} pages of {self.page_bytes} bytes>"
 
     def expected(self, page_hash: PageHash) -> bytes:
-        """What a page with these tokens must hold."""
         multiplier = xxhash.xxh3_64_intdigest(page_hash.to_bytes(8, "little"), self.layout) | 1
         return ((self._noise * multiplier) & self._mask).to_bytes(self.page_bytes, "little")
 

@@ -1,7 +1,7 @@
-"""The twin's parser: what a word is depends on its place in the answer alone.
+"""The simulator's parser: the place of a word in the answer decides what it is.
 
-First `NUM_REASONING_WORDS` words of reasoning, where the model reasons; then, where tools are offered,
-`NUM_CONTENT_WORDS` words of content (none when a call is required) and one call, whose argument is the rest.
+First come `NUM_REASONING_WORDS`, if the model reasons; with tools, then `NUM_CONTENT_WORDS` (none when a call is
+required) and one call, whose argument is the rest.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ NAME = "sim"
 NUM_REASONING_WORDS = 3
 NUM_CONTENT_WORDS = 2
 
-_WORDS = re.compile(r" [^ ]*|[^ ]+")  # whole ones, or the rest of one that began before
+_WORDS = re.compile(r" [^ ]*|[^ ]+")  # whole words, or the rest of one that began earlier
 
 
 def check_name(key: str, name: str) -> None:
-    """Raises ConfigError for a parser of another engine."""
     if name not in ("", NAME):
         raise ConfigError(f"{key}: the sim engine has no parser {name!r}; it has {NAME!r}")
 
 
 def parse_of(body: Mapping[str, Any], tool_parser: str, reasoning_parser: str) -> Parse | None:
-    """For a chat's body; None where the answer is plain text."""
+    """The Parse for a chat body; None for plain text."""
     choice = body.get("tool_choice") or "auto"
     tools = body.get("tools") if tool_parser else None
     if not tools and not reasoning_parser:
@@ -46,7 +45,7 @@ def parse_of(body: Mapping[str, Any], tool_parser: str, reasoning_parser: str) -
 
 
 class SimParser:
-    """A DeltaParser. In however many pieces an answer comes, its parts are the same."""
+    """A DeltaParser; the cuts between pieces do not matter."""
 
     def __init__(self, parse: Parse) -> None:
         values = json.loads(parse.request)

@@ -1,4 +1,4 @@
-"""OpenAI bodies to tokens and sampling parameters, for the twin's tokenizer."""
+"""OpenAI bodies to tokens and sampling parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", 
 
 
 class SimRenderer:
-    """A Renderer. Reads what it knows and refuses nonsense in it; everything else in a body is the gateway's."""
+    """A Renderer for the simulator. Validates only the fields it uses."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class SimRenderer:
         tool_parser: str = "",
         reasoning_parser: str = "",
     ) -> None:
-        """Raises ConfigError for any parser but the twin's own."""
         check_name("model.tool_parser", tool_parser)
         check_name("model.reasoning_parser", reasoning_parser)
         self._tool_parser = tool_parser
@@ -200,7 +199,6 @@ class SimRenderer:
 
 
 def _prompts(prompt: object) -> Sequence[str | Sequence[int]]:
-    """The prompts of a completion body: one, or as many as its list holds."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, Sequence) and prompt:
@@ -213,7 +211,6 @@ def _prompts(prompt: object) -> Sequence[str | Sequence[int]]:
 
 
 def _content_text(content: object, where: str) -> str:
-    """The text of a message: a string, or its parts of type text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -229,7 +226,6 @@ def _content_text(content: object, where: str) -> str:
 
 
 def _refuse_structure(body: Mapping[str, Any]) -> None:
-    """The twin has no grammar to follow: say so rather than answer out of form."""
     response_format = body.get("response_format")
     if response_format is not None and response_format != {"type": "text"}:
         raise InvalidRequest("response_format: the sim engine writes plain text only", param="response_format")

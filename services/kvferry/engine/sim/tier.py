@@ -1,8 +1,7 @@
-"""The twin's CPU tier: finished pages in shared memory, and behind it the volumes of a keeper, through the real client.
+"""The simulator's tiers: CPU memory, and the volumes of a keeper behind it.
 
-What vLLM's tiers do, page for page: a page that becomes full is copied here and handed to the keeper; a page that is
-wanted and not here is brought by the keeper into a row first. Rows are forgotten least recently used first, but never
-while somebody reads or writes them: the engine, or a keeper that has not said that it is done.
+As in vLLM, a full page is copied to the CPU tier and stored by the keeper, and a missing page is loaded into a row
+first. Rows are evicted least recently used first, never while in use.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from kvferry.store.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayo
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 
-# Neither vLLM nor its twin is told when a job ends: both look. vLLM once a step, of which an idle engine takes one a
-# millisecond.
-_LOOK_EVERY_S = 0.001
+# Neither vLLM nor the simulator is notified of ended jobs. vLLM polls once a step; an idle engine steps every ms.
+_POLL_EVERY_S = 0.001
 
 _MEDIUM = "CPU"
 
 
-class Named(NamedTuple):
-    """A page by its engine's hash and the key that gateways know it by."""
+class PageRef(NamedTuple):
+    """A page by its engine's hash and by its route key."""
 
     page_hash: PageHash
     route_key: int
 
 
-class Loaded(NamedTuple):
+class LoadedPage(NamedTuple):
     content: bytes
-    tier: Tier  # where it lay: CPU or VOLUME
+    tier: Tier  # source: CPU or VOLUME
 
 
 def page_key(page_hash: PageHash) -> ChunkKey:
@@ -47,7 +45,6 @@ def page_key(page_hash: PageHash) -> ChunkKey:
 
 
 def sim_layout(model: str, *, block_size: int, page_bytes: int) -> ChunkLayout:
-    """What sim pages mean; the row of a page is filled up to what drives can read."""
     return ChunkLayout(
         model=model,
         weights_revision="sim",
@@ -68,12 +65,16 @@ def sim_layout(model: str, *, block_size: int, page_bytes: int) -> ChunkLayout:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    pages: Sequence[tuple[Named, int]]  # with their rows
-    reader: asyncio.Future[None] | None = None  # of a load: who waits for it, if still anybody does
+    pages: Sequence[tuple[PageRef, int]]  # with their rows
+    reader: asyncio.Future[None] | None = None  # of a load: set when the job ends
 
 
 class SimTier:
-    """Of one engine, on one event loop. Owns its memory and its client from creation to `stop`."""
+    """The tiers of one engine, on one event loop. Owns its memory and its keeper client until `stop`.
+
+    Each row is free, ready (it holds a page), loading (the keeper fills it) or abandoned (its load failed, and a reader
+    still pins it).
+    """
 
     def __init__(
         self,
@@ -84,7 +85,6 @@ class SimTier:
         engine_id: str,
         keeper_socket: str = "",
     ) -> None:
-        """Without `keeper_socket` there are no volumes."""
         self.num_rows = num_rows
         self._page_bytes = page_bytes
         self._row_bytes = layout.payload_bytes
@@ -94,13 +94,13 @@ class SimTier:
         self._free = list(range(num_rows))
         self._pins = [0] * num_rows
         self._ready: OrderedDict[PageHash, int] = OrderedDict()  # -> row; least recently used first
-        self._coming: dict[PageHash, int] = {}  # -> the row that the keeper fills
-        self._given_up: set[int] = set()  # rows that hold no page, and that whoever asked for one still looks at
+        self._loading: dict[PageHash, int] = {}  # -> the row that the keeper fills
+        self._abandoned: set[int] = set()  # rows of failed loads that a reader still pins
         self._jobs: dict[int, _Job] = {}
         self._num_jobs = 0
         self._num_readers = 0
         self._events: list[KvEvent] = []
-        self._look: asyncio.Task[None] | None = None
+        self._poller: asyncio.Task[None] | None = None
         self._client: KeeperClient | None = None
         if keeper_socket:
             region = Region(self._fd, num_rows, self._row_bytes)
@@ -108,125 +108,120 @@ class SimTier:
             self._client.start()
 
     def __repr__(self) -> str:
-        return f"<SimTier {len(self._ready)}/{self.num_rows} ready, {len(self._coming)} coming, {len(self._jobs)} jobs>"
+        return (
+            f"<SimTier {len(self._ready)}/{self.num_rows} ready, {len(self._loading)} loading, {len(self._jobs)} jobs>"
+        )
 
     @property
     def connected(self) -> bool:
-        """Whether there is a keeper to ask."""
         return self._client is not None and self._client.connected
 
     @property
     def num_jobs(self) -> int:
-        """That the keeper has not ended."""
         return len(self._jobs)
 
     def has(self, page_hash: PageHash, volume_id: str | None = None, *, from_volumes: bool = True) -> bool:
-        """Whether a load may bring it. `volume_id`: where it is said to lie. Not `from_volumes`: only what is here."""
+        """Whether a load may bring the page. `volume_id` is a hint."""
         if page_hash in self._ready:
             return True
         client = self._client
-        if client is None or page_hash in self._coming or not from_volumes:
+        if client is None or page_hash in self._loading or not from_volumes:
             return False
         return client.contains(page_key(page_hash)) or (volume_id is not None and client.connected)
 
-    def store(self, pages: Sequence[tuple[Named, bytes]], namespace: Namespace, *, on_volumes: bool = True) -> None:
-        """Copy pages in, as far as there is room, and have the keeper keep them too unless another engine's does."""
-        new: list[tuple[Named, int]] = []
-        for named, content in pages:
-            if named.page_hash in self._ready:
-                self._ready.move_to_end(named.page_hash)
+    def store(self, pages: Sequence[tuple[PageRef, bytes]], namespace: Namespace, *, on_volumes: bool = True) -> None:
+        """Copy pages while rows are available; the keeper gets those that no engine has stored yet."""
+        new: list[tuple[PageRef, int]] = []
+        for ref, content in pages:
+            if ref.page_hash in self._ready:
+                self._ready.move_to_end(ref.page_hash)
                 continue
-            if named.page_hash in self._coming or (row := self._allocate()) is None:
+            if ref.page_hash in self._loading or (row := self._allocate()) is None:
                 continue
             start = row * self._row_bytes
             self._memory[start : start + self._page_bytes] = content
-            self._add(named, row)
-            new.append((named, row))
+            self._add(ref, row)
+            new.append((ref, row))
         if self._client is None or not on_volumes:
             return
-        kept = [(named, row) for named, row in new if not self._client.contains(page_key(named.page_hash))]
-        if kept:
-            job = self._begin(_Job(kept))
-            self._client.store(
-                job, namespace, [(page_key(named.page_hash), named.route_key, row) for named, row in kept]
-            )
+        unstored = [(ref, row) for ref, row in new if not self._client.contains(page_key(ref.page_hash))]
+        if unstored:
+            job = self._begin(_Job(unstored))
+            self._client.store(job, namespace, [(page_key(ref.page_hash), ref.route_key, row) for ref, row in unstored])
 
     async def load(
         self,
-        pages: Sequence[tuple[Named, str | None]],
+        pages: Sequence[tuple[PageRef, str | None]],
         namespace: Namespace,
         *,
-        patience_s: float,
+        timeout_s: float,
         trace: TraceContext | None = None,
-    ) -> list[Loaded]:
-        """What can be had of a run of pages, from its start: shorter than asked where one is missing.
+    ) -> list[LoadedPage]:
+        """Return the longest available run of pages, given with volume hints, from the start.
 
-        With each page comes the volume on which it is said to lie. What the keeper does not bring within `patience_s`
-        is missing too; its rows stay the keeper's until it is done with them.
+        Pages not loaded within `timeout_s` count as missing; their rows stay the keeper's until the job ends.
         """
-        run: list[tuple[Named, int, Tier]] = []
-        wanted: list[tuple[Named, int]] = []
+        run: list[tuple[PageRef, int, Tier]] = []
+        missing: list[tuple[PageRef, int]] = []
         volumes: dict[ChunkKey, str] = {}
-        for named, volume_id in pages:
-            if not self.has(named.page_hash, volume_id):
+        for ref, volume_id in pages:
+            if not self.has(ref.page_hash, volume_id):
                 break
-            ready = self._ready.get(named.page_hash)
+            ready = self._ready.get(ref.page_hash)
             if ready is not None:
-                self._ready.move_to_end(named.page_hash)
+                self._ready.move_to_end(ref.page_hash)
                 self._pins[ready] += 1
-                run.append((named, ready, Tier.CPU))
+                run.append((ref, ready, Tier.CPU))
                 continue
             row = self._allocate()
             if row is None:
                 break
-            self._coming[named.page_hash] = row
+            self._loading[ref.page_hash] = row
             self._pins[row] += 1  # the reader's; the keeper's comes with the job
-            wanted.append((named, row))
-            run.append((named, row, Tier.VOLUME))
+            missing.append((ref, row))
+            run.append((ref, row, Tier.VOLUME))
             if volume_id is not None:
-                volumes[page_key(named.page_hash)] = volume_id
+                volumes[page_key(ref.page_hash)] = volume_id
         self._num_readers += 1
         try:
-            if wanted:
-                await self._bring(wanted, volumes, namespace, patience_s, trace)
-            loaded: list[Loaded] = []
-            for named, row, tier in run:
-                if self._ready.get(named.page_hash) != row:
+            if missing:
+                await self._load_missing(missing, volumes, namespace, timeout_s, trace)
+            loaded: list[LoadedPage] = []
+            for ref, row, tier in run:
+                if self._ready.get(ref.page_hash) != row:
                     break
                 start = row * self._row_bytes
-                loaded.append(Loaded(self._memory[start : start + self._page_bytes], tier))
+                loaded.append(LoadedPage(self._memory[start : start + self._page_bytes], tier))
             return loaded
         finally:
             self._num_readers -= 1
             for _, row, _ in run:
                 self._unpin(row)
 
-    async def _bring(
+    async def _load_missing(
         self,
-        wanted: Sequence[tuple[Named, int]],
+        missing: Sequence[tuple[PageRef, int]],
         volumes: dict[ChunkKey, str],
         namespace: Namespace,
-        patience_s: float,
+        timeout_s: float,
         trace: TraceContext | None,
     ) -> None:
         assert self._client is not None
         reader = asyncio.get_running_loop().create_future()
-        job = self._begin(_Job(wanted, reader))
-        rows = [(page_key(named.page_hash), row) for named, row in wanted]
+        job = self._begin(_Job(missing, reader))
+        rows = [(page_key(ref.page_hash), row) for ref, row in missing]
         self._client.load(job, namespace, rows, volumes, trace)
-        await asyncio.wait([reader], timeout=patience_s)
+        await asyncio.wait([reader], timeout=timeout_s)
 
-    def take_events(self) -> list[KvEvent]:
-        """What came and went since the last call, in order."""
+    def drain_events(self) -> list[KvEvent]:
         events, self._events = self._events, []
         return events
 
     async def stop(self) -> None:
-        """May be repeated."""
-        if self._look is not None:
-            self._look.cancel()
-            await asyncio.gather(self._look, return_exceptions=True)
-            self._look = None
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+            self._poller = None
         client, self._client = self._client, None
         if client is not None:
             await asyncio.to_thread(client.stop)
@@ -236,16 +231,15 @@ class SimTier:
             self._fd = -1
 
     def check(self) -> None:
-        """The conservation laws. Raises AssertionError."""
-        rows = [*self._free, *self._ready.values(), *self._coming.values(), *self._given_up]
+        rows = [*self._free, *self._ready.values(), *self._loading.values(), *self._abandoned]
         assert len(set(rows)) == len(rows), "a row holds two pages"
         assert set(rows) == set(range(self.num_rows)), "a row is lost"
         assert all(self._pins[row] == 0 for row in self._free), "a free row is in use"
         if not self._jobs:
-            assert not self._coming, "a page is coming, and nobody brings it"
-            assert self._num_readers or not any(self._pins), "a row is in use, and nobody uses it"
+            assert not self._loading, "a page is loading without a job"
+            assert self._num_readers or not any(self._pins), "a row is pinned without a reader"
 
-    # Rows.
+    # Rows
 
     def _allocate(self) -> int | None:
         if self._free:
@@ -259,43 +253,43 @@ class SimTier:
 
     def _unpin(self, row: int) -> None:
         self._pins[row] -= 1
-        assert self._pins[row] >= 0, f"row {row} was let go twice"
-        if not self._pins[row] and row in self._given_up:
-            self._given_up.remove(row)
+        assert self._pins[row] >= 0, f"row {row} was unpinned twice"
+        if not self._pins[row] and row in self._abandoned:
+            self._abandoned.remove(row)
             self._free.append(row)
 
-    def _add(self, named: Named, row: int) -> None:
-        self._ready[named.page_hash] = row
-        self._events.append(PagesStored([named.page_hash], None, (), 0, medium=_MEDIUM, route_keys=[named.route_key]))
+    def _add(self, ref: PageRef, row: int) -> None:
+        self._ready[ref.page_hash] = row
+        self._events.append(PagesStored([ref.page_hash], None, (), 0, medium=_MEDIUM, route_keys=[ref.route_key]))
 
-    # Jobs.
+    # Jobs
 
     def _begin(self, job: _Job) -> int:
         self._num_jobs += 1
         self._jobs[self._num_jobs] = job
         for _, row in job.pages:
             self._pins[row] += 1
-        if self._look is None or self._look.done():
-            self._look = asyncio.get_running_loop().create_task(self._look_after_jobs())
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.get_running_loop().create_task(self._poll_jobs())
         return self._num_jobs
 
-    async def _look_after_jobs(self) -> None:
+    async def _poll_jobs(self) -> None:
         client = self._client
         while client is not None and self._jobs:
             for done in client.finished():
                 self._end(done)
             if self._jobs:
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(_POLL_EVERY_S)
 
     def _end(self, done: JobDone) -> None:
         job = self._jobs.pop(done.job)
-        for named, row in job.pages:
+        for ref, row in job.pages:
             if done.is_load:
-                del self._coming[named.page_hash]
-                if page_key(named.page_hash) in done.succeeded:
-                    self._add(named, row)
+                del self._loading[ref.page_hash]
+                if page_key(ref.page_hash) in done.succeeded:
+                    self._add(ref, row)
                 else:
-                    self._given_up.add(row)
+                    self._abandoned.add(row)
             self._unpin(row)
         if job.reader is not None and not job.reader.done():
             job.reader.set_result(None)

@@ -1,7 +1,7 @@
 """A tokenizer without files: one word, one token.
 
-Ids below `NUM_SPECIAL` are markers. Every other id is a pseudo word of three syllables, always decoded with a leading
-space, and encoding that word gives the id back: an answer that is sent again as part of a prompt has the same tokens.
+Ids below `NUM_SPECIAL` are markers, others pseudo words of three syllables with a leading space. Encoding a decoded
+answer gives the same tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel
 
 @functools.cache
 def _vocabulary() -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """The text of every id, and the id of every word."""
     names = {BOS: "<bos>", EOS: "<eos>", END_OF_TURN: "<end>"}
     names |= {marker: f"<{role}>" for role, marker in ROLE_TO_MARKER.items()}
     special = [names.get(token_id, f"<special{token_id}>") for token_id in range(NUM_SPECIAL)]
@@ -41,7 +40,7 @@ def _vocabulary() -> tuple[tuple[str, ...], Mapping[str, int]]:
 
 
 class SimTokenizer:
-    """Deterministic on every machine. All instances share one vocabulary."""
+    """Deterministic. All instances share one vocabulary."""
 
     vocabulary_size = VOCABULARY_SIZE
     bos_token_id = BOS
@@ -52,7 +51,7 @@ class SimTokenizer:
         self.texts, self._word_to_id = _vocabulary()
 
     def encode(self, text: str) -> list[int]:
-        """One id per word. Markers cannot be written as text: `<eos>` in a prompt is a word like any other."""
+        """One id per word; no text encodes to a marker."""
         find = self._word_to_id.get
         token_ids = []
         for word in text.split():
@@ -64,12 +63,11 @@ class SimTokenizer:
         return token_ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Raises IndexError for an id outside the vocabulary."""
         lowest = NUM_SPECIAL if skip_special_tokens else 0
         return "".join(self.texts[token_id] for token_id in token_ids if token_id >= lowest)
 
     def encode_chat(self, turns: Sequence[tuple[str, str]], *, open_turn: str | None) -> list[int]:
-        """Role and text of each turn; then `open_turn`'s marker, or, when None, the last turn left open."""
+        """Encode the turns, then the marker of `open_turn`; if None, the last turn stays open."""
         token_ids = [BOS]
         for role, text in turns:
             token_ids.append(ROLE_TO_MARKER[role])

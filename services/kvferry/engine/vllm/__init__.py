@@ -1,1 +1,1 @@
-"""The vLLM engine: AsyncLLM, its renderer and what they need; one file per seam."""
+"""The vLLM engine; one file per seam."""

@@ -1,9 +1,7 @@
-"""An answer that goes on in another engine: its text, and its limits, count from its start.
+"""Continues an answer in another engine.
 
-To vLLM the tokens given so far are part of the prompt. Its detokenizer would then begin with the next token: characters
-that need tokens of both sides, and text that was held back because a stop string may begin there, would be lost. So the
-request's detokenizer is made anew as it was when the answer began, is fed the tokens given so far, and told how many of
-its characters were delivered.
+vLLM takes the tokens given so far for prompt, and would begin to detokenize after them. Characters across that border,
+and text held back for a stop string, would be lost. So the request gets a detokenizer that is fed those tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from kvferry.engine.base import Continued, RequestId, Sampling
 
 
 class Continuations:
-    """Owns what is to be done when a continued request is added, from `expect` until it was added or forgotten."""
+    """Continued requests, from `expect` until vLLM has added them or `forget`."""
 
     def __init__(self, output_processor: Any) -> None:
         self._processor = output_processor
@@ -27,7 +25,6 @@ class Continuations:
         output_processor.add_request = self._added
 
     def expect(self, request_id: RequestId, continued: Continued, min_tokens: int) -> None:
-        """`min_tokens` is the whole answer's."""
         self._expected[request_id] = (continued, min_tokens)
 
     def forget(self, request_id: RequestId) -> None:
@@ -42,7 +39,6 @@ class Continuations:
 
 
 def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued, min_tokens: int) -> IncrementalDetokenizer:
-    """A detokenizer that stands where the answer's own stood after the tokens given so far."""
     begun = copy.copy(request)
     begun.prompt_token_ids = request.prompt_token_ids[: -continued.num_tokens]
     begun.sampling_params = copy.copy(request.sampling_params)
@@ -53,8 +49,7 @@ def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued, min_
     return detokenizer
 
 
-def rest_of(sampling: Sampling, continued: Continued) -> Sampling:
-    """What is left of an answer's limits."""
+def remaining_limits(sampling: Sampling, continued: Continued) -> Sampling:
     return structs.replace(
         sampling,
         max_tokens=sampling.max_tokens - continued.num_tokens,

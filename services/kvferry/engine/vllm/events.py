@@ -1,7 +1,6 @@
-"""vLLM's KV events, read from the engine's ZMQ publisher.
+"""vLLM's KV events from its ZMQ publisher.
 
-The events carry salts and token ids and have no authentication: the socket is an ipc file in a private folder and never
-leaves the machine.
+They carry salts and token ids without authentication, so the socket is an ipc file in a private folder.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import zmq.asyncio
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
-from kvferry.engine.vllm.plugins.side_channel import ROUTE_KEYS_TAG
+from kvferry.engine.vllm.plugins.core_fields import ROUTE_KEYS_TAG
 from kvferry.pages.keys import unpack_keys
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,6 @@
 """vLLM's parsers: raw text to content, reasoning and tool calls.
 
-The gateway's renderer writes what a parser needs of a chat's body (`parse_of`); the worker builds the parser from it
-(`Parsers.begin`) and feeds it the answer. One parser per answer, as vLLM's own server does for a stream; the parts of a
-whole answer are those of its stream, put together.
+The gateway's renderer describes the parser (`parse_of`); the worker makes one per answer (`Parsers.begin`).
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from kvferry.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
 
-# Of a chat's body, what parsers read.
+# Fields of a chat body that parsers read.
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort")
 
 
 def check_names(model: ModelConfig) -> None:
-    """Raises ConfigError for a parser that vLLM does not have, naming those it has."""
+    """Raises ConfigError for a parser that vLLM does not have."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -46,10 +44,9 @@ def parse_of(
     *,
     reasoning_ended: bool | None,
 ) -> Parse | None:
-    """What the worker needs to parse the answer to this body; None where it is plain text.
+    """The Parse for a chat body; None for plain text.
 
-    `chat_template_kwargs` as vLLM resolved them. `reasoning_ended` is for the engine: whether a grammar applies from
-    the first token on.
+    `reasoning_ended` tells the engine whether a grammar applies from the first token on.
     """
     if not model.reasoning_parser and not (model.tool_parser and body.get("tools")):
         return None
@@ -64,8 +61,6 @@ def parse_of(
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request's parser, and what `AsyncLLM.generate` is to be told of its reasoning."""
-
     answer: ParsedAnswer
     engine_arguments: Mapping[str, Any]
 
@@ -73,7 +68,7 @@ class Begun:
 class Parsers:
     """Makes the parsers of one engine's requests.
 
-    Raises ConfigError for parsers that vLLM does not have, or that this model's tokenizer lacks tokens for.
+    Raises ConfigError for parsers that vLLM does not have, or whose tokens the tokenizer lacks.
     """
 
     def __init__(self, model: ModelConfig, tokenizer: Any, vllm_model_config: Any) -> None:
@@ -96,10 +91,7 @@ class Parsers:
             raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
 
     def begin(self, request: EngineRequest, params: Any) -> Begun:
-        """For a request with `parse`; `params` are vLLM's, of the whole answer.
-
-        Raises EngineError for one that this engine is not configured for: gateway and worker differ.
-        """
+        """`params` are vLLM's, of the whole answer. Raises EngineError if gateway and worker configurations differ."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         parse, continued = request.parse, request.continued
@@ -111,7 +103,7 @@ class Parsers:
         chat = ChatCompletionRequest.model_validate(
             {"model": "", "messages": [{"role": "user", "content": ""}], **values["request"]}
         )
-        # Only ever counted, to number the calls of models that count over a whole conversation.
+        # Only counted, by models that number calls over a whole conversation.
         chat.messages = [{"role": "assistant", "tool_calls": [None] * values["num_earlier_calls"]}]
         parser = self._parser_class(
             self._tokenizer, chat.tools, chat_template_kwargs=kwargs, model_config=self._model_config
@@ -131,8 +123,6 @@ class Parsers:
 
 
 class VllmParser:
-    """A DeltaParser around one of vLLM's Parser objects."""
-
     def __init__(self, parser: Any, chat: Any, prompt_token_ids: list[int]) -> None:
         from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
 
@@ -147,7 +137,7 @@ class VllmParser:
                 text, list(token_ids), self._chat, self._prompt_token_ids, finished=finished
             )
         except Exception as error:
-            # Models write what they like, and parsers raise whatever they meet.
+            # Parsers raise any kind of error for unexpected model output.
             log.exception("%s failed on an answer", type(self._parser).__name__)
             raise EngineError(f"the answer cannot be parsed: {type(error).__name__}") from None
         if message is None:
@@ -166,10 +156,10 @@ def _call(call: Any) -> ToolCallDelta:
 
 
 def texts_of(tokenizer: Any, prompt: Sequence[int], given: Sequence[int], params: Any) -> list[tuple[int, str]]:
-    """Tokens of an answer, each with the text that was shown when it came; `params` are vLLM's, of the whole answer."""
+    """Tokens of an answer with the text each added; `params` are vLLM's, of the whole answer."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    # It reads nothing else of a request.
+    # All fields of a request that the detokenizer reads.
     begun: Any = SimpleNamespace(
         prompt_token_ids=list(prompt), sampling_params=params, prompt_embeds=None, request_id=""
     )

@@ -1,11 +1,8 @@
-"""Plain chats and prompts to tokens, in a fifth of the time that vLLM's renderer takes for everything.
+"""Renders plain chats and prompts in a fifth of the time of vLLM's renderer.
 
-vLLM hands a prompt to a thread for its template and again for its tokens, and builds its parameters anew each time. For
-a chat of texts or a single prompt, nothing of that changes the outcome. Here vLLM's own parts (message parser, compiled
-template, tokenizer, parameters) are called one after the other, and parameters are kept per combination of what was
-asked for. `verify` compares with vLLM's renderer, and whoever uses this must not where they differ.
-
-Everything else is left to vLLM: any field not listed here, long prompts, and whatever fails, so that errors are vLLM's.
+It runs vLLM's own parts without hops between threads, and caches parameters. `verify` compares the results; where they
+differ, this must not be used. vLLM's renderer gets everything else: unlisted fields, long prompts, and failures, so
+that errors are vLLM's.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from msgspec import structs
 
 from kvferry.engine.base import Parse, Sampling
 
-# What only the sampling parameters depend on. Not `min_tokens`: its bounds depend on the prompt's length.
+# Fields that affect only sampling parameters. Not `min_tokens`: its bounds depend on the prompt's length.
 SAMPLING_FIELDS = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
@@ -38,7 +35,7 @@ _NUM_KEPT_SAMPLINGS = 512
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """`sampling.max_tokens` is what vLLM gives a request that asks for none."""
+    """`sampling.max_tokens` is vLLM's default."""
 
     token_ids: Sequence[int]
     sampling: Sampling
@@ -46,10 +43,7 @@ class Rendered:
 
 
 class PlainPrompts:
-    """For one model, given vLLM's ServingRender of it. Methods may be called from any thread.
-
-    Raises TypeError when that model's tokenizer is not of the kind this is written for.
-    """
+    """For one model, given vLLM's ServingRender. Thread-safe. Raises TypeError for other kinds of tokenizers."""
 
     def __init__(self, serving: Any) -> None:
         from tokenizers import Tokenizer
@@ -68,7 +62,7 @@ class PlainPrompts:
         self._model_config = online.model_config
         self._max_model_len = int(self._model_config.max_model_len)
         self._max_chars = self._max_model_len * int(tokenizer.max_chars_per_token)
-        # A copy without truncation: the original's is set and unset by every call of whoever else uses it.
+        # A copy without truncation, because other users of the original set and unset truncation.
         self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -98,7 +92,7 @@ class PlainPrompts:
         return (
             self._template is not None
             and CHAT_FIELDS.issuperset(body)
-            and body.get("seed") != -1  # vLLM's way to say: none
+            and body.get("seed") != -1  # means none in vLLM
             and all(
                 len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str
                 for message in body["messages"]
@@ -109,7 +103,7 @@ class PlainPrompts:
         return COMPLETION_FIELDS.issuperset(body) and body.get("seed") != -1 and type(body["prompt"]) is str
 
     def chat(self, body: Mapping[str, Any]) -> Rendered | None:
-        """Of a body that `takes_chat`. None: ask vLLM."""
+        """For a body that `takes_chat`. None: use vLLM's renderer."""
         from vllm.renderers.chat_utils import parse_chat_messages
 
         try:
@@ -117,15 +111,14 @@ class PlainPrompts:
                 body["messages"], self._model_config, content_format=self._content_format
             )
             assert self._template is not None
-            # As `render` does, which first puts together the same globals each time.
+            # Like `render`, but without merging the same globals each time.
             context = self._template.new_context({**self._template_values, "messages": conversation}, shared=True)
             text = "".join(self._template.root_render_func(context))
             return self._rendered("chat", text, body, add_special_tokens=False)
-        except Exception:  # vLLM finds it again and says what it is
+        except Exception:  # vLLM's renderer reports it
             return None
 
     def completion(self, body: Mapping[str, Any]) -> Rendered | None:
-        """Of a body that `takes_completion`. None: ask vLLM."""
         try:
             with_special = body.get("add_special_tokens", True)
             return self._rendered("completion", body["prompt"], body, add_special_tokens=with_special)
@@ -138,7 +131,7 @@ class PlainPrompts:
 
         if len(text) > self._max_chars:
             return None
-        # Not `encode`: it keeps the interpreter's lock.
+        # `encode` would hold the GIL.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         if not 0 < len(token_ids) < self._max_model_len:
@@ -155,7 +148,6 @@ class PlainPrompts:
         return Rendered(token_ids, structs.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
 
     def _resolve(self, kind: str, asked: bytes) -> Sampling:
-        """vLLM's parameters for these fields of a body, with every default of the model."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -175,7 +167,7 @@ def _chat(*turns: tuple[str, str], **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns], **fields}
 
 
-# What any template and tokenizer may treat in a way of its own.
+# Inputs that templates and tokenizers may treat in special ways.
 CHAT_PROBES: Sequence[Mapping[str, Any]] = (
     _chat(("user", "hi")),
     _chat(("user", "")),
@@ -209,7 +201,7 @@ Ask = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
 
 
 async def verify(plain: PlainPrompts, ask_chat: Ask, ask_completion: Ask) -> str:
-    """How `plain` differs from vLLM's own renderer, which the other two ask; empty when nothing was found."""
+    """Return the first difference from vLLM's renderer, or an empty string."""
     for probe in CHAT_PROBES:
         if plain.takes_chat(probe) and (difference := await _difference(probe, plain.chat(probe), ask_chat)):
             return difference

@@ -1,8 +1,6 @@
-"""vLLM's renderer in process, without an engine.
+"""vLLM's renderer without an engine.
 
-Chat template and tokens, and sampling parameters with the model's defaults.
-
-Importing takes about 8 s of CPU; do it once, at start-up.
+Importing takes about 8 s of CPU: do it once, at start-up.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, K
 
 log = logging.getLogger(__name__)
 
-# Characters of a prompt that are rendered at once, about 0.6 ms; more would hold up the tokens of everybody else, and a
-# thread renders them (0.1 ms to get there and back).
+# Longer prompts are rendered in a thread (0.1 ms there and back). This many characters take about 0.6 ms on the event
+# loop, which delays the tokens of all streams.
 MOST_CHARS_AT_ONCE = 2_000
 
 
 class VllmRenderer:
-    """A Renderer. Complete once constructed; needs the model's folder for config and tokenizer, never its weights.
+    """A Renderer. Needs the model's folder for configuration and tokenizer, never its weights.
 
-    Plain chats and prompts take a short way, if it was seen at construction to lead to the same tokens.
+    Plain prompts take a short way if `verify` found no difference at construction.
     """
 
     def __init__(self, model_folder: str, served_name: str, model: ModelConfig) -> None:
@@ -73,7 +71,7 @@ class VllmRenderer:
                 reasoning_parser=model.reasoning_parser or None,
             )
         except TypeError as error:
-            # Of a parser that needs tokens which this tokenizer lacks.
+            # The parser needs tokens that this tokenizer lacks.
             raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
         online.warmup()
         self._online = online
@@ -89,13 +87,13 @@ class VllmRenderer:
         )
         self._plain_parse = self._parse_of_plain()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
-        # In the thread: the caller's may run an event loop.
+        # In the thread, because the caller may run an event loop.
         self._plain = self._thread.submit(self._verified_plain_prompts).result()
-        # What was imported lives as long as the process. Left to the garbage collector, its 630,000 objects make every
-        # full collection a pause of 0.3 s for all streams.
+        # The 630,000 imported objects live as long as the process. Unfrozen, they make every full garbage collection a
+        # pause of 0.3 s for all streams.
         gc.collect()
         gc.freeze()
-        atexit.register(gc.unfreeze)  # or extension modules report what is left at the end as leaked
+        atexit.register(gc.unfreeze)  # else extension modules report leaks at exit
 
     @property
     def renders_plain_prompts_itself(self) -> bool:
@@ -106,7 +104,7 @@ class VllmRenderer:
             plain = PlainPrompts(self._serving)
             difference = asyncio.run(verify(plain, self._ask_chat, self._ask_completion))
         except Exception as error:
-            # Whatever it is, vLLM's own renderer works without.
+            # vLLM's own renderer works without PlainPrompts.
             difference = f"{type(error).__name__}: {error}"
         if not difference:
             return plain
@@ -114,7 +112,6 @@ class VllmRenderer:
         return None
 
     def _parse_of_plain(self) -> Parse | None:
-        """Of every chat that `PlainPrompts` takes: none of its fields says anything to a parser."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         from kvferry.engine.vllm.parsing import parse_of
@@ -175,7 +172,7 @@ class VllmRenderer:
         plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
         request = await self._render(render, ChatCompletionRequest, plain)
         rendered = _as_rendered(request)
-        # Without a grammar no engine asks.
+        # Engines use it only with a grammar.
         reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
         parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
         return dataclasses.replace(rendered, parse=parse)
@@ -190,7 +187,7 @@ class VllmRenderer:
         return [_as_rendered(one) for one in rendered]
 
     def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
-        """vLLM's renderer leaves it to the engine, which knows no field to name."""
+        """vLLM leaves this to the engine, which cannot name the field."""
         from vllm.exceptions import VLLMClientError
 
         for request in rendered:
@@ -211,13 +208,13 @@ class VllmRenderer:
             result = await render(kind.model_validate({**body, "model": self._served_name}))
         except ValidationError as error:
             fault = error.errors()[0]
-            # vLLM's wrapping validators show up as parts such as "function-wrap[...]".
+            # vLLM's wrapping validators add parts such as "function-wrap[...]".
             where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
             raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
         except (VLLMClientError, ValueError, TypeError) as error:
             raise self._from_vllm(str(error), getattr(error, "parameter", None)) from None
         except Exception as error:
-            # Chat templates raise jinja2.TemplateError for messages they refuse (roles out of order, say).
+            # Chat templates raise jinja2.TemplateError for messages they refuse, e.g. roles out of order.
             if type(error).__module__.startswith("jinja2"):
                 raise InvalidRequest(
                     f"messages: the model's chat template refuses them: {error}", param="messages"
@@ -250,14 +247,12 @@ class VllmRenderer:
 
 
 def _as_rendered(request: Any) -> Rendered:
-    """Of vLLM's GenerateRequest."""
     from kvferry.engine.vllm.sampling import from_vllm
 
     return Rendered(request.token_ids, from_vllm(request.sampling_params))
 
 
 def context_exceeded(max_model_len: int, num_prompt_tokens: int, max_tokens: int) -> ContextLengthExceeded:
-    """The error that gives all three numbers."""
     return ContextLengthExceeded(
         f"this model's context is {max_model_len} tokens, but the request asks for {num_prompt_tokens + max_tokens}: "
         f"{num_prompt_tokens} in the prompt and {max_tokens} to generate",

@@ -1,4 +1,4 @@
-"""vLLM's SamplingParams to kvferry's Sampling and back: the only place that knows both."""
+"""vLLM's SamplingParams to kvferry's Sampling and back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from kvferry.engine.base import Sampling
 from kvferry.errors import InvalidRequest
 
-# Fields with the same name and, but for containers, the same type on both sides.
+# Fields with the same name on both sides and, except containers, the same type.
 CARRIED = tuple(field.name for field in structs.fields(Sampling) if field.name != "structured_outputs")
 
-# Set by kvferry itself on the engine's side, or without effect on what is generated.
+# Set by kvferry on the engine's side, or without effect on the answer.
 OURS = frozenset(
     {
         "n", "detokenize", "output_kind", "stream_interval", "skip_clone", "flat_logprobs", "extra_args",
@@ -23,8 +23,7 @@ OURS = frozenset(
     }
 )  # fmt: skip
 
-# Would change the answer and is not carried: refused when asked for, never dropped in silence. Value: what "not asked
-# for" is.
+# Would change the answer and is not carried, so requests with another value than this are refused.
 REFUSED: dict[str, Any] = {
     "prompt_logprobs": None,
     "prompt_logprob_token_ids": None,
@@ -37,7 +36,7 @@ REFUSED: dict[str, Any] = {
 
 
 def from_vllm(params: SamplingParams) -> Sampling:
-    """Resolved parameters of a rendered request. Raises InvalidRequest for one that kvferry does not carry."""
+    """Raises InvalidRequest for a parameter that kvferry does not carry."""
     for name, unset in REFUSED.items():
         value = getattr(params, name, unset)
         if value != unset:
@@ -56,7 +55,7 @@ def from_vllm(params: SamplingParams) -> Sampling:
 
 
 def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None) -> SamplingParams:
-    """What an engine takes. Raises InvalidRequest with vLLM's own words for values out of range."""
+    """Raises InvalidRequest for values that vLLM refuses."""
     values: dict[str, Any] = {name: getattr(sampling, name) for name in CARRIED}
     for name in ("stop", "stop_token_ids", "bad_words"):
         values[name] = list(values[name])

@@ -1,7 +1,6 @@
-"""Which weights a folder holds, as a name that pages can carry: pages of other weights are other pages.
+"""A digest that names a model's weights in chunk layouts.
 
-The name is a digest of what the files hold, not of where they lie or what they are called by, so that it is the same on
-every node and after every copy, and another as soon as one byte is.
+It depends on the files' contents only, so it is the same on every node and after every copy.
 """
 
 from __future__ import annotations
@@ -18,26 +17,24 @@ import xxhash
 
 from kvferry.errors import ConfigError
 
-# What a model computes with: weights, their configuration, and code that comes with them.
+# Weights, their configuration, and code that comes with them.
 _SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".json", ".py"})
 _READ_BYTES = 8 << 20
 _THREADS = 4
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """What a file was when its digest was taken."""
-
     size: int
     modified_ns: int
-    changed_ns: int  # a copy may keep the time of modification
+    changed_ns: int  # copying may keep the modification time
     digest: str
 
 
 def weights_revision(folder: Path, cache: Path) -> str:
-    """32 hexadecimal digits for the model files of `folder` (those in it, not in folders below).
+    """32 hexadecimal digits for the model files directly in `folder`.
 
-    Reads them once and remembers digests in `cache` by path, size and times; a cache that cannot be read or written
-    costs another reading. Raises ConfigError when there is no model in the folder, or it cannot be read.
+    Digests are cached in `cache` by path, size and times; an unusable cache costs another reading. Raises ConfigError
+    for a folder without models, or that cannot be read.
     """
     record = cache / f"{xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))}.json"
     known = _read(record)

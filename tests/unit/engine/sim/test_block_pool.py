@@ -94,7 +94,7 @@ def test_of_two_equal_pages_the_first_is_found() -> None:
     for page in (first, second):
         pool.store([page], hashes_of([1, 2]), [1, 2], parent_hash=None)
     assert pool.find_prefix(hashes_of([1, 2])) == [first]
-    assert len(pool.take_events()) == 1
+    assert len(pool.drain_events()) == 1
     pool.free([first])
     pool.free([second])
     pool.check()
@@ -123,15 +123,15 @@ def test_events_say_what_was_stored_and_removed_in_order() -> None:
     pool = BlockPool(2, BLOCK_SIZE)
     pool.free(compute(pool, [1, 2, 3, 4], "salt"))
     first, second = hashes_of([1, 2, 3, 4], "salt")
-    assert pool.take_events() == [
+    assert pool.drain_events() == [
         PagesStored([first, second], None, [1, 2, 3, 4], BLOCK_SIZE, cache_salt="salt"),
     ]
     compute(pool, [5, 6])
-    assert pool.take_events() == [
+    assert pool.drain_events() == [
         PagesRemoved([second]),
         PagesStored(hashes_of([5, 6]), None, [5, 6], BLOCK_SIZE),
     ]
-    assert pool.take_events() == []
+    assert pool.drain_events() == []
 
 
 def test_a_run_with_known_pages_in_it_becomes_two_events() -> None:
@@ -139,10 +139,10 @@ def test_a_run_with_known_pages_in_it_becomes_two_events() -> None:
     hashes = hashes_of([1, 2, 3, 4, 5, 6])
     (middle,) = pool.allocate(1)
     pool.store([middle], hashes[1:2], [3, 4], parent_hash=hashes[0])
-    pool.take_events()
+    pool.drain_events()
     pages = pool.allocate(3)
     pool.store(pages, hashes, [1, 2, 3, 4, 5, 6], parent_hash=None, cache_salt="salt")
-    assert pool.take_events() == [
+    assert pool.drain_events() == [
         PagesStored(hashes[:1], None, [1, 2], BLOCK_SIZE, cache_salt="salt"),
         PagesStored(hashes[2:], hashes[1], [5, 6], BLOCK_SIZE),
     ]
@@ -152,7 +152,7 @@ def test_repr_shows_state() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     pages = compute(pool, [1, 2, 3, 4])
     pool.free(pages[1:])
-    assert repr(pool) == "<BlockPool 1/4 used, 2 findable, 2 tokens a page>"
+    assert repr(pool) == "<BlockPool 1/4 used, 2 cached, 2 tokens a page>"
 
 
 class PoolBesideReference(RuleBasedStateMachine):
@@ -242,7 +242,7 @@ class PoolBesideReference(RuleBasedStateMachine):
 
     @invariant()
     def a_listener_knows_what_is_findable(self) -> None:
-        for event in self.pool.take_events():
+        for event in self.pool.drain_events():
             if isinstance(event, PagesStored):
                 assert not self.listener & set(event.page_hashes)
                 self.listener |= set(event.page_hashes)

@@ -1,4 +1,4 @@
-"""What the contract suite does not ask of every engine: the twin's faults, its clock, its pages running out."""
+"""What the contract suite does not ask of every engine: the simulator's faults, its clock, its pages running out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from kvferry.engine.base import (
     Sampling,
     TransferParams,
 )
-from kvferry.engine.sim import Faults, PullFault, SimEngine
-from kvferry.engine.sim import engine as engine_module
+from kvferry.engine.sim import Faults, PullFault, SimEngine, kv_fetch
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 
 DEADLINE_S = 20.0
@@ -121,14 +120,14 @@ def is_idle(engine: SimEngine) -> bool:
 class VirtualTime:
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.naps: list[float] = []
+        self.sleeps: list[float] = []
 
     def clock(self) -> float:
         return self.now_s
 
     async def sleep(self, duration_s: float) -> None:
         self.now_s += duration_s
-        self.naps.append(duration_s)
+        self.sleeps.append(duration_s)
         await asyncio.sleep(0)
 
 
@@ -141,7 +140,7 @@ async def test_prompts_take_their_tokens_and_answers_their_steps(time: VirtualTi
     async with started(clock=time.clock, sleep=time.sleep, step_ms=10, prefill_tokens_per_s=1000) as engine:
         await run(engine, prompt_of(35), 4)
     # 35 tokens at 10 a step, then three more tokens after the first.
-    assert time.naps == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.01, 0.01, 0.01])
+    assert time.sleeps == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.01, 0.01, 0.01])
 
 
 async def test_a_cached_prompt_takes_only_what_is_not_cached(time: VirtualTime) -> None:
@@ -244,7 +243,7 @@ async def test_pages_of_a_killed_engine_are_computed(pair: tuple[SimEngine, SimE
 async def test_what_cannot_be_pulled_is_computed(
     pair: tuple[SimEngine, SimEngine], monkeypatch: pytest.MonkeyPatch, fault: PullFault, num_pulled: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "PULL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(kv_fetch, "PULL_TIMEOUT_S", 0.2)
     prefiller, decode = pair
     prompt = prompt_of(30)
     transfer_params = await prefill(prefiller, prompt)
@@ -604,19 +603,19 @@ async def test_pages_of_the_answer_are_told_too(engine: SimEngine) -> None:
     events = engine.kv_events()
     prompt = prompt_of(6)
     token_ids, _ = await run(engine, prompt, 8, cache_salt="salt")
-    told: list[int] = []
+    stored_tokens: list[int] = []
     parent = None
     async with asyncio.timeout(DEADLINE_S):
-        while len(told) < 12:
+        while len(stored_tokens) < 12:
             batch = await anext(events)
             for event in batch.events:
                 assert isinstance(event, PagesStored)
                 assert event.parent_hash == parent
                 assert event.cache_salt == ("salt" if parent is None else None)
-                told += event.token_ids
+                stored_tokens += event.token_ids
                 parent = event.page_hashes[-1]
     # The 14th token was never computed, the 13th is alone on its page.
-    assert told == [*prompt, *token_ids][:12]
+    assert stored_tokens == [*prompt, *token_ids][:12]
     _, again = await run(engine, [*prompt, *token_ids], 1, cache_salt="salt")
     assert again.sources == PromptSources(local_compute=2, local_cache_hit=12)
 
@@ -630,7 +629,7 @@ async def test_forgotten_pages_are_told() -> None:
         num_removed = 0
         last = -1
         async with asyncio.timeout(DEADLINE_S):
-            while findable != set(engine._pool.hash_to_page):
+            while findable != set(engine._cache.pool.hash_to_page):
                 batch = await anext(events)
                 assert batch.sequence == last + 1
                 last = batch.sequence

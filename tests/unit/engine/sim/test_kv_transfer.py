@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.engine.sim.block_pool import PageHash, PageId
 from kvferry.engine.sim.kv_transfer import (
-    MAX_QUESTION_BYTES,
+    MAX_REQUEST_BYTES,
     KvTransferError,
     KvTransferServer,
     PullFault,
@@ -26,8 +26,8 @@ PAGE_BYTES = 128
 LAYOUT = layout_digest("tiny", 4, PAGE_BYTES)
 
 
-class Dock:
-    """A ferry with eight pages to offer, and a record of what it gave back."""
+class PrefillPeer:
+    """A KV transfer server with eight pages to offer, and a record of the freed ones."""
 
     def __init__(self, lease_s: float = 60.0) -> None:
         self.memory = PageMemory(8, PAGE_BYTES, LAYOUT)
@@ -53,20 +53,20 @@ class Dock:
 
 
 @contextlib.asynccontextmanager
-async def docked(lease_s: float = 60.0) -> AsyncIterator[Dock]:
-    dock = Dock(lease_s)
-    await dock.server.start()
+async def running_peer(lease_s: float = 60.0) -> AsyncIterator[PrefillPeer]:
+    peer = PrefillPeer(lease_s)
+    await peer.server.start()
     try:
-        yield dock
+        yield peer
     finally:
-        dock.server.close()
-        await dock.server.wait_closed()
+        peer.server.close()
+        await peer.server.wait_closed()
 
 
 @pytest.fixture
-async def dock() -> AsyncIterator[Dock]:
-    async with docked() as dock:
-        yield dock
+async def peer() -> AsyncIterator[PrefillPeer]:
+    async with running_peer() as peer:
+        yield peer
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
@@ -81,86 +81,86 @@ async def pull(ticket: Ticket, first_page: int = 0, num_pages: int = 3, layout: 
         return [content async for content in pages]
 
 
-async def test_pulled_pages_are_the_offered_ones(dock: Dock) -> None:
-    ticket = dock.offer()
-    assert dock.server.num_offers == 1
-    assert await pull(ticket) == [dock.memory.expected(PageHash(page)) for page in (2, 3, 5)]
+async def test_pulled_pages_are_the_offered_ones(peer: PrefillPeer) -> None:
+    ticket = peer.offer()
+    assert peer.server.num_offers == 1
+    assert await pull(ticket) == [peer.memory.expected(PageHash(page)) for page in (2, 3, 5)]
 
 
-async def test_a_pull_releases_what_it_pulled(dock: Dock) -> None:
-    await pull(dock.offer())
-    await eventually(lambda: dock.freed == [2, 3, 5])
-    assert dock.server.num_offers == 0
+async def test_a_pull_releases_what_it_pulled(peer: PrefillPeer) -> None:
+    await pull(peer.offer())
+    await eventually(lambda: peer.freed == [2, 3, 5])
+    assert peer.server.num_offers == 0
 
 
-async def test_a_part_can_be_pulled(dock: Dock) -> None:
-    assert await pull(dock.offer(), first_page=2, num_pages=1) == [dock.memory.expected(PageHash(5))]
-    await eventually(lambda: dock.freed == [2, 3, 5])
+async def test_a_part_can_be_pulled(peer: PrefillPeer) -> None:
+    assert await pull(peer.offer(), first_page=2, num_pages=1) == [peer.memory.expected(PageHash(5))]
+    await eventually(lambda: peer.freed == [2, 3, 5])
 
 
-async def test_a_closed_pull_releases(dock: Dock) -> None:
-    pages = pull_pages(dock.offer(), LAYOUT, page_bytes=PAGE_BYTES, first_page=0, num_pages=3)
+async def test_a_closed_pull_releases(peer: PrefillPeer) -> None:
+    pages = pull_pages(peer.offer(), LAYOUT, page_bytes=PAGE_BYTES, first_page=0, num_pages=3)
     await anext(pages)
     await pages.aclose()
-    await eventually(lambda: dock.freed == [2, 3, 5])
+    await eventually(lambda: peer.freed == [2, 3, 5])
 
 
-async def test_a_cancelled_pull_releases(dock: Dock) -> None:
-    dock.server.fault = PullFault.HANG
-    reader = asyncio.create_task(pull(dock.offer()))
-    await eventually(lambda: "connections=1" in repr(dock.server))
+async def test_a_cancelled_pull_releases(peer: PrefillPeer) -> None:
+    peer.server.fault = PullFault.HANG
+    reader = asyncio.create_task(pull(peer.offer()))
+    await eventually(lambda: "connections=1" in repr(peer.server))
     reader.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await reader
-    await eventually(lambda: dock.freed == [2, 3, 5])
+    await eventually(lambda: peer.freed == [2, 3, 5])
 
 
-async def test_an_offer_can_be_released_without_a_pull(dock: Dock) -> None:
-    ticket = dock.offer()
+async def test_an_offer_can_be_released_without_a_pull(peer: PrefillPeer) -> None:
+    ticket = peer.offer()
     await release_offer(ticket)
-    await eventually(lambda: dock.freed == [2, 3, 5])
+    await eventually(lambda: peer.freed == [2, 3, 5])
     await release_offer(ticket)
-    await pull(dock.offer([1]), num_pages=1)
-    assert dock.freed.count(PageId(2)) == 1
+    await pull(peer.offer([1]), num_pages=1)
+    assert peer.freed.count(PageId(2)) == 1
 
 
 async def test_a_lease_ends_an_offer_nobody_pulls() -> None:
-    async with docked(lease_s=0.02) as dock:
-        ticket = dock.offer()
-        await eventually(lambda: dock.freed == [2, 3, 5])
+    async with running_peer(lease_s=0.02) as peer:
+        ticket = peer.offer()
+        await eventually(lambda: peer.freed == [2, 3, 5])
         with pytest.raises(KvTransferError, match="no such offer"):
             await pull(ticket)
 
 
-async def test_an_offer_that_ends_under_a_pull_keeps_its_pages_until_they_are_read(dock: Dock) -> None:
-    ticket = dock.offer()
+async def test_an_offer_that_ends_under_a_pull_keeps_its_pages_until_they_are_read(peer: PrefillPeer) -> None:
+    ticket = peer.offer()
     freed_early: list[bool] = []
 
     def end_the_offer() -> None:
-        dock.server.release(ticket.offer_id)
-        freed_early.append(bool(dock.freed))
+        peer.server.release(ticket.offer_id)
+        freed_early.append(bool(peer.freed))
 
-    dock.before_read = end_the_offer
+    peer.before_read = end_the_offer
     assert len(await pull(ticket)) == 3
     assert freed_early == [False, False, False]
-    await eventually(lambda: dock.freed == [2, 3, 5])
+    await eventually(lambda: peer.freed == [2, 3, 5])
 
 
-async def test_pulled_twice_is_refused(dock: Dock) -> None:
-    ticket = dock.offer()
+async def test_pulled_twice_is_refused(peer: PrefillPeer) -> None:
+    ticket = peer.offer()
     await pull(ticket)
-    await eventually(lambda: bool(dock.freed))
+    await eventually(lambda: bool(peer.freed))
     with pytest.raises(KvTransferError, match="no such offer"):
         await pull(ticket)
 
 
-async def test_another_layout_is_refused(dock: Dock) -> None:
+async def test_another_layout_is_refused(peer: PrefillPeer) -> None:
     with pytest.raises(KvTransferError, match="another layout"):
-        await pull(dock.offer(), layout=LAYOUT + 1)
+        await pull(peer.offer(), layout=LAYOUT + 1)
 
 
-async def test_a_restarted_engine_is_not_the_one_that_offered(dock: Dock) -> None:
-    ticket = dock.offer()
+async def test_a_restarted_engine_is_not_the_one_that_offered(peer: PrefillPeer) -> None:
+    ticket = peer.offer()
     stale = Ticket(ticket.host, ticket.port, "engine before", ticket.offer_id, ticket.num_tokens)
     with pytest.raises(KvTransferError, match="another engine"):
         await pull(stale)
@@ -169,57 +169,57 @@ async def test_a_restarted_engine_is_not_the_one_that_offered(dock: Dock) -> Non
 
 
 @pytest.mark.parametrize(("first_page", "num_pages"), [(0, 4), (3, 1), (-1, 1)])
-async def test_pages_beyond_the_offer_are_refused(dock: Dock, first_page: int, num_pages: int) -> None:
+async def test_pages_beyond_the_offer_are_refused(peer: PrefillPeer, first_page: int, num_pages: int) -> None:
     with pytest.raises(KvTransferError, match="only 3 pages"):
-        await pull(dock.offer(), first_page=first_page, num_pages=num_pages)
+        await pull(peer.offer(), first_page=first_page, num_pages=num_pages)
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"), [(PullFault.REFUSE, "refused"), (PullFault.BREAK_OFF, "closed|broke off|reset")]
 )
-async def test_faults_reach_the_puller(dock: Dock, fault: PullFault, reason: str) -> None:
-    dock.server.fault = fault
+async def test_faults_reach_the_puller(peer: PrefillPeer, fault: PullFault, reason: str) -> None:
+    peer.server.fault = fault
     with pytest.raises((KvTransferError, OSError), match=reason):
-        await pull(dock.offer())
+        await pull(peer.offer())
 
 
-async def test_corrupt_pages_differ_from_what_they_must_be(dock: Dock) -> None:
-    dock.server.fault = PullFault.CORRUPT
-    for page, content in zip((2, 3, 5), await pull(dock.offer()), strict=True):
-        assert content != dock.memory.expected(PageHash(page))
+async def test_corrupt_pages_differ_from_what_they_must_be(peer: PrefillPeer) -> None:
+    peer.server.fault = PullFault.CORRUPT
+    for page, content in zip((2, 3, 5), await pull(peer.offer()), strict=True):
+        assert content != peer.memory.expected(PageHash(page))
 
 
-async def test_nobody_answers(dock: Dock) -> None:
-    ticket = dock.offer()
-    dock.server.close()
-    await dock.server.wait_closed()
+async def test_nobody_answers(peer: PrefillPeer) -> None:
+    ticket = peer.offer()
+    peer.server.close()
+    await peer.server.wait_closed()
     with pytest.raises(OSError):
         await pull(ticket)
     await release_offer(ticket)  # best effort: no error
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1\x00", "." * 300, "not a host"])
-async def test_a_host_that_is_none_is_an_error_like_others(dock: Dock, host: str) -> None:
-    ticket = dock.offer()
+async def test_a_host_that_is_none_is_an_error_like_others(peer: PrefillPeer, host: str) -> None:
+    ticket = peer.offer()
     elsewhere = Ticket(host, ticket.port, ticket.engine_id, ticket.offer_id, ticket.num_tokens)
     with pytest.raises((KvTransferError, OSError)):
         await pull(elsewhere)
     await release_offer(elsewhere)
 
 
-async def test_closing_breaks_connections_off(dock: Dock) -> None:
-    dock.server.fault = PullFault.HANG
-    reader = asyncio.create_task(pull(dock.offer()))
-    await eventually(lambda: "connections=1" in repr(dock.server))
-    dock.server.close()
+async def test_closing_breaks_connections_off(peer: PrefillPeer) -> None:
+    peer.server.fault = PullFault.HANG
+    reader = asyncio.create_task(pull(peer.offer()))
+    await eventually(lambda: "connections=1" in repr(peer.server))
+    peer.server.close()
     with pytest.raises((KvTransferError, OSError)):
         await reader
 
 
-async def test_an_oversized_question_ends_the_connection(dock: Dock) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", dock.server.port)
+async def test_an_oversized_request_ends_the_connection(peer: PrefillPeer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", peer.server.port)
     try:
-        writer.write((MAX_QUESTION_BYTES + 1).to_bytes(4, "big"))
+        writer.write((MAX_REQUEST_BYTES + 1).to_bytes(4, "big"))
         async with asyncio.timeout(DEADLINE_S):
             assert await reader.read() == b""
     finally:
@@ -228,8 +228,8 @@ async def test_an_oversized_question_ends_the_connection(dock: Dock) -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b"\x93abc"])
-async def test_garbage_ends_the_connection_and_nothing_else(dock: Dock, payload: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", dock.server.port)
+async def test_garbage_ends_the_connection_and_nothing_else(peer: PrefillPeer, payload: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", peer.server.port)
     try:
         writer.write(len(payload).to_bytes(4, "big") + payload)
         async with asyncio.timeout(DEADLINE_S):
@@ -237,11 +237,11 @@ async def test_garbage_ends_the_connection_and_nothing_else(dock: Dock, payload:
     finally:
         writer.close()
         await writer.wait_closed()
-    assert len(await pull(dock.offer())) == 3
+    assert len(await pull(peer.offer())) == 3
 
 
-async def test_an_answer_of_the_wrong_size_is_refused(dock: Dock) -> None:
-    pages = pull_pages(dock.offer(), LAYOUT, page_bytes=PAGE_BYTES * 2, first_page=0, num_pages=1)
+async def test_a_page_of_the_wrong_size_is_refused(peer: PrefillPeer) -> None:
+    pages = pull_pages(peer.offer(), LAYOUT, page_bytes=PAGE_BYTES * 2, first_page=0, num_pages=1)
     async with contextlib.aclosing(pages):
         with pytest.raises(KvTransferError, match="128 bytes; ours have 256"):
             await anext(pages)

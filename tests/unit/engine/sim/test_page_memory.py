@@ -7,11 +7,11 @@ LAYOUT = layout_digest("tiny", 32, 256)
 
 
 def test_contents_follow_from_hash_and_layout() -> None:
-    memory, twin = (PageMemory(4, 256, LAYOUT) for _ in range(2))
+    memory, other = (PageMemory(4, 256, LAYOUT) for _ in range(2))
     other_layout = PageMemory(4, 256, layout_digest("other", 32, 256))
     content = memory.expected(PageHash(7))
     assert len(content) == 256
-    assert twin.expected(PageHash(7)) == content
+    assert other.expected(PageHash(7)) == content
     assert memory.expected(PageHash(8)) != content
     assert other_layout.expected(PageHash(7)) != content
 

@@ -1,4 +1,4 @@
-"""The twin's CPU tier, and volumes behind a real keeper: what comes back is right, or is computed."""
+"""the simulator's CPU tier, and volumes behind a real keeper: what comes back is right, or is computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.block_pool import PageHash, chain_hash, root_hash
-from kvferry.engine.sim.tier import Named, SimTier, page_key, sim_layout
+from kvferry.engine.sim.tier import PageRef, SimTier, page_key, sim_layout
 from kvferry.keeper.socket_path import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier
@@ -68,8 +68,8 @@ async def started(tier: TierConfig, *, volumes: bool = True, **options: Any) -> 
 
 
 def tier_of(engine: SimEngine) -> SimTier:
-    assert engine._tier is not None
-    return engine._tier
+    assert engine._cache.tier is not None
+    return engine._cache.tier
 
 
 def prompt_of(num_tokens: int) -> list[int]:
@@ -171,10 +171,10 @@ async def test_what_the_engine_gave_away_comes_from_its_cpu_tier(config: TierCon
 
 
 async def test_loads_take_their_time(config: TierConfig) -> None:
-    naps: list[float] = []
+    sleeps: list[float] = []
 
     async def sleep(duration_s: float) -> None:
-        naps.append(duration_s)
+        sleeps.append(duration_s)
         await asyncio.sleep(0)
 
     async with started(config, volumes=False, num_pages=12, tier_page_ms=500, sleep=sleep) as engine:
@@ -182,7 +182,7 @@ async def test_loads_take_their_time(config: TierConfig) -> None:
         await run(engine, prompt, 1)
         await run(engine, prompt_of(45), 1)
         await run(engine, prompt, 1)
-        assert 1.5 in naps
+        assert 1.5 in sleeps
 
 
 async def test_siblings_wait_for_what_one_of_them_loads(config: TierConfig, volume: Path) -> None:
@@ -252,7 +252,7 @@ def flip(file: Path) -> None:
 
 
 async def test_a_wrong_byte_in_memory_is_not_used(config: TierConfig) -> None:
-    """The twin knows what every page must hold, so whatever a tier does wrong is seen."""
+    """The simulator knows what every page must hold, so whatever a tier does wrong is seen."""
     async with started(config, volumes=False, num_pages=12) as engine:
         prompt = prompt_of(33)
         expected, _ = await run(engine, prompt, 1)
@@ -313,13 +313,13 @@ async def test_what_hangs_is_computed_and_its_memory_stays_the_keepers(tmp_path:
             tier = tier_of(second)
             await until(lambda: keeper.num_stalled > 0)
             assert tier.num_jobs > 0
-            assert len(tier._coming) == 15
+            assert len(tier._loading) == 15
             for _ in range(3):
                 await run(second, prompt_of(250), 1)  # more than the tier has rows; none of those is given away
-            assert len(tier._coming) == 15
+            assert len(tier._loading) == 15
             keeper.go_on()
             await until(lambda: tier.num_jobs == 0)
-            assert not tier._coming
+            assert not tier._loading
     finally:
         keeper.reap()
 
@@ -332,7 +332,7 @@ async def test_gateways_hear_of_the_cpu_tier(config: TierConfig) -> None:
         async def listen() -> None:
             async for batch in engine.kv_events():
                 batches.append(batch)
-                mirror.feed(batch)
+                mirror.apply(batch)
 
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0)
@@ -365,8 +365,8 @@ async def alone(num_rows: int) -> AsyncIterator[SimTier]:
         await tier.stop()
 
 
-def named(i: int) -> Named:
-    return Named(PageHash(i), i)
+def page_ref(i: int) -> PageRef:
+    return PageRef(PageHash(i), i)
 
 
 def content_of(i: int) -> bytes:
@@ -375,16 +375,16 @@ def content_of(i: int) -> bytes:
 
 async def test_least_recently_used_go_first() -> None:
     async with alone(3) as tier:
-        tier.store([(named(i), content_of(i)) for i in (1, 2, 3)], DEFAULT_NAMESPACE)
-        tier.store([(named(1), content_of(1))], DEFAULT_NAMESPACE)  # used again
-        tier.store([(named(4), content_of(4))], DEFAULT_NAMESPACE)
+        tier.store([(page_ref(i), content_of(i)) for i in (1, 2, 3)], DEFAULT_NAMESPACE)
+        tier.store([(page_ref(1), content_of(1))], DEFAULT_NAMESPACE)  # used again
+        tier.store([(page_ref(4), content_of(4))], DEFAULT_NAMESPACE)
         assert [tier.has(PageHash(i)) for i in (1, 2, 3, 4)] == [True, False, True, True]
-        loaded = await tier.load([(named(i), None) for i in (1, 3, 2, 4)], DEFAULT_NAMESPACE, patience_s=1)
+        loaded = await tier.load([(page_ref(i), None) for i in (1, 3, 2, 4)], DEFAULT_NAMESPACE, timeout_s=1)
         assert [each.content for each in loaded] == [content_of(1), content_of(3)]
         assert {each.tier for each in loaded} == {Tier.CPU}
 
 
-async def test_a_tier_of_random_stores_and_loads_keeps_its_laws(tmp_path: Path) -> None:
+async def test_a_tier_of_random_stores_and_loads_keeps_its_invariants(tmp_path: Path) -> None:
     config = tier_config(tmp_path)
     seeded = random.Random(11)
     layout = sim_layout("m", block_size=BLOCK_SIZE, page_bytes=PAGE_BYTES)
@@ -395,7 +395,7 @@ async def test_a_tier_of_random_stores_and_loads_keeps_its_laws(tmp_path: Path) 
         await until(lambda: tier.connected)
         num_loaded = {Tier.CPU: 0, Tier.VOLUME: 0}
         for first in range(0, 60, 6):
-            tier.store([(named(i), content_of(i)) for i in range(first, first + 6)], DEFAULT_NAMESPACE)
+            tier.store([(page_ref(i), content_of(i)) for i in range(first, first + 6)], DEFAULT_NAMESPACE)
             await until(lambda: tier.num_jobs == 0)
         await until(lambda: all(tier.has(PageHash(i)) for i in range(60)))
 
@@ -404,11 +404,11 @@ async def test_a_tier_of_random_stores_and_loads_keeps_its_laws(tmp_path: Path) 
                 first = seeded.randrange(seeded.choice((60, 6)))
                 pages = list(range(first, first + seeded.randrange(1, 7)))
                 if seeded.random() < 0.5:
-                    tier.store([(named(i), content_of(i)) for i in pages], DEFAULT_NAMESPACE)
+                    tier.store([(page_ref(i), content_of(i)) for i in pages], DEFAULT_NAMESPACE)
                     await asyncio.sleep(0)
                     continue
                 loading = asyncio.create_task(
-                    tier.load([(named(i), None) for i in pages], DEFAULT_NAMESPACE, patience_s=10)
+                    tier.load([(page_ref(i), None) for i in pages], DEFAULT_NAMESPACE, timeout_s=10)
                 )
                 if seeded.random() < 0.2:
                     await asyncio.sleep(0)

@@ -1,7 +1,7 @@
-"""What the bytes of an engine's page mean, as far as vLLM decides it: the fields of a ChunkLayout.
+"""The fields of a ChunkLayout that vLLM decides.
 
-Pages outlive engines and travel between them, so whatever changes a byte of a page must change its layout. On the CPU
-device that is also the instruction set: the attention kernels pack keys for it (`_get_attn_isa`).
+Whatever changes a byte of a page must change its layout, because pages outlive engines. On the CPU device the attention
+kernels pack keys by instruction set (`_get_attn_isa`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 def layout_fields(
     vllm_config: Any, *, model_name: str, weights_revision: str, blocks_per_chunk: int
 ) -> dict[str, str | int]:
-    """Every field of ChunkLayout but `payload_bytes`, which is the row of the CPU tier."""
+    """All fields but `payload_bytes`, the row of the CPU tier."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtype = _name(model.dtype)
     return {
@@ -35,13 +35,12 @@ def layout_fields(
         "isa": instruction_set(vllm_config),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
-        # vLLM's own arrangement has no version but vLLM's.
+        # vLLM's layouts are versioned only by vLLM.
         "kv_layout": f"{cache.kv_cache_layout or 'default'}/vllm-{__version__}",
     }
 
 
 def instruction_set(vllm_config: Any) -> str:
-    """What pages are packed for: on the CPU device the instructions its kernels use, on others the device's kind."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if not current_platform.is_cpu():
         capability = current_platform.get_device_capability()

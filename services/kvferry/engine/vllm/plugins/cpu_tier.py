@@ -1,8 +1,6 @@
-"""The CPU tier on every device: vLLM's own on GPUs, and on the CPU device what vLLM 0.32 refuses to do there.
+"""vLLM's CPU tier, also on the CPU device, where vLLM 0.32 refuses it.
 
-A `spec_module_path`. vLLM copies pages between a device and its CPU tier with CUDA streams only. The rest of the tier
-(the region in shared memory, who is in it, who goes next) knows no device. So on the CPU device only the copying is
-replaced: one thread that takes job after job, as a stream does.
+vLLM copies pages with CUDA streams only. On the CPU device a thread that runs jobs in order replaces them.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """vLLM's tiering with a CPU tier on any device, of whose region no name is left behind."""
+    """A `spec_module_path` for vLLM. Leaves no name of its shared memory behind."""
 
     _worker: Any
 
@@ -38,7 +36,7 @@ class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         begun = not self._manager
         manager = super().get_manager()
         if begun:
-            forget_name(self._scheduler_mmap)
+            unlink_region(self._scheduler_mmap)
         return manager
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
@@ -54,16 +52,15 @@ class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = MemoryCopies(kv_caches, self.blocks_per_chunk, region)
+            self._worker = CpuCopyWorker(kv_caches, self.blocks_per_chunk, region)
         worker: OffloadingWorker = self._worker
         return worker
 
 
-def forget_name(region: Any) -> None:
-    """Unlink the region's name: whoever is killed from now on leaves nothing in /dev/shm.
+def unlink_region(region: Any) -> None:
+    """Unlink the region's name, so that a kill leaves nothing in /dev/shm.
 
-    For the scheduler, which vLLM makes after every worker has mapped the region, however many there are (on one node:
-    vLLM's region knows no others). Where the scheduler came first after all, the name stays for those that follow.
+    vLLM makes the scheduler after all workers have mapped the region. If the scheduler came first, the name stays.
     """
     path = Path(region.mmap_path)
     if region._creator:
@@ -72,8 +69,8 @@ def forget_name(region: Any) -> None:
         path.unlink()
 
 
-def refuse_a_second_region(region: Any) -> None:
-    """Raises RuntimeError when some worker came too late, made a region of its own, and would fill that one."""
+def refuse_second_region(region: Any) -> None:
+    """Raises RuntimeError if a worker came late and made its own region."""
     path = Path(region.mmap_path)
     if not region._creator and path.exists():
         raise RuntimeError(
@@ -81,12 +78,11 @@ def refuse_a_second_region(region: Any) -> None:
         )
 
 
-class MemoryCopies(OffloadingWorker):  # type: ignore[misc]
-    """Copies pages between the engine's memory and the tier's, in the order asked, on a thread of its own.
+class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
+    """Copies pages between engine and CPU tier, in order, on its own thread. Owns the region.
 
-    So no step waits for pages that belong to other requests: at 0.4 ms a page, a long prompt would hold every stream up
-    for a tenth of a second. vLLM sees to it that nobody writes what is copied, as with streams: pages of a running
-    request stay, and before others are reused it calls `wait`. Owns the region.
+    At 0.4 ms a page, a long prompt would else hold up streams for 0.1 s. As with CUDA streams, vLLM calls `wait` before
+    it reuses a finished request's pages.
     """
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: Any) -> None:
@@ -128,7 +124,7 @@ class MemoryCopies(OffloadingWorker):  # type: ignore[misc]
 
     def _check(self) -> None:
         if self._failure is not None:
-            # vLLM knows no copy that fails: without this, requests would wait for this one for ever.
+            # vLLM has no failed copies: requests would wait for this one for ever.
             raise RuntimeError("the CPU tier cannot copy pages any more") from self._failure
 
     def shutdown(self) -> None:
@@ -137,7 +133,7 @@ class MemoryCopies(OffloadingWorker):  # type: ignore[misc]
         self._pages.clear()
         self._rows.clear()
         if not Path(self._region.mmap_path).exists():
-            # Unlinked once all had it mapped (keeper_tier.py): there is nothing left to unlink, or to complain about.
+            # `unlink_region` was here: cleanup must not unlink it again.
             self._region._creator = False
         self._region.cleanup()
 
@@ -148,7 +144,7 @@ class MemoryCopies(OffloadingWorker):  # type: ignore[misc]
                 begun_s, num_bytes = time.perf_counter(), 0
                 for page, row, size in self._pairs(engine, tier):
                     to, origin = (row, page) if is_store else (page, row)
-                    ctypes.memmove(to, origin, size)  # lets other threads run meanwhile
+                    ctypes.memmove(to, origin, size)  # releases the GIL
                     num_bytes += size
                 result = TransferResult(job_id, True, num_bytes, time.perf_counter() - begun_s)
                 with self._changed:
@@ -162,7 +158,7 @@ class MemoryCopies(OffloadingWorker):  # type: ignore[misc]
                 self._changed.notify_all()
 
     def _pairs(self, engine: Any, tier: Any) -> Iterator[tuple[int, int, int]]:
-        """Addresses of pages in the engine and in the tier that belong together, with their size in bytes."""
+        """Addresses of an engine page and its place in the tier, with the size in bytes."""
         per_chunk = self._blocks_per_chunk
         engine_at = tier_at = 0
         for group, (num_blocks, first) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):

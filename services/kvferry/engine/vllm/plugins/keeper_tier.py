@@ -1,10 +1,7 @@
-"""The volumes, as vLLM's tiers see them: a SecondaryTierManager that only talks to its node's keeper.
+"""The keeper's volumes as a SecondaryTierManager of vLLM's tiers.
 
-It lives in the engine's scheduler and never waits there. What can be loaded it knows from the mirror that its client
-keeps; loads and stores are handed over and asked after in later steps. While the keeper is away everything is a miss.
-
-A page that could not be loaded for a request is a miss for that request from then on: the mirror may learn of it again
-at any time, and a request that tried again and again would never be computed.
+It never waits in vLLM's scheduler: the client mirrors what can be loaded, and later steps poll jobs. Without a keeper
+everything is a miss. A failed page stays a miss for its request, which might else retry for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Any, ClassVar
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvferry.engine.vllm.plugins.offloading import RequestPages
+from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
 from kvferry.keeper.client import JobDone, KeeperClient, Region
 from kvferry.store.layout import ChunkKey, ChunkLayout
 
@@ -26,7 +23,7 @@ _DRAIN_SAYS_EVERY_S = 10.0
 
 
 class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
-    """vLLM makes one per engine, in the process of its scheduler, once all workers have the region mapped."""
+    """vLLM makes one per engine in its scheduler, once all workers have mapped the region."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -40,7 +37,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         socket_path: str,
         layout: dict[str, Any],
     ) -> None:
-        """`layout` is a ChunkLayout without its `payload_bytes`, which is the row of the region."""
+        """`layout` is a ChunkLayout without `payload_bytes`, the region's row."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         assert primary_kv_view.shape is not None
         region = Region(
@@ -55,60 +52,60 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
             engine_id=offloading_spec._engine_id,
         )
         self._id_to_job: dict[int, Any] = {}
-        self._done: list[JobResult] = []  # jobs in which there was nothing to do
+        self._done: list[JobResult] = []  # jobs that needed no work
         self._client.start()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        pages: RequestPages | None = req_context.get_state(RequestPages)
-        if pages is None or not pages.hints.load or (pages.failed is not None and key in pages.failed):
+        state: RequestTierState | None = req_context.get_state(RequestTierState)
+        if state is None or not state.hints.load or (state.failed is not None and key in state.failed):
             return LookupResult.MISS
         if self._client.contains(key):
             return LookupResult.HIT
         if (
-            pages.hints.volumes
+            state.hints.volumes
             and self._client.connected
-            and pages.volume_of(req_context.get_offload_key_position(key)) is not None
+            and state.volume_of(req_context.get_offload_key_position(key)) is not None
         ):
             return LookupResult.HIT
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
         context = job_metadata.req_context
-        pages: RequestPages | None = context.get_state(RequestPages)
+        state: RequestTierState | None = context.get_state(RequestTierState)
         new: list[tuple[Any, int]] = []
         ends = {key: context.get_offload_key_position(key) or 0 for key in job_metadata.keys}
-        if pages is not None:  # nobody could say whose they are
+        if state is not None:  # else their namespace is unknown
             rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
-            # What came by the ferry is not written a second time, to this node's drive.
+            # The prefill engine's keeper stores transferred pages.
             new = [
                 (key, row)
                 for key, row in rows
-                if ends[key] > pages.num_transferred_tokens and not self._client.contains(key)
+                if ends[key] > state.num_transferred_tokens and not self._client.contains(key)
             ]
-        if pages is None or not new:
+        if state is None or not new:
             self._done.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
-        # From the prompt's start: whatever is dropped when there is too much, a prefix is of use, its end alone is not.
+        # In prompt order: if the keeper drops some, a prefix is still of use.
         new.sort(key=lambda page: ends[page[0]])
         self._id_to_job[job_metadata.job_id] = job_metadata
         self._client.store(
             job_metadata.job_id,
-            pages.hints.namespace,
-            [(ChunkKey(key), pages.route_key(ends[key]), row) for key, row in new],
+            state.hints.namespace,
+            [(ChunkKey(key), state.route_key(ends[key]), row) for key, row in new],
         )
 
     def submit_load(self, job_metadata: Any) -> None:
         context = job_metadata.req_context
-        pages: RequestPages = context.get_state(RequestPages)
+        state: RequestTierState = context.get_state(RequestTierState)
         volumes: dict[ChunkKey, str] = {}
-        if pages.hints.volumes:
+        if state.hints.volumes:
             for key in job_metadata.keys:
-                volume_id = pages.volume_of(context.get_offload_key_position(key))
+                volume_id = state.volume_of(context.get_offload_key_position(key))
                 if volume_id is not None and not self._client.contains(key):
                     volumes[key] = volume_id
         self._id_to_job[job_metadata.job_id] = job_metadata
         rows = zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True)
-        self._client.load(job_metadata.job_id, pages.hints.namespace, list(rows), volumes, pages.trace)
+        self._client.load(job_metadata.job_id, state.hints.namespace, list(rows), volumes, state.trace)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results, self._done = self._done, []
@@ -125,8 +122,8 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         succeeded = frozenset(done.succeeded)
         failed = [key for key in job.keys if key not in succeeded]
         if failed:
-            pages: RequestPages = job.req_context.get_state(RequestPages)
-            pages.failed = (pages.failed or set()) | set(failed)
+            state: RequestTierState = job.req_context.get_state(RequestTierState)
+            state.failed = (state.failed or set()) | set(failed)
         return JobResult(
             done.job,
             success=not failed,
@@ -143,12 +140,10 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        # What engines have in memory is not read from volumes: without this, a volume would forget first what is used
-        # most.
+        # Engines do not read what they have in memory: without this, volumes would evict the most used chunks first.
         self.touch(req_context._offload_key_positions, req_context)
 
-    def nap(self, longest_s: float) -> None:
-        """Wait for the keeper, if there is something to wait for."""
+    def wait_for_jobs(self, longest_s: float) -> None:
         if self._client.has_unfinished:
             self._client.wait_idle(longest_s)
 

@@ -1,12 +1,9 @@
-"""No page is read from a prefill engine after that engine was free to reuse it.
+"""Prevents reads of a prefill engine's pages after their lease.
 
-A prefill engine keeps pages for a lease and then frees them, read or not. In vLLM 0.32 nothing tells the decode engine:
-it reads whatever the pages hold by then and answers from it. A decode engine that is busy for longer than the lease
-(heartbeats extend it, but wait for both engines' steps) is all it takes.
-
-So the end of the lease travels with the transfer parameters, in the prefill engine's clock, and the decode engine
-checks it before a read begins and again when it is done. What came too late is a failed load: computed anew
-(kv_load_failure_policy: recompute). Heartbeats only lengthen a lease, so the first end is always safe.
+In vLLM 0.32 a decode engine that is busy for longer than the lease answers from reused pages: heartbeats extend a
+lease, but wait for both engines' steps. So the lease's first end, by the prefill engine's clock, travels with the
+transfer parameters, and the decode engine checks it before and after a read. A late read is a failed load, and the
+prompt is computed (kv_load_failure_policy: recompute).
 """
 
 from __future__ import annotations
@@ -17,15 +14,15 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# For the error of the clock offset, which vLLM measures at the handshake (half a round trip of at most 5 s), and for
-# what is already on its way when the lease ends.
+# Covers the error of the clock offset that vLLM measures at the handshake (half a round trip of at most 5 s), and reads
+# under way when the lease ends.
 MARGIN_S = 5.0
 
 EXPIRY_PARAMETER = "remote_blocks_expiry_time"
 
 
-def say_when_leases_end(scheduler: Any) -> None:
-    """Have the prefill engine's answers carry the end of their lease, seconds of its scheduler's perf_counter."""
+def send_lease_ends(scheduler: Any) -> None:
+    """Add a lease's end, by the scheduler's perf_counter, to the prefill engine's transfer parameters."""
     request_finished = scheduler.request_finished
 
     def stamped(request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -37,8 +34,8 @@ def say_when_leases_end(scheduler: Any) -> None:
     scheduler.request_finished = stamped
 
 
-def read_within_leases(worker: Any) -> None:
-    """Have the decode engine fail a load whose lease ends before the read is done."""
+def refuse_reads_after_lease(worker: Any) -> None:
+    """Fail a decode engine's loads whose lease ends before the read is done."""
     read_blocks_for_req, pop_done_transfers = worker._read_blocks_for_req, worker._pop_done_transfers
 
     def ended(meta: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Giving kept pages back at once: what vLLM 0.32 leaves to a lease where no decode engine comes for them.
+"""Releases kept pages at once; vLLM 0.32 leaves them to their lease if no decode engine comes.
 
-A `worker_extension_cls`: vLLM mixes it into the class of its worker, where `collective_rpc` finds the method. It runs
-between two steps, on the thread that also reaps leases, so nothing is half done when it looks.
+vLLM mixes this `worker_extension_cls` into its worker for `collective_rpc`. It runs between two steps, on the thread
+that reaps leases.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 
 class ReleaseExtension:
-    """No attribute may have the name of one of vLLM's worker: it checks, and refuses to start."""
+    """vLLM refuses an attribute with the name of one of its worker's."""
 
     def kvferry_release(self, request_id: str) -> bool:
-        """End the lease of a finished request's pages. False when none is kept under this id (yet)."""
+        """End the lease of a finished request's pages. False if there is none (yet)."""
         if not has_kv_transfer_group():
             return False
         return any(end_lease(worker, request_id) for worker in _connector_workers(get_kv_transfer_group()))
 
 
 def end_lease(worker: Any, request_id: str) -> bool:
-    """The pages are freed when the connector next looks for expired leases, which is within the next step."""
+    """The next step frees the pages."""
     leases: dict[str, float] = worker._reqs_to_send
     if request_id not in leases:
         return False
@@ -32,7 +32,6 @@ def end_lease(worker: Any, request_id: str) -> bool:
 
 
 def _connector_workers(connector: Any) -> list[Any]:
-    """Of the NIXL connectors, alone or within a MultiConnector."""
     connectors = getattr(connector, "_connectors", None) or [connector]
     workers = [getattr(each, "connector_worker", None) for each in connectors]
     return [worker for worker in workers if hasattr(worker, "_reqs_to_send")]

@@ -1,11 +1,7 @@
-"""NixlConnector as kvferry needs it: restored CPU affinity, equal block sizes, a progress thread that waits, leases.
+"""vLLM's NixlConnector with repairs of vLLM 0.32 (see also nixl_lease.py and nixl_progress.py).
 
-Two things of vLLM 0.32 are mended here, both silent when left alone (leases in nixl_lease.py, progress in
-nixl_progress.py):
-- On the CPU device the connector pins the thread it is made in, which is the compute thread, to the last core of each
-  NUMA node and never undoes it: all engines of a machine then compute on one core.
-- Block sizes are not part of the compatibility hash. On the CPU device unequal ones pass the handshake, transfer, and
-  produce garbage.
+- On the CPU device it pins the compute thread to one core per NUMA node for good, the same for all engines.
+- Its compatibility hash lacks block sizes. On the CPU device unequal ones produce garbage.
 """
 
 from __future__ import annotations
@@ -18,57 +14,51 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
-from kvferry.engine.vllm.plugins.load_times import KV_TRANSFER_TIMES, LoadTimes
-from kvferry.engine.vllm.plugins.message_queue import nap_instead_of_spinning
-from kvferry.engine.vllm.plugins.nixl_keeping import nap_while_keeping
-from kvferry.engine.vllm.plugins.nixl_lease import read_within_leases, say_when_leases_end
-from kvferry.engine.vllm.plugins.nixl_progress import waiting_progress_thread
+from kvferry.engine.vllm.plugins.nixl_idle_steps import slow_idle_steps
+from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease, send_lease_ends
+from kvferry.engine.vllm.plugins.nixl_progress import blocking_progress_thread
+from kvferry.engine.vllm.plugins.shm_queue_polling import poll_shm_queues_slowly
+from kvferry.engine.vllm.plugins.transfer_times import KV_TRANSFER_TIMES, TransferTimes
 
 
 class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
-    """vLLM's pull connector, for both roles."""
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         affinity = os.sched_getaffinity(0)
         on_cpu = vllm_config.device_config.device_type == "cpu"
         if on_cpu:
-            nap_instead_of_spinning()
+            poll_shm_queues_slowly()
         try:
-            with waiting_progress_thread() if on_cpu else contextlib.nullcontext():
+            with blocking_progress_thread() if on_cpu else contextlib.nullcontext():
                 super().__init__(vllm_config, role, kv_cache_config)
         finally:
             os.sched_setaffinity(0, affinity)
-        self._times = LoadTimes(KV_TRANSFER_TIMES)
+        self._times = TransferTimes(KV_TRANSFER_TIMES)
         if role == KVConnectorRole.WORKER:
             refuse_unequal_block_sizes(self.connector_worker)
-            read_within_leases(self.connector_worker)
+            refuse_reads_after_lease(self.connector_worker)
         else:
-            say_when_leases_end(self.connector_scheduler)
+            send_lease_ends(self.connector_scheduler)
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
-                nap_while_keeping(self.connector_scheduler)
+                slow_idle_steps(self.connector_scheduler)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            self._times.began(request.request_id)
+            self._times.started(request.request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
         self._times.arrived(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return self._times.finished(request.request_id, super().request_finished(request, block_ids))
+        return self._times.attach_to(request.request_id, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return self._times.finished(request.request_id, super().request_finished_all_groups(request, block_ids))
+        return self._times.attach_to(request.request_id, super().request_finished_all_groups(request, block_ids))
 
 
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
-    """Make the handshake fail when the remote engine's pages hold another number of tokens.
-
-    A failed handshake is a failed load: the decode engine computes the prompt itself (kv_load_failure_policy:
-    recompute).
-    """
+    """Fail the handshake, and so the load, if the remote engine's pages hold another number of tokens."""
     add_remote_agent = worker.add_remote_agent
 
     def checked(remote: Any, *args: Any, **kwargs: Any) -> str:

@@ -1,8 +1,6 @@
-"""When a request waited for pages from elsewhere, told with its last output.
+"""How long requests waited for pages; vLLM 0.32 counts that as queueing.
 
-vLLM 0.32 counts that wait as queueing: a request is scheduled, by its statistics, when its pages are there. A connector
-knows better. What it saw goes beside the transfer parameters, which travel from the scheduler to whoever asked, and
-stays in that process.
+The times travel beside the transfer parameters, within the worker's process.
 """
 
 from __future__ import annotations
@@ -15,32 +13,31 @@ KV_TRANSFER_TIMES = "kvferry_ferry_times"
 LOAD_TIMES = "kvferry_load_times"
 
 
-class LoadTimes:
-    """Of one connector, in its scheduler. `parameter` names its entry; two connectors may not use one name."""
+class TransferTimes:
+    """Waits of one connector's requests. Each connector needs its own `parameter`."""
 
     def __init__(self, parameter: str) -> None:
         self._parameter = parameter
-        self._began: dict[str, float] = {}  # loads that run
-        self._ended: dict[str, tuple[float, float]] = {}  # of requests that have not finished
+        self._began: dict[str, float] = {}  # waits under way
+        self._ended: dict[str, tuple[float, float]] = {}  # waits of unfinished requests
 
     def __len__(self) -> int:
         return len(self._began) + len(self._ended)
 
-    def began(self, request_id: str, since_s: float | None = None) -> None:
-        """Pages come, or have been waited for since `since_s`."""
+    def started(self, request_id: str, since_s: float | None = None) -> None:
         self._began.setdefault(request_id, time.monotonic() if since_s is None else since_s)
 
     def arrived(self, request_ids: Iterable[str]) -> None:
-        """They are there, or will not come; ids of other connectors' requests are ignored."""
+        """These waits ended, well or not. Other connectors' ids are ignored."""
         for request_id in request_ids:
             began_s = self._began.pop(request_id, None)
             if began_s is not None:
                 self._ended[request_id] = (began_s, time.monotonic())
 
-    def finished(
+    def attach_to(
         self, request_id: str, answer: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """What a connector answers to the end of a request, with the times if there are any. Forgets the request."""
+        """Add the times to a connector's answer, and forget the request."""
         self._began.pop(request_id, None)
         times = self._ended.pop(request_id, None)
         if times is None:
@@ -49,8 +46,8 @@ class LoadTimes:
         return is_kept, {**(params or {}), self._parameter: times}
 
 
-def take_times(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Any, Any]:
-    """The transfer parameters alone, then the times of the ferry and of the tiers, None where there are none."""
+def pop_times(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Any, Any]:
+    """Transfer parameters, and the times of KV transfer and of loads taken out of them."""
     if params is None:
         return None, None, None
     kv_transfer, load = params.pop(KV_TRANSFER_TIMES, None), params.pop(LOAD_TIMES, None)

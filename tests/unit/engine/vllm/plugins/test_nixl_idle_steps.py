@@ -1,4 +1,4 @@
-"""When a prefill engine's step takes a nap."""
+"""Pauses before the idle steps of a prefill engine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engine.vllm.plugins import nixl_keeping
+from kvferry.engine.vllm.plugins import nixl_idle_steps
 
 
 @pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    taken: list[float] = []
-    monkeypatch.setattr(nixl_keeping, "time", SimpleNamespace(sleep=taken.append))
-    return taken
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    pauses: list[float] = []
+    monkeypatch.setattr(nixl_idle_steps, "time", SimpleNamespace(sleep=pauses.append))
+    return pauses
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "finished", "naps_taken"),
+    ("num_tokens", "finished", "expected"),
     [
         (0, set(), 1),  # only keeps pages
         (512, set(), 0),
@@ -25,11 +25,11 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (512, {"r"}, 0),
     ],
 )
-def test_only_steps_with_nothing_to_do_or_tell_take_a_nap(
-    naps: list[float], num_tokens: int, finished: set[str], naps_taken: int
+def test_only_steps_that_neither_compute_nor_notify_pause(
+    pauses: list[float], num_tokens: int, finished: set[str], expected: int
 ) -> None:
     scheduler = SimpleNamespace(build_connector_meta=lambda output: ("meta of", output))
-    nixl_keeping.nap_while_keeping(scheduler)
+    nixl_idle_steps.slow_idle_steps(scheduler)
     output = SimpleNamespace(total_num_scheduled_tokens=num_tokens, finished_req_ids=finished)
     assert scheduler.build_connector_meta(output) == ("meta of", output)
-    assert naps == [nixl_keeping.NAP_S] * naps_taken
+    assert pauses == [nixl_idle_steps.IDLE_STEP_PAUSE_S] * expected

@@ -1,4 +1,4 @@
-"""A queue for one reader that costs a token little: an append, and a wake-up only where the reader sleeps."""
+"""A cheap asyncio queue."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
-    """One reader, any number of writers, one event loop.
+class SingleReaderQueue(Generic[T]):
+    """One reader, any number of writers, one event loop; `put` wakes the reader only if it sleeps.
 
-    `get` raises the error that `fail` was given, once everything put before it was read.
+    `get` raises the error given to `fail` after all earlier items.
     """
 
     __slots__ = ("_error", "_items", "_waiter")
@@ -31,7 +31,6 @@ class Mailbox(Generic[T]):
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Nothing comes any more. The first error stays."""
         if self._error is None:
             self._error = error
             self._wake()

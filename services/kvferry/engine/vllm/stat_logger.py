@@ -1,4 +1,4 @@
-"""vLLM's own statistics of an engine, kept as totals: a StatLogger, the seam vLLM offers for it."""
+"""vLLM's statistics of an engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kvferry.engine.base import CachedTokens, PromptSources
 
 
-class Counters(StatLoggerBase):  # type: ignore[misc]
-    """Totals since the engine started, and the last step's moment."""
+class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
+    """Totals since the engine started or `reset`, and the last step's state."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin counting anew."""
         self.num_running = 0
         self.num_waiting = 0
         self.kv_cache_usage = 0.0  # share of pages in use, 0 to 1
@@ -36,7 +35,7 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
-            # Once a step, also where it only computed a chunk of a prompt and gave nobody anything.
+            # Once per step, also for steps without output.
             self.num_steps += 1
             self.num_running = scheduler_stats.num_running_reqs
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
@@ -62,7 +61,6 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
                 )
 
     def _record_transfers(self, stats: dict[str, Any]) -> None:
-        """Of the ferry: alone, or under its name where several connectors are joined."""
         transfers = stats.get("KvTransferConnector", stats)
         self.transferred_bytes += int(sum(transfers.get("bytes_transferred", ())))
         durations_s = transfers.get("transfer_duration", ())
@@ -73,4 +71,4 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         self.num_ended_leases += len(transfers.get("num_kv_expired_reqs", ()))
 
     def log_engine_initialized(self) -> None:
-        """Nothing to announce: the worker says when it serves."""
+        pass  # abstract in vLLM

@@ -1,8 +1,4 @@
-"""Where each request's prompt tokens came from, which vLLM tells only in sums.
-
-The engine core says it once per request (`EngineCoreOutput.prefill_stats`); the output processor folds it into totals.
-The tap stands before the processor and notes it by request.
-"""
+"""Records each request's PromptSources, which vLLM's output processor only sums up."""
 
 from __future__ import annotations
 
@@ -11,20 +7,19 @@ from typing import Any
 from kvferry.engine.base import PromptSources, RequestId
 
 
-class OutputTap:
-    """Owns `sources_by_request` from a request's first token until `take`."""
+class PromptSourceRecorder:
+    """Wraps the processor; keeps a request's sources from its first token until `pop`."""
 
     def __init__(self, output_processor: Any) -> None:
         self._states = output_processor.request_states
         self._process = output_processor.process_outputs
         self._sources: dict[str, PromptSources] = {}
-        output_processor.process_outputs = self._tapped
+        output_processor.process_outputs = self._record
 
-    def take(self, request_id: RequestId) -> PromptSources | None:
-        """What was noted for a request, once."""
+    def pop(self, request_id: RequestId) -> PromptSources | None:
         return self._sources.pop(request_id, None)
 
-    def _tapped(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _record(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in outputs:
             stats = output.prefill_stats
             if stats is not None and (state := self._states.get(output.request_id)) is not None:

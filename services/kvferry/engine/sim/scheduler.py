@@ -1,0 +1,208 @@
+"""Continuous batching as in vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvferry.engine.base import CachedTokens, PromptSources, RequestId
+from kvferry.engine.sim.block_pool import BlockPool, PageHash
+from kvferry.engine.sim.sequence import Phase, TokenSequence
+
+Plan = list[tuple[TokenSequence, int]]  # with the number of tokens to compute
+StartFetch = Callable[[TokenSequence, bool], bool]
+
+
+class Scheduler:
+    """Decides which sequences compute how many tokens per step, and gives them pages. Pure.
+
+    Every known sequence is in the one queue that its phase names; a waiting one holds no pages.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, chunk_tokens: int, start_fetch: StartFetch) -> None:
+        """`chunk_tokens` limits the prompt tokens of a step.
+
+        `start_fetch(sequence, is_first_placement)` returns False if there is nothing to fetch; else `resume` must
+        follow.
+        """
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._chunk_tokens = chunk_tokens
+        self._start_fetch = start_fetch
+        self._id_to_sequence: dict[RequestId, TokenSequence] = {}
+        self._waiting: deque[TokenSequence] = deque()
+        self._fetching: set[TokenSequence] = set()
+        self._running: list[TokenSequence] = []
+        self.num_preemptions = 0
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._id_to_sequence
+
+    def __len__(self) -> int:
+        return len(self._id_to_sequence)
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        return iter(self._id_to_sequence.values())
+
+    def __repr__(self) -> str:
+        return f"<Scheduler running={self.num_running} fetching={len(self._fetching)} waiting={len(self._waiting)}>"
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._fetching)
+
+    def get(self, request_id: RequestId) -> TokenSequence | None:
+        return self._id_to_sequence.get(request_id)
+
+    def add(self, sequence: TokenSequence) -> None:
+        self._id_to_sequence[sequence.request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: TokenSequence) -> None:
+        """End a sequence and free its pages. Idempotent."""
+        match sequence.phase:
+            case Phase.WAITING:
+                self._waiting.remove(sequence)
+            case Phase.FETCHING:
+                self._fetching.discard(sequence)
+            case Phase.RUNNING:
+                self._running.remove(sequence)
+            case Phase.ENDED:
+                return
+        sequence.phase = Phase.ENDED
+        self._pool.free(sequence.pages)
+        sequence.pages = []
+        del self._id_to_sequence[sequence.request.request_id]
+
+    def abandon(self) -> list[TokenSequence]:
+        """Forget and return every sequence without freeing its pages, as a crash does."""
+        sequences = list(self._id_to_sequence.values())
+        for sequence in sequences:
+            sequence.phase = Phase.ENDED
+        self._id_to_sequence.clear()
+        self._waiting.clear()
+        self._fetching.clear()
+        self._running.clear()
+        return sequences
+
+    def resume(self, sequence: TokenSequence) -> None:
+        self._fetching.discard(sequence)
+        self._run(sequence)
+
+    def plan(self) -> Plan:
+        plan: Plan = []
+        budget = self._plan_running(plan, self._chunk_tokens)
+        self._plan_waiting(plan, budget)
+        return plan
+
+    def check(self) -> None:
+        queues = {Phase.WAITING: self._waiting, Phase.FETCHING: self._fetching, Phase.RUNNING: self._running}
+        for phase, sequences in queues.items():
+            assert all(sequence.phase is phase for sequence in sequences), f"a sequence among {phase} is not"
+        num_queued = sum(map(len, queues.values()))
+        assert num_queued == len(self._id_to_sequence), "a sequence is known and not queued, or queued and unknown"
+        assert not any(sequence.pages for sequence in self._waiting), "a waiting sequence holds pages"
+
+    def _plan_running(self, plan: Plan, budget: int) -> int:
+        running, pool = self._running, self._pool
+        i = 0
+        while i < len(running):
+            sequence = running[i]
+            i += 1
+            # The sequence that came last gives way. If that is `sequence` itself, it waits.
+            while sequence.num_tokens > sequence.capacity and sequence.phase is Phase.RUNNING:
+                if pool.can_allocate(1):
+                    sequence.pages += pool.allocate(1)
+                    sequence.capacity += sequence.block_size
+                else:
+                    self._preempt(running[-1])
+            if sequence.phase is not Phase.RUNNING:
+                break
+            num_left = sequence.num_tokens - sequence.num_computed
+            if num_left == 1:
+                plan.append((sequence, 1))
+            elif budget > 0:
+                num_now = min(num_left, budget)
+                budget -= num_now
+                plan.append((sequence, num_now))
+        return budget
+
+    def _plan_waiting(self, plan: Plan, budget: int) -> None:
+        being_filled = self._being_filled() if self._waiting else frozenset()
+        i = 0
+        while budget > 0 and i < len(self._waiting) and len(self._running) + len(self._fetching) < self._max_num_seqs:
+            sequence = self._waiting[i]
+            if being_filled and self._first_missing(sequence) in being_filled:
+                # vLLM finds pages from the moment they are scheduled, and computes none of them twice. Here pages are
+                # found once they are computed, so the sequence lets others pass until then.
+                i += 1
+                continue
+            if not self._place(sequence):
+                break
+            del self._waiting[i]
+            if sequence.phase is Phase.RUNNING:
+                num_now = min(sequence.num_tokens - sequence.num_computed, budget)
+                budget -= num_now
+                plan.append((sequence, num_now))
+                being_filled = being_filled.union(sequence.chain.page_hashes[sequence.num_stored :])
+            elif sequence.loading:
+                being_filled = being_filled.union(sequence.loading)
+
+    def _being_filled(self) -> frozenset[PageHash]:
+        computed = (
+            page_hash
+            for sequence in self._running
+            if sequence.num_computed < sequence.num_prompt
+            for page_hash in sequence.chain.page_hashes[sequence.num_stored :]
+        )
+        return frozenset(computed).union(*(sequence.loading for sequence in self._fetching))
+
+    def _first_missing(self, sequence: TokenSequence) -> PageHash | None:
+        if sequence.ticket is not None:
+            return None
+        cacheable = sequence.cacheable()
+        num_found = len(self._pool.find_prefix(cacheable))
+        return cacheable[num_found] if num_found < len(cacheable) else None
+
+    def _place(self, sequence: TokenSequence) -> bool:
+        """Give a waiting sequence pages for all known tokens; False if there are too few."""
+        block_size, pool = sequence.block_size, self._pool
+        found = pool.find_prefix(sequence.cacheable())
+        num_new = math.ceil(sequence.num_tokens / block_size) - len(found)
+        if not pool.can_allocate(num_new, found):
+            return False
+        pool.touch(found)
+        sequence.pages = found + pool.allocate(num_new)
+        sequence.capacity = len(sequence.pages) * block_size
+        sequence.num_stored = len(found)
+        sequence.num_computed = num_cached = len(found) * block_size
+        is_first = sequence.sources is None
+        if is_first:
+            sequence.sources = PromptSources(sequence.num_prompt - num_cached, num_cached, 0)
+            sequence.cached = CachedTokens(device=num_cached)
+        if self._start_fetch(sequence, is_first):
+            sequence.phase = Phase.FETCHING
+            self._fetching.add(sequence)
+        else:
+            self._run(sequence)
+        return True
+
+    def _run(self, sequence: TokenSequence) -> None:
+        sequence.phase = Phase.RUNNING
+        sequence.times.scheduled()
+        self._running.append(sequence)
+
+    def _preempt(self, sequence: TokenSequence) -> None:
+        """Free a running sequence's pages; it waits, and computes again what is no longer cached."""
+        self._running.remove(sequence)
+        self._pool.free(sequence.pages)
+        sequence.pages = []
+        sequence.capacity = sequence.num_computed = sequence.num_stored = 0
+        sequence.phase = Phase.WAITING
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1

@@ -1,0 +1,175 @@
+"""What a VllmEngine passes to vLLM, NIXL and UCX."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.engine.base import EngineId, EngineInfo
+from kvferry.model_folder import cache_folder
+
+CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
+CONNECTOR_CLASS = "KvTransferConnector"
+TIER_CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.tier_connector"
+TIER_CONNECTOR_CLASS = "TierConnector"
+CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.cpu_tier"
+CPU_TIER_CLASS = "CpuTierSpec"
+RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
+
+
+def engine_arguments(
+    model_folder: str, model: ModelConfig, engine: EngineConfig, *, kv_transfer: dict[str, Any], events_endpoint: str
+) -> dict[str, Any]:
+    on_cpu = engine.device == "cpu"
+    optional: dict[str, Any] = {
+        "max_model_len": model.max_model_len,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        # The engine needs it to apply a grammar where the reasoning ends.
+        "reasoning_parser": model.reasoning_parser or None,
+        "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
+    }
+    return {
+        # Part of NIXL's compatibility hash: must be the same canonical path on every node.
+        "model": model_folder,
+        "tokenizer": model_folder,
+        "dtype": "float32" if on_cpu and model.dtype == "auto" else model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "block_size": engine.block_size,
+        "kv_cache_dtype": engine.kv_cache_dtype,
+        "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "enable_log_requests": False,
+        "worker_extension_cls": RELEASE_EXTENSION,
+        "kv_transfer_config": kv_transfer,
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": events_endpoint,
+            "topic": "kv",
+        },
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def kv_transfer_config(
+    engine: EngineConfig, engine_id: EngineId, *, producer: bool, tiers: dict[str, Any] | None
+) -> dict[str, Any]:
+    """KV transfer through NIXL, joined with the tiers' connector, if any."""
+    role = "kv_producer" if producer else "kv_consumer"
+    config = nixl_connector(engine, role)
+    if tiers is not None:
+        # NIXL first: if two connectors have a prompt's pages, vLLM asks the first. vLLM adds `engine_id` to each child,
+        # and refuses a second one.
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": {"connectors": [config, tiers]},
+        }
+    return {
+        **config,
+        # New on every start: peers never repeat the handshake with an engine id they know, and would silently compute
+        # every prompt of a restarted engine.
+        "engine_id": engine_id,
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def nixl_connector(engine: EngineConfig, role: str) -> dict[str, Any]:
+    on_cpu = engine.device == "cpu"
+    return {
+        "kv_connector": CONNECTOR_CLASS,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": role,
+        "kv_buffer_device": "cpu" if on_cpu else "cuda",
+        "kv_connector_extra_config": {
+            "kv_lease_duration": engine.transfer_lease_s,
+            # With the 4 threads that vLLM asks NIXL for, an idle decode engine that had read many descriptors kept
+            # 0.97 of a core busy; without them 0.03.
+            **({"num_threads": 0} if on_cpu else {}),
+        },
+    }
+
+
+def tier_connector(tier: TierConfig, *, keeper_socket: str, model_name: str, weights_revision: str) -> dict[str, Any]:
+    """CPU tier, and the keeper's volumes if `keeper_socket` is set."""
+    return {
+        "kv_connector": TIER_CONNECTOR_CLASS,
+        "kv_connector_module_path": TIER_CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": CPU_TIER_CLASS,
+            "spec_module_path": CPU_TIER_MODULE,
+            "cpu_bytes_to_use": cpu_tier_bytes(tier),
+            # A follow-up request sends the answer again.
+            "offload_prompt_only": False,
+            "blocks_per_chunk": tier.blocks_per_chunk,
+            "keeper_socket": keeper_socket,
+            "load_timeout_s": tier.io_timeout_s,
+            "model_name": model_name,
+            "weights_revision": weights_revision,
+        },
+    }
+
+
+def cpu_tier_bytes(tier: TierConfig) -> int:
+    return int(tier.cpu_gib * (1 << 30)) if tier.enabled else 0
+
+
+def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None:
+    """Set what vLLM, NIXL and UCX read from the environment. An operator's values stay."""
+    values = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if config.device == "cpu":
+        threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+        values |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+            # vLLM's own binding would put all engines of this machine on the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "UCX_TLS": config.ucx_tls,
+            # Huge pages, where the system has them, make KV pages cheaper to move and read.
+            "THP_MEM_ALLOC_ENABLE": "1",
+            # Keeps compiled code across restarts; the default is a temporary folder.
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
+        }
+        # Ray sets OMP_NUM_THREADS to a replica's reserved cores, which are not its compute threads.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if config.side_channel_host.startswith("127."):
+            values |= {"UCX_NET_DEVICES": "lo", "VLLM_HOST_IP": config.side_channel_host}
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = config.side_channel_host
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
+
+
+def describe(vllm_config: Any, engine_id: EngineId, model_folder: str, *, cpu_bytes: int = 0) -> EngineInfo:
+    """`page_bytes` follows from 2 x layers x KV heads x head size x block size x bytes."""
+    import torch
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    dtype = model.dtype if cache.cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype]
+    per_token = (
+        2
+        * model.get_num_layers(parallel)
+        * model.get_num_kv_heads(parallel)
+        * parallel.tensor_parallel_size
+        * model.get_head_size()
+        * torch.empty((), dtype=dtype).element_size()
+    )
+    return EngineInfo(
+        engine_id=engine_id,
+        model=model_folder,
+        max_model_len=model.max_model_len,
+        block_size=cache.block_size,
+        page_bytes=per_token * cache.block_size,
+        num_pages=cache.num_gpu_blocks,
+        kv_cache_dtype=str(dtype).removeprefix("torch."),
+        num_cpu_pages=cpu_bytes // (per_token * cache.block_size),
+    )

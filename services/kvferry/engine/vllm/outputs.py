@@ -1,0 +1,64 @@
+"""vLLM's request outputs to EngineOutputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.engine.base import EngineOutput, EngineTimes, FinishReason, PromptSources, TokenLogprob
+from kvferry.engine.vllm.plugins.core_fields import CACHED_PARAMETER, cached_tokens
+from kvferry.engine.vllm.plugins.transfer_times import pop_times
+from kvferry.errors import EngineError
+
+_FINISH_REASONS: dict[str | None, FinishReason] = {reason.value: reason for reason in FinishReason}
+
+
+def to_engine_output(completion: Any) -> EngineOutput:
+    output = EngineOutput(token_ids=completion.token_ids, text=completion.text)
+    if completion.logprobs is not None:
+        output.logprobs = [
+            _logprobs(token_id, entries)
+            for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+    return output
+
+
+def finish_output(result: EngineOutput, output: Any, sources: PromptSources) -> None:
+    """Set the fields of a last output from vLLM's RequestOutput.
+
+    Raises EngineError for an unknown finish reason.
+    """
+    completion = output.outputs[0]
+    result.finish_reason = _FINISH_REASONS.get(completion.finish_reason)
+    if result.finish_reason is None:
+        raise EngineError(f"the engine ended the request with {completion.finish_reason!r}")
+    result.stop_reason = completion.stop_reason
+    result.sources = sources
+    transfer_params, kv_transfer, load = pop_times(output.kv_transfer_params)
+    loaded = transfer_params.pop(CACHED_PARAMETER, None) if transfer_params is not None else None
+    result.cached = cached_tokens(sources, loaded)
+    result.transfer_params = transfer_params or None
+    result.times = _times(output.metrics, kv_transfer, load)
+
+
+def _times(stats: Any, kv_transfer: Any, load: Any) -> EngineTimes | None:
+    """In the core's monotonic clock; None for a request that never began."""
+    if stats is None or not stats.first_token_ts:
+        return None
+    return EngineTimes(
+        stats.queued_ts,
+        stats.scheduled_ts,
+        stats.first_token_ts,
+        stats.last_token_ts,
+        tuple(kv_transfer) if kv_transfer is not None else None,
+        tuple(load) if load is not None else None,
+    )
+
+
+def _logprobs(sampled: int, entries: Any) -> list[TokenLogprob]:
+
+    def one(token_id: int) -> TokenLogprob:
+        entry = entries[token_id]
+        return TokenLogprob(token_id, entry.decoded_token or "", entry.logprob)
+
+    others = sorted((token_id for token_id in entries if token_id != sampled), key=lambda t: -entries[t].logprob)
+    return [one(sampled), *map(one, others)]
