@@ -5,11 +5,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvferry.residency.feed import Delta, Follower
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
 from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId, chain_hash, root_hash
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
+from kvferry.residency.feed import Delta, Follower
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.worker.page_mirror import PageMirror
 

@@ -1,0 +1,56 @@
+"""engine/vllm/plugins/nixl_connector.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from .support import parameters
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+
+class TestNixlConnector:
+    """engine/vllm/plugins/nixl_connector.py"""
+
+    def test_the_pin_that_we_undo_is_still_there(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+        source = inspect.getsource(NixlBaseConnectorWorker.__init__)
+        assert "os.sched_setaffinity(0, rsv_cores_for_kv)" in source
+        assert "self._physical_blocks_per_logical_kv_block" in source
+
+    def test_the_connector_takes_what_ours_takes(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+        assert parameters(NixlPullConnector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
+
+    def test_unequal_block_sizes_fail_the_handshake(self) -> None:
+        from kvferry.engine.vllm.plugins.nixl_connector import refuse_unequal_block_sizes
+
+        def remote(block_size: int, blocks_per_page: int = 1) -> SimpleNamespace:
+            return SimpleNamespace(
+                engine_id="e", block_size=block_size, physical_blocks_per_logical_kv_block=blocks_per_page
+            )
+
+        worker = SimpleNamespace(
+            block_size=32, _physical_blocks_per_logical_kv_block=2, add_remote_agent=lambda meta, *a, **k: "agent"
+        )
+        refuse_unequal_block_sizes(worker)
+        assert worker.add_remote_agent(remote(64), remote_tp_size=1) == "agent"
+        assert worker.add_remote_agent(remote(32, 2)) == "agent"
+        with pytest.raises(RuntimeError, match="has 32 tokens per page, this engine has 64"):
+            worker.add_remote_agent(remote(32))
+
+    def test_the_handshake_says_what_we_compare(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+        fields = {field.name for field in dataclasses.fields(NixlAgentMetadata)}
+        assert {"engine_id", "block_size", "physical_blocks_per_logical_kv_block"} <= fields
+        assert parameters(NixlBaseConnectorWorker.add_remote_agent)[1] == "nixl_agent_meta"

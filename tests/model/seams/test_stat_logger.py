@@ -1,0 +1,69 @@
+"""engine/vllm/stat_logger.py"""
+
+from __future__ import annotations
+
+import pytest
+
+from .support import parameters
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+
+class TestStatLogger:
+    """engine/vllm/stat_logger.py"""
+
+    def test_the_statistics_have_what_we_read(self) -> None:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+        from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+        assert parameters(StatLoggerBase.record) == [
+            "self",
+            "scheduler_stats",
+            "iteration_stats",
+            "mm_cache_stats",
+            "engine_idx",
+        ]
+        stats = SchedulerStats()
+        for name in ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "kv_cache_usage"):
+            assert hasattr(stats, name)
+        assert stats.kv_connector_stats is None
+        iteration = IterationStats()
+        assert iteration.prompt_token_stats.total == 0
+        assert iteration.num_generation_tokens == 0
+
+    def test_transfers_are_counted_under_the_names_we_read(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+
+        assert {"bytes_transferred", "num_failed_transfers"} <= NixlKVConnectorStats().data.keys()
+
+    @pytest.mark.parametrize("joined", [False, True])
+    def test_transfers_are_counted_alone_and_joined(self, joined: bool) -> None:
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        from kvferry.engine.vllm.stat_logger import EngineStatLogger
+
+        moved = {"bytes_transferred": [3, 4], "num_failed_transfers": [1]}
+        counters = EngineStatLogger(None)
+        stats = SchedulerStats()
+        stats.kv_connector_stats = {"KvTransferConnector": moved, "TierConnector": {"x": 1}} if joined else moved
+        counters.record(stats, None)
+        assert (counters.transferred_bytes, counters.num_failed_transfers) == (7, 1)
+
+    def test_cached_tokens_are_counted_by_tier(self) -> None:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+        from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+
+        from kvferry.engine.base import CachedTokens
+        from kvferry.engine.vllm.stat_logger import EngineStatLogger
+
+        assert {source.value for source in CacheHitSource} == {"device", "host", "p2p", "disk", "external_unspecified"}
+        counters, stats = EngineStatLogger(None), SchedulerStats()
+        counters.record(stats, None)
+        stats.prefix_cache_stats.record(num_tokens=10, num_hits=4, preempted=False)
+        stats.connector_prefix_cache_stats = external = PrefixCacheStats()
+        by_source = {CacheHitSource.HOST: 1, CacheHitSource.DISK: 2, CacheHitSource.P2P: 3}
+        external.record(num_tokens=6, num_hits=6, preempted=False, hits_by_source=by_source)
+        counters.record(stats, None)
+        assert counters.cached_tokens == CachedTokens(device=4, cpu=1, volume=2, kv_transfer=3)
