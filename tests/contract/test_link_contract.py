@@ -308,9 +308,9 @@ async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch, transport: 
     monkeypatch.setattr(router_link, "ACK_EVERY_S", 0.1)
     async with working(transport) as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
-        num_messages = link._receipts.num_messages
+        num_messages = link._ack_counter.num_messages
         # Heartbeats of more than the limit, and some.
-        await until(lambda: link._receipts.num_messages >= num_messages + 12)
+        await until(lambda: link._ack_counter.num_messages >= num_messages + 12)
         assert link.generation == 1
         assert link.usable
 
@@ -399,7 +399,7 @@ async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it(trans
         remote = Sent(link, request("d", max_tokens=1, keep_for_transfer=True))
         await until(lambda: worker.engine.stats().num_waiting == 1)
         remote.cancel(orphans.append)
-        await until(lambda: not link._number_to_orphaned, what="the worker said how it ended")
+        await until(lambda: not link._number_to_on_orphan, what="the worker said how it ended")
         assert len(orphans) == 2
 
 

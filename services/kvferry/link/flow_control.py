@@ -16,6 +16,10 @@ ACK_EVERY_BYTES = 256 << 10
 # And in any case this often: a worker takes a gateway from which nothing comes for lost.
 ACK_EVERY_S = 3.0
 
+# An end from which nothing came for this long is lost, whatever its TCP says. A gateway sends at least every
+# ACK_EVERY_S, a worker at every heartbeat (1 s); for a gateway the time begins with the first byte of a dial.
+SILENCE_LIMIT_S = 15.0
+
 
 class Credit:
     """The worker's count of one link."""
@@ -54,25 +58,25 @@ class Credit:
         self._num_bytes_read = num_bytes
 
 
-class Receipts:
+class AckCounter:
     """The gateway's count of one link."""
 
-    __slots__ = ("_num_bytes_told", "_num_messages_told", "num_bytes", "num_messages")
+    __slots__ = ("_num_bytes_acknowledged", "_num_messages_acknowledged", "num_bytes", "num_messages")
 
     def __init__(self) -> None:
-        self.num_messages = self._num_messages_told = 0
-        self.num_bytes = self._num_bytes_told = 0
+        self.num_messages = self._num_messages_acknowledged = 0
+        self.num_bytes = self._num_bytes_acknowledged = 0
 
-    def add(self, num_bytes: int) -> bool:
+    def count(self, num_bytes: int) -> bool:
         """A message of this size was read; True when it is time to say so."""
         self.num_messages += 1
         self.num_bytes += num_bytes
         return (
-            self.num_messages - self._num_messages_told >= ACK_EVERY_MESSAGES
-            or self.num_bytes - self._num_bytes_told >= ACK_EVERY_BYTES
+            self.num_messages - self._num_messages_acknowledged >= ACK_EVERY_MESSAGES
+            or self.num_bytes - self._num_bytes_acknowledged >= ACK_EVERY_BYTES
         )
 
-    def told(self) -> None:
-        """The worker is being told of everything counted so far."""
-        self._num_messages_told = self.num_messages
-        self._num_bytes_told = self.num_bytes
+    def acknowledged(self) -> None:
+        """The worker is being acknowledged of everything counted so far."""
+        self._num_messages_acknowledged = self.num_messages
+        self._num_bytes_acknowledged = self.num_bytes

@@ -18,23 +18,21 @@ from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, Transf
 from kvferry.errors import EngineError, KvferryError, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
-from kvferry.link.flow_control import ACK_EVERY_S, Receipts
+from kvferry.link.flow_control import ACK_EVERY_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# A worker sends something at every heartbeat (1 s). One that says nothing for this long, from the first byte of a dial
-# on, is not serving, whatever its TCP says.
-SILENCE_LIMIT_S = 15.0
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
 
 
-Sink = Callable[[EngineOutput], None]
-# The same for an output that is tokens and text and nothing else, as nearly all are: token ids, text.
-TextSink = Callable[[Sequence[int], str], None]
-Orphaned = Callable[[EngineOutput], None]
+OnOutput = Callable[[EngineOutput], None]
+# Called with token ids and text, for an output that is nothing else, as nearly all are.
+OnText = Callable[[Sequence[int], str], None]
+# Called with the last output of a request that was cancelled too late.
+OnOrphan = Callable[[EngineOutput], None]
 
 
 class RemoteRequest:
@@ -44,20 +42,20 @@ class RemoteRequest:
     raises ends its own request.
     """
 
-    __slots__ = ("_ended", "_link", "_number", "_result", "_sink", "_waiter", "take_text")
+    __slots__ = ("_ended", "_link", "_number", "_on_output", "_result", "_waiter", "on_text")
 
-    def __init__(self, link: WorkerLink, number: int, sink: Sink, text_sink: TextSink | None) -> None:
+    def __init__(self, link: WorkerLink, number: int, on_output: OnOutput, on_text: OnText | None) -> None:
         self._link = link
         self._number = number
-        self._sink = sink
-        # Called for every token: the sink itself. What it raises goes to `failed`.
-        self.take_text = text_sink if text_sink is not None else as_text_sink(sink)
+        self._on_output = on_output
+        # Called for every token: the on_output itself. What it raises goes to `failed`.
+        self.on_text = on_text if on_text is not None else as_on_text(on_output)
         self._result: EngineOutput | KvferryError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False  # nobody is told anything any more
 
     async def wait(self) -> EngineOutput:
-        """The last output, which the sink got too. Raises the KvferryError the request failed with."""
+        """The last output, which the on_output got too. Raises the KvferryError the request failed with."""
         if self._result is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -67,13 +65,13 @@ class RemoteRequest:
         assert self._result is not None
         return self._result
 
-    def take(self, item: EngineOutput | KvferryError) -> bool:
+    def deliver(self, item: EngineOutput | KvferryError) -> bool:
         """Pass on what arrived; True when nothing follows it."""
         if isinstance(item, KvferryError):
             self._end(item)
             return True
         try:
-            self._sink(item)
+            self._on_output(item)
         except Exception as error:
             self.failed(error)
             return True
@@ -83,7 +81,7 @@ class RemoteRequest:
         return True
 
     def failed(self, error: Exception) -> None:
-        """A sink raised: the request ends here and on the worker."""
+        """A on_output raised: the request ends here and on the worker."""
         if not isinstance(error, KvferryError):
             log.error(
                 "the reader of request %d of worker %s failed",
@@ -95,20 +93,20 @@ class RemoteRequest:
         self._end(error)
         self._link.cancel(self._number, None)
 
-    def cancel(self, orphaned: Orphaned | None = None) -> None:
+    def cancel(self, on_orphan: OnOrphan | None = None) -> None:
         """Stop the request on the worker and release its pages; may be repeated, and after the end.
 
-        A request may finish before its cancel reaches the worker. Its last output then goes to `orphaned`: it may name
+        A request may finish before its cancel reaches the worker. Its last output then goes to `on_orphan`: it may name
         pages that an engine keeps for whoever takes them.
         """
         if self._ended:
             return
         self._ended = True
-        self._sink = _nobody
-        self.take_text = _no_text
-        if orphaned is not None and isinstance(self._result, EngineOutput):
-            orphaned(self._result)
-        self._link.cancel(self._number, orphaned)
+        self._on_output = _ignore_output
+        self.on_text = _ignore_text
+        if on_orphan is not None and isinstance(self._result, EngineOutput):
+            on_orphan(self._result)
+        self._link.cancel(self._number, on_orphan)
 
     def _end(self, result: EngineOutput | KvferryError) -> None:
         self._result = result
@@ -116,15 +114,15 @@ class RemoteRequest:
             self._waiter.set_result(None)
 
 
-def as_text_sink(sink: Sink) -> TextSink:
-    return lambda token_ids, text: sink(EngineOutput(token_ids, text))
+def as_on_text(on_output: OnOutput) -> OnText:
+    return lambda token_ids, text: on_output(EngineOutput(token_ids, text))
 
 
-def _nobody(output: EngineOutput) -> None:
+def _ignore_output(output: EngineOutput) -> None:
     pass
 
 
-def _no_text(token_ids: Sequence[int], text: str) -> None:
+def _ignore_text(token_ids: Sequence[int], text: str) -> None:
     pass
 
 
@@ -149,16 +147,17 @@ class WorkerLink:
         self.draining = False
         self.connected = False
         self.generation = 0  # how often it connected: a worker that was lost and came back is another try
-        self.welcome: pb.Welcome | None = None
         self.on_residency: Callable[[pb.Residency], None] | None = None
         self._gateway_id = gateway_id
         self._on_change = on_change
         self._worker = worker
         self._requests: dict[int, RemoteRequest] = {}
-        self._number_to_orphaned: dict[int, Orphaned] = {}  # cancelled here; the worker has not yet said how they ended
+        self._number_to_on_orphan: dict[
+            int, OnOrphan
+        ] = {}  # cancelled here; the worker has not yet said how they ended
         self._next_number = 1
         self._connection: Connection | None = None
-        self._receipts = Receipts()
+        self._ack_counter = AckCounter()
         self._heard_s = 0.0
         self._fault = ""  # why this link gives up its connection
         self._why_not = ""  # why the last dial came to nothing
@@ -182,8 +181,8 @@ class WorkerLink:
         """Requests of this gateway that have not ended."""
         return len(self._requests)
 
-    def submit(self, request: EngineRequest, sink: Sink, text_sink: TextSink | None = None) -> RemoteRequest:
-        """Send a request whose outputs go to `sink`, or to `text_sink` where that is given and enough.
+    def submit(self, request: EngineRequest, on_output: OnOutput, on_text: OnText | None = None) -> RemoteRequest:
+        """Send a request whose outputs go to `on_output`, or to `on_text` where that is given and enough.
 
         Never waits; raises WorkerLost when the link is down.
         """
@@ -192,15 +191,15 @@ class WorkerLink:
         number = self._next_number
         message = codec.submit_to_wire(number, request)
         self._next_number += 1
-        remote = self._requests[number] = RemoteRequest(self, number, sink, text_sink)
+        remote = self._requests[number] = RemoteRequest(self, number, on_output, on_text)
         self._send(message)
         return remote
 
-    def cancel(self, number: int, orphaned: Orphaned | None) -> None:
+    def cancel(self, number: int, on_orphan: OnOrphan | None) -> None:
         if self._requests.pop(number, None) is None or not self.connected:
             return
-        if orphaned is not None:
-            self._number_to_orphaned[number] = orphaned
+        if on_orphan is not None:
+            self._number_to_on_orphan[number] = on_orphan
         self._send(pb.Downward(cancel=pb.Cancel(number=number)))
 
     def release(self, transfer_params: TransferParams) -> None:
@@ -234,7 +233,7 @@ class WorkerLink:
     async def _attach(self) -> bool:
         """One connection from dialling to its end; True when it ever worked."""
         generation = self.generation
-        self._receipts = Receipts()
+        self._ack_counter = AckCounter()
         self._fault = ""
         self._given_up.clear()
         self._heard_s = self._loop.time()
@@ -307,7 +306,7 @@ class WorkerLink:
             message = pb.Upward.FromString(payload)
             match message.WhichOneof("kind"):
                 case "step" if self.connected:
-                    self._take(message.step)
+                    self._on_step(message.step)
                 case "residency" if self.connected:
                     if self.on_residency is not None:
                         self.on_residency(message.residency)
@@ -323,47 +322,46 @@ class WorkerLink:
             log.exception("a message of worker %s cannot be read", self.member.member_id)
             self._give_up("a message of it cannot be read")
             return
-        if self._receipts.add(len(payload)):
+        if self._ack_counter.count(len(payload)):
             self._acknowledge()
 
     def _acknowledge(self) -> None:
-        receipts = self._receipts
-        receipts.told()
-        self._send(pb.Downward(ack=pb.Ack(num_messages=receipts.num_messages, num_bytes=receipts.num_bytes)))
+        counter = self._ack_counter
+        counter.acknowledged()
+        self._send(pb.Downward(ack=pb.Ack(num_messages=counter.num_messages, num_bytes=counter.num_bytes)))
 
     def _give_up(self, reason: str) -> None:
         self._fault = reason
         self._given_up.set()
 
     def _connected(self, welcome: pb.Welcome) -> None:
-        self.welcome = welcome
         self.connected = True
         self.generation += 1
         self._why_not = ""
-        self._take_stats(welcome.load)
+        self._update_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
 
     def _disconnected(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
         requests, self._requests = self._requests, {}
-        self._number_to_orphaned.clear()
+        self._number_to_on_orphan.clear()
         for remote in requests.values():
-            remote.take(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
+            remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
         if was_connected:
             log.warning("worker %s lost with %d requests: %s", self.member.member_id, len(requests), reason)
             self._on_change()
 
-    def _take(self, step: pb.Step) -> None:
+    def _on_step(self, step: pb.Step) -> None:
         if codec.is_text_only(step):
-            self._take_texts(step)
-            self._take_outputs(codec.ends_of(step))
+            self._deliver_texts(step)
+            self._deliver_outputs(codec.ends_of(step))
         else:
-            self._take_outputs(codec.outputs_of(step))
+            self._deliver_outputs(codec.outputs_of(step))
         if step.HasField("load"):
-            self._take_stats(step.load)
+            self._update_stats(step.load)
 
-    def _take_texts(self, step: pb.Step) -> None:
+    def _deliver_texts(self, step: pb.Step) -> None:
         """The loop that every token passes."""
         requests = self._requests
         for number, token_ids, text in codec.texts_of(step):
@@ -371,25 +369,25 @@ class WorkerLink:
             if remote is None:
                 continue  # cancelled here
             try:
-                remote.take_text(token_ids, text)
+                remote.on_text(token_ids, text)
             except Exception as error:
                 remote.failed(error)
 
-    def _take_outputs(self, outputs: Iterable[tuple[int, EngineOutput | KvferryError]]) -> None:
+    def _deliver_outputs(self, outputs: Iterable[tuple[int, EngineOutput | KvferryError]]) -> None:
         requests = self._requests
         for number, item in outputs:
             remote = requests.get(number)
             if remote is None:
                 # Cancelled here; what the worker sent meanwhile has no reader.
                 ended = isinstance(item, KvferryError) or item.finish_reason is not None
-                orphaned = self._number_to_orphaned.pop(number, None) if ended else None
-                if orphaned is not None and isinstance(item, EngineOutput):
-                    orphaned(item)
+                on_orphan = self._number_to_on_orphan.pop(number, None) if ended else None
+                if on_orphan is not None and isinstance(item, EngineOutput):
+                    on_orphan(item)
                 continue
-            if remote.take(item):
+            if remote.deliver(item):
                 requests.pop(number, None)
 
-    def _take_stats(self, load: pb.Load) -> None:
+    def _update_stats(self, load: pb.Load) -> None:
         self.stats = codec.stats_from_wire(load)
         if load.draining != self.draining:
             self.draining = load.draining

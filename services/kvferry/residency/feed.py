@@ -65,7 +65,7 @@ class FollowerState(enum.StrEnum):
     FOLLOWING = "following"
 
 
-class Follower:
+class ResidencyFollower:
     """Keeps the index true for one owner. Pure: the caller moves messages, in the order they were sent.
 
     While `needs_snapshot`, ask the sender for one and keep feeding what arrives. What the index held before a gap stays
@@ -84,7 +84,7 @@ class Follower:
         self.num_gaps = 0
 
     def __repr__(self) -> str:
-        return f"<Follower of {self._owner}: {self._state.value} at {self._sequence}, {self.num_gaps} gaps>"
+        return f"<ResidencyFollower of {self._owner}: {self._state.value} at {self._sequence}, {self.num_gaps} gaps>"
 
     @property
     def state(self) -> FollowerState:
@@ -100,7 +100,7 @@ class Follower:
         """The delta up to which the index is true; 0 before any."""
         return self._sequence
 
-    def take_part(self, part: SnapshotPart) -> bool:
+    def apply_part(self, part: SnapshotPart) -> bool:
         """Take a part of a snapshot. Returns whether the index is true now.
 
         Part 0 always begins a new snapshot. A part that does not continue the one before means that messages were lost:
@@ -119,7 +119,7 @@ class Follower:
         self._complete()
         return self._state is FollowerState.FOLLOWING
 
-    def take_delta(self, delta: Delta) -> bool:
+    def apply_delta(self, delta: Delta) -> bool:
         """Take a delta. Returns whether the index is true now. Old ones are ignored; a gap makes `needs_snapshot`."""
         if self._state is FollowerState.FOLLOWING:
             if delta.sequence == self._sequence + 1:
@@ -157,7 +157,7 @@ class Follower:
         self._sequence = parts[-1].sequence
         self._state = FollowerState.FOLLOWING
         for delta in waiting:
-            self.take_delta(delta)
+            self.apply_delta(delta)
 
     def _apply(self, delta: Delta) -> None:
         if delta.cleared:

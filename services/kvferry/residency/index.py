@@ -12,14 +12,10 @@ for a million of them: a process with a large index wants those to be rare (`gc.
 from __future__ import annotations
 
 import enum
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-# CPython gives a 64-bit int 36 bytes and rounds them up to the allocator's next class.
-_KEY_OBJECT_BYTES = 48
 
 # Depths that are tried before halving: a system prompt's, a document's and the whole.
 _NUM_KNOWN = 3
@@ -67,7 +63,7 @@ class ResidencyIndex:
         self._gpu: dict[str, set[int]] = {}
         self._cpu: dict[str, set[int]] = {}
         self._volumes: dict[str, set[int]] = {}
-        self._strides: dict[str, int] = {}  # of volumes, where it is not 1
+        self._blocks_per_chunk: dict[str, int] = {}  # of volumes, where it is not 1
 
     def __repr__(self) -> str:
         return (
@@ -80,18 +76,9 @@ class ResidencyIndex:
         """Pages over all holders; a page on three holders counts three times."""
         return sum(len(held) for tier in Tier for held in self._of(tier).values())
 
-    @property
-    def memory_bytes(self) -> int:
-        """An upper bound of what the index takes: its tables and one int per page. O(holders)."""
-        tables = [held for tier in Tier for held in self._of(tier).values()]
-        return sum(sys.getsizeof(held) + _KEY_OBJECT_BYTES * len(held) for held in tables)
-
     def holders(self) -> list[Holder]:
         """Everyone who holds at least one page."""
         return [Holder(owner, tier) for tier in Tier for owner in self._of(tier)]
-
-    def pages_of(self, holder: Holder) -> int:
-        return len(self._of(holder.tier).get(holder.owner, ()))
 
     def keys_of(self, holder: Holder) -> frozenset[int]:
         """A copy. O(pages of the holder)."""
@@ -117,11 +104,6 @@ class ResidencyIndex:
             if not held:
                 del owners[holder.owner]
 
-    def replace(self, holder: Holder, keys: Iterable[int]) -> None:
-        """The holder has exactly these pages. O(keys)."""
-        self.clear(holder)
-        self.store(holder, keys)
-
     def clear(self, holder: Holder) -> None:
         """The holder has nothing. Freeing 100,000 pages takes about 2 ms."""
         self._of(holder.tier).pop(holder.owner, None)
@@ -131,17 +113,17 @@ class ResidencyIndex:
         for tier in Tier:
             self._of(tier).pop(owner, None)
 
-    def set_stride(self, volume: str, stride: int) -> None:
-        """A page of this volume stands for `stride` pages of an engine, under the route key of the last of them.
+    def set_blocks_per_chunk(self, volume: str, blocks_per_chunk: int) -> None:
+        """A chunk of this volume holds this many pages of an engine, under the route key of the last of them.
 
-        It stays so, whatever the volume holds, until it is set again; 1 at first. Raises ValueError below 1.
+        The number is 1 at first and is kept while the volume's keys change. Raises ValueError below 1.
         """
-        if stride < 1:
-            raise ValueError(f"a page that stands for {stride} pages")
-        if stride == 1:
-            self._strides.pop(volume, None)
+        if blocks_per_chunk < 1:
+            raise ValueError(f"a page that stands for {blocks_per_chunk} pages")
+        if blocks_per_chunk == 1:
+            self._blocks_per_chunk.pop(volume, None)
         else:
-            self._strides[volume] = stride
+            self._blocks_per_chunk[volume] = blocks_per_chunk
 
     def find(self, keys: Sequence[int]) -> Found:
         """How much of the prompt with these route keys is held where; see the class for what a depth means.
@@ -154,16 +136,6 @@ class ResidencyIndex:
         cpu = _continued(self._cpu, keys, gpu) if self._cpu else {}
         return Found(gpu, cpu, self._depths_of_volumes(keys) if self._volumes else {})
 
-    def verify(self, holder: Holder, keys: Sequence[int], depth: int) -> int:
-        """Of the first `depth` pages, how many are held without a hole. O(depth), at the speed of C where all are.
-
-        Not for volumes with a stride.
-        """
-        held = self._of(holder.tier).get(holder.owner, set())
-        if held.issuperset(keys[:depth]):
-            return min(depth, len(keys))
-        return next(i for i, key in enumerate(keys) if key not in held)
-
     def check(self) -> None:
         """The laws of this class. Raises AssertionError naming the broken one. O(pages)."""
         for tier in Tier:
@@ -175,15 +147,15 @@ class ResidencyIndex:
 
     def _depths_of_volumes(self, keys: Sequence[int]) -> dict[str, int]:
         """In pages of an engine, whatever stands for them."""
-        if not self._strides:
+        if not self._blocks_per_chunk:
             return _depths(self._volumes, keys)
-        stride_to_owners: dict[int, dict[str, set[int]]] = {}
+        size_to_owners: dict[int, dict[str, set[int]]] = {}
         for owner, held in self._volumes.items():
-            stride_to_owners.setdefault(self._strides.get(owner, 1), {})[owner] = held
+            size_to_owners.setdefault(self._blocks_per_chunk.get(owner, 1), {})[owner] = held
         depths: dict[str, int] = {}
-        for stride, owners in stride_to_owners.items():
-            if last := keys[stride - 1 :: stride]:
-                depths |= {owner: depth * stride for owner, depth in _depths(owners, last).items()}
+        for blocks_per_chunk, owners in size_to_owners.items():
+            if last := keys[blocks_per_chunk - 1 :: blocks_per_chunk]:
+                depths |= {owner: depth * blocks_per_chunk for owner, depth in _depths(owners, last).items()}
         return depths
 
     def _of(self, tier: Tier) -> dict[str, set[int]]:

@@ -49,14 +49,14 @@ def update_from_wire(message: pb.VolumeUpdate) -> VolumeUpdate:
         case "state":
             state = message.state
             return VolumeState(
-                page_bytes=state.chunk_bytes,
-                stride=max(1, state.blocks_per_chunk),
+                chunk_bytes=state.chunk_bytes,
+                blocks_per_chunk=max(1, state.blocks_per_chunk),
                 read_bytes_per_s=state.read_bytes_per_s,
                 queued_read_bytes=state.queue_bytes,
                 is_readable=not state.breaker_open,
                 is_writable=not (state.write_breaker_open or state.full),
                 num_trips=state.trips,
-                num_pages=state.num_chunks,
+                num_chunks=state.num_chunks,
                 used_bytes=state.used_bytes,
                 capacity_bytes=state.capacity_bytes,
             )

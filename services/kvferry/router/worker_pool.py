@@ -7,30 +7,15 @@ is kept: the registry may have lost its lease in an outage, and a worker that re
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
 from kvferry.config import WorkerConfig
 from kvferry.link.worker_link import WorkerLink
-from kvferry.membership.base import (
-    WORKER_KINDS,
-    Joined,
-    Left,
-    Member,
-    MemberChange,
-    MemberId,
-    MemberKind,
-    Membership,
-    Snapshot,
-)
+from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
+from kvferry.membership.follower import MemberFollower
 from kvferry.router.placement import Candidate
-from kvferry.router.pricing import WorkerView
 from kvferry.task_set import TaskSet
-
-log = logging.getLogger(__name__)
-
-REWATCH_S = 1.0
 
 
 class WorkerPool:
@@ -57,24 +42,25 @@ class WorkerPool:
         self._on_down = on_down
         self._up: dict[MemberId, int] = {}  # generation of the links that are up
         self._on_gone = on_gone
-        self._tell_change = on_change
+        self._notify_change = on_change
         self._clock = clock
-        self._membership = membership
+        self._follower = MemberFollower(membership, WORKER_KINDS, on_joined=self._joined, on_left=self._left)
         self._gateway_id = gateway_id
         self._worker = worker
         self._links: dict[MemberId, WorkerLink] = {}
-        self._views: dict[MemberId, WorkerView] = {}
+        self._candidates: dict[MemberId, Candidate] = {}
         self._gone: set[MemberId] = set()  # left the registry, stream still alive
         self._changed = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._sweeping: asyncio.Task[None] | None = None
         self._closing = TaskSet()
 
     def __repr__(self) -> str:
-        return f"<Roster {list(self._links.values())}>"
+        return f"<WorkerPool {list(self._links.values())}>"
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._sweep())]
+        self._follower.start()
+        self._sweeping = asyncio.create_task(self._sweep())
 
     def links(self, kind: MemberKind) -> list[WorkerLink]:
         """Every link of a kind, in a steady order, usable or not."""
@@ -88,17 +74,20 @@ class WorkerPool:
         link = self._links.get(member_id)
         return link if link is not None and link.usable else None
 
-    def views(self, kind: MemberKind) -> list[tuple[WorkerLink, WorkerView]]:
-        """Every usable link of a kind with what its worker last said; a view is the same object until it says more."""
-        views = []
+    def candidates(self, kind: MemberKind) -> list[tuple[WorkerLink, Candidate]]:
+        """Return every usable link of a kind with its worker's last report.
+
+        A candidate stays the same object until its worker reports again.
+        """
+        candidates = []
         for member_id, link in self._links.items():
             if link.member.kind is not kind or not link.usable:
                 continue
-            view = self._views.get(member_id)
-            if view is None or view.stats is not link.stats:
-                view = self._views[member_id] = WorkerView(candidate_of(link.member), link.stats, self._clock())
-            views.append((link, view))
-        return views
+            candidate = self._candidates.get(member_id)
+            if candidate is None or candidate.stats is not link.stats:
+                candidate = self._candidates[member_id] = Candidate(link.member, link.stats, self._clock())
+            candidates.append((link, candidate))
+        return candidates
 
     async def change(self) -> None:
         """Return when a link came up, went down or started draining after this call."""
@@ -110,39 +99,15 @@ class WorkerPool:
             self._waiters.discard(waiter)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._follower.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
         await self._closing.wait()
         links, self._links = self._links, {}
         await asyncio.gather(*(link.close() for link in links.values()))
 
-    async def _follow(self) -> None:
-        """For ever: a watch that fails is a fault of ours, and must not leave this gateway with yesterday's members."""
-        while True:
-            try:
-                async for change in self._membership.watch():
-                    self._apply(change)
-            except Exception:
-                log.exception("following the members failed; trying again")
-            await asyncio.sleep(REWATCH_S)
-
-    def _apply(self, change: MemberChange) -> None:
-        match change:
-            case Snapshot(members):
-                present = {member.member_id for member in members}
-                for member_id in self._links.keys() - present:
-                    self._left(member_id)
-                for member in members:
-                    self._joined(member)
-            case Joined(member):
-                self._joined(member)
-            case Left(_, member_id):
-                self._left(member_id)
-
     def _joined(self, member: Member) -> None:
-        if member.kind not in WORKER_KINDS:
-            return
         self._gone.discard(member.member_id)
         known = self._links.get(member.member_id)
         if known is not None and _addresses(known.member) == _addresses(member):
@@ -168,7 +133,7 @@ class WorkerPool:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._tell_change()
+        self._notify_change()
 
     async def _sweep(self) -> None:
         """Drop links of members that left once their streams ended too."""
@@ -182,17 +147,13 @@ class WorkerPool:
 
     def _drop(self, member_id: MemberId) -> None:
         self._gone.discard(member_id)
-        self._views.pop(member_id, None)
+        self._candidates.pop(member_id, None)
         link = self._links.pop(member_id, None)
         if link is not None:
             if self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)
             self._on_gone(member_id)
             self._closing.spawn(link.close())
-
-
-def candidate_of(member: Member) -> Candidate:
-    return Candidate(member.member_id, member.model, member.block_size, member.kv_cache_dtype, member.node)
 
 
 def _addresses(member: Member) -> tuple[str, str]:

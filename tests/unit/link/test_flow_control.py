@@ -11,8 +11,8 @@ from kvferry.link.flow_control import (
     ACK_EVERY_MESSAGES,
     MAX_UNREAD_BYTES,
     MAX_UNREAD_MESSAGES,
+    AckCounter,
     Credit,
-    Receipts,
 )
 
 
@@ -45,20 +45,20 @@ def test_what_cannot_have_been_read_is_refused(num_messages: int, num_bytes: int
 
 
 def test_a_gateway_speaks_seldom() -> None:
-    receipts = Receipts()
-    due = [receipts.add(100) for _ in range(ACK_EVERY_MESSAGES)]
+    counter = AckCounter()
+    due = [counter.count(100) for _ in range(ACK_EVERY_MESSAGES)]
     assert due == [False] * (ACK_EVERY_MESSAGES - 1) + [True]
-    receipts.told()
-    assert not receipts.add(ACK_EVERY_BYTES - 1)
-    assert receipts.add(1)
+    counter.acknowledged()
+    assert not counter.count(ACK_EVERY_BYTES - 1)
+    assert counter.count(1)
 
 
 @given(st.lists(st.integers(0, 3 * MAX_UNREAD_BYTES), max_size=200))
 def test_a_link_whose_gateway_reads_everything_never_comes_to_rest(sizes: list[int]) -> None:
-    credit, receipts = Credit(), Receipts()
+    credit, counter = Credit(), AckCounter()
     for size in sizes:
         assert credit.left
         credit.spend(size)
-        if receipts.add(size):
-            receipts.told()
-            credit.restore(receipts.num_messages, receipts.num_bytes)
+        if counter.count(size):
+            counter.acknowledged()
+            credit.restore(counter.num_messages, counter.num_bytes)
