@@ -33,6 +33,10 @@ class Candidate:
     member: Member
     stats: EngineStats = field(default_factory=EngineStats)
     reported_s: float = float("-inf")
+    member_id: MemberId = field(init=False)  # of `member`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "member_id", self.member.member_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class Placer:
             margin_ms = self._margin_ms(by_prefill[0].cost_ms + by_decode[0].kv_transfer_ms)
             chosen_prefill = self._choose_near(by_prefill, _cost_ms, margin_ms)
             chosen = self._choose_near(by_decode, _cost_ms, margin_ms)
-            reason = Reason.SIBLING if chosen_prefill.expected_pages else Reason.DISAGGREGATED
+            reason = Reason.SIBLING if chosen_prefill.slower.expected else Reason.DISAGGREGATED
         else:
             margin_ms = self._margin_ms(aggregated.aggregated_ms - aggregated.streams_ms)
             chosen_prefill = None
@@ -277,7 +277,7 @@ def _decide(quotes: _Quotes, reason: Reason) -> Decision:
         computing.worker.account.queued_tokens,
         0 if prefill is None else decode.lacking_pages,
         compute_ms + kv_transfer_ms + decode.worker.wait_ms + decode.worker.step_ms,
-        computing.load,
+        computing.slower.load,
         quotes,
     )
 

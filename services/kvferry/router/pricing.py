@@ -90,6 +90,24 @@ class VolumeLoad(NamedTuple):
 NO_LOAD: Final = VolumeLoad("", 0, 0)
 
 
+@dataclass(slots=True)
+class SlowerPages:
+    """Pages of the prompt that a worker lacks on its GPU and need not compute.
+
+    Each number counts only pages that the tiers before it lack.
+    """
+
+    depth: int = 0  # pages from the prompt's start that need not be computed, with those on the GPU
+    cpu: int = 0
+    expected: int = 0  # of requests in flight
+    on_volume: int = 0
+    load_ms: float = 0.0
+    load: VolumeLoad = NO_LOAD
+
+
+_NO_SLOWER_PAGES: Final = SlowerPages()
+
+
 class Quote:
     """Price terms of computing the prompt on one worker.
 
@@ -97,30 +115,15 @@ class Quote:
     takes four times as long.
     """
 
-    __slots__ = (
-        "compute_ms",
-        "cpu_pages",
-        "expected_pages",
-        "gpu_pages",
-        "load",
-        "load_ms",
-        "missing_tokens",
-        "queue_ms",
-        "volume_pages",
-        "worker",
-    )
+    __slots__ = ("compute_ms", "gpu_pages", "load_ms", "missing_tokens", "queue_ms", "slower", "worker")
 
     worker: WorkerCosts
     queue_ms: float
     load_ms: float
     compute_ms: float
     missing_tokens: int
-    # Pages that need not be computed. Each tier counts only pages that the ones before it lack.
-    gpu_pages: int
-    cpu_pages: int
-    expected_pages: int
-    volume_pages: int
-    load: VolumeLoad
+    gpu_pages: int  # of the prompt, held on the GPU
+    slower: SlowerPages
 
     @property
     def member_id(self) -> MemberId:
@@ -167,11 +170,11 @@ def price_of(prefill: PrefillQuote | None, decode: DecodeQuote, block_size: int,
         streams_ms=decode.streams_ms,
         matched=Matched(
             gpu=computing.gpu_pages * block_size,
-            cpu=computing.cpu_pages * block_size,
-            volume=computing.volume_pages * block_size,
-            expected=computing.expected_pages * block_size,
+            cpu=computing.slower.cpu * block_size,
+            volume=computing.slower.on_volume * block_size,
+            expected=computing.slower.expected * block_size,
         ),
-        volume=computing.load.volume,
+        volume=computing.slower.load.volume,
     )
 
 
@@ -186,7 +189,7 @@ class _Offer(NamedTuple):
 class PrefixPages:
     """Where pages of one prompt are, for one decision."""
 
-    __slots__ = ("_cost_defaults", "_offers", "cpu", "gpu", "request")
+    __slots__ = ("_cost_defaults", "_offers", "cpu", "gpu", "is_on_slower_tier", "is_on_volume", "request")
 
     def __init__(
         self,
@@ -204,48 +207,44 @@ class PrefixPages:
             for volume_id, depth in found.volumes.items()
             if volume_id in volumes
         ]
+        self.is_on_volume = bool(self._offers)
+        self.is_on_slower_tier = bool(found.cpu or self._offers)
 
-    @property
-    def is_on_volume(self) -> bool:
-        return bool(self._offers)
-
-    def credit_cpu_and_expected(self, quote: Quote, held: int) -> int:
-        """Add the pages of the CPU tier and of requests in flight to the quote. Returns how many are held then."""
-        worker = quote.worker
+    def beyond_gpu(self, worker: WorkerCosts, held: int) -> SlowerPages:
+        """Return the pages of the CPU tier and of requests in flight that follow `held` pages on the GPU."""
+        slower = SlowerPages(held)
         if (depth := self.cpu.get(worker.account.member_id, 0)) > held:
-            quote.cpu_pages = depth - held
-            quote.load_ms = quote.cpu_pages * self._cost_defaults.cpu_page_ms
-            held = depth
-        computed = worker.pages.computed
-        if computed and (depth := expected_depth(computed, self.request.keys, held)) > held:
-            quote.expected_pages = depth - held
-            held = depth
-        return held
+            slower.cpu = depth - held
+            slower.load_ms = slower.cpu * self._cost_defaults.cpu_page_ms
+            slower.depth = depth
+        computed = worker.expected_pages
+        if computed and (depth := expected_depth(computed, self.request.keys, slower.depth)) > slower.depth:
+            slower.expected = depth - slower.depth
+            slower.depth = depth
+        return slower
 
-    def credit_volume(self, quote: Quote, held: int, page_compute_ms: float) -> int:
-        """Add the pages of the best volume to the quote, where loading them costs less than computing them.
-
-        Returns how many pages are held then.
-        """
-        best, best_ms, most_saved_ms, most_pages = NO_LOAD, 0.0, 0.0, held
+    def add_volume(self, slower: SlowerPages, worker: WorkerCosts, page_compute_ms: float) -> None:
+        """Add the pages of the volume that saves most, where loading pages costs less than computing them."""
+        best, best_ms, most_saved_ms, most_pages = NO_LOAD, 0.0, 0.0, slower.depth
         for depth, volume_id, costs in self._offers:
-            num_pages = depth - held
+            num_pages = depth - slower.depth
             if num_pages <= 0:
                 continue
             most_pages = max(most_pages, depth)
-            is_near = quote.worker.node in costs.nodes
-            page_ms = costs.page_ms if is_near else costs.page_ms + self._cost_defaults.remote_page_ms
+            page_ms = costs.page_ms
+            if worker.node not in costs.nodes:
+                page_ms += self._cost_defaults.remote_page_ms
             load_ms = costs.queue_ms + num_pages * page_ms
             saved_ms = num_pages * page_compute_ms - load_ms
             if saved_ms > most_saved_ms:
                 most_saved_ms, best, best_ms = saved_ms, VolumeLoad(volume_id, depth, 0), load_ms
-        if not best.num_pages:
-            quote.load = VolumeLoad("", 0, most_pages - held)
-            return held
-        quote.load = best
-        quote.load_ms += best_ms
-        quote.volume_pages = best.num_pages - held
-        return best.num_pages
+        if best.num_pages:
+            slower.on_volume = best.num_pages - slower.depth
+            slower.load_ms += best_ms
+            slower.depth = best.num_pages
+            slower.load = best
+        else:
+            slower.load = VolumeLoad("", 0, most_pages - slower.depth)
 
 
 class Pricer:
@@ -282,42 +281,47 @@ class Pricer:
     def quote_prefill(self, pages: PrefixPages, candidates: Sequence[Candidate], now_s: float) -> list[PrefillQuote]:
         """One quote for each candidate, in their order."""
         request, gpu, pool = pages.request, pages.gpu, self.prefill
-        costs_of, is_beyond_gpu, is_on_volume = pool.by_member.get, bool(pages.cpu), pages.is_on_volume
+        costs_of, is_slower, is_on_volume = pool.by_member.get, pages.is_on_slower_tier, pages.is_on_volume
         num_tokens, block_size = request.num_tokens, request.block_size
         fixed_ms = self._cost_defaults.prefill_fixed_ms
         compute_weight = 1.0 + self._cost_defaults.work_weight
         quotes: list[PrefillQuote] = []
         for candidate in candidates:
-            member_id = candidate.member.member_id
+            member_id = candidate.member_id
             costs = costs_of(member_id)
             if costs is None or costs.candidate is not candidate:
                 costs = pool.update(candidate, self._output_tokens)
-            ms_per_token = costs.ms_per_token
+            ms_per_token, account = costs.ms_per_token, costs.account
+            # Prompts of other gateways are assumed to be as long as this one.
+            queue_ms = costs.foreign_prompts * num_tokens * ms_per_token
+            if account.prefills:
+                queue_ms += account.queue_ms(ms_per_token, fixed_ms, now_s)
+            on_gpu = held = gpu.get(member_id, 0)
+            slower, load_ms = _NO_SLOWER_PAGES, 0.0
+            if is_slower or costs.expected_pages:
+                slower = pages.beyond_gpu(costs, held)
+                if is_on_volume:
+                    pages.add_volume(slower, costs, block_size * ms_per_token * compute_weight)
+                held, load_ms = slower.depth, slower.load_ms
+            # An engine computes the last token whatever it holds.
+            missing_tokens = num_tokens - held * block_size or 1
+            compute_ms = fixed_ms + missing_tokens * ms_per_token
             quote = PrefillQuote()
             quote.worker = costs
-            # Prompts of other gateways are assumed to be as long as this one.
-            quote.queue_ms = costs.foreign_prompts * num_tokens * ms_per_token
-            if costs.account.prefills:
-                quote.queue_ms += costs.account.queue_ms(ms_per_token, fixed_ms, now_s)
-            quote.gpu_pages = held = gpu.get(member_id, 0)
-            quote.cpu_pages = quote.expected_pages = quote.volume_pages = 0
-            quote.load_ms = 0.0
-            quote.load = NO_LOAD
-            if is_beyond_gpu or costs.pages.computed:
-                held = pages.credit_cpu_and_expected(quote, held)
-            if is_on_volume:
-                held = pages.credit_volume(quote, held, block_size * ms_per_token * compute_weight)
-            # An engine computes the last token whatever it holds.
-            quote.missing_tokens = missing_tokens = num_tokens - held * block_size or 1
-            quote.compute_ms = compute_ms = fixed_ms + missing_tokens * ms_per_token
-            quote.cost_ms = quote.queue_ms + quote.load_ms + compute_ms * compute_weight
+            quote.queue_ms = queue_ms
+            quote.load_ms = load_ms
+            quote.compute_ms = compute_ms
+            quote.missing_tokens = missing_tokens
+            quote.gpu_pages = on_gpu
+            quote.slower = slower
+            quote.cost_ms = queue_ms + load_ms + compute_ms * compute_weight
             quotes.append(quote)
         return quotes
 
     def quote_decode(self, pages: PrefixPages, candidates: Sequence[Candidate], now_s: float) -> list[DecodeQuote]:
         """One quote for each candidate, in their order, for both ways to serve."""
         request, gpu, pool, cost_defaults = pages.request, pages.gpu, self.decode, self._cost_defaults
-        costs_of, is_beyond_gpu, is_on_volume = pool.by_member.get, bool(pages.cpu), pages.is_on_volume
+        costs_of, is_slower, is_on_volume = pool.by_member.get, pages.is_on_slower_tier, pages.is_on_volume
         num_tokens, block_size = request.num_tokens, request.block_size
         num_pages = -(-num_tokens // block_size)
         fixed_ms, handoff_ms = cost_defaults.prefill_fixed_ms, cost_defaults.handoff_ms
@@ -325,37 +329,44 @@ class Pricer:
         wanted_pages = num_pages + int(steps) // block_size
         quotes: list[DecodeQuote] = []
         for candidate in candidates:
-            member_id = candidate.member.member_id
+            member_id = candidate.member_id
             costs = costs_of(member_id)
             if costs is None or costs.candidate is not candidate:
                 costs = pool.update(candidate, self._output_tokens)
-            ms_per_token = costs.ms_per_token
-            quote = DecodeQuote()
-            quote.worker = costs
-            quote.gpu_pages = held = gpu.get(member_id, 0)
-            quote.cpu_pages = quote.expected_pages = quote.volume_pages = 0
-            quote.load_ms = 0.0
-            quote.load = NO_LOAD
-            if is_beyond_gpu or costs.pages.computed:
-                held = pages.credit_cpu_and_expected(quote, held)
+            ms_per_token, account = costs.ms_per_token, costs.account
+            on_gpu = held = gpu.get(member_id, 0)
+            slower, load_ms = _NO_SLOWER_PAGES, 0.0
+            if is_slower or costs.expected_pages:
+                slower = pages.beyond_gpu(costs, held)
+                held, load_ms = slower.depth, slower.load_ms
             # A decode worker does not read volumes while a KV transfer brings the same pages. Pages that the transfer
             # of another request brings are there in time for this one's transfer, and too late for aggregated serving.
-            arriving = costs.pages.arriving
-            quote.lacking_pages = num_pages - (expected_depth(arriving, request.keys, held) if arriving else held)
-            quote.kv_transfer_ms = handoff_ms + quote.lacking_pages * costs.kv_transfer_page_ms + quote.load_ms
+            arriving = costs.arriving_pages
+            lacking_pages = num_pages - (expected_depth(arriving, request.keys, held) if arriving else held)
+            kv_transfer_ms = handoff_ms + lacking_pages * costs.kv_transfer_page_ms + load_ms
             if is_on_volume:
-                held = pages.credit_volume(quote, held, block_size * ms_per_token * costs.compute_weight)
+                pages.add_volume(slower, costs, block_size * ms_per_token * costs.compute_weight)
+                held, load_ms = slower.depth, slower.load_ms
             streams_ms = steps * costs.ms_per_step + costs.wait_ms
             tight_pages = wanted_pages * (costs.unreported_streams + 1) - costs.free_pages
             if tight_pages > 0:
                 streams_ms += tight_pages * costs.full_ms_per_page
-            account = costs.account
-            quote.queue_ms = account.queue_ms(ms_per_token, fixed_ms, now_s) if account.prefills else 0.0
-            quote.missing_tokens = missing_tokens = num_tokens - held * block_size or 1
-            quote.compute_ms = compute_ms = fixed_ms + missing_tokens * ms_per_token
+            queue_ms = account.queue_ms(ms_per_token, fixed_ms, now_s) if account.prefills else 0.0
+            missing_tokens = num_tokens - held * block_size or 1
+            compute_ms = fixed_ms + missing_tokens * ms_per_token
+            quote = DecodeQuote()
+            quote.worker = costs
+            quote.queue_ms = queue_ms
+            quote.load_ms = load_ms
+            quote.compute_ms = compute_ms
+            quote.missing_tokens = missing_tokens
+            quote.gpu_pages = on_gpu
+            quote.slower = slower
+            quote.lacking_pages = lacking_pages
+            quote.kv_transfer_ms = kv_transfer_ms
             quote.streams_ms = streams_ms
-            quote.cost_ms = quote.kv_transfer_ms + streams_ms
-            quote.aggregated_ms = quote.queue_ms + quote.load_ms + compute_ms * costs.compute_weight + streams_ms
+            quote.cost_ms = kv_transfer_ms + streams_ms
+            quote.aggregated_ms = queue_ms + load_ms + compute_ms * costs.compute_weight + streams_ms
             quotes.append(quote)
         return quotes
 

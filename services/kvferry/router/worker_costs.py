@@ -17,8 +17,10 @@ class WorkerCosts:
 
     __slots__ = (
         "account",
+        "arriving_pages",
         "candidate",
         "compute_weight",
+        "expected_pages",
         "foreign_prompts",
         "free_pages",
         "full_ms_per_page",
@@ -27,7 +29,6 @@ class WorkerCosts:
         "ms_per_step",
         "ms_per_token",
         "node",
-        "pages",
         "rates",
         "step_ms",
         "unreported_streams",
@@ -36,7 +37,8 @@ class WorkerCosts:
 
     def __init__(self, account: WorkerAccount, pages: WorkerPages, rates: WorkerRates) -> None:
         self.account = account
-        self.pages = pages
+        self.expected_pages = pages.computed
+        self.arriving_pages = pages.arriving
         self.rates = rates
         self.candidate: Candidate | None = None
         self.group = 0  # of workers that can exchange pages
@@ -140,7 +142,9 @@ class CostPool:
         """Check the invariants. Raises AssertionError naming the broken one. O(workers)."""
         for member_id, costs in self.by_member.items():
             assert costs.account is self._ledger.account(member_id), f"{member_id} is priced by another account"
-            assert costs.pages is self._expected_pages.of(member_id), f"{member_id} is priced by other expected pages"
+            pages = self._expected_pages.of(member_id)
+            assert costs.expected_pages is pages.computed, f"{member_id} is priced by other expected pages"
+            assert costs.arriving_pages is pages.arriving, f"{member_id} is priced by other arriving pages"
             assert costs.rates is self._rates.of(member_id), f"{member_id} is priced by other rates"
 
     def _note_rate(self, member_id: MemberId) -> None:
