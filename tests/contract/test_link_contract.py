@@ -20,7 +20,8 @@ from kvferry.link import flow_control
 from kvferry.link import worker_link as router_link
 from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
 from kvferry.link.grpc_server import SERVICE
-from kvferry.link.worker_link import RemoteRequest, WorkerLink
+from kvferry.link.remote_request import RemoteRequest
+from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer

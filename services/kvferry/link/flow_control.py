@@ -35,7 +35,7 @@ class Credit:
         return f"<Credit unread={num_messages} messages, {self._num_bytes_sent - self._num_bytes_read} bytes>"
 
     @property
-    def left(self) -> bool:
+    def is_left(self) -> bool:
         """One more message may be sent, of any size."""
         return (
             self._num_messages_sent - self._num_messages_read < MAX_UNREAD_MESSAGES

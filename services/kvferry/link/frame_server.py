@@ -41,8 +41,8 @@ class FrameServer:
         self._attach = attach
         self._detach = detach
         self._server: asyncio.Server | None = None
-        self._connections: set[_Connection] = set()
-        self._gone = asyncio.Event()
+        self._connections: set[_FrameTransport] = set()
+        self._removed = asyncio.Event()
         self._stopping = False
         self.port = 0
 
@@ -50,7 +50,7 @@ class FrameServer:
         loop = asyncio.get_running_loop()
         timeout_s = GREETING_TIMEOUT_S if context is not None else None
         self._server = await loop.create_server(
-            lambda: _Connection(self), host, 0, ssl=context, ssl_handshake_timeout=timeout_s
+            lambda: _FrameTransport(self), host, 0, ssl=context, ssl_handshake_timeout=timeout_s
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -64,28 +64,28 @@ class FrameServer:
             connection.close()
         try:
             async with asyncio.timeout(grace_s):
-                await self._until_gone()
+                await self._until_empty()
         except TimeoutError:
             for connection in list(self._connections):
                 connection.abort()
-            await self._until_gone()
+            await self._until_empty()
         self._server = None
 
-    async def _until_gone(self) -> None:
+    async def _until_empty(self) -> None:
         while self._connections:
-            self._gone.clear()
-            await self._gone.wait()
+            self._removed.clear()
+            await self._removed.wait()
 
     # What connections call.
 
-    def came(self, connection: _Connection) -> None:
+    def add(self, connection: _FrameTransport) -> None:
         self._connections.add(connection)
         if self._stopping:  # taken before `stop`, and told of only now
             connection.abort()
 
-    def went(self, connection: _Connection) -> None:
+    def remove(self, connection: _FrameTransport) -> None:
         self._connections.discard(connection)
-        self._gone.set()
+        self._removed.set()
 
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         if hello.version != __version__:
@@ -97,7 +97,7 @@ class FrameServer:
         self._detach(session)
 
 
-class _Connection(asyncio.Protocol):
+class _FrameTransport(asyncio.Protocol):
     """An SessionTransport, and the way in: everything that arrived is handed on before `data_received` returns."""
 
     def __init__(self, server: FrameServer) -> None:
@@ -105,7 +105,7 @@ class _Connection(asyncio.Protocol):
         self._decoder = FrameDecoder(MAX_FIRST_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
         self._peer = ""
-        self._attachment: GatewaySession | None = None
+        self._session: GatewaySession | None = None
         self._greeting: asyncio.TimerHandle | None = None
         self._finishing = False  # no more is written
 
@@ -116,17 +116,17 @@ class _Connection(asyncio.Protocol):
         self._peer = _describe(transport.get_extra_info("peername"))
         send_at_once(transport)
         self._greeting = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._not_greeted)
-        self._server.came(self)
+        self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
         try:
             for payload in self._decoder.feed(data):
                 if self._transport is None:
                     return
-                if self._attachment is None:
+                if self._session is None:
                     self._greet(payload)
                 else:
-                    self._attachment.receive(payload)
+                    self._session.receive(payload)
         except ValueError as error:
             self._refuse(str(error))
         except Exception:
@@ -138,17 +138,17 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         if self._greeting is not None:
             self._greeting.cancel()
-        if self._attachment is not None:
-            self._server.detach(self._attachment)
-        self._server.went(self)
+        if self._session is not None:
+            self._server.detach(self._session)
+        self._server.remove(self)
 
     # What the attachment calls.
 
     def ready(self) -> None:
-        transport, session = self._transport, self._attachment
+        transport, session = self._transport, self._session
         if transport is None or session is None or transport.is_closing() or self._finishing:
             return
-        if payloads := session.take():
+        if payloads := session.drain():
             transport.write(encode_frames(payloads))
 
     def abort(self) -> None:
@@ -160,10 +160,10 @@ class _Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        if self._attachment is None:
+        if self._session is None:
             transport.close()
             return
-        self._attachment.close()
+        self._session.close()
         if transport.can_write_eof():
             # Closing with something unread resets the connection, and the gateway may lose what it has not read yet. It
             # closes when it has come to the end; until then what it sends is read.
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
         self._decoder.max_frame_bytes = MAX_FRAME_BYTES
         # Only now: who speaks something else learns nothing of what answers here.
         self._transport.write(PREAMBLE)
-        self._attachment = self._server.attach(self, message.hello)
+        self._session = self._server.attach(self, message.hello)
         self.ready()
 
     def _refuse(self, reason: str) -> None:

@@ -43,7 +43,7 @@ class GrpcServer:
         self._detach = detach
         self._welcome = welcome
         self._server: grpc.aio.Server | None = None
-        self._outlets: set[_GrpcTransport] = set()
+        self._transports: set[_GrpcTransport] = set()
         self.port = 0
 
     async def start(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
@@ -66,7 +66,7 @@ class GrpcServer:
         """Let what waits leave, for `grace_s` at most."""
         if self._server is not None:
             server, self._server = self._server, None
-            for transport in self._outlets:
+            for transport in self._transports:
                 transport.close()
             await server.stop(grace_s)
 
@@ -89,12 +89,12 @@ class GrpcServer:
             log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         transport = _GrpcTransport()
         session = transport.session = self._attach(transport, hello)
-        self._outlets.add(transport)
+        self._transports.add(transport)
         reader = asyncio.create_task(_read(messages, session, transport))
         try:
             while not transport.gone:
                 transport.event.clear()
-                payloads = session.take()
+                payloads = session.drain()
                 for payload in payloads:
                     await context.write(payload)
                 # Something may have come while these were written.
@@ -103,7 +103,7 @@ class GrpcServer:
                         break
                     await transport.event.wait()
         finally:
-            self._outlets.discard(transport)
+            self._transports.discard(transport)
             reader.cancel()
             # Shielded: a second cancel must not leave requests in the engine.
             await asyncio.shield(self._detach(session))

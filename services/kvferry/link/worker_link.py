@@ -10,15 +10,16 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams
-from kvferry.errors import EngineError, KvferryError, WorkerLost
+from kvferry.errors import KvferryError, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, SILENCE_LIMIT_S, AckCounter
+from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -26,104 +27,6 @@ log = logging.getLogger(__name__)
 
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
-
-
-OnOutput = Callable[[EngineOutput], None]
-# Called with token ids and text, for an output that is nothing else, as nearly all are.
-OnText = Callable[[Sequence[int], str], None]
-# Called with the last output of a request that was cancelled too late.
-OnOrphan = Callable[[EngineOutput], None]
-
-
-class RemoteRequest:
-    """A request on a worker. Its outputs go to the sinks as they arrive; `wait` for the end, `cancel` to stop it.
-
-    Sinks run within the link's reading of a step, for all requests of that step in turn: they must be quick. One that
-    raises ends its own request.
-    """
-
-    __slots__ = ("_ended", "_link", "_number", "_on_output", "_result", "_waiter", "on_text")
-
-    def __init__(self, link: WorkerLink, number: int, on_output: OnOutput, on_text: OnText | None) -> None:
-        self._link = link
-        self._number = number
-        self._on_output = on_output
-        # Called for every token: the on_output itself. What it raises goes to `failed`.
-        self.on_text = on_text if on_text is not None else as_on_text(on_output)
-        self._result: EngineOutput | KvferryError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False  # nobody is told anything any more
-
-    async def wait(self) -> EngineOutput:
-        """The last output, which the on_output got too. Raises the KvferryError the request failed with."""
-        if self._result is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._ended = True
-        if isinstance(self._result, KvferryError):
-            raise self._result
-        assert self._result is not None
-        return self._result
-
-    def deliver(self, item: EngineOutput | KvferryError) -> bool:
-        """Pass on what arrived; True when nothing follows it."""
-        if isinstance(item, KvferryError):
-            self._end(item)
-            return True
-        try:
-            self._on_output(item)
-        except Exception as error:
-            self.failed(error)
-            return True
-        if item.finish_reason is None:
-            return False
-        self._end(item)
-        return True
-
-    def failed(self, error: Exception) -> None:
-        """A on_output raised: the request ends here and on the worker."""
-        if not isinstance(error, KvferryError):
-            log.error(
-                "the reader of request %d of worker %s failed",
-                self._number,
-                self._link.member.member_id,
-                exc_info=error,
-            )
-            error = EngineError("the gateway failed on this request; its log says why")
-        self._end(error)
-        self._link.cancel(self._number, None)
-
-    def cancel(self, on_orphan: OnOrphan | None = None) -> None:
-        """Stop the request on the worker and release its pages; may be repeated, and after the end.
-
-        A request may finish before its cancel reaches the worker. Its last output then goes to `on_orphan`: it may name
-        pages that an engine keeps for whoever takes them.
-        """
-        if self._ended:
-            return
-        self._ended = True
-        self._on_output = _ignore_output
-        self.on_text = _ignore_text
-        if on_orphan is not None and isinstance(self._result, EngineOutput):
-            on_orphan(self._result)
-        self._link.cancel(self._number, on_orphan)
-
-    def _end(self, result: EngineOutput | KvferryError) -> None:
-        self._result = result
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def as_on_text(on_output: OnOutput) -> OnText:
-    return lambda token_ids, text: on_output(EngineOutput(token_ids, text))
-
-
-def _ignore_output(output: EngineOutput) -> None:
-    pass
-
-
-def _ignore_text(token_ids: Sequence[int], text: str) -> None:
-    pass
 
 
 class WorkerLink:
@@ -191,7 +94,7 @@ class WorkerLink:
         number = self._next_number
         message = codec.submit_to_wire(number, request)
         self._next_number += 1
-        remote = self._requests[number] = RemoteRequest(self, number, on_output, on_text)
+        remote = self._requests[number] = RemoteRequest(self.member.member_id, number, on_output, on_text, self.cancel)
         self._send(message)
         return remote
 
@@ -371,7 +274,7 @@ class WorkerLink:
             try:
                 remote.on_text(token_ids, text)
             except Exception as error:
-                remote.failed(error)
+                remote.fail(error)
 
     def _deliver_outputs(self, outputs: Iterable[tuple[int, EngineOutput | KvferryError]]) -> None:
         requests = self._requests
@@ -392,8 +295,3 @@ class WorkerLink:
         if load.draining != self.draining:
             self.draining = load.draining
             self._on_change()
-
-
-def transferred_pages(last: EngineOutput, block_size: int) -> int:
-    """Pages that the ferry moved for the request that ended so, the last one partly filled."""
-    return -(-last.cached.kv_transfer // block_size) if last.cached is not None else 0

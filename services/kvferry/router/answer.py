@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvferry.engine.base import Continued, EngineOutput, EngineRequest, RequestId, Sampling
 from kvferry.errors import EngineError
-from kvferry.link.worker_link import OnOutput, OnText, as_on_text
+from kvferry.link.remote_request import OnOutput, OnText, as_on_text
 from kvferry.router.journey import Journey
 
 

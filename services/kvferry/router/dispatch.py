@@ -39,7 +39,8 @@ from kvferry.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from kvferry.link.worker_link import OnOutput, OnText, RemoteRequest, WorkerLink, transferred_pages
+from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
+from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.answer import AnswerSoFar, replayable

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.engine.base import EngineOutput, PromptSources
-from kvferry.link.worker_link import transferred_pages
+from kvferry.link.remote_request import transferred_pages
 from kvferry.membership.base import Member, MemberId
 from kvferry.router.placement import Placement
 from kvferry.tracing import Span

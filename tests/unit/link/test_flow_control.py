@@ -19,19 +19,19 @@ from kvferry.link.flow_control import (
 def test_credit_ends_with_many_messages() -> None:
     credit = Credit()
     for _ in range(MAX_UNREAD_MESSAGES):
-        assert credit.left
+        assert credit.is_left
         credit.spend(1)
-    assert not credit.left
+    assert not credit.is_left
     credit.restore(1, 1)
-    assert credit.left
+    assert credit.is_left
 
 
 def test_credit_ends_with_many_bytes() -> None:
     credit = Credit()
     credit.spend(MAX_UNREAD_BYTES)
-    assert not credit.left
+    assert not credit.is_left
     credit.restore(1, MAX_UNREAD_BYTES)
-    assert credit.left
+    assert credit.is_left
 
 
 @pytest.mark.parametrize(("num_messages", "num_bytes"), [(3, 10), (2, 21), (0, 5), (1, 4)])
@@ -57,7 +57,7 @@ def test_a_gateway_speaks_seldom() -> None:
 def test_a_link_whose_gateway_reads_everything_never_comes_to_rest(sizes: list[int]) -> None:
     credit, counter = Credit(), AckCounter()
     for size in sizes:
-        assert credit.left
+        assert credit.is_left
         credit.spend(size)
         if counter.count(size):
             counter.acknowledged()
