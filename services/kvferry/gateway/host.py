@@ -322,11 +322,11 @@ class GatewayHost:
                 keeper_id=keeper_of(name),
                 readable=state.is_readable,
                 writable=state.is_writable,
-                num_trips=state.num_trips,
+                num_trips=state.trips,
                 num_pages=state.num_chunks,
                 used_bytes=state.used_bytes,
                 capacity_bytes=state.capacity_bytes,
-                queued_read_bytes=state.queued_read_bytes,
+                queued_read_bytes=state.queue_bytes,
                 read_bytes_per_s=state.read_bytes_per_s,
             )
             for name, state in sorted(self.keepers.states().items())

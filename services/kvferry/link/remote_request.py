@@ -116,5 +116,5 @@ def _ignore_text(token_ids: Sequence[int], text: str) -> None:
 
 
 def transferred_pages(last: EngineOutput, block_size: int) -> int:
-    """Return how many pages were transferred for a request with this last output; the last page may be partly filled."""
+    """Return how many pages were transferred for a request that ended so; the last page may be partly filled."""
     return -(-last.cached.kv_transfer // block_size) if last.cached is not None else 0

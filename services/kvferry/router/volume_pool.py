@@ -12,9 +12,9 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
 from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
@@ -29,22 +29,6 @@ REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
 
 _SEPARATOR = "@"
-
-
-@dataclass(frozen=True, slots=True)
-class VolumeState:
-    """State of a volume at one moment, as its keeper reports it."""
-
-    chunk_bytes: int  # on average
-    read_bytes_per_s: float  # in the last seconds; 0 where nothing was read
-    queued_read_bytes: int
-    blocks_per_chunk: int = 1  # engine pages in one chunk
-    is_readable: bool = True
-    is_writable: bool = True
-    num_trips: int = 0  # of its breakers
-    num_chunks: int = 0
-    used_bytes: int = 0
-    capacity_bytes: int = 0
 
 
 VolumeUpdate = SnapshotPart | Delta | VolumeState
@@ -172,7 +156,7 @@ class VolumePool:
             return VolumeCosts(frozenset((member.node,)), self._cost_defaults.volume_page_ms, 0.0)
         ms_per_byte = 1e3 / rate
         page_ms = state.chunk_bytes / state.blocks_per_chunk * ms_per_byte
-        return VolumeCosts(frozenset((member.node,)), page_ms, state.queued_read_bytes * ms_per_byte)
+        return VolumeCosts(frozenset((member.node,)), page_ms, state.queue_bytes * ms_per_byte)
 
 
 def volume_of(name: str) -> str:

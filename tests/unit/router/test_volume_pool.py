@@ -9,16 +9,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router import volume_pool
 from kvferry.router.rates import CostDefaults
-from kvferry.router.volume_pool import VolumePool, VolumeState, VolumeUpdate, volume_of
+from kvferry.router.volume_pool import VolumePool, VolumeUpdate, volume_of
 from support.waiting import until
 
-STATE = VolumeState(chunk_bytes=1_000_000, read_bytes_per_s=1e9, queued_read_bytes=5_000_000)
+STATE = VolumeState(chunk_bytes=1_000_000, read_bytes_per_s=1e9, queue_bytes=5_000_000)
 
 
 def keeper(name: str, *volumes: str, node: str = "n1") -> Member:
@@ -114,10 +115,10 @@ async def test_a_volume_whose_pages_stand_for_several_of_an_engine() -> None:
 async def test_an_unmeasured_volume_has_the_prior_rate_and_an_unreadable_one_no_view() -> None:
     async with following(keeper("k", "v")) as (followed, _, streams, _):
         stream = streams.of("k", "v")
-        stream.put_nowait(VolumeState(chunk_bytes=0, read_bytes_per_s=0.0, queued_read_bytes=0))
+        stream.put_nowait(VolumeState(chunk_bytes=0, read_bytes_per_s=0.0, queue_bytes=0))
         await until(lambda: "v@k" in followed.costs())
         assert followed.costs()["v@k"].page_ms == CostDefaults().volume_page_ms
-        stream.put_nowait(VolumeState(1, 1.0, 0, is_readable=False))
+        stream.put_nowait(VolumeState(chunk_bytes=1, read_bytes_per_s=1.0, breaker_open=True))
         await until(lambda: not followed.costs())
 
 
