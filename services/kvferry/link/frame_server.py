@@ -1,4 +1,4 @@
-"""Where a worker takes links as frames on TCP: one connection per gateway, one write per engine step."""
+"""The worker's end of links as frames on TCP: one connection per gateway, one write per engine step."""
 
 from __future__ import annotations
 
@@ -26,16 +26,13 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# A gateway that has said who it is.
+# Called after Hello.
 Attach = Callable[[SessionTransport, pb.Hello], GatewaySession]
 Detach = Callable[[GatewaySession], object]
 
 
 class FrameServer:
-    """Listens from `start` to `stop`.
-
-    Connections become attachments through `attach` once their gateway said who it is, and end through `detach`.
-    """
+    """Listens from `start` to `stop`. A connection gets a session by `attach` after its Hello, and ends by `detach`."""
 
     def __init__(self, attach: Attach, detach: Detach) -> None:
         self._attach = attach
@@ -55,7 +52,7 @@ class FrameServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self, grace_s: float) -> None:
-        """Let what waits leave, for `grace_s` at most."""
+        """Wait up to `grace_s` for pending messages to leave."""
         if self._server is None:
             return
         self._stopping = True
@@ -76,11 +73,11 @@ class FrameServer:
             self._removed.clear()
             await self._removed.wait()
 
-    # What connections call.
+    # Called by transports
 
     def add(self, connection: _FrameTransport) -> None:
         self._connections.add(connection)
-        if self._stopping:  # taken before `stop`, and told of only now
+        if self._stopping:  # accepted before `stop`, and reported only now
             connection.abort()
 
     def remove(self, connection: _FrameTransport) -> None:
@@ -89,7 +86,7 @@ class FrameServer:
 
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         if hello.version != __version__:
-            # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
+            # All roles come in one wheel: a difference is a half-done upgrade, which an operator should see.
             log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         return self._attach(transport, hello)
 
@@ -98,7 +95,7 @@ class FrameServer:
 
 
 class _FrameTransport(asyncio.Protocol):
-    """An SessionTransport, and the way in: everything that arrived is handed on before `data_received` returns."""
+    """A SessionTransport that also passes received messages to its session."""
 
     def __init__(self, server: FrameServer) -> None:
         self._server = server
@@ -109,7 +106,7 @@ class _FrameTransport(asyncio.Protocol):
         self._greeting: asyncio.TimerHandle | None = None
         self._finishing = False  # no more is written
 
-    # What the event loop calls.
+    # Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
@@ -130,7 +127,7 @@ class _FrameTransport(asyncio.Protocol):
         except ValueError as error:
             self._refuse(str(error))
         except Exception:
-            # Not this connection's fault, perhaps, but it cannot go on.
+            # Perhaps not this connection's fault, but the connection cannot go on.
             log.exception("reading from %s failed", self._peer)
             self.abort()
 
@@ -142,7 +139,7 @@ class _FrameTransport(asyncio.Protocol):
             self._server.detach(self._session)
         self._server.remove(self)
 
-    # What the attachment calls.
+    # SessionTransport
 
     def ready(self) -> None:
         transport, session = self._transport, self._session
@@ -156,7 +153,7 @@ class _FrameTransport(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """End after what waits was sent."""
+        """End after the pending messages are sent."""
         transport = self._transport
         if transport is None:
             return
@@ -165,8 +162,8 @@ class _FrameTransport(asyncio.Protocol):
             return
         self._session.close()
         if transport.can_write_eof():
-            # Closing with something unread resets the connection, and the gateway may lose what it has not read yet. It
-            # closes when it has come to the end; until then what it sends is read.
+            # Closing with unread data resets the connection, and the gateway may lose messages that it has not read.
+            # The gateway closes when it has read to the end; until then its messages are read.
             transport.write_eof()
             self._finishing = True
         else:
@@ -183,7 +180,7 @@ class _FrameTransport(asyncio.Protocol):
         if self._greeting is not None:
             self._greeting.cancel()
         self._decoder.max_frame_bytes = MAX_FRAME_BYTES
-        # Only now: who speaks something else learns nothing of what answers here.
+        # Only now: a peer with another protocol learns nothing of this server.
         self._transport.write(PREAMBLE)
         self._session = self._server.attach(self, message.hello)
         self.ready()

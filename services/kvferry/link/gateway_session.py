@@ -1,7 +1,7 @@
-"""One gateway's link to a worker, whatever carries it: its requests, and the messages that are being filled for it.
+"""The worker's end of one gateway's link, over either transport.
 
-Ownership: an attachment owns the requests that came over it. When its link ends, for whatever reason, they are aborted
-and their pages released. Nothing a gateway sends can make another gateway's requests fail.
+A session owns the requests that came over it. When its link ends, they are aborted and their pages released. No
+gateway can make another gateway's requests fail.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# A load goes with the first step after this, and by itself when no step came for IDLE_STATS_DELAY_S: reading an
-# engine's counters and sending them with every step would cost as much as a few tokens.
+# Stats go with the first step after this, and alone when no step came for IDLE_STATS_DELAY_S: reading an engine's
+# counters and sending them with every step would cost as much as a few tokens.
 STATS_INTERVAL_S = 0.05
 IDLE_STATS_DELAY_S = 0.07
 
 
 class SessionTransport(Protocol):
-    """Where the messages of an attachment leave. Each transport has one."""
+    """Sends the messages of one session."""
 
     def ready(self) -> None:
-        """Something may wait: take it with `GatewaySession.drain`, now or when it can be sent."""
+        """Messages may wait: `GatewaySession.drain` them now or when they can be sent."""
         ...
 
     def abort(self) -> None:
-        """End the link now, unsent things and all."""
+        """End the link now and drop unsent messages."""
         ...
 
 
@@ -55,14 +55,12 @@ class InstrumentedRequest(Protocol):
 
 
 class RequestInstrumentation(Protocol):
-    """Metrics and traces of the requests of one worker."""
-
     def refused(self) -> None: ...
     def begin(self, request: EngineRequest) -> InstrumentedRequest: ...
 
 
 class SessionHost(Protocol):
-    """What an attachment needs of its worker."""
+    """The worker of a session."""
 
     @property
     def engine(self) -> Engine: ...
@@ -74,7 +72,7 @@ class SessionHost(Protocol):
     def welcome(self) -> pb.Welcome: ...
     def stats(self) -> pb.Load: ...
     def accept(self) -> KvferryError | None:
-        """Why a new request cannot be taken now, if so."""
+        """Return why no new request can be accepted now, or None."""
         ...
 
     def settle(self) -> None:
@@ -82,16 +80,16 @@ class SessionHost(Protocol):
         ...
 
     def note_output(self) -> None:
-        """The engine gave something: it moves."""
+        """The engine gave an output: it does not hang."""
         ...
 
     def engine_died(self, reason: str) -> None: ...
 
 
 class GatewaySession:
-    """Reads what a gateway sends through `receive`; what goes to it waits until the outlet takes it.
+    """Passes a gateway's requests to the engine, and queues outputs until the transport drains them.
 
-    `on_snapshot_wanted` is called when the gateway asks for all this worker holds, to be told with `send_residency`.
+    `on_snapshot_wanted` is called when the gateway asks for the worker's residency; answer with `send_residency`.
     """
 
     def __init__(
@@ -107,14 +105,16 @@ class GatewaySession:
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._failed_numbers: set[int] = set()  # numbers of tasks that are told to end and whose failure was said
+        self._failed_numbers: set[int] = (
+            set()
+        )  # numbers of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
         self._outgoing = OutgoingQueue(hello.gateway_id, worker.welcome())
         self._flush_scheduled = False
-        self._ended = False  # nobody reads
+        self._ended = False  # the link is gone
         now_s = self._loop.time()
         self._received_s = self._sent_s = self._stats_sent_s = now_s
-        self._stats_due = False  # something changed since a load was sent
+        self._stats_due = False  # the stats changed since they were sent
         self._stats_now = False
         self._stats_timer: asyncio.TimerHandle | None = None
         self._heartbeat_due_s = now_s
@@ -126,13 +126,13 @@ class GatewaySession:
 
     @property
     def pending_bytes(self) -> int:
-        """About how many bytes wait for the gateway."""
+        """Approximate."""
         return self._outgoing.pending_bytes
 
     # From the gateway
 
     def receive(self, payload: bytes) -> None:
-        """A Downward message. Raises ValueError for one that no gateway would send; the link is then to be ended."""
+        """Handle a Downward message. Raises ValueError for an invalid one; the caller then ends the link."""
         self._received_s = self._loop.time()
         if self._ended:
             return
@@ -179,8 +179,7 @@ class GatewaySession:
 
     def _cancel(self, number: int) -> None:
         if (task := self.tasks.get(number)) is not None:
-            # Not at once: a task that never ran would skip its own cleaning up. The loop runs what it was given in
-            # order.
+            # Not at once: a task that never ran would skip its own cleanup. The loop runs callbacks in order.
             self._loop.call_soon(_cancel_once, task)
 
     def _release(self, message: pb.Release) -> None:
@@ -247,18 +246,18 @@ class GatewaySession:
         self._schedule_flush()
 
     def _fail_slow_reader(self) -> None:
-        """Drop the messages of a gateway that does not read, and end its requests; the link itself goes on."""
+        """Drop the pending messages and end the requests of a gateway that does not read; the link itself stays."""
         # Also requests whose end was in a message that is dropped now.
         numbers = {*self.tasks, *self._outgoing.clear()}
         log.error("gateway %s does not read: %d requests end, their outputs are dropped", self.gateway_id, len(numbers))
         self._fail(numbers, WorkerLost("the gateway read too slowly; the worker dropped its outputs"))
         if self._outgoing.is_half_full:
-            # It goes on asking without ever reading the answers.
+            # The gateway goes on submitting without reading the answers.
             log.error("gateway %s is cut off", self.gateway_id)
             self._transport.abort()
 
     def fail_all(self, error: KvferryError) -> None:
-        """End every request with `error`, after what it gave already."""
+        """End every request with `error`, after its outputs so far."""
         if not self._ended and (numbers := self.tasks.keys() - self._failed_numbers):
             self._fail(numbers, error)
             self._schedule_flush()
@@ -273,7 +272,7 @@ class GatewaySession:
     # To the gateway
 
     def send_residency(self, message: pb.Residency) -> bool:
-        """Send after everything that waits now. False when too much waits: it is dropped, and the gateway sees a gap.
+        """Queue a message. False when too much waits: the message is dropped, and the gateway sees a gap.
 
         Raises ValueError for a message that is too large for one frame.
         """
@@ -283,7 +282,7 @@ class GatewaySession:
         return True
 
     def send_stats(self) -> None:
-        """Tell how loaded this worker is, at once."""
+        """Send the engine's stats at once."""
         self._stats_now = True
         self._schedule_flush()
 
@@ -299,9 +298,9 @@ class GatewaySession:
         self._transport.ready()
 
     def drain(self) -> list[bytes]:
-        """Remove and return serialized Upward messages that may be sent now, in order. The caller sends them all.
+        """Remove and return serialized Upward messages, in order.
 
-        Without credit there are none, and steps merge into one.
+        The caller must send them all. Empty without credit.
         """
         outgoing = self._outgoing
         if self._ended or not outgoing.may_send:
@@ -319,12 +318,12 @@ class GatewaySession:
         return payloads
 
     def close(self) -> None:
-        """Let what waits leave, then nothing more. The transport ends the link when `drain` is empty."""
+        """Send pending messages, then no more. The transport ends the link when `drain` is empty."""
         self._outgoing.close()
         self._transport.ready()
 
     def end(self) -> None:
-        """Nobody reads any more and nothing more comes. May be repeated."""
+        """The link is gone: nothing is sent or received any more. Idempotent."""
         self._ended = True
         self._outgoing.clear()
         self._heartbeat_timer.cancel()
@@ -344,7 +343,7 @@ class GatewaySession:
     # Timers
 
     def _note_stats(self) -> None:
-        """Something changed: a load follows, with a step or, when none comes, by itself."""
+        """Send stats soon: with the next step, or alone when none comes."""
         self._stats_due = True
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(IDLE_STATS_DELAY_S, self._send_idle_stats)
@@ -365,13 +364,13 @@ class GatewaySession:
     def _heartbeat(self) -> None:
         now_s = self._loop.time()
         if now_s - self._heartbeat_due_s > 1.0:
-            # This worker was itself stopped: what came meanwhile is not read yet.
+            # This worker was itself stopped: messages that arrived meanwhile are not read yet.
             self._received_s = now_s
         if now_s - self._received_s > SILENCE_LIMIT_S:
             log.warning("gateway %s was silent for %g s: its link ends", self.gateway_id, SILENCE_LIMIT_S)
             self._transport.abort()
             return
-        # Half a period of tolerance: beats themselves are messages, and each would make the next one late.
+        # Half a period of tolerance: heartbeats are messages too, and each would delay the next one.
         if now_s - self._sent_s > self._worker.heartbeat_s / 2:
             self.send_stats()
         self._heartbeat_timer = self._schedule_heartbeat()

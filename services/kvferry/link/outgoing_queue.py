@@ -1,7 +1,6 @@
-"""The messages of one gateway session that are not sent yet, and the limits on them. Pure.
+"""The unsent messages of one gateway session, and the limits on them. Pure.
 
-Outputs of requests merge into one step message while it waits: a gateway that reads slowly gets fewer and larger
-messages, up to MAX_PENDING_BYTES.
+While a step message waits, later outputs merge into it: a slow gateway gets fewer and larger messages.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Pending:
 
 
 class OutgoingQueue:
-    """Serialized in the order they were added, as far as the gateway's credit goes."""
+    """Gives messages out in order, as far as the gateway's credit goes."""
 
     def __init__(self, gateway_id: str, welcome: pb.Welcome) -> None:
         self._gateway_id = gateway_id
@@ -56,7 +55,6 @@ class OutgoingQueue:
 
     @property
     def ends_with_step(self) -> bool:
-        """Whether the newest message is a step; outputs are merged into it."""
         return bool(self._pending) and self._pending[-1].message.HasField("step")
 
     @property
@@ -68,7 +66,7 @@ class OutgoingQueue:
         return self.pending_bytes > MAX_PENDING_BYTES // 2
 
     def restore_credit(self, num_messages: int, num_bytes: int) -> None:
-        """The gateway has read this much since the link began. Raises ValueError for an impossible count."""
+        """Raises ValueError for counts that were never sent."""
         self._credit.restore(num_messages, num_bytes)
 
     def add_output(self, number: int, output: EngineOutput) -> None:
@@ -85,7 +83,7 @@ class OutgoingQueue:
         self._open_step().message.step.load.CopyFrom(stats)
 
     def add_residency(self, message: pb.Residency) -> bool:
-        """Add a message. False when too much waits: the message is dropped, and the gateway sees a gap.
+        """Returns False and drops the message when too much waits.
 
         Raises ValueError for a message that is too large for one frame.
         """
@@ -99,7 +97,7 @@ class OutgoingQueue:
         return True
 
     def drop_residency(self) -> None:
-        """Drop waiting residency: the gateway sees a gap and asks for a snapshot. This costs less than requests."""
+        """Drop residency: the gateway sees a gap and asks for a snapshot, which costs less than requests."""
         others = deque(pending for pending in self._pending if not pending.message.HasField("residency"))
         if num_dropped := len(self._pending) - len(others):
             log.warning("gateway %s reads slowly: %d messages of residency are dropped", self._gateway_id, num_dropped)
@@ -107,7 +105,7 @@ class OutgoingQueue:
             self.pending_bytes = sum(pending.size_bytes for pending in others)
 
     def drain(self) -> list[bytes]:
-        """Remove and return the serialized messages that may be sent now, in order."""
+        """Remove and return the serialized messages that may be sent now."""
         payloads: list[bytes] = []
         pending, credit = self._pending, self._credit
         while pending and (credit.is_left or self._is_closing):
@@ -119,14 +117,14 @@ class OutgoingQueue:
         return payloads
 
     def clear(self) -> set[int]:
-        """Drop everything. Returns the numbers of the requests whose outputs or ends are dropped."""
+        """Drop all messages. Returns the numbers of requests in them."""
         steps = [pending.message.step for pending in self._pending]
         self._pending.clear()
         self.pending_bytes = 0
         return {n for step in steps for n in (*step.numbers, *(ended.number for ended in step.finished))}
 
     def close(self) -> None:
-        """Let what waits leave, whatever the credit."""
+        """Ignore credit from now on."""
         self._is_closing = True
 
     def _open_step(self) -> _Pending:

@@ -20,10 +20,10 @@ OnOrphan = Callable[[EngineOutput], None]
 
 
 class RemoteRequest:
-    """Passes the outputs of a request to callbacks as they arrive; `wait` for the end, `cancel` to stop it.
+    """Passes the outputs of a request to callbacks.
 
-    Callbacks run while the link reads a step, for all requests of that step in turn: they must be quick. A callback
-    that raises ends its own request.
+    Callbacks run while the link reads a step, one request after another: they must be quick. A callback that raises
+    ends its own request.
     """
 
     __slots__ = ("_cancel", "_is_ended", "_number", "_on_output", "_result", "_waiter", "_worker", "on_text")
@@ -59,7 +59,7 @@ class RemoteRequest:
         return self._result
 
     def deliver(self, item: EngineOutput | KvferryError) -> bool:
-        """Pass an output or failure on. Returns whether it is the last."""
+        """Returns whether the item is the last."""
         if isinstance(item, KvferryError):
             self._end(item)
             return True
@@ -82,10 +82,10 @@ class RemoteRequest:
         self._cancel(self._number, None)
 
     def cancel(self, on_orphan: OnOrphan | None = None) -> None:
-        """Stop the request on the worker and release its pages. Idempotent, and allowed after the end.
+        """Stop the request on the worker and release its pages. Idempotent.
 
-        A request may finish before its cancel reaches the worker. Its last output then goes to `on_orphan`: it may name
-        pages that an engine keeps for a KV transfer.
+        If the request finishes before the cancel arrives, `on_orphan` gets its last output: it may name pages that an
+        engine keeps for a KV transfer.
         """
         if self._is_ended:
             return
@@ -103,7 +103,6 @@ class RemoteRequest:
 
 
 def as_on_text(on_output: OnOutput) -> OnText:
-    """Return a text callback that passes EngineOutputs to `on_output`."""
     return lambda token_ids, text: on_output(EngineOutput(token_ids, text))
 
 
@@ -116,5 +115,5 @@ def _ignore_text(token_ids: Sequence[int], text: str) -> None:
 
 
 def transferred_pages(last: EngineOutput, block_size: int) -> int:
-    """Return how many pages were transferred for a request that ended so; the last page may be partly filled."""
+    """Count pages that a KV transfer brought for a finished request, with a last partial page."""
     return -(-last.cached.kv_transfer // block_size) if last.cached is not None else 0

@@ -1,8 +1,4 @@
-"""A gateway's side of the link to one worker, whatever carries it.
-
-A link dials for as long as it is open, and dials again when the connection breaks. Requests on a broken link end with
-WorkerLost; the worker aborts them on its side.
-"""
+"""A gateway's end of the link to one worker, over either transport."""
 
 from __future__ import annotations
 
@@ -30,11 +26,11 @@ REDIAL_MOST_S = 3.0
 
 
 class WorkerLink:
-    """Owns the connection and the requests on it.
+    """Owns the connection and the requests on it, and dials again until `close`.
 
-    `on_change` is called when the link comes up, goes down or starts draining; `on_residency`, where set, with each
-    message about what the worker holds, in order with the steps. Both within the reading of the link: quick, and no
-    exceptions.
+    Requests on a broken link end with WorkerLost; the worker aborts them. `on_change` is called when the link comes up,
+    goes down or starts draining; `on_residency` with each residency message, in order with the steps. Both run while
+    the link reads: they must be quick and never raise.
     """
 
     def __init__(
@@ -44,26 +40,24 @@ class WorkerLink:
         on_change: Callable[[], None],
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
     ) -> None:
-        """`worker` says which transport this gateway wants, and how it shows who it is."""
+        """`worker` names the transport and this gateway's TLS files."""
         self.member = member
         self.stats = EngineStats()
         self.draining = False
         self.connected = False
-        self.generation = 0  # how often it connected: a worker that was lost and came back is another try
+        self.generation = 0  # number of connections so far: a worker that was lost and came back may be tried again
         self.on_residency: Callable[[pb.Residency], None] | None = None
         self._gateway_id = gateway_id
         self._on_change = on_change
         self._worker = worker
         self._requests: dict[int, RemoteRequest] = {}
-        self._number_to_on_orphan: dict[
-            int, OnOrphan
-        ] = {}  # cancelled here; the worker has not yet said how they ended
+        self._number_to_on_orphan: dict[int, OnOrphan] = {}  # cancelled here; the worker has not yet reported their end
         self._next_number = 1
         self._connection: Connection | None = None
         self._ack_counter = AckCounter()
         self._heard_s = 0.0
         self._fault = ""  # why this link gives up its connection
-        self._why_not = ""  # why the last dial came to nothing
+        self._why_not = ""  # why the last dial failed
         self._given_up = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._keep_attached())
@@ -76,18 +70,17 @@ class WorkerLink:
 
     @property
     def usable(self) -> bool:
-        """May be given new requests."""
+        """Whether new requests may be submitted."""
         return self.connected and not self.draining
 
     @property
     def num_requests(self) -> int:
-        """Requests of this gateway that have not ended."""
         return len(self._requests)
 
     def submit(self, request: EngineRequest, on_output: OnOutput, on_text: OnText | None = None) -> RemoteRequest:
-        """Send a request whose outputs go to `on_output`, or to `on_text` where that is given and enough.
+        """Send a request. Outputs of only tokens and text go to `on_text` where given, all others to `on_output`.
 
-        Never waits; raises WorkerLost when the link is down.
+        Never waits. Raises WorkerLost when the link is down.
         """
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
@@ -106,15 +99,15 @@ class WorkerLink:
         self._send(pb.Downward(cancel=pb.Cancel(number=number)))
 
     def release(self, transfer_params: TransferParams) -> None:
-        """Give back the pages that this worker keeps under `transfer_params`, which no decode engine was given.
+        """Release pages that the worker keeps under `transfer_params`, which no decode engine was given.
 
-        Never waits. Nothing happens while the link is down: the lease of the pages ends them.
+        Never waits. Does nothing while the link is down: the pages' lease ends.
         """
         if self.connected:
             self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
 
     def want_snapshot(self) -> None:
-        """Ask for all this worker holds; it comes through `on_residency`. Nothing happens while the link is down."""
+        """Ask for the worker's residency, which comes to `on_residency`. Does nothing while the link is down."""
         if self.connected:
             self._send(pb.Downward(want_snapshot=pb.WantSnapshot()))
 
@@ -134,7 +127,7 @@ class WorkerLink:
             self._disconnected("this gateway closed the link")
 
     async def _attach(self) -> bool:
-        """One connection from dialling to its end; True when it ever worked."""
+        """Hold one connection from dialling to its end. Returns whether it ever worked."""
         generation = self.generation
         self._ack_counter = AckCounter()
         self._fault = ""
@@ -158,19 +151,19 @@ class WorkerLink:
             self._disconnected(reason)
         finally:
             self._connection = None
-            # Before closing, which may wait: requests go on elsewhere.
+            # Before closing, which may wait: requests continue on other workers.
             self._disconnected("this gateway closed the link")
             await connection.close()
         return self.generation > generation
 
     def _not_attached(self, reason: str) -> None:
-        """Say why there is no link; once, while it stays the same."""
+        """Log why there is no link, as a warning only when the reason changes."""
         level = logging.DEBUG if reason == self._why_not else logging.WARNING
         log.log(level, "no link to worker %s yet: %s", self.member.member_id, reason)
         self._why_not = reason
 
     async def _until_ended(self, connection: Connection) -> str:
-        """Why it ended: the connection, a message of it, or silence."""
+        """Return why the connection ended."""
         given_up = asyncio.create_task(self._given_up.wait())
         acked_s = self._loop.time()
         try:
@@ -186,7 +179,7 @@ class WorkerLink:
                     return connection.ended.result()
                 now_s = self._loop.time()
                 if now_s - begun_s > max(0.0, wait_s) + 1.0:
-                    # This gateway was itself stopped: what came meanwhile is not read yet.
+                    # This gateway was itself stopped: messages that arrived meanwhile are not read yet.
                     self._heard_s = now_s
                 if now_s - self._heard_s >= SILENCE_LIMIT_S:
                     return f"it was silent for {SILENCE_LIMIT_S:g} s"
@@ -215,7 +208,7 @@ class WorkerLink:
                         self.on_residency(message.residency)
                 case "welcome" if not self.connected:
                     if message.welcome.worker_id != self.member.member_id:
-                        # Another process took the port of one that is gone.
+                        # Another process took the port of a worker that is gone.
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
                     self._connected(message.welcome)
@@ -265,8 +258,8 @@ class WorkerLink:
             self._update_stats(step.load)
 
     def _deliver_texts(self, step: pb.Step) -> None:
-        """The loop that every token passes."""
         requests = self._requests
+        # Every token passes this loop.
         for number, token_ids, text in codec.texts_of(step):
             remote = requests.get(number)
             if remote is None:
@@ -281,7 +274,7 @@ class WorkerLink:
         for number, item in outputs:
             remote = requests.get(number)
             if remote is None:
-                # Cancelled here; what the worker sent meanwhile has no reader.
+                # Cancelled here, while the worker was still sending.
                 ended = isinstance(item, KvferryError) or item.finish_reason is not None
                 on_orphan = self._number_to_on_orphan.pop(number, None) if ended else None
                 if on_orphan is not None and isinstance(item, EngineOutput):

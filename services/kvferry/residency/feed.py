@@ -1,8 +1,6 @@
-"""How residency travels: a snapshot in parts, then numbered deltas; and the listener's side of it.
+"""How residency is published: a snapshot in parts, then deltas numbered from 1.
 
-Whoever holds pages (a worker's mirror, a keeper) numbers its deltas from 1. A snapshot stands for a number: the deltas
-after it continue it. Deltas may overlap a snapshot, which may already hold what they tell; applying them changes
-nothing.
+Deltas may overlap a snapshot, which may already contain their changes; they are idempotent.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ Keys = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What changed since the delta before. `cleared` comes first: everything is gone, then `stored` is there.
+    """Changes since the previous delta. `cleared` comes first: everything is gone, then `stored` is there.
 
     No key is both stored and removed on a tier.
     """
@@ -35,7 +33,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """Part `part` of `num_parts`, from 0, of what is held after delta `sequence`.
+    """Part `part` of `num_parts`, from 0, of the keys held after delta `sequence`.
 
     An empty snapshot has one empty part.
     """
@@ -48,7 +46,7 @@ class SnapshotPart:
 
 
 def snapshot_parts(sequence: int, held: Mapping[Tier, Keys], max_keys: int) -> Iterator[SnapshotPart]:
-    """Cut into parts of at most `max_keys` keys. Raises ValueError when that is below 1."""
+    """Cut a snapshot into parts of at most `max_keys` keys. Raises ValueError when that is below 1."""
     if max_keys < 1:
         raise ValueError(f"a snapshot in parts of {max_keys} keys")
     cuts = [
@@ -66,14 +64,14 @@ class FollowerState(enum.StrEnum):
 
 
 class ResidencyFollower:
-    """Keeps the index true for one owner. Pure: the caller moves messages, in the order they were sent.
+    """Keeps the index true for one owner. Pure: the caller passes messages on, in their order.
 
-    While `needs_snapshot`, ask the sender for one and keep feeding what arrives. What the index held before a gap stays
-    until the snapshot replaces it: most of it is still right, and a wrong hint costs a detour.
+    While `needs_snapshot`, ask the sender for one and keep passing messages on. Keys known before a gap stay until the
+    snapshot replaces them: most are still right, and a wrong hint costs a detour.
     """
 
     def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:
-        """`max_waiting_deltas` bounds what is kept while a snapshot arrives; beyond it a newer snapshot is needed."""
+        """Beyond `max_waiting_deltas` during a snapshot a newer snapshot is needed."""
         self._index = index
         self._owner = owner
         self._max_waiting_deltas = max_waiting_deltas
@@ -101,12 +99,8 @@ class ResidencyFollower:
         return self._sequence
 
     def apply_part(self, part: SnapshotPart) -> bool:
-        """Take a part of a snapshot. Returns whether the index is true now.
-
-        Part 0 always begins a new snapshot. A part that does not continue the one before means that messages were lost:
-        `needs_snapshot` again.
-        """
-        if part.part == 0:
+        """Returns whether the index is true now."""
+        if part.part == 0:  # always begins a new snapshot
             self._parts = []
             self._waiting = [delta for delta in self._waiting if delta.sequence > part.sequence]
             self._state = FollowerState.COLLECTING
@@ -120,7 +114,7 @@ class ResidencyFollower:
         return self._state is FollowerState.FOLLOWING
 
     def apply_delta(self, delta: Delta) -> bool:
-        """Take a delta. Returns whether the index is true now. Old ones are ignored; a gap makes `needs_snapshot`."""
+        """Returns whether the index is true now. Old deltas are ignored; after a gap a snapshot is needed."""
         if self._state is FollowerState.FOLLOWING:
             if delta.sequence == self._sequence + 1:
                 self._apply(delta)
@@ -133,7 +127,7 @@ class ResidencyFollower:
         return self._state is FollowerState.FOLLOWING
 
     def drop(self) -> None:
-        """The owner is gone: forget what it held and wait for a snapshot."""
+        """Forget the keys of an owner that is gone."""
         self._index.drop_holder(self._owner)
         self._parts, self._waiting = [], []
         self._sequence = 0

@@ -17,11 +17,11 @@ from kvferry.router.journey import Journey
 
 
 class AnswerSoFar:
-    """What a request gave so far, and how it goes on where its worker is lost.
+    """The answer so far, and the requests that continue it after its worker is lost.
 
-    Most requests go on from prompt and tokens so far. An engine would begin grammars and penalties anew there: requests
-    with a grammar, and greedy ones with penalties or bad words, are computed again from their prompt, and what comes
-    again is compared and left out. Sampled ones with penalties go on with what the tokens so far cost as a bias.
+    Most requests continue from the prompt and the tokens so far. Grammars, and greedy penalties and bad words, would
+    start anew there: these requests are computed again from the prompt, and repeated output is compared and left out.
+    For sampled requests the penalties of the tokens so far become a bias.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class AnswerSoFar:
         self._on_first_output: Callable[[], None] | None = None
 
     def begin_attempt(self, on_first_output: Callable[[], None]) -> None:
-        """An attempt is about to be sent. `on_first_output` is called once, before its first output is delivered."""
+        """`on_first_output` is called once, before the attempt's first output is delivered."""
         self._on_first_output = on_first_output
 
     def next_request(self) -> EngineRequest:
-        """For the next attempt, under an id of its own: the lost worker may still know the first one's."""
+        """Return the request of the next attempt. It has a new id: the lost worker may still know the first one's."""
         request, given = self._request, self.token_ids
         if not given:
             return request
@@ -72,7 +72,6 @@ class AnswerSoFar:
         )
 
     def _from_prompt(self, request_id: RequestId) -> EngineRequest:
-        """The request from its prompt. Its worker parses from the start too, and tells only what is new."""
         parse = self._request.parse
         if parse is not None:
             parse = dataclasses.replace(parse, num_tokens_before=len(self.token_ids), num_chars_before=self._num_chars)
@@ -89,7 +88,7 @@ class AnswerSoFar:
         self._deliver(output)
 
     def on_text(self, token_ids: Sequence[int], text: str) -> None:
-        """`on_output` of tokens and text alone."""
+        """`on_output` for an output of only tokens and text."""
         if self._on_first_output is not None or self._num_repeated or self._num_chars_repeated:
             self.on_output(EngineOutput(token_ids, text))
             return
@@ -115,7 +114,7 @@ class AnswerSoFar:
 
 
 def _restarts(sampling: Sampling) -> bool:
-    """Whether an answer in the middle cannot go on exactly from its tokens."""
+    """Whether an answer cannot continue exactly from its tokens."""
     if sampling.structured_outputs:
         return True
     counts_tokens = sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words
@@ -123,10 +122,7 @@ def _restarts(sampling: Sampling) -> bool:
 
 
 def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Sampling:
-    """What the tokens given so far cost, which to the next engine are prompt, as a bias.
-
-    Exact for the frequency penalty; a presence penalty counts twice for a token that comes once more.
-    """
+    """Exact for the frequency penalty; a presence penalty counts twice for a token that comes once more."""
     if not (sampling.presence_penalty or sampling.frequency_penalty):
         return sampling
     bias = dict(sampling.logit_bias)
@@ -137,7 +133,7 @@ def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Samplin
 
 
 def replayable(request: EngineRequest) -> EngineRequest:
-    """A request that, computed again, gives the same answer, where it may have to be."""
+    """Seed a sampled request with a grammar, which gives the same answer then when it is computed again."""
     sampling = request.sampling
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request

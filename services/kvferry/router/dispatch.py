@@ -1,10 +1,4 @@
-"""The life of a request after admission: place, prefill, KV transfer, decode, and another try where one of them fails.
-
-There are two ways a prompt gets computed:
-- a prefill worker computes it and the decode worker's engine pulls its pages;
-- the decode worker computes it, because that costs less, because there is no prefill worker, or because prefill workers
-  failed or took too long.
-"""
+"""The life of a request after admission: place, prefill, decode, and another try when one of them fails."""
 
 from __future__ import annotations
 
@@ -66,7 +60,7 @@ _NO_HINTS = TierHints()
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """Parts of a gateway that all its requests share."""
+    """Parts of a gateway that all requests share."""
 
     workers: WorkerPool
     policy: Policy
@@ -79,8 +73,6 @@ class _Router:
 
 
 class Dispatcher:
-    """Runs requests on the workers of a pool."""
-
     def __init__(
         self,
         workers: WorkerPool,
@@ -91,7 +83,7 @@ class Dispatcher:
         volumes: Callable[[], Mapping[str, VolumeCosts]] = lambda: NO_VOLUMES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`volumes` are those that can be read now. `clock` in seconds; the clock that stamps the pool's candidates."""
+        """`volumes` are the readable ones. `clock` is in seconds, and the same that stamps the pool's candidates."""
         self._router = _Router(
             workers,
             policy,
@@ -105,7 +97,7 @@ class Dispatcher:
         self._recent: deque[Journey] = deque(maxlen=NUM_RECENT)
 
     def recent(self, request_id: str) -> list[Journey]:
-        """Return recent requests of this gateway whose id is, or begins with, `request_id`; one per choice."""
+        """Return recent requests of this gateway whose id is, or begins with, `request_id`."""
         return [
             journey
             for journey in self._recent
@@ -121,13 +113,11 @@ class Dispatcher:
         *,
         may_be_aggregated: bool = True,
     ) -> None:
-        """Deliver the request's outputs to `on_output` until one has a finish reason.
+        """Deliver outputs until one has a finish reason: those of only tokens and text to `on_text` where given.
 
-        `on_text`, where given, gets outputs that are tokens and text and nothing else. A decode worker that is lost is
-        replaced by another one, which continues the answer; the caller sees one answer. Cancelling cancels the request
-        on every worker. Without `may_be_aggregated` a prefill worker computes the prompt wherever there is one.
-
-        Raises NoDecodeWorker, or the error that the request was refused or failed with.
+        Another decode worker continues the answer when one is lost. Cancelling cancels the request on every worker.
+        Without `may_be_aggregated` a prefill worker computes the prompt wherever there is one. Raises NoDecodeWorker,
+        or the error that the request was refused or failed with.
         """
         journey.request_id = request.request_id
         self._recent.append(journey)
@@ -146,7 +136,7 @@ class _KeptPages:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One placement of the request, and the id under which the policy keeps its account."""
+    """One placement. The policy keeps its account under `id`."""
 
     id: RequestId
     placement: Placement
@@ -157,7 +147,7 @@ class _Attempt:
 
 
 class _FailedWorkers:
-    """Workers that failed a request, each with its generation: one that came back may be tried again."""
+    """Workers that failed a request, with their generation: a worker that came back may be tried again."""
 
     def __init__(self) -> None:
         self._generations: set[tuple[MemberId, int]] = set()
@@ -166,7 +156,6 @@ class _FailedWorkers:
 
     @property
     def may_prefill(self) -> bool:
-        """Whether a prefill worker may be asked (once more)."""
         return self._num_prefill_failures < MAX_PREFILL_ATTEMPTS
 
     def add_prefill(self, link: WorkerLink | None) -> None:
@@ -191,6 +180,11 @@ class _FailedWorkers:
         return member_id not in self._overloaded and (member_id, link.generation) not in self._generations
 
 
+# A prompt is computed by a prefill worker, and the decode worker's engine pulls its pages; or it is computed by the
+# decode worker, because that costs less, because there is no prefill worker, or because prefill workers failed or took
+# too long.
+
+
 class _RequestRun:
     """One request from its first placement to its end."""
 
@@ -212,7 +206,7 @@ class _RequestRun:
             self._journey.trace = None  # the journey is remembered for longer than its request
 
     async def _try_once(self) -> bool:
-        """Place the request and run it. Returns False when it is to be tried again."""
+        """Returns False when the request is to be tried again."""
         router, request = self._router, self._answer.next_request()
         attempt = await self._place(request)
         try:
@@ -231,9 +225,9 @@ class _RequestRun:
     # Placing
 
     async def _place(self, request: EngineRequest) -> _Attempt:
-        """Place the request; the caller calls `ended` of the policy for it.
+        """Place the request; the caller calls `ended` of the policy.
 
-        A request that lost its worker waits for another one; a new request where there is none is refused at once.
+        A request that lost its worker waits for another one; a new request is refused at once.
         """
         attempt, error = self._place_now(request), self._last_error
         if attempt is None and error is not None and not isinstance(error, Overloaded):
@@ -250,7 +244,7 @@ class _RequestRun:
         raise NoDecodeWorker(f"no decode worker is connected{why}")
 
     def _place_now(self, request: EngineRequest) -> _Attempt | None:
-        """Place the request: first on decode workers that can use the kept pages. None without a decode worker."""
+        """Prefer decode workers that can use the kept pages. None without a decode worker."""
         router, kept = self._router, self._kept
         decode = self._candidates(MemberKind.DECODE)
         if kept is not None:
@@ -289,7 +283,7 @@ class _RequestRun:
     # Prefill
 
     async def _prefill(self, attempt: _Attempt, request: EngineRequest) -> _KeptPages | None:
-        """Have a prefill worker compute the prompt. None when it could not; then another one, or the decode worker."""
+        """Have a prefill worker compute the prompt. None when it could not."""
         worker = attempt.placement.prefill
         assert worker is not None
         prompt = dataclasses.replace(
@@ -351,7 +345,7 @@ class _RequestRun:
             span.fail(cause)
 
     def _release_kept(self) -> None:
-        """Give back pages that were kept for this request, unless a decode engine was told of them."""
+        """Release kept pages, unless a decode engine was told of them."""
         kept, self._kept = self._kept, None
         if kept is None or kept.is_given:
             return
@@ -362,7 +356,7 @@ class _RequestRun:
     # Decode
 
     async def _decode(self, attempt: _Attempt, request: EngineRequest, decode: WorkerLink) -> bool:
-        """Run the request on its decode worker. Returns False when another one is to be tried."""
+        """Returns False when another decode worker is to be tried."""
         self._failed.add(decode)
         self._journey.decode_worker = decode.member.member_id
         attempt.submitted_s = self._router.clock()
@@ -477,7 +471,6 @@ def _placement_request(request: EngineRequest, block_size: int, number: int) -> 
 
 
 async def _last_output(link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
-    """Run a prefill to its end. Cancelling releases the pages that its engine keeps."""
     remote = link.submit(prompt, _ignore)
     try:
         return await remote.wait()
@@ -497,7 +490,7 @@ def _release_orphan(link: WorkerLink, last: EngineOutput) -> None:
 
 
 def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | None:
-    """Return hints for the worker that computes the prompt: `known`, which names the tenant, and the placement's."""
+    """Add the placement's load to `known`, for the worker that computes the prompt."""
     if not isinstance(placement, Decision):
         return known
     load = placement.load
@@ -507,12 +500,9 @@ def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | Non
 
 
 def prompt_only(sampling: Sampling) -> Sampling:
-    """Return parameters that compute a prompt and nothing else.
-
-    Everything that could end the request otherwise than by its length is off: its one token is thrown away, and the
-    decode engine finds out whether it is the end of the text. (vLLM's pull connector keeps pages of stopped requests
-    too.)
-    """
+    """Return parameters that compute a prompt and one token, which is thrown away."""
+    # Everything that could end the request otherwise than by its length is off: the decode engine finds out whether the
+    # token ends the text. (vLLM's pull connector keeps pages of stopped requests too.)
     return structs.replace(
         sampling,
         max_tokens=1,

@@ -1,6 +1,6 @@
 """Pages that requests in flight will leave on workers, before the residency index knows of them. Pure.
 
-A burst of requests with one prefix then waits for the first one's pages instead of computing them again.
+A burst of requests with one prefix waits for the first one's pages instead of computing them again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ PageCounts = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class WorkerPages:
-    """Expected pages of one worker."""
-
     computed: PageCounts = field(default_factory=dict)  # there once the prompts before a new one are computed
     arriving: PageCounts = field(default_factory=dict)  # there once KV transfers from other workers are done
 
 
 class _Note(NamedTuple):
-    """Keys that one request added to `counts`; removed once."""
+    """Keys that one request added to `counts`."""
 
     counts: PageCounts
     keys: list[int]
@@ -38,19 +36,19 @@ class _Note(NamedTuple):
 
 @dataclass(slots=True)
 class _Notes:
-    """Notes of one request; None where settled. `arriving` stays None when the decode worker computes the prompt."""
+    """Notes of one request; None where settled."""
 
     computing: _Note | None
-    arriving: _Note | None
+    arriving: _Note | None  # None too when the decode worker computes the prompt
     is_disaggregated: bool
     decode: PageCounts
 
 
 class ExpectedPages:
-    """Notes each request's pages where they will be, until the request fails or the index has had time to learn."""
+    """Notes a request's pages on its workers, until it fails or the index has had time to learn of them."""
 
     def __init__(self, grace_s: float) -> None:
-        """`grace_s` is how long computed pages are believed in until the worker publishes them."""
+        """`grace_s` is how long computed pages are expected before the worker publishes them."""
         self._grace_s = grace_s
         self._workers: dict[MemberId, WorkerPages] = {}
         self._requests: dict[RequestId, _Notes] = {}
@@ -62,7 +60,6 @@ class ExpectedPages:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is expected anywhere."""
         has_counts = any(pages.computed or pages.arriving for pages in self._workers.values())
         return not (self._requests or self._fading or has_counts)
 
@@ -76,7 +73,7 @@ class ExpectedPages:
     def begin(
         self, request_id: RequestId, keys: Sequence[int], prefill: MemberId | None, decode: MemberId, now_s: float
     ) -> None:
-        """Expect the pages of a prompt where it is computed and, after a KV transfer, where it is decoded."""
+        """Expect the pages where they are computed and, after a KV transfer, where they are decoded."""
         self.expire(now_s)
         noted = list(keys[_NOTE_EVERY - 1 :: _NOTE_EVERY])
         if len(keys) % _NOTE_EVERY:
@@ -90,14 +87,14 @@ class ExpectedPages:
         self._requests[request_id] = notes
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        """The prompt is computed: the prefill worker has its pages and publishes them within the grace."""
+        """The prefill worker has the pages."""
         notes = self._requests.get(request_id)
         if notes is not None and notes.is_disaggregated and notes.computing is not None:
             self._fade_later(notes.computing, now_s)
             notes.computing = None
 
     def first_token(self, request_id: RequestId, now_s: float) -> None:
-        """The decode worker has the prompt's pages, computed or transferred."""
+        """The decode worker has the pages."""
         self.prefilled(request_id, now_s)
         notes = self._requests.get(request_id)
         if notes is None:
@@ -109,7 +106,7 @@ class ExpectedPages:
         notes.computing = notes.arriving = None
 
     def end(self, request_id: RequestId) -> None:
-        """Stop expecting pages that the request did not get to leave. Unknown requests are ignored."""
+        """Forget pages that the request did not get to leave. Unknown requests are ignored."""
         notes = self._requests.pop(request_id, None)
         if notes is not None:
             for note in (notes.computing, notes.arriving):
@@ -117,7 +114,7 @@ class ExpectedPages:
                     _remove(note)
 
     def expire(self, now_s: float) -> None:
-        """Stop believing in pages that were computed longer ago than the grace."""
+        """Forget pages that were computed longer ago than the grace."""
         fading = self._fading
         while fading and fading[0][0] <= now_s:
             _remove(fading.popleft()[1])
@@ -143,14 +140,12 @@ class ExpectedPages:
 
 
 def expected_depth(counts: PageCounts, keys: Sequence[int], held: int) -> int:
-    """Return how many pages of the prompt will be there, or `held` when requests in flight add none.
-
-    Every request notes its whole prompt, so expected pages are prefixes, and bisection is exact at the noted pages.
-    """
+    """Return how many pages will be there, or `held` when requests in flight add none."""
     if not keys:
         return held
     if keys[-1] in counts:
         return len(keys)
+    # Every request notes its whole prompt: expected pages are prefixes, and bisection is exact at the noted pages.
     low, high = held // _NOTE_EVERY, len(keys) // _NOTE_EVERY
     if low >= high or keys[low * _NOTE_EVERY + _NOTE_EVERY - 1] not in counts:
         return held

@@ -1,4 +1,4 @@
-"""The record of one request's way through the router: kept for `kvferry explain`, and its trace spans."""
+"""The record of one request's way, for `kvferry explain` and traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PLACEMENTS = 8  # kept per request
 
 @dataclass(slots=True)
 class Journey:
-    """Where one request went; filled in as it goes, complete when its outputs ended."""
+    """Filled in as the request goes; complete when its outputs ended."""
 
     request_id: str = ""
     tenant: str = ""
@@ -35,14 +35,13 @@ class Journey:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens nobody had to compute."""
+        """Prompt tokens that no worker had to compute."""
         computed = self.sources.local_compute + min(
             self.prefill_sources.local_compute, self.sources.external_kv_transfer
         )
         return max(0, self.sources.total - computed)
 
     def note_placement(self, placement: Placement, took_ns: int) -> None:
-        """Remember a decision, and record it in the trace."""
         self.placements = [*self.placements[-(MAX_PLACEMENTS - 1) :], placement]
         if self.trace is None:
             return
@@ -59,18 +58,16 @@ class Journey:
         )
 
     def note_sources(self, sources: PromptSources, last: EngineOutput, decode: Member) -> None:
-        """Remember where the decode worker had the prompt's tokens from."""
         self.sources = sources
         self.transferred_pages = transferred_pages(last, decode.block_size)
         self.transferred_bytes = self.transferred_pages * decode.page_bytes
 
     def begin_span(self, name: str, worker: MemberId) -> Span | None:
-        """Begin a span for work on another process, or None if the request is not sampled."""
+        """Begin a span for another process's work. None if the request is not sampled."""
         return self.trace.child(name, {"kvferry.worker": worker}, remote=True) if self.trace is not None else None
 
 
 def set_answer_attributes(span: Span, num_generated: int, last: EngineOutput) -> None:
-    """Note in the decode span how long the answer is and where the prompt came from."""
     sources = dataclasses.asdict(last.sources or PromptSources())
     span.set(
         {

@@ -1,4 +1,4 @@
-"""Requests in flight: for each worker, prompts it computes, requests that will come, and its streams. Pure."""
+"""Requests in flight, by worker. Pure."""
 
 from __future__ import annotations
 
@@ -37,15 +37,13 @@ class WorkerAccount:
         return not (self.prefills or self.incoming or self.streams)
 
     def num_streams_since(self, since_s: float) -> int:
-        """Count the streams sent after `since_s`. O(their number)."""
+        """O(their number)."""
         return sum(1 for _ in itertools.takewhile(lambda sent_s: sent_s > since_s, reversed(self.streams.values())))
 
     def queue_ms(self, ms_per_token: float, fixed_ms: float, now_s: float) -> float:
-        """Return how long the prompts before a new one will take. There must be one.
-
-        The start of the first prompt is known. Once the prompt takes longer than it should, it is assumed to need as
-        long again as it is late: the price of a worker that hangs grows by itself.
-        """
+        """Return how long the prompts before a new one will take. There must be one."""
+        # The start of the first prompt is known. Once it takes longer than it should, it is assumed to need as long
+        # again as it is late: the price of a worker that hangs grows by itself.
         head_tokens = next(iter(self.prefills.values()))
         head_ms = fixed_ms + head_tokens * ms_per_token
         rest_tokens = self.queued_tokens - head_tokens
@@ -56,14 +54,12 @@ class WorkerAccount:
 
 @dataclass(slots=True)
 class _Flight:
-    """A request between `begin` and `end`. `computing` is None once the prompt is computed."""
-
-    computing: WorkerAccount | None
+    computing: WorkerAccount | None  # None once the prompt is computed
     decode: WorkerAccount
 
 
 class Ledger:
-    """Owns one account per worker. Every request that began must end."""
+    """One account per worker. Every request that began must end."""
 
     def __init__(self) -> None:
         self._accounts: dict[MemberId, WorkerAccount] = {}
@@ -79,11 +75,10 @@ class Ledger:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every account is at zero."""
         return not self._flights and all(account.is_idle for account in self._accounts.values())
 
     def account(self, member_id: MemberId) -> WorkerAccount:
-        """Return the account of a worker; open it if the worker is new."""
+        """Open the account if the worker is new."""
         account = self._accounts.get(member_id)
         if account is None:
             account = self._accounts[member_id] = WorkerAccount(member_id)
@@ -102,7 +97,7 @@ class Ledger:
         missing_tokens: int,
         now_s: float,
     ) -> None:
-        """Enter a request. `prefill`, or `decode` where that is None, computes `missing_tokens` of its prompt.
+        """`prefill`, or `decode` where that is None, computes `missing_tokens`.
 
         Raises ValueError when the request is in flight already.
         """
@@ -122,7 +117,7 @@ class Ledger:
         self._note_change(computing, decoding)
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        """The prompt is computed and its decode worker is asked next. Unknown requests are ignored."""
+        """The decode worker is asked next. Unknown requests are ignored."""
         flight = self._flights.get(request_id)
         if flight is None:
             return
@@ -133,7 +128,7 @@ class Ledger:
             self._note_change(flight.decode)
 
     def end(self, request_id: RequestId, now_s: float) -> bool:
-        """Take the request off all accounts. Returns False for one that is not in flight."""
+        """Returns False for a request that is not in flight."""
         flight = self._flights.pop(request_id, None)
         if flight is None:
             return False
@@ -144,7 +139,7 @@ class Ledger:
         return True
 
     def forget(self, member_id: MemberId) -> None:
-        """Drop the account of a worker that is gone. Its requests in flight must still end."""
+        """Drop an account. The worker's requests in flight must still end."""
         self._accounts.pop(member_id, None)
         self._changed.discard(member_id)
 

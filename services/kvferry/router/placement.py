@@ -1,4 +1,4 @@
-"""Types of a placement: the request, the workers to choose from, and the choice. Also the round-robin choice."""
+"""Types of a placement, and the round-robin choice."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Reason(enum.StrEnum):
 class Candidate:
     """A worker that may be given requests now, with its last report.
 
-    `reported_s` is when `stats` arrived, on the clock of `now_s`; requests begun later are added to the report. Pass
-    the same object until there is a new report: costs that follow from a report are computed once for each object.
+    `reported_s` is when `stats` arrived, on the clock of `now_s`. Pass the same object until the next report: its costs
+    are computed once.
     """
 
     member: Member
@@ -41,7 +41,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """`keys` are the route keys of the prompt's full pages, in pages of `block_size` tokens."""
+    """`keys` are the route keys of the prompt's full pages of `block_size` tokens."""
 
     request_id: RequestId
     keys: Sequence[int]
@@ -52,7 +52,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes and why. `prefill` is None when the decode worker computes the prompt (aggregated)."""
+    """`prefill` is None when the decode worker computes the prompt (aggregated)."""
 
     prefill: MemberId | None
     decode: MemberId
@@ -60,26 +60,24 @@ class Placement:
 
 
 def can_exchange(one: Member, other: Member) -> bool:
-    """Whether KV pages of one worker are valid on the other.
-
-    vLLM does not check the block size itself, and unequal ones give garbage.
-    """
+    """Whether KV pages of one worker are valid on the other."""
+    # vLLM does not check the block size itself, and unequal ones give garbage.
     return page_format(one) == page_format(other)
 
 
 def page_format(member: Member) -> tuple[str, int, str]:
-    """Facts that two workers must share to exchange KV pages."""
+    """Facts that workers must share to exchange pages."""
     return member.model, member.block_size, member.kv_cache_dtype
 
 
 class RoundRobin:
-    """Takes prefill and decode workers in turn, independently. The only state is the turn."""
+    """Takes prefill and decode workers in turn, independently."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def place(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement | None:
-        """Return the next pair, or None when there is no decode worker."""
+        """None when there is no decode worker."""
         if not decode:
             return None
         turn, self._turn = self._turn, self._turn + 1

@@ -1,7 +1,4 @@
-"""Chooses the cheapest placement, keeps account of requests in flight, and learns the workers' rates. Pure.
-
-Time is passed in, randomness is seeded.
-"""
+"""Chooses placements by price, and learns prices. Pure: time is passed in, randomness is seeded."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ _AnyQuote = TypeVar("_AnyQuote", bound=Quote)
 
 @dataclass(frozen=True, slots=True)
 class _Quotes:
-    """The quotes that a decision was made from, cut to those worth showing. Prices are built only when looked at."""
+    """Quotes worth showing. Prices are built only when looked at."""
 
     prefill: PrefillQuote | None
     decode: DecodeQuote
@@ -67,14 +64,10 @@ class _Quotes:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Placement):
-    """A placement with its price.
+    """A placement with its price."""
 
-    `missing_tokens` are to be computed by `prefill`, or by `decode` when aggregated; `queue_tokens` are before them
-    there.
-    """
-
-    missing_tokens: int
-    queue_tokens: int
+    missing_tokens: int  # to be computed, by `prefill` or, when aggregated, by `decode`
+    queue_tokens: int  # to be computed before them there
     lacking_pages: int  # to transfer; 0 when aggregated
     expected_ttft_ms: float
     load: VolumeLoad  # of the worker that computes the prompt
@@ -82,12 +75,10 @@ class Decision(Placement):
 
     @property
     def price(self) -> Price:
-        """Price of the chosen workers."""
         return self._quotes.price_of(self._quotes.prefill, self._quotes.decode)
 
     @property
     def matched(self) -> Matched:
-        """Prompt tokens that the worker that computes the prompt need not compute."""
         return self.price.matched
 
     def runners_up(self) -> list[Price]:
@@ -96,7 +87,7 @@ class Decision(Placement):
 
 
 class Placer:
-    """Owns the ledger, the expected pages and the costs of one gateway. The caller:
+    """One per gateway. The caller:
 
         decision = placer.place(request, prefill, decode, now_s)
         placer.began(request, decision, now_s)              # sent to a worker
@@ -104,8 +95,7 @@ class Placer:
         placer.first_token(request_id, now_s)               # from the decode worker
         placer.ended(request_id, now_s)                     # however it ended; always; idempotent
 
-    and `observed_*` with measurements. A request that is placed again after a failure is `ended` and `began` anew.
-    `forget` a worker that is gone.
+    A request that is placed again after a failure is `ended` and `began` anew.
     """
 
     def __init__(
@@ -126,7 +116,6 @@ class Placer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every account is at zero and no pages are expected."""
         return self._ledger.is_idle and self._expected_pages.is_idle
 
     def place(
@@ -141,9 +130,8 @@ class Placer:
     ) -> Decision | None:
         """Return the cheapest placement, or by chance one near it. None when there is no decode worker.
 
-        `prefill` and `decode` are the workers that may be given requests now, `volumes` the readable volumes, by id;
-        the index may know of others, which do not count. Without `may_be_aggregated` a decode worker computes the
-        prompt only where no prefill worker can. Changes no account. O(P + D), with a probe of the index for each.
+        Only the given workers and volumes count, whatever the index knows. Without `may_be_aggregated` a decode worker
+        computes the prompt only where no prefill worker can. Changes no account. O(P + D).
         """
         if not decode:
             return None
@@ -178,26 +166,23 @@ class Placer:
         return _decide(quotes, reason)
 
     def began(self, request: PlacementRequest, decision: Decision, now_s: float) -> None:
-        """The request is on its way. Raises ValueError when it is in flight already."""
+        """Raises ValueError when the request is in flight already."""
         request_id, prefill, decode = request.request_id, decision.prefill, decision.decode
         self._ledger.begin(request_id, prefill, decode, decision.missing_tokens, now_s)
         self._expected_pages.begin(request_id, request.keys, prefill, decode, now_s)
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        """The prompt is computed. Unknown requests are ignored."""
+        """Unknown requests are ignored."""
         self._ledger.prefilled(request_id, now_s)
         self._expected_pages.prefilled(request_id, now_s)
 
     def first_token(self, request_id: RequestId, now_s: float) -> None:
-        """The decode worker has the prompt's pages. Unknown requests are ignored."""
+        """Unknown requests are ignored."""
         self._ledger.prefilled(request_id, now_s)
         self._expected_pages.first_token(request_id, now_s)
 
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None = None) -> None:
-        """Close the request's accounts. `num_generated` when it ended by itself: it teaches how long answers are.
-
-        Pages that the request did not get to leave are expected no more. Unknown requests are ignored.
-        """
+        """Close the request's accounts. `num_generated` only when it ended by itself. Unknown requests are ignored."""
         self._expected_pages.end(request_id)
         if self._ledger.end(request_id, now_s) and num_generated:
             self._pricer.learn_answer_length(num_generated)
@@ -205,19 +190,15 @@ class Placer:
     def observed_prefill(
         self, worker: MemberId, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int = 0
     ) -> None:
-        """A prefill or decode worker computed a prompt, `elapsed_ms` after it was sent.
-
-        `queued_ahead_tokens` were before it. Jobs of a few tokens are passed over.
-        """
+        """A prefill or decode worker computed a prompt, after `queued_ahead_tokens`. Small jobs are ignored."""
         pool = self._pricer.decode if worker in self._pricer.decode.by_member else self._pricer.prefill
         pool.observed_prefill(worker, computed_tokens, elapsed_ms, queued_ahead_tokens)
 
     def observed_kv_transfer(self, worker: MemberId, num_pages: int, elapsed_ms: float) -> None:
-        """The decode worker had `num_pages` pages this long after it was asked."""
+        """A decode worker had the pages this long after it was asked."""
         self._pricer.decode.observed_kv_transfer(worker, num_pages, elapsed_ms)
 
     def observed_step(self, worker: MemberId, step_ms: float, num_streams: int) -> None:
-        """The decode worker made a step of `num_streams` streams."""
         self._pricer.decode.observed_step(worker, step_ms, num_streams)
 
     def forget(self, worker: MemberId) -> None:
@@ -255,10 +236,8 @@ class Placer:
     def _choose_near(
         self, quotes: Sequence[_AnyQuote], cost_of: Callable[[_AnyQuote], float], margin_ms: float
     ) -> _AnyQuote:
-        """Choose one of the cheapest by chance, the less often the dearer, never one `margin_ms` above the cheapest.
-
-        Several gateways see the same prices: would all choose the very cheapest, all would queue there.
-        """
+        """Choose one within the margin by chance, the less often the dearer."""
+        # Several gateways see the same prices: if all chose the very cheapest, all would queue there.
         limit_ms = cost_of(quotes[0]) + margin_ms
         weights = list(itertools.takewhile(_is_positive, (limit_ms - cost_of(quote) for quote in quotes)))
         return quotes[0] if len(weights) == 1 else self._random.choices(quotes[: len(weights)], weights)[0]

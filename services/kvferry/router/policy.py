@@ -1,4 +1,4 @@
-"""How placements are chosen: priced, or in turns. One interface over both, for the dispatcher."""
+"""One interface for the ways to choose placements: by price, or round robin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.router.rates import CostDefaults
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one attempt took on its decode worker, for what the policy may learn. Times in ms."""
+    """Measurements of one attempt on its decode worker. Times in ms."""
 
     first_token_ms: float
     load_ms: float  # of it, what pages from slower tiers were expected to take, when it computed alone
@@ -29,7 +29,7 @@ class Measured:
 
 
 class Policy(Protocol):
-    """Accounts are opened by `began` and closed by `ended`, always."""
+    """Every `began` must be followed by `ended`."""
 
     def place(
         self,
@@ -60,8 +60,6 @@ class Policy(Protocol):
 
 
 class PricedPolicy:
-    """Where it costs the fewest milliseconds (pricing.py)."""
-
     def __init__(
         self, index: ResidencyIndex, cost_defaults: CostDefaults | None = None, seed: int | None = None
     ) -> None:
@@ -97,7 +95,7 @@ class PricedPolicy:
 
 
 class RoundRobinPolicy:
-    """Round robin, always disaggregated where it can be: what there is to compare with, and to fall back on."""
+    """Disaggregated wherever possible: a baseline and a fallback."""
 
     def __init__(self) -> None:
         self._round_robin = RoundRobin()
@@ -137,7 +135,7 @@ class RoundRobinPolicy:
 
 
 def explain(placement: Placement) -> dict[str, Any]:
-    """A decision in plain values, prices in ms."""
+    """Return a decision as plain values, prices in ms."""
     values: dict[str, Any] = {
         "reason": placement.reason.value,
         "prefill": placement.prefill,

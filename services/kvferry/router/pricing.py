@@ -1,21 +1,16 @@
-"""What a placement costs, in milliseconds. Pure: time is passed in.
+"""The cost of a placement, in milliseconds. Pure.
 
-There are two ways to serve a prompt:
-- disaggregated: a prefill worker computes the tokens it lacks, the decode worker receives the pages it lacks;
-- aggregated: the decode worker computes the tokens it lacks.
+Disaggregated, a prefill worker P computes the prompt and the decode worker D receives its pages; aggregated, D computes
+the prompt.
 
     disaggregated = prefill(P) + decode(D)          aggregated = compute(D) + streams(D)
     prefill(P)    = queue + load from slower tiers + compute x (1 + work_weight)
-    decode(D)     = fixed transfer cost + lacking pages x transfer rate + streams(D)
+    decode(D)     = handoff_ms + lacking pages x transfer rate + streams(D)
     compute(D)    = queue + load + compute x (1 + work_weight + interference_weight x (streams + 1))
-    streams(D)    = this answer's steps, and what it adds to the steps of those running there, waiting, full memory
+    streams(D)    = this answer's steps, its effect on the steps of other streams, waiting, full memory
 
-"Load" brings pages from the CPU tier and from a volume: the volume that saves most, read by the keeper of the worker's
-own node or, at a higher cost, through another node's. Where computing the pages costs less, the worker skips them.
-
-The pages that D lacks do not depend on P, so the cheapest pair is the cheapest P and the cheapest D, as long as they
-can exchange pages: costs are P + D sums, not P x D. Workers that can exchange pages form a group, and each group is
-priced apart.
+The pages that D lacks do not depend on P: within a group of workers that can exchange pages, the cheapest pair is the
+cheapest P and the cheapest D.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from kvferry.router.worker_costs import CostPool, WorkerCosts
 
 @dataclass(frozen=True, slots=True)
 class VolumeCosts:
-    """Costs of reading a volume now, from the last report of its keeper."""
+    """Costs of reading a volume, from its keeper's last report."""
 
     nodes: frozenset[str]  # whose keepers read it themselves; workers on other nodes get its pages through one of those
     page_ms: float  # one page, at the rate last measured
@@ -47,7 +42,7 @@ NO_VOLUMES: Mapping[str, VolumeCosts] = {}
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Prompt tokens that a worker need not compute, by where they are. `expected` are of requests in flight."""
+    """Prompt tokens that a worker need not compute, by tier."""
 
     gpu: int = 0
     cpu: int = 0
@@ -61,7 +56,7 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Cost of serving with these workers, in ms; `total_ms` is the sum. `prefill` is None when aggregated."""
+    """Cost of serving with these workers, in ms. `prefill` is None when aggregated."""
 
     prefill: MemberId | None
     decode: MemberId
@@ -92,10 +87,7 @@ NO_LOAD: Final = VolumeLoad("", 0, 0)
 
 @dataclass(slots=True)
 class SlowerPages:
-    """Pages of the prompt that a worker lacks on its GPU and need not compute.
-
-    Each number counts only pages that the tiers before it lack.
-    """
+    """Pages that a worker lacks on its GPU and need not compute. Each number excludes the tiers before it."""
 
     depth: int = 0  # pages from the prompt's start that need not be computed, with those on the GPU
     cpu: int = 0
@@ -109,12 +101,10 @@ _NO_SLOWER_PAGES: Final = SlowerPages()
 
 
 class Quote:
-    """Price terms of computing the prompt on one worker.
+    """Price terms of computing the prompt on one worker."""
 
-    Fields are assigned one by one: hundreds of quotes are made for each decision, and a constructor with arguments
-    takes four times as long.
-    """
-
+    # Fields are assigned one by one: hundreds of quotes are made for each decision, and a constructor with arguments
+    # takes four times as long.
     __slots__ = ("compute_ms", "gpu_pages", "load_ms", "missing_tokens", "queue_ms", "slower", "worker")
 
     worker: WorkerCosts
@@ -131,15 +121,13 @@ class Quote:
 
 
 class PrefillQuote(Quote):
-    """Price terms of a prefill worker."""
-
     __slots__ = ("cost_ms",)
 
     cost_ms: float
 
 
 class DecodeQuote(Quote):
-    """Price terms of a decode worker, disaggregated (`cost_ms`) and aggregated."""
+    """`cost_ms` is the cost when disaggregated."""
 
     __slots__ = ("aggregated_ms", "cost_ms", "kv_transfer_ms", "lacking_pages", "streams_ms")
 
@@ -151,7 +139,7 @@ class DecodeQuote(Quote):
 
 
 def price_of(prefill: PrefillQuote | None, decode: DecodeQuote, block_size: int, work_weight: float) -> Price:
-    """Return the price of a pair, or of the decode worker by itself when `prefill` is None."""
+    """`prefill` is None when aggregated."""
     computing: Quote
     if prefill is None:
         computing = decode
@@ -179,15 +167,13 @@ def price_of(prefill: PrefillQuote | None, decode: DecodeQuote, block_size: int,
 
 
 class _Offer(NamedTuple):
-    """A readable volume that holds `depth` pages from the prompt's start."""
-
     depth: int
     volume_id: str
     costs: VolumeCosts
 
 
 class PrefixPages:
-    """Where pages of one prompt are, for one decision."""
+    """Where the pages of one prompt are."""
 
     __slots__ = ("_cost_defaults", "_offers", "cpu", "gpu", "is_on_slower_tier", "is_on_volume", "request")
 
@@ -211,7 +197,7 @@ class PrefixPages:
         self.is_on_slower_tier = bool(found.cpu or self._offers)
 
     def beyond_gpu(self, worker: WorkerCosts, held: int) -> SlowerPages:
-        """Return the pages of the CPU tier and of requests in flight that follow `held` pages on the GPU."""
+        """Return pages of the CPU tier and of requests in flight that follow `held` pages on the GPU."""
         slower = SlowerPages(held)
         if (depth := self.cpu.get(worker.account.member_id, 0)) > held:
             slower.cpu = depth - held
@@ -223,8 +209,9 @@ class PrefixPages:
             slower.depth = depth
         return slower
 
+    # A volume is read by the keeper of the worker's own node or, at a higher cost, through another node's.
     def add_volume(self, slower: SlowerPages, worker: WorkerCosts, page_compute_ms: float) -> None:
-        """Add the pages of the volume that saves most, where loading pages costs less than computing them."""
+        """Add the pages of the volume that saves most, where loading them costs less than computing them."""
         best, best_ms, most_saved_ms, most_pages = NO_LOAD, 0.0, 0.0, slower.depth
         for depth, volume_id, costs in self._offers:
             num_pages = depth - slower.depth
@@ -248,7 +235,7 @@ class PrefixPages:
 
 
 class Pricer:
-    """Quotes all candidates of a decision, in one pass for each role, usually without a function call for each."""
+    """Quotes all candidates of a decision."""
 
     def __init__(
         self, index: ResidencyIndex, ledger: Ledger, expected_pages: ExpectedPages, cost_defaults: CostDefaults
@@ -263,23 +250,21 @@ class Pricer:
 
     @property
     def num_groups(self) -> int:
-        """Groups of workers that can exchange pages."""
+        """Number of groups of workers that can exchange pages."""
         return len(self._groups)
 
     def find(self, request: PlacementRequest, volumes: Mapping[str, VolumeCosts]) -> PrefixPages:
-        """Look the prompt up in the index, and take note of accounts that changed since the last decision."""
+        """Look the prompt up, and invalidate the costs of changed accounts."""
         for member_id in self._ledger.drain_changed():
             self.prefill.invalidate(member_id)
             self.decode.invalidate(member_id)
         return PrefixPages(request, self._index.find(request.keys), volumes, self._cost_defaults)
 
     def learn_answer_length(self, num_generated: int) -> None:
-        """Move the expected length of an answer a little towards this one."""
         length = self._output_tokens
         self._output_tokens += 0.02 * (min(num_generated, 8 * length) - length)
 
     def quote_prefill(self, pages: PrefixPages, candidates: Sequence[Candidate], now_s: float) -> list[PrefillQuote]:
-        """One quote for each candidate, in their order."""
         request, gpu, pool = pages.request, pages.gpu, self.prefill
         costs_of, is_slower, is_on_volume = pool.by_member.get, pages.is_on_slower_tier, pages.is_on_volume
         num_tokens, block_size = request.num_tokens, request.block_size
@@ -319,7 +304,6 @@ class Pricer:
         return quotes
 
     def quote_decode(self, pages: PrefixPages, candidates: Sequence[Candidate], now_s: float) -> list[DecodeQuote]:
-        """One quote for each candidate, in their order, for both ways to serve."""
         request, gpu, pool, cost_defaults = pages.request, pages.gpu, self.decode, self._cost_defaults
         costs_of, is_slower, is_on_volume = pool.by_member.get, pages.is_on_slower_tier, pages.is_on_volume
         num_tokens, block_size = request.num_tokens, request.block_size

@@ -1,4 +1,4 @@
-"""Keeps the residency index true from what the links bring."""
+"""Keeps the residency index true from the links' messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 
 
 class ResidencySubscriber:
-    """Owns one follower per worker that is linked."""
-
     def __init__(self, index: ResidencyIndex) -> None:
         self.index = index
         self._followers: dict[MemberId, ResidencyFollower] = {}
@@ -29,14 +27,14 @@ class ResidencySubscriber:
         return sum(follower.num_gaps for follower in self._followers.values())
 
     def linked(self, link: WorkerLink) -> None:
-        """The link came up, perhaps again: ask for all the worker holds. What was known before stays until it comes."""
+        """The link came up, perhaps again: ask for a snapshot. Known pages stay until it comes."""
         member_id = link.member.member_id
         follower = self._followers[member_id] = ResidencyFollower(self.index, member_id)
         link.on_residency = lambda message: self._apply(link, follower, message)
         link.want_snapshot()
 
     def gone(self, member_id: MemberId) -> None:
-        """The worker is forgotten, or cannot be reached: nothing of it counts any more."""
+        """Forget the pages of a worker that is forgotten or unreachable."""
         follower = self._followers.pop(member_id, None)
         if follower is not None:
             follower.drop()

@@ -1,9 +1,7 @@
-"""The keepers this gateway knows: what their volumes hold goes into the index, how fast they read into prices.
+"""The volumes of all keepers: their residency and their read costs.
 
-Membership says which keepers there are; a stream from each, for each of its volumes, says whether it lives: a keeper
-that left the registry is followed for as long as its streams last, since the registry may have lost its lease in an
-outage. A volume that several keepers mount is followed at each of them: every one has its own queue and is near to
-other workers.
+A keeper that left the registry is followed while its streams last: an outage may have ended its lease. A volume that
+several keepers mount is followed at each: each has its own queue and is near to other workers.
 """
 
 from __future__ import annotations
@@ -32,13 +30,11 @@ _SEPARATOR = "@"
 
 
 VolumeUpdate = SnapshotPart | Delta | VolumeState
-# Of a keeper and a volume of it; ends or raises OSError or KvferryError when the stream breaks.
+# Opens the stream of a volume of a keeper. It ends, or raises OSError or KvferryError, when it breaks.
 FollowVolume = Callable[[Member, str], AsyncIterator[VolumeUpdate]]
 
 
 class VolumePool:
-    """Follows every volume of every keeper, from `start` to `close`."""
-
     def __init__(
         self,
         membership: Membership,
@@ -64,11 +60,11 @@ class VolumePool:
         self._follower.start()
 
     def costs(self) -> Mapping[str, VolumeCosts]:
-        """The volumes that can be read now, by the names under which the index holds them (see `volume_of`)."""
+        """Return the readable volumes, by their names in the index (see `volume_of`)."""
         return self._costs
 
     def states(self) -> Mapping[str, VolumeState]:
-        """What was last heard of every volume whose keeper can be heard."""
+        """Return the last report of every volume that is followed now."""
         return self._states
 
     async def close(self) -> None:
@@ -112,7 +108,7 @@ class VolumePool:
                             break
                 except (OSError, KvferryError) as error:
                     log.debug("no word from keeper %s of volume %s: %s", member.member_id, volume_id, error)
-                # What it held cannot be loaded through it now.
+                # The chunks of the volume cannot be loaded through this keeper now.
                 self._forget(name, follower)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 if member.member_id in self._gone:
@@ -124,7 +120,7 @@ class VolumePool:
             self._forget(name, follower)
 
     def _apply(self, name: str, member: Member, follower: ResidencyFollower, update: VolumeUpdate) -> bool:
-        """False when something was lost, and everything has to be told again."""
+        """Returns False after a gap: the stream must begin anew."""
         match update:
             case VolumeState():
                 self._states[name] = update
@@ -160,10 +156,10 @@ class VolumePool:
 
 
 def volume_of(name: str) -> str:
-    """The id of the volume that the index holds under this name."""
+    """Return the volume of a name in the index."""
     return name.partition(_SEPARATOR)[0]
 
 
 def keeper_of(name: str) -> MemberId:
-    """The keeper through which that is."""
+    """Return the keeper of a name in the index."""
     return MemberId(name.partition(_SEPARATOR)[2])

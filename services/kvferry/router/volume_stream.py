@@ -1,4 +1,4 @@
-"""How a keeper tells a gateway of one volume: a gRPC stream."""
+"""The gRPC stream in which a keeper reports one volume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLLOW = "/kvferry.wire.v1.Keeper/Follow"
 
 
 def follow_over(tls: TlsConfig) -> FollowVolume:
-    """Streams of keepers that are dialled as workers are. They raise ConnectionError when they break."""
+    """The streams raise ConnectionError when they break."""
 
     async def follow(member: Member, volume_id: str) -> AsyncIterator[VolumeUpdate]:
         async with channel_to(member.address, tls, CHANNEL_OPTIONS) as channel:

@@ -1,4 +1,4 @@
-"""Cost terms of workers that do not depend on a request: computed once for each report or change, and kept. Pure."""
+"""Cost terms of workers that do not depend on a request, kept between decisions. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from kvferry.router.rates import CostDefaults, RatePool, WorkerRates
 
 
 class WorkerCosts:
-    """Cost terms of one worker that do not depend on the request, valid for `candidate`.
-
-    `candidate` is None after the account, a rate or the answer length changed; `update` computes the terms again.
-    """
+    """Cost terms of one worker, valid for `candidate`; None after a change of the account or a rate."""
 
     __slots__ = (
         "account",
@@ -55,7 +52,6 @@ class WorkerCosts:
         self.full_ms_per_page = 0.0
 
     def update(self, candidate: Candidate, group: int, cost_defaults: CostDefaults, output_tokens: float) -> None:
-        """Compute the terms from the worker's last report and its requests in flight."""
         self.candidate = candidate
         self.group = group
         self.node = candidate.member.node
@@ -91,7 +87,7 @@ class CostPool:
         cost_defaults: CostDefaults,
         groups: dict[tuple[str, int, str], int],
     ) -> None:
-        """`groups` numbers the page formats; the pools of both roles share it."""
+        """`groups` numbers the page formats; both roles share it."""
         self._ledger = ledger
         self._expected_pages = expected_pages
         self._cost_defaults = cost_defaults
@@ -114,7 +110,7 @@ class CostPool:
         return costs
 
     def invalidate(self, member_id: MemberId) -> None:
-        """Compute the costs of a worker anew before their next use. Unknown workers are ignored."""
+        """Unknown workers are ignored."""
         costs = self.by_member.get(member_id)
         if costs is not None:
             costs.candidate = None
@@ -148,7 +144,6 @@ class CostPool:
             assert costs.rates is self._rates.of(member_id), f"{member_id} is priced by other rates"
 
     def _note_rate(self, member_id: MemberId) -> None:
-        """A rate of a worker changed, and with it perhaps the assumed rates of unmeasured workers."""
         if self._rates.changed():
             for costs in self.by_member.values():
                 costs.candidate = None

@@ -1,7 +1,7 @@
-"""The workers this gateway knows, and its links to them.
+"""The links to all workers.
 
-Membership says where to dial; the links say who is alive. A member that left the registry but whose stream still lives
-is kept: the registry may have lost its lease in an outage, and a worker that really leaves ends its stream itself.
+Membership gives addresses; the links say which workers are alive. A worker that left the registry is kept while its
+link lives: an outage may have ended its lease, and a worker that really leaves ends its link.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class WorkerPool:
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`worker` says how workers are dialled.
+        """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all of these and draining.
 
-        `on_up` and `on_down` are told of every link that came up or went down, `on_gone` of every worker that is
-        forgotten, `on_change` of everything that `change` waits for. `clock` stamps views, in seconds.
+        `clock` stamps candidates, in seconds.
         """
         self._on_up = on_up
         self._on_down = on_down
@@ -63,22 +62,19 @@ class WorkerPool:
         self._sweeping = asyncio.create_task(self._sweep())
 
     def links(self, kind: MemberKind) -> list[WorkerLink]:
-        """Every link of a kind, in a steady order, usable or not."""
+        """Return all links of a kind, usable or not, in a stable order."""
         return [link for _, link in sorted(self._links.items()) if link.member.kind is kind]
 
     def usable(self, kind: MemberKind) -> list[WorkerLink]:
         return [link for link in self.links(kind) if link.usable]
 
     def link(self, member_id: MemberId) -> WorkerLink | None:
-        """The link to a worker, if it is known and may be given requests now."""
+        """Return the link to a worker if it is usable."""
         link = self._links.get(member_id)
         return link if link is not None and link.usable else None
 
     def candidates(self, kind: MemberKind) -> list[tuple[WorkerLink, Candidate]]:
-        """Return every usable link of a kind with its worker's last report.
-
-        A candidate stays the same object until its worker reports again.
-        """
+        """Return the usable links of a kind. A candidate stays the same object until its worker reports again."""
         candidates = []
         for member_id, link in self._links.items():
             if link.member.kind is not kind or not link.usable:
@@ -90,7 +86,7 @@ class WorkerPool:
         return candidates
 
     async def change(self) -> None:
-        """Return when a link came up, went down or started draining after this call."""
+        """Wait until a link comes up, goes down or starts draining."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
