@@ -111,9 +111,9 @@ class Cluster:
     def __init__(self, num_workers: int, say: Say) -> None:
         self.random = random.Random(7)
         self.index = ResidencyIndex()
-        load = EngineStats(num_running=4, num_pages=100_000, num_pages_used=4000)
-        self.prefill = [self._candidate(f"prefill-{i}", load) for i in range(num_workers // 2)]
-        self.decode = [self._candidate(f"decode-{i}", load) for i in range(num_workers // 2)]
+        stats = EngineStats(num_running=4, num_pages=100_000, num_pages_used=4000)
+        self.prefill = [self._candidate(f"prefill-{i}", stats) for i in range(num_workers // 2)]
+        self.decode = [self._candidate(f"decode-{i}", stats) for i in range(num_workers // 2)]
         self.holders = [Holder(candidate.member.member_id, Tier.GPU) for candidate in (*self.prefill, *self.decode)]
         self.prompts: dict[Holder, deque[bytes]] = {holder: deque() for holder in self.holders}
         per_worker = min(MAX_PAGES_PER_WORKER, MAX_PAGES // num_workers) // PAGES

@@ -126,7 +126,6 @@ def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
-    """Add one request's output to a step's columns."""
     delta = output.delta
     if output.token_ids or output.text or delta is not None:
         step.numbers.append(number)
@@ -211,7 +210,7 @@ def _as_utf8(text: str) -> str:
 
 
 def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
-    """Yield the outputs of the columns in order, then the ends."""
+    """Yield the columns in order, then the ends."""
     yield from _columns_of(step)
     yield from ends_of(step)
 

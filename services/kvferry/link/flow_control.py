@@ -36,14 +36,13 @@ class Credit:
 
     @property
     def is_left(self) -> bool:
-        """Whether one more message may be sent, of any size."""
+        """One more message may be sent, of any size."""
         return (
             self._num_messages_sent - self._num_messages_read < MAX_UNREAD_MESSAGES
             and self._num_bytes_sent - self._num_bytes_read < MAX_UNREAD_BYTES
         )
 
     def spend(self, num_bytes: int) -> None:
-        """Count a sent message."""
         self._num_messages_sent += 1
         self._num_bytes_sent += num_bytes
 
@@ -71,7 +70,7 @@ class AckCounter:
         self.num_bytes = self._num_bytes_acknowledged = 0
 
     def count(self, num_bytes: int) -> bool:
-        """Count a message that was read. Returns whether an acknowledgement is due."""
+        """Returns whether an acknowledgement is due."""
         self.num_messages += 1
         self.num_bytes += num_bytes
         return (
@@ -80,6 +79,5 @@ class AckCounter:
         )
 
     def acknowledged(self) -> None:
-        """Note that an acknowledgement of everything counted so far is being sent."""
         self._num_messages_acknowledged = self.num_messages
         self._num_bytes_acknowledged = self.num_bytes

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import cast
 
-from kvferry import mutual_tls as worker_tls
+from kvferry import mutual_tls
 from kvferry.config import TlsConfig
 from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, encode_frames, send_at_once
 
@@ -28,7 +28,7 @@ class FrameConnection(asyncio.Protocol):
         """Raises OSError when nothing answers or the TLS handshake fails, ConfigError for unusable TLS files."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
-        context = worker_tls.client_context(tls) if tls.enabled else None
+        context = mutual_tls.client_context(tls) if tls.enabled else None
         name = (tls.server_name or host) if context is not None else None
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(

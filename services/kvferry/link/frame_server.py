@@ -139,7 +139,7 @@ class _FrameTransport(asyncio.Protocol):
             self._server.detach(self._session)
         self._server.remove(self)
 
-    # SessionTransport
+    # Methods of SessionTransport
 
     def ready(self) -> None:
         transport, session = self._transport, self._session
@@ -153,7 +153,6 @@ class _FrameTransport(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """End after the pending messages are sent."""
         transport = self._transport
         if transport is None:
             return

@@ -27,7 +27,7 @@ _LENGTH_BYTES = 4
 
 
 class FrameError(ValueError):
-    """The peer does not speak this protocol."""
+    pass
 
 
 def encode_frames(payloads: Iterable[bytes]) -> bytes:
@@ -39,8 +39,6 @@ def encode_frames(payloads: Iterable[bytes]) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into payloads, after its preamble."""
-
     __slots__ = ("_buffer", "_num_wanted", "greeted", "max_frame_bytes")
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:

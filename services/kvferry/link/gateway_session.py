@@ -60,8 +60,6 @@ class RequestInstrumentation(Protocol):
 
 
 class SessionHost(Protocol):
-    """The worker of a session."""
-
     @property
     def engine(self) -> Engine: ...
     @property
@@ -75,9 +73,7 @@ class SessionHost(Protocol):
         """Return why no new request can be accepted now, or None."""
         ...
 
-    def settle(self) -> None:
-        """A request was added or ended."""
-        ...
+    def settle(self) -> None: ...
 
     def note_output(self) -> None:
         """The engine gave an output: it does not hang."""
@@ -126,7 +122,6 @@ class GatewaySession:
 
     @property
     def pending_bytes(self) -> int:
-        """Approximate."""
         return self._outgoing.pending_bytes
 
     # From the gateway
@@ -272,9 +267,9 @@ class GatewaySession:
     # To the gateway
 
     def send_residency(self, message: pb.Residency) -> bool:
-        """Queue a message. False when too much waits: the message is dropped, and the gateway sees a gap.
+        """Returns False and drops the message when too much waits.
 
-        Raises ValueError for a message that is too large for one frame.
+        Raises ValueError when it is too large for one frame.
         """
         if self._ended or not self._outgoing.add_residency(message):
             return False
@@ -282,7 +277,6 @@ class GatewaySession:
         return True
 
     def send_stats(self) -> None:
-        """Send the engine's stats at once."""
         self._stats_now = True
         self._schedule_flush()
 
@@ -331,7 +325,7 @@ class GatewaySession:
             self._stats_timer.cancel()
 
     async def abort_all(self) -> None:
-        """End every request, and return when they are gone."""
+        """End every request; return when they are gone."""
         self.end()
         await asyncio.sleep(0)  # as in _cancel: every task has begun before it is cancelled
         tasks = list(self.tasks.values())

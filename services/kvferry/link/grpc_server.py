@@ -130,7 +130,6 @@ class _GrpcTransport:
 
 
 async def _read(messages: AsyncIterator[bytes], session: GatewaySession, transport: _GrpcTransport) -> None:
-    """Pass messages to the session until the gateway's half of the stream ends."""
     try:
         with contextlib.suppress(asyncio.CancelledError):
             async for payload in messages:

@@ -33,8 +33,6 @@ class _Pending:
 
 
 class OutgoingQueue:
-    """Gives messages out in order, as far as the gateway's credit goes."""
-
     def __init__(self, gateway_id: str, welcome: pb.Welcome) -> None:
         self._gateway_id = gateway_id
         self._pending: deque[_Pending] = deque([_Pending(pb.Upward(welcome=welcome))])
@@ -85,7 +83,7 @@ class OutgoingQueue:
     def add_residency(self, message: pb.Residency) -> bool:
         """Returns False and drops the message when too much waits.
 
-        Raises ValueError for a message that is too large for one frame.
+        Raises ValueError when it is too large for one frame.
         """
         size_bytes = message.ByteSize()
         if size_bytes + 16 > MAX_FRAME_BYTES:
@@ -105,7 +103,7 @@ class OutgoingQueue:
             self.pending_bytes = sum(pending.size_bytes for pending in others)
 
     def drain(self) -> list[bytes]:
-        """Remove and return the serialized messages that may be sent now."""
+        """Remove and return the messages that may be sent now."""
         payloads: list[bytes] = []
         pending, credit = self._pending, self._credit
         while pending and (credit.is_left or self._is_closing):
@@ -124,7 +122,6 @@ class OutgoingQueue:
         return {n for step in steps for n in (*step.numbers, *(ended.number for ended in step.finished))}
 
     def close(self) -> None:
-        """Ignore credit from now on."""
         self._is_closing = True
 
     def _open_step(self) -> _Pending:

@@ -70,7 +70,6 @@ class WorkerLink:
 
     @property
     def usable(self) -> bool:
-        """Whether new requests may be submitted."""
         return self.connected and not self.draining
 
     @property
@@ -107,7 +106,7 @@ class WorkerLink:
             self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
 
     def want_snapshot(self) -> None:
-        """Ask for the worker's residency, which comes to `on_residency`. Does nothing while the link is down."""
+        """Ask for residency, which comes to `on_residency`. Does nothing while the link is down."""
         if self.connected:
             self._send(pb.Downward(want_snapshot=pb.WantSnapshot()))
 
@@ -163,7 +162,6 @@ class WorkerLink:
         self._why_not = reason
 
     async def _until_ended(self, connection: Connection) -> str:
-        """Return why the connection ended."""
         given_up = asyncio.create_task(self._given_up.wait())
         acked_s = self._loop.time()
         try:

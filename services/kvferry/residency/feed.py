@@ -46,7 +46,7 @@ class SnapshotPart:
 
 
 def snapshot_parts(sequence: int, held: Mapping[Tier, Keys], max_keys: int) -> Iterator[SnapshotPart]:
-    """Cut a snapshot into parts of at most `max_keys` keys. Raises ValueError when that is below 1."""
+    """Raises ValueError when `max_keys` is below 1."""
     if max_keys < 1:
         raise ValueError(f"a snapshot in parts of {max_keys} keys")
     cuts = [
@@ -127,7 +127,6 @@ class ResidencyFollower:
         return self._state is FollowerState.FOLLOWING
 
     def drop(self) -> None:
-        """Forget the keys of an owner that is gone."""
         self._index.drop_holder(self._owner)
         self._parts, self._waiting = [], []
         self._sequence = 0

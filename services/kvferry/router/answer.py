@@ -35,7 +35,7 @@ class AnswerSoFar:
         self._journey = journey
         self._num_chars = 0
         self._attempt = 0
-        # Of what an attempt gives, tokens and characters that were given before.
+        # Tokens and characters that the attempt repeats, and the position of the next repeated token.
         self._num_repeated = 0
         self._num_chars_repeated = 0
         self._position = 0
@@ -57,7 +57,7 @@ class AnswerSoFar:
         if _restarts(request.sampling):
             self._num_repeated, self._num_chars_repeated, self._position = len(given), self._num_chars, 0
             return self._from_prompt(request_id)
-        # At least one token is left for the engine to give: it says how the answer ended.
+        # The engine must give at least one token, to say how the answer ended.
         num_tokens = min(len(given), request.sampling.max_tokens - 1)
         self._num_repeated, self._position = len(given) - num_tokens, num_tokens
         if not num_tokens:
@@ -88,7 +88,6 @@ class AnswerSoFar:
         self._deliver(output)
 
     def on_text(self, token_ids: Sequence[int], text: str) -> None:
-        """`on_output` for an output of only tokens and text."""
         if self._on_first_output is not None or self._num_repeated or self._num_chars_repeated:
             self.on_output(EngineOutput(token_ids, text))
             return

@@ -60,8 +60,6 @@ _NO_HINTS = TierHints()
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """Parts of a gateway that all requests share."""
-
     workers: WorkerPool
     policy: Policy
     metrics: RouterMetrics
@@ -164,7 +162,6 @@ class _FailedWorkers:
         self._num_prefill_failures += 1
 
     def give_up_prefill(self) -> None:
-        """Ask no more prefill workers: another one would not do better."""
         self._num_prefill_failures = MAX_PREFILL_ATTEMPTS
 
     def add(self, link: WorkerLink) -> None:
@@ -186,8 +183,6 @@ class _FailedWorkers:
 
 
 class _RequestRun:
-    """One request from its first placement to its end."""
-
     def __init__(self, router: _Router, answer: AnswerSoFar, journey: Journey, *, may_be_aggregated: bool) -> None:
         self._router = router
         self._answer = answer
@@ -356,7 +351,7 @@ class _RequestRun:
     # Decode
 
     async def _decode(self, attempt: _Attempt, request: EngineRequest, decode: WorkerLink) -> bool:
-        """Returns False when another decode worker is to be tried."""
+        """Returns False when another worker is to be tried."""
         self._failed.add(decode)
         self._journey.decode_worker = decode.member.member_id
         attempt.submitted_s = self._router.clock()
@@ -490,7 +485,7 @@ def _release_orphan(link: WorkerLink, last: EngineOutput) -> None:
 
 
 def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | None:
-    """Add the placement's load to `known`, for the worker that computes the prompt."""
+    """Add the placement's load to `known`."""
     if not isinstance(placement, Decision):
         return known
     load = placement.load

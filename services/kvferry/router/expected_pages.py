@@ -1,6 +1,6 @@
-"""Pages that requests in flight will leave on workers, before the residency index knows of them. Pure.
+"""Pages that requests in flight will leave on workers. Pure.
 
-A burst of requests with one prefix waits for the first one's pages instead of computing them again.
+Requests with the same prefix wait for these pages instead of computing them again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class WorkerPages:
 
 
 class _Note(NamedTuple):
-    """Keys that one request added to `counts`."""
-
     counts: PageCounts
     keys: list[int]
 
@@ -45,7 +43,7 @@ class _Notes:
 
 
 class ExpectedPages:
-    """Notes a request's pages on its workers, until it fails or the index has had time to learn of them."""
+    """A request's pages are expected until it fails or the index has had time to learn of them."""
 
     def __init__(self, grace_s: float) -> None:
         """`grace_s` is how long computed pages are expected before the worker publishes them."""
@@ -87,14 +85,12 @@ class ExpectedPages:
         self._requests[request_id] = notes
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        """The prefill worker has the pages."""
         notes = self._requests.get(request_id)
         if notes is not None and notes.is_disaggregated and notes.computing is not None:
             self._fade_later(notes.computing, now_s)
             notes.computing = None
 
     def first_token(self, request_id: RequestId, now_s: float) -> None:
-        """The decode worker has the pages."""
         self.prefilled(request_id, now_s)
         notes = self._requests.get(request_id)
         if notes is None:
@@ -106,7 +102,7 @@ class ExpectedPages:
         notes.computing = notes.arriving = None
 
     def end(self, request_id: RequestId) -> None:
-        """Forget pages that the request did not get to leave. Unknown requests are ignored."""
+        """Forget pages that the request did not get to leave."""
         notes = self._requests.pop(request_id, None)
         if notes is not None:
             for note in (notes.computing, notes.arriving):
@@ -123,7 +119,7 @@ class ExpectedPages:
         self._workers.pop(member_id, None)
 
     def check(self) -> None:
-        """Check the invariants. Raises AssertionError naming the broken one. O(everything)."""
+        """Raises AssertionError naming a broken invariant. O(everything)."""
         notes = [note for _until_s, note in self._fading]
         for request in self._requests.values():
             notes += [note for note in (request.computing, request.arriving) if note is not None]

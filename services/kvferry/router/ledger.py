@@ -117,7 +117,7 @@ class Ledger:
         self._note_change(computing, decoding)
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        """The decode worker is asked next. Unknown requests are ignored."""
+        """Unknown requests are ignored."""
         flight = self._flights.get(request_id)
         if flight is None:
             return
@@ -144,7 +144,7 @@ class Ledger:
         self._changed.discard(member_id)
 
     def check(self) -> None:
-        """Check the invariants. Raises AssertionError naming the broken one. O(everything)."""
+        """Raises AssertionError naming a broken invariant. O(everything)."""
         prefills: dict[int, set[RequestId]] = {}
         streams: dict[int, set[RequestId]] = {}
         for request_id, flight in self._flights.items():

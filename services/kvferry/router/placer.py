@@ -40,7 +40,7 @@ _AnyQuote = TypeVar("_AnyQuote", bound=Quote)
 
 @dataclass(frozen=True, slots=True)
 class _Quotes:
-    """Quotes worth showing. Prices are built only when looked at."""
+    """Quotes worth showing; prices are built only when looked at."""
 
     prefill: PrefillQuote | None
     decode: DecodeQuote
@@ -93,9 +93,9 @@ class Placer:
         placer.began(request, decision, now_s)              # sent to a worker
         placer.prefilled(request_id, now_s)                 # the prompt is computed (disaggregated)
         placer.first_token(request_id, now_s)               # from the decode worker
-        placer.ended(request_id, now_s)                     # however it ended; always; idempotent
+        placer.ended(request_id, now_s)                     # always; idempotent
 
-    A request that is placed again after a failure is `ended` and `began` anew.
+    A request that is placed again is `ended` and `began` anew. Unknown requests are ignored.
     """
 
     def __init__(
@@ -172,17 +172,15 @@ class Placer:
         self._expected_pages.begin(request_id, request.keys, prefill, decode, now_s)
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        """Unknown requests are ignored."""
         self._ledger.prefilled(request_id, now_s)
         self._expected_pages.prefilled(request_id, now_s)
 
     def first_token(self, request_id: RequestId, now_s: float) -> None:
-        """Unknown requests are ignored."""
         self._ledger.prefilled(request_id, now_s)
         self._expected_pages.first_token(request_id, now_s)
 
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None = None) -> None:
-        """Close the request's accounts. `num_generated` only when it ended by itself. Unknown requests are ignored."""
+        """`num_generated` only when the request ended by itself."""
         self._expected_pages.end(request_id)
         if self._ledger.end(request_id, now_s) and num_generated:
             self._pricer.learn_answer_length(num_generated)
@@ -190,24 +188,23 @@ class Placer:
     def observed_prefill(
         self, worker: MemberId, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int = 0
     ) -> None:
-        """A prefill or decode worker computed a prompt, after `queued_ahead_tokens`. Small jobs are ignored."""
+        """Jobs of a few tokens are ignored."""
         pool = self._pricer.decode if worker in self._pricer.decode.by_member else self._pricer.prefill
         pool.observed_prefill(worker, computed_tokens, elapsed_ms, queued_ahead_tokens)
 
     def observed_kv_transfer(self, worker: MemberId, num_pages: int, elapsed_ms: float) -> None:
-        """A decode worker had the pages this long after it was asked."""
         self._pricer.decode.observed_kv_transfer(worker, num_pages, elapsed_ms)
 
     def observed_step(self, worker: MemberId, step_ms: float, num_streams: int) -> None:
         self._pricer.decode.observed_step(worker, step_ms, num_streams)
 
     def forget(self, worker: MemberId) -> None:
-        """The worker is gone for good. Its requests in flight must still be `ended`."""
+        """The worker is gone. Its requests must still be `ended`."""
         for part in (self._pricer.prefill, self._pricer.decode, self._ledger, self._expected_pages):
             part.forget(worker)
 
     def check(self) -> None:
-        """Check the invariants. Raises AssertionError naming the broken one. O(everything)."""
+        """Raises AssertionError naming a broken invariant. O(everything)."""
         self._ledger.check()
         self._expected_pages.check()
         self._pricer.check()

@@ -20,10 +20,10 @@ class Measured:
     """Measurements of one attempt on its decode worker. Times in ms."""
 
     first_token_ms: float
-    load_ms: float  # of it, what pages from slower tiers were expected to take, when it computed alone
+    load_ms: float  # of that, the expected time to load pages from slower tiers, when aggregated
     computed_tokens: int  # by the decode worker
     transferred_pages: int
-    queue_tokens: int  # that were before it, when it computed alone
+    queue_tokens: int  # computed before the prompt, when aggregated
     step_ms: float | None  # mean time between its tokens
     num_streams: int  # on the worker meanwhile
 

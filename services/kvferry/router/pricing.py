@@ -1,16 +1,13 @@
 """The cost of a placement, in milliseconds. Pure.
 
-Disaggregated, a prefill worker P computes the prompt and the decode worker D receives its pages; aggregated, D computes
-the prompt.
-
     disaggregated = prefill(P) + decode(D)          aggregated = compute(D) + streams(D)
     prefill(P)    = queue + load from slower tiers + compute x (1 + work_weight)
     decode(D)     = handoff_ms + lacking pages x transfer rate + streams(D)
     compute(D)    = queue + load + compute x (1 + work_weight + interference_weight x (streams + 1))
     streams(D)    = this answer's steps, its effect on the steps of other streams, waiting, full memory
 
-The pages that D lacks do not depend on P: within a group of workers that can exchange pages, the cheapest pair is the
-cheapest P and the cheapest D.
+The pages that D lacks do not depend on P: in a group that can exchange pages, the cheapest pair is the cheapest P and
+the cheapest D.
 """
 
 from __future__ import annotations
@@ -75,8 +72,6 @@ class Price:
 
 
 class VolumeLoad(NamedTuple):
-    """Pages that a worker is to load from a volume."""
-
     volume: str  # empty: none
     num_pages: int  # on that volume, from the prompt's start
     skipped_pages: int  # lie on volumes and cost more to load than to compute
@@ -101,8 +96,6 @@ _NO_SLOWER_PAGES: Final = SlowerPages()
 
 
 class Quote:
-    """Price terms of computing the prompt on one worker."""
-
     # Fields are assigned one by one: hundreds of quotes are made for each decision, and a constructor with arguments
     # takes four times as long.
     __slots__ = ("compute_ms", "gpu_pages", "load_ms", "missing_tokens", "queue_ms", "slower", "worker")
@@ -173,8 +166,6 @@ class _Offer(NamedTuple):
 
 
 class PrefixPages:
-    """Where the pages of one prompt are."""
-
     __slots__ = ("_cost_defaults", "_offers", "cpu", "gpu", "is_on_slower_tier", "is_on_volume", "request")
 
     def __init__(
@@ -235,8 +226,6 @@ class PrefixPages:
 
 
 class Pricer:
-    """Quotes all candidates of a decision."""
-
     def __init__(
         self, index: ResidencyIndex, ledger: Ledger, expected_pages: ExpectedPages, cost_defaults: CostDefaults
     ) -> None:
@@ -250,7 +239,7 @@ class Pricer:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of workers that can exchange pages."""
+        """Groups of workers that can exchange pages."""
         return len(self._groups)
 
     def find(self, request: PlacementRequest, volumes: Mapping[str, VolumeCosts]) -> PrefixPages:
@@ -355,6 +344,6 @@ class Pricer:
         return quotes
 
     def check(self) -> None:
-        """Check the invariants. Raises AssertionError naming the broken one. O(workers)."""
+        """Raises AssertionError naming a broken invariant. O(workers)."""
         for pool in (self.prefill, self.decode):
             pool.check()

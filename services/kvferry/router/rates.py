@@ -109,8 +109,6 @@ class WorkerRates:
 
 
 class RatePool:
-    """Rates of all workers of a role."""
-
     def __init__(self, cost_defaults: CostDefaults) -> None:
         self._cost_defaults = cost_defaults
         self._typical = WorkerRates(cost_defaults)
@@ -126,7 +124,7 @@ class RatePool:
         return rates
 
     def changed(self) -> bool:
-        """Note an observation. Now and then, in O(workers), update the assumed rates; returns whether it did."""
+        """Note an observation. Now and then update the assumed rates, in O(workers); returns whether it did."""
         self._num_changes += 1
         if self._num_changes % _REFRESH_EVERY and self._num_changes > _REFRESH_EVERY:
             return False

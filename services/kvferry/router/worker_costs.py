@@ -135,7 +135,7 @@ class CostPool:
         self._rates.forget(member_id)
 
     def check(self) -> None:
-        """Check the invariants. Raises AssertionError naming the broken one. O(workers)."""
+        """Raises AssertionError naming a broken invariant. O(workers)."""
         for member_id, costs in self.by_member.items():
             assert costs.account is self._ledger.account(member_id), f"{member_id} is priced by another account"
             pages = self._expected_pages.of(member_id)

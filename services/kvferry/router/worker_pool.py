@@ -62,7 +62,7 @@ class WorkerPool:
         self._sweeping = asyncio.create_task(self._sweep())
 
     def links(self, kind: MemberKind) -> list[WorkerLink]:
-        """Return all links of a kind, usable or not, in a stable order."""
+        """Return usable and other links, in a stable order."""
         return [link for _, link in sorted(self._links.items()) if link.member.kind is kind]
 
     def usable(self, kind: MemberKind) -> list[WorkerLink]:
@@ -132,7 +132,6 @@ class WorkerPool:
         self._notify_change()
 
     async def _sweep(self) -> None:
-        """Drop links of members that left once their streams ended too."""
         while True:
             await self._changed.wait()
             self._changed.clear()
