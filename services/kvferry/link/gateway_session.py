@@ -27,7 +27,7 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Stats go with the first step after this, and alone when no step came for IDLE_STATS_DELAY_S: reading an engine's
+# Stats go with the first step after this, and by themselves when no step came for IDLE_STATS_DELAY_S: reading an engine's
 # counters and sending them with every step would cost as much as a few tokens.
 STATS_INTERVAL_S = 0.05
 IDLE_STATS_DELAY_S = 0.07

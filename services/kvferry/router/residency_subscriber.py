@@ -47,5 +47,5 @@ class ResidencySubscriber:
         else:
             follower.apply_part(update)
         if follower.needs_snapshot and not waited:
-            log.warning("what worker %s holds was told with a gap; asking for all of it", link.member.member_id)
+            log.warning("the residency of worker %s has a gap; asking for a snapshot", link.member.member_id)
             link.want_snapshot()

@@ -136,7 +136,7 @@ class VolumePool:
                 follower.apply_delta(update)
                 if follower.needs_snapshot and not waited:
                     self.num_gaps += 1
-                    log.warning("what volume %s holds was told with a gap; asking for all of it", name)
+                    log.warning("the residency of volume %s has a gap; asking for a snapshot", name)
                     return False
         return True
 
