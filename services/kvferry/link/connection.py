@@ -16,7 +16,7 @@ Receive = Callable[[bytes], None]
 
 
 class Connection(Protocol):
-    """Carries payloads in order, both ways. Both kinds pass tests/contract/test_link_contract.py."""
+    """Both kinds pass tests/contract/test_link_contract.py."""
 
     @property
     def ended(self) -> asyncio.Future[str]:
@@ -33,11 +33,11 @@ class Connection(Protocol):
 
 
 async def dial(member: Member, worker: WorkerConfig, receive: Receive) -> Connection:
-    """Use frames where the worker offers them and `worker.link` allows them, else gRPC.
+    """Raises OSError when nothing answers or the TLS handshake fails, ConfigError for unusable TLS files.
 
-    Raises OSError when nothing answers or the TLS handshake fails, ConfigError for unusable TLS files. May also return
-    a connection that ends soon after.
+    May also return a connection that ends soon.
     """
+    # Frames where the worker offers them and the configuration allows them.
     if worker.link == "frames" and member.link_address:
         return await FrameConnection.dial(member.link_address, worker.tls, receive)
     return GrpcConnection(member.address, worker.tls, receive)

@@ -1,4 +1,4 @@
-"""The gateway's end of a link as frames on TCP. Payloads are delivered where they are read: no task wakes."""
+"""The gateway's end of a link as frames on TCP: no task wakes for a payload."""
 
 from __future__ import annotations
 

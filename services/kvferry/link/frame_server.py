@@ -32,7 +32,7 @@ Detach = Callable[[GatewaySession], object]
 
 
 class FrameServer:
-    """Listens from `start` to `stop`. A connection gets a session by `attach` after its Hello, and ends by `detach`."""
+    """A connection gets a session by `attach` after its Hello."""
 
     def __init__(self, attach: Attach, detach: Detach) -> None:
         self._attach = attach
@@ -95,8 +95,6 @@ class FrameServer:
 
 
 class _FrameTransport(asyncio.Protocol):
-    """A SessionTransport that also passes received messages to its session."""
-
     def __init__(self, server: FrameServer) -> None:
         self._server = server
         self._decoder = FrameDecoder(MAX_FIRST_FRAME_BYTES)

@@ -27,15 +27,13 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Stats go with the first step after this, and by themselves when no step came for IDLE_STATS_DELAY_S: reading an engine's
-# counters and sending them with every step would cost as much as a few tokens.
+# Stats go with the first step after this, and by themselves when no step came for IDLE_STATS_DELAY_S: reading an
+# engine's counters and sending them with every step would cost as much as a few tokens.
 STATS_INTERVAL_S = 0.05
 IDLE_STATS_DELAY_S = 0.07
 
 
 class SessionTransport(Protocol):
-    """Sends the messages of one session."""
-
     def ready(self) -> None:
         """Messages may wait: `GatewaySession.drain` them now or when they can be sent."""
         ...
@@ -46,7 +44,7 @@ class SessionTransport(Protocol):
 
 
 class InstrumentedRequest(Protocol):
-    """Metrics and trace of one request, until `finished` or `failed` is called, once."""
+    """`finished` or `failed` is called once."""
 
     @property
     def span(self) -> Span | None: ...
@@ -83,9 +81,9 @@ class SessionHost(Protocol):
 
 
 class GatewaySession:
-    """Passes a gateway's requests to the engine, and queues outputs until the transport drains them.
+    """Passes requests to the engine, and queues outputs until the transport drains them.
 
-    `on_snapshot_wanted` is called when the gateway asks for the worker's residency; answer with `send_residency`.
+    `on_snapshot_wanted` is called when the gateway asks for residency; answer with `send_residency`.
     """
 
     def __init__(
@@ -241,7 +239,7 @@ class GatewaySession:
         self._schedule_flush()
 
     def _fail_slow_reader(self) -> None:
-        """Drop the pending messages and end the requests of a gateway that does not read; the link itself stays."""
+        """Drop pending messages and end the requests; the link itself stays."""
         # Also requests whose end was in a message that is dropped now.
         numbers = {*self.tasks, *self._outgoing.clear()}
         log.error("gateway %s does not read: %d requests end, their outputs are dropped", self.gateway_id, len(numbers))

@@ -25,10 +25,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class GrpcServer:
-    """Listens from `start` to `stop`. A stream gets a session by `attach` and ends by `detach`.
-
-    `detach` returns the task that ends the session's requests.
-    """
+    """`detach` returns the task that ends the session's requests."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class OutgoingQueue:
 
     @property
     def may_send(self) -> bool:
-        """Whether one more message may be sent, of any size."""
+        """One more message, of any size."""
         return self._credit.is_left or self._is_closing
 
     @property
@@ -95,7 +95,7 @@ class OutgoingQueue:
         return True
 
     def drop_residency(self) -> None:
-        """Drop residency: the gateway sees a gap and asks for a snapshot, which costs less than requests."""
+        """The gateway sees a gap and asks for a snapshot, which costs less than requests."""
         others = deque(pending for pending in self._pending if not pending.message.HasField("residency"))
         if num_dropped := len(self._pending) - len(others):
             log.warning("gateway %s reads slowly: %d messages of residency are dropped", self._gateway_id, num_dropped)

@@ -20,11 +20,7 @@ OnOrphan = Callable[[EngineOutput], None]
 
 
 class RemoteRequest:
-    """Passes the outputs of a request to callbacks.
-
-    Callbacks run while the link reads a step, one request after another: they must be quick. A callback that raises
-    ends its own request.
-    """
+    """Callbacks run while the link reads a step: they must be quick. A callback that raises ends its own request."""
 
     __slots__ = ("_cancel", "_is_ended", "_number", "_on_output", "_result", "_waiter", "_worker", "on_text")
 
@@ -36,7 +32,6 @@ class RemoteRequest:
         on_text: OnText | None,
         cancel: Callable[[int, OnOrphan | None], None],
     ) -> None:
-        """`cancel` ends the request of this number on the worker."""
         self._worker = worker
         self._number = number
         self._cancel = cancel
@@ -115,5 +110,5 @@ def _ignore_text(token_ids: Sequence[int], text: str) -> None:
 
 
 def transferred_pages(last: EngineOutput, block_size: int) -> int:
-    """Count pages that a KV transfer brought for a finished request, with a last partial page."""
+    """A last partial page counts."""
     return -(-last.cached.kv_transfer // block_size) if last.cached is not None else 0

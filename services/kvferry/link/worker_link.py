@@ -77,9 +77,9 @@ class WorkerLink:
         return len(self._requests)
 
     def submit(self, request: EngineRequest, on_output: OnOutput, on_text: OnText | None = None) -> RemoteRequest:
-        """Send a request. Outputs of only tokens and text go to `on_text` where given, all others to `on_output`.
+        """Never waits. Raises WorkerLost when the link is down.
 
-        Never waits. Raises WorkerLost when the link is down.
+        Outputs of only tokens and text go to `on_text` where given.
         """
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
@@ -98,9 +98,9 @@ class WorkerLink:
         self._send(pb.Downward(cancel=pb.Cancel(number=number)))
 
     def release(self, transfer_params: TransferParams) -> None:
-        """Release pages that the worker keeps under `transfer_params`, which no decode engine was given.
+        """Release pages that the worker keeps and no decode engine was given.
 
-        Never waits. Does nothing while the link is down: the pages' lease ends.
+        Does nothing while the link is down: the pages' lease ends.
         """
         if self.connected:
             self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
@@ -126,7 +126,7 @@ class WorkerLink:
             self._disconnected("this gateway closed the link")
 
     async def _attach(self) -> bool:
-        """Hold one connection from dialling to its end. Returns whether it ever worked."""
+        """Returns whether the connection ever worked."""
         generation = self.generation
         self._ack_counter = AckCounter()
         self._fault = ""

@@ -28,7 +28,7 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def seed_of(salt: str) -> int:
-    """Return the parent of a prompt's first page. Prompts with different salts share no key."""
+    """Prompts with different salts share no key."""
     return xxhash.xxh3_64_intdigest(salt.encode("utf-8", "surrogatepass"), _SEED_OF_SALTS)
 
 
@@ -57,7 +57,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def pack_keys(keys: Iterable[int]) -> bytes:
-    """Return keys as little-endian u64."""
+    """Keys as little-endian u64."""
     packed = array("Q", keys)
     if _BIG_ENDIAN:
         packed.byteswap()

@@ -66,8 +66,7 @@ class FollowerState(enum.StrEnum):
 class ResidencyFollower:
     """Keeps the index true for one owner. Pure: the caller passes messages on, in their order.
 
-    While `needs_snapshot`, ask the sender for one and keep passing messages on. Keys known before a gap stay until the
-    snapshot replaces them: most are still right, and a wrong hint costs a detour.
+    Keys known before a gap stay until the next snapshot: most are still right, and a wrong hint costs a detour.
     """
 
     def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:
@@ -90,7 +89,7 @@ class ResidencyFollower:
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether to ask for a snapshot now. False while one is arriving."""
+        """False while one is arriving."""
         return self._state is FollowerState.WAITING
 
     @property
@@ -114,7 +113,7 @@ class ResidencyFollower:
         return self._state is FollowerState.FOLLOWING
 
     def apply_delta(self, delta: Delta) -> bool:
-        """Returns whether the index is true now. Old deltas are ignored; after a gap a snapshot is needed."""
+        """Returns whether the index is true now. Old deltas are ignored."""
         if self._state is FollowerState.FOLLOWING:
             if delta.sequence == self._sequence + 1:
                 self._apply(delta)

@@ -21,7 +21,7 @@ _NUM_KNOWN = 3
 
 
 class Tier(enum.StrEnum):
-    """Kind of memory. A worker owns its GPU and CPU tiers; a volume is its own owner."""
+    """A worker owns its GPU and CPU tiers; a volume is its own owner."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -70,14 +70,14 @@ class ResidencyIndex:
 
     @property
     def num_pages(self) -> int:
-        """Pages over all holders; a page on three holders counts three times."""
+        """A page on three holders counts three times."""
         return sum(len(held) for tier in Tier for held in self._of(tier).values())
 
     def holders(self) -> list[Holder]:
         return [Holder(owner, tier) for tier in Tier for owner in self._of(tier)]
 
     def keys_of(self, holder: Holder) -> frozenset[int]:
-        """Return a copy. O(pages of the holder)."""
+        """O(pages of the holder)."""
         return frozenset(self._of(holder.tier).get(holder.owner, ()))
 
     def store(self, holder: Holder, keys: Iterable[int]) -> None:
@@ -201,7 +201,6 @@ def _depth(held: set[int], keys: Sequence[int], backwards: Sequence[int], low: i
 
 
 def _continued(owners: dict[str, set[int]], keys: Sequence[int], before: dict[str, int]) -> dict[str, int]:
-    """Return the depth of owners that hold the page after those in `before`."""
     num_pages = len(keys)
     backwards = keys[::-1]
     known = [num_pages]

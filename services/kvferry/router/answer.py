@@ -17,11 +17,11 @@ from kvferry.router.journey import Journey
 
 
 class AnswerSoFar:
-    """The answer so far, and the requests that continue it after its worker is lost.
+    """Continues an answer whose worker was lost.
 
-    Most requests continue from the prompt and the tokens so far. Grammars, and greedy penalties and bad words, would
-    start anew there: these requests are computed again from the prompt, and repeated output is compared and left out.
-    For sampled requests the penalties of the tokens so far become a bias.
+    Most requests continue from the prompt and the tokens so far. Grammars, greedy penalties and bad words would start
+    anew there: these requests are computed again from the prompt, and repeated output is compared and left out. For
+    sampled requests the penalties of the tokens so far become a bias.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class AnswerSoFar:
         self._on_first_output: Callable[[], None] | None = None
 
     def begin_attempt(self, on_first_output: Callable[[], None]) -> None:
-        """`on_first_output` is called once, before the attempt's first output is delivered."""
+        """`on_first_output` is called once, before the first output is delivered."""
         self._on_first_output = on_first_output
 
     def next_request(self) -> EngineRequest:
-        """Return the request of the next attempt. It has a new id: the lost worker may still know the first one's."""
+        """The next attempt has a new id: the lost worker may still know the first one's."""
         request, given = self._request, self.token_ids
         if not given:
             return request
@@ -132,7 +132,7 @@ def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Samplin
 
 
 def replayable(request: EngineRequest) -> EngineRequest:
-    """Seed a sampled request with a grammar, which gives the same answer then when it is computed again."""
+    """Seed a sampled request with a grammar, so that it gives the same answer again."""
     sampling = request.sampling
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request

@@ -81,7 +81,7 @@ class Dispatcher:
         volumes: Callable[[], Mapping[str, VolumeCosts]] = lambda: NO_VOLUMES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`volumes` are the readable ones. `clock` is in seconds, and the same that stamps the pool's candidates."""
+        """`clock`, in seconds, must be the one that stamps the pool's candidates."""
         self._router = _Router(
             workers,
             policy,
@@ -95,7 +95,7 @@ class Dispatcher:
         self._recent: deque[Journey] = deque(maxlen=NUM_RECENT)
 
     def recent(self, request_id: str) -> list[Journey]:
-        """Return recent requests of this gateway whose id is, or begins with, `request_id`."""
+        """Return recent requests whose id is, or begins with, `request_id`."""
         return [
             journey
             for journey in self._recent
@@ -111,11 +111,10 @@ class Dispatcher:
         *,
         may_be_aggregated: bool = True,
     ) -> None:
-        """Deliver outputs until one has a finish reason: those of only tokens and text to `on_text` where given.
+        """Deliver outputs until one has a finish reason; those of only tokens and text to `on_text` where given.
 
-        Another decode worker continues the answer when one is lost. Cancelling cancels the request on every worker.
-        Without `may_be_aggregated` a prefill worker computes the prompt wherever there is one. Raises NoDecodeWorker,
-        or the error that the request was refused or failed with.
+        Cancelling cancels the request on every worker. Without `may_be_aggregated` a prefill worker computes the prompt
+        wherever there is one. Raises NoDecodeWorker, or the error the request was refused or failed with.
         """
         journey.request_id = request.request_id
         self._recent.append(journey)
@@ -125,7 +124,7 @@ class Dispatcher:
 
 @dataclass(slots=True)
 class _KeptPages:
-    """Pages that a prefill engine keeps for this request. `params` are good for one engine, once."""
+    """Pages that a prefill engine keeps. `params` are good for one engine, once."""
 
     holder: Member
     params: TransferParams
@@ -134,8 +133,6 @@ class _KeptPages:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One placement. The policy keeps its account under `id`."""
-
     id: RequestId
     placement: Placement
     submitted_s: float = 0.0  # to the decode worker
@@ -442,7 +439,6 @@ class _RequestRun:
 
 @contextlib.contextmanager
 def _ending(span: Span | None) -> Iterator[None]:
-    """End the span after the block; an exception fails it."""
     try:
         yield
     except BaseException as error:
@@ -495,7 +491,7 @@ def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | Non
 
 
 def prompt_only(sampling: Sampling) -> Sampling:
-    """Return parameters that compute a prompt and one token, which is thrown away."""
+    """Return parameters that compute a prompt and one token."""
     # Everything that could end the request otherwise than by its length is off: the decode engine finds out whether the
     # token ends the text. (vLLM's pull connector keeps pages of stopped requests too.)
     return structs.replace(

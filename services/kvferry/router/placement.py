@@ -11,7 +11,7 @@ from kvferry.membership.base import Member, MemberId
 
 
 class Reason(enum.StrEnum):
-    """Why a request was placed as it was; a label of the metric."""
+    """A label of the metric."""
 
     DISAGGREGATED = "disaggregated"
     SIBLING = "sibling"  # disaggregated, on a worker that a request in flight will leave pages on
@@ -24,15 +24,14 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may be given requests now, with its last report.
+    """A worker that may be given requests, with its last report.
 
-    `reported_s` is when `stats` arrived, on the clock of `now_s`. Pass the same object until the next report: its costs
-    are computed once.
+    Pass the same object until the next report: its costs are computed once.
     """
 
     member: Member
     stats: EngineStats = field(default_factory=EngineStats)
-    reported_s: float = float("-inf")
+    reported_s: float = float("-inf")  # when `stats` arrived, on the clock of `now_s`
     member_id: MemberId = field(init=False)  # of `member`
 
     def __post_init__(self) -> None:
@@ -66,13 +65,10 @@ def can_exchange(one: Member, other: Member) -> bool:
 
 
 def page_format(member: Member) -> tuple[str, int, str]:
-    """Facts that workers must share to exchange pages."""
     return member.model, member.block_size, member.kv_cache_dtype
 
 
 class RoundRobin:
-    """Takes prefill and decode workers in turn, independently."""
-
     def __init__(self) -> None:
         self._turn = 0
 

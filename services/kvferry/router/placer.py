@@ -82,7 +82,7 @@ class Decision(Placement):
         return self.price.matched
 
     def runners_up(self) -> list[Price]:
-        """Up to four of the next cheapest pairs, then the cheapest aggregated; the chosen is left out."""
+        """Up to four of the next cheapest pairs, then the cheapest aggregated; never the chosen."""
         return self._quotes.runners_up()
 
 
@@ -128,10 +128,10 @@ class Placer:
         volumes: Mapping[str, VolumeCosts] = NO_VOLUMES,
         may_be_aggregated: bool = True,
     ) -> Decision | None:
-        """Return the cheapest placement, or by chance one near it. None when there is no decode worker.
+        """Return the cheapest placement, or by chance one near it. None without a decode worker.
 
-        Only the given workers and volumes count, whatever the index knows. Without `may_be_aggregated` a decode worker
-        computes the prompt only where no prefill worker can. Changes no account. O(P + D).
+        Without `may_be_aggregated` a decode worker computes the prompt only where no prefill worker can. Changes no
+        account. O(P + D).
         """
         if not decode:
             return None
@@ -215,7 +215,7 @@ class Placer:
     def _cheapest_group(
         self, prefill: list[PrefillQuote], decode: list[DecodeQuote]
     ) -> tuple[list[PrefillQuote], list[DecodeQuote]]:
-        """Return both roles of the group with the cheapest pair, cheapest first. Empty when no pair can exchange."""
+        """Return both roles of the group with the cheapest pair, cheapest first."""
         if not prefill:
             return [], []
         if self._pricer.num_groups == 1:

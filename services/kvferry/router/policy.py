@@ -17,7 +17,7 @@ from kvferry.router.rates import CostDefaults
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one attempt on its decode worker. Times in ms."""
+    """One attempt on its decode worker. Times in ms."""
 
     first_token_ms: float
     load_ms: float  # of that, the expected time to load pages from slower tiers, when aggregated
@@ -135,7 +135,6 @@ class RoundRobinPolicy:
 
 
 def explain(placement: Placement) -> dict[str, Any]:
-    """Return a decision as plain values, prices in ms."""
     values: dict[str, Any] = {
         "reason": placement.reason.value,
         "prefill": placement.prefill,

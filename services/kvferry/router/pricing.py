@@ -82,7 +82,7 @@ NO_LOAD: Final = VolumeLoad("", 0, 0)
 
 @dataclass(slots=True)
 class SlowerPages:
-    """Pages that a worker lacks on its GPU and need not compute. Each number excludes the tiers before it."""
+    """Pages that a worker lacks on its GPU and need not compute; each number excludes the tiers before it."""
 
     depth: int = 0  # pages from the prompt's start that need not be computed, with those on the GPU
     cpu: int = 0
@@ -188,7 +188,7 @@ class PrefixPages:
         self.is_on_slower_tier = bool(found.cpu or self._offers)
 
     def beyond_gpu(self, worker: WorkerCosts, held: int) -> SlowerPages:
-        """Return pages of the CPU tier and of requests in flight that follow `held` pages on the GPU."""
+        """Return pages of the CPU tier and of requests in flight, after `held` pages on the GPU."""
         slower = SlowerPages(held)
         if (depth := self.cpu.get(worker.account.member_id, 0)) > held:
             slower.cpu = depth - held

@@ -87,7 +87,7 @@ class WorkerRates:
     def observed_prefill(
         self, cost_defaults: CostDefaults, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int
     ) -> bool:
-        """Returns whether the rate was updated: small prefills say nothing."""
+        """Returns whether the rate was updated."""
         tokens = computed_tokens + queued_ahead_tokens
         if computed_tokens < _MIN_TOKENS or elapsed_ms <= 0:
             return False

@@ -34,7 +34,6 @@ class ResidencySubscriber:
         link.want_snapshot()
 
     def gone(self, member_id: MemberId) -> None:
-        """Forget the pages of a worker that is forgotten or unreachable."""
         follower = self._followers.pop(member_id, None)
         if follower is not None:
             follower.drop()

@@ -78,7 +78,7 @@ class WorkerCosts:
 
 
 class CostPool:
-    """Costs and measured rates of the workers of one role."""
+    """Costs and measured rates of one role."""
 
     def __init__(
         self,
@@ -96,7 +96,6 @@ class CostPool:
         self.by_member: dict[MemberId, WorkerCosts] = {}
 
     def update(self, candidate: Candidate, output_tokens: float) -> WorkerCosts:
-        """Compute the costs of a worker that is new, changed or has a new report."""
         member = candidate.member
         costs = self.by_member.get(member.member_id)
         if costs is None:

@@ -69,7 +69,7 @@ class WorkerPool:
         return [link for link in self.links(kind) if link.usable]
 
     def link(self, member_id: MemberId) -> WorkerLink | None:
-        """Return the link to a worker if it is usable."""
+        """Return the link if it is usable."""
         link = self._links.get(member_id)
         return link if link is not None and link.usable else None
 
