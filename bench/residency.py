@@ -36,11 +36,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.engine.base import EngineStats, KvEventBatch, PagesRemoved, PagesStored, RequestId
-from kvferry.membership.base import MemberId
+from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import KEY_BYTES, pack_keys, route_keys, seed_of, unpack_keys
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
-from kvferry.router.placement import Candidate
-from kvferry.router.pricing import PlacementRequest, Placer, WorkerView
+from kvferry.router.placement import Candidate, PlacementRequest
+from kvferry.router.placer import Placer
 from kvferry.worker.page_mirror import PageMirror
 from kvferry_loadtest.machine import machine_line
 
@@ -111,10 +111,10 @@ class Cluster:
     def __init__(self, num_workers: int, say: Say) -> None:
         self.random = random.Random(7)
         self.index = ResidencyIndex()
-        load = EngineStats(num_running=4, num_pages=100_000, num_pages_used=4000)
-        self.prefill = [self._view(f"prefill-{i}", load) for i in range(num_workers // 2)]
-        self.decode = [self._view(f"decode-{i}", load) for i in range(num_workers // 2)]
-        self.holders = [Holder(view.candidate.member_id, Tier.GPU) for view in (*self.prefill, *self.decode)]
+        stats = EngineStats(num_running=4, num_pages=100_000, num_pages_used=4000)
+        self.prefill = [self._candidate(f"prefill-{i}", stats) for i in range(num_workers // 2)]
+        self.decode = [self._candidate(f"decode-{i}", stats) for i in range(num_workers // 2)]
+        self.holders = [Holder(candidate.member.member_id, Tier.GPU) for candidate in (*self.prefill, *self.decode)]
         self.prompts: dict[Holder, deque[bytes]] = {holder: deque() for holder in self.holders}
         per_worker = min(MAX_PAGES_PER_WORKER, MAX_PAGES // num_workers) // PAGES
         say(f"filling {num_workers} workers with {per_worker * PAGES:,} pages each")
@@ -141,8 +141,17 @@ class Cluster:
             self.index.store(holder, keys[: 1 + (i * step) % PAGES])
 
     @staticmethod
-    def _view(name: str, load: EngineStats) -> WorkerView:
-        return WorkerView(Candidate(MemberId(name), "model", BLOCK_SIZE, "auto"), load)
+    def _candidate(name: str, stats: EngineStats) -> Candidate:
+        member = Member(
+            kind=MemberKind.PREFILL,
+            member_id=MemberId(name),
+            address="127.0.0.1:1",
+            model="model",
+            version="0",
+            block_size=BLOCK_SIZE,
+            kv_cache_dtype="auto",
+        )
+        return Candidate(member, stats)
 
 
 def bench_events(cluster: Cluster) -> float:
@@ -228,13 +237,13 @@ def bench(num_workers: int, say: Say) -> dict[str, float]:
 
     def account(i: int) -> None:
         request = PlacementRequest(RequestId("request"), keys[i % 48], PROMPT_TOKENS, BLOCK_SIZE, 256)
-        decision = placer.place(request, cluster.prefill, cluster.decode, 1.0)
+        begin_s = 10.0 * i  # so late that the pages of the request before are expected no more
+        decision = placer.place(request, cluster.prefill, cluster.decode, begin_s)
         assert decision is not None
-        placer.began(request, decision, 1.0)
-        placer.prefilled(request.request_id, 1.1)
-        placer.first_token(request.request_id, 1.2)
-        placer.ended(request.request_id, 1.3)
-        placer.expire(9.0)
+        placer.began(request, decision, begin_s)
+        placer.prefilled(request.request_id, begin_s + 0.1)
+        placer.first_token(request.request_id, begin_s + 0.2)
+        placer.ended(request.request_id, begin_s + 0.3)
 
     # 12 and 48 share a divisor: 5 of 48 at a time visits all kinds in turn.
     # Requests carry their tokens as arrays from the gateway's rendering on.

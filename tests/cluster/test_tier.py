@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import tempfile
 import threading
@@ -114,8 +115,8 @@ async def until_known(cluster: SimCluster, num_pages: int) -> None:
     assert gateway is not None
     await until(
         lambda: (
-            bool(gateway.keepers.views())
-            and sum(state.num_pages for state in gateway.keepers.states().values()) >= num_pages
+            bool(gateway.keepers.costs())
+            and sum(state.num_chunks for state in gateway.keepers.states().values()) >= num_pages
         )
     )
     index = gateway.residents.index
@@ -247,9 +248,10 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
         await until_known(cluster, num_prompt // PAGE)
         await end_workers(cluster)
-        (name,) = gateway.keepers.views()
-        slow = {name: gateway.keepers.views()[name].__class__(frozenset(), 10_000.0, 0.0)}
-        monkeypatch.setattr(gateway.app.openai._dispatcher, "_volumes", lambda: slow)  # type: ignore[union-attr]
+        (name,) = gateway.keepers.costs()
+        slow = {name: gateway.keepers.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
+        dispatcher = gateway.app.openai._dispatcher  # type: ignore[union-attr]
+        monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda: slow))
         _, fresh = await add_worker(cluster, kept)
         await until(lambda: has_keeper(fresh))
         await cluster.ready(1)

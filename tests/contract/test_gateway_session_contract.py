@@ -13,8 +13,7 @@ from kvferry import __version__
 from kvferry.engine.base import FinishReason
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineDead
-from kvferry.link import codec
-from kvferry.link import gateway_session as gateway_session
+from kvferry.link import codec, gateway_session, outgoing_queue
 from kvferry.link.flow_control import MAX_UNREAD_MESSAGES
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
@@ -212,7 +211,7 @@ async def test_a_gateway_that_never_reads_loses_its_requests_and_memory_stays_bo
     monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     max_pending_bytes = 1 << 20
-    monkeypatch.setattr(gateway_session, "MAX_PENDING_BYTES", max_pending_bytes)
+    monkeypatch.setattr(outgoing_queue, "MAX_PENDING_BYTES", max_pending_bytes)
     engine = Firehose("x" * 1000)
     engine.open.clear()
     async with serving(engine) as worker:
@@ -249,7 +248,7 @@ async def test_a_gateway_that_asks_and_never_reads_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, worker: WorkerServer, transport: Transport
 ) -> None:
     """Not even the refusals may pile up."""
-    monkeypatch.setattr(gateway_session, "MAX_PENDING_BYTES", 64 << 10)
+    monkeypatch.setattr(outgoing_queue, "MAX_PENDING_BYTES", 64 << 10)
     gateway = Gateway(worker, transport)
     await gateway.hello()
     worker.refuse_new()
@@ -338,7 +337,7 @@ async def test_a_snapshot_is_asked_for(worker: WorkerServer, transport: Transpor
 async def test_residency_gives_way_to_outputs_when_too_much_waits(
     monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
-    monkeypatch.setattr(gateway_session, "MAX_PENDING_BYTES", 1 << 20)
+    monkeypatch.setattr(outgoing_queue, "MAX_PENDING_BYTES", 1 << 20)
     engine = Firehose("x" * 1000)
     async with serving(engine) as worker:
         gateway = Gateway(worker, transport)

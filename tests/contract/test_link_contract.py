@@ -19,7 +19,8 @@ from kvferry.link import flow_control
 from kvferry.link import worker_link as router_link
 from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
 from kvferry.link.grpc_server import SERVICE
-from kvferry.link.worker_link import RemoteRequest, WorkerLink
+from kvferry.link.remote_request import RemoteRequest
+from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
@@ -307,9 +308,9 @@ async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch, transport: 
     monkeypatch.setattr(router_link, "ACK_EVERY_S", 0.1)
     async with working(transport) as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
-        num_messages = link._receipts.num_messages
+        num_messages = link._ack_counter.num_messages
         # Heartbeats of more than the limit, and some.
-        await until(lambda: link._receipts.num_messages >= num_messages + 12)
+        await until(lambda: link._ack_counter.num_messages >= num_messages + 12)
         assert link.generation == 1
         assert link.usable
 
@@ -398,7 +399,7 @@ async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it(trans
         remote = Sent(link, request("d", max_tokens=1, keep_for_transfer=True))
         await until(lambda: worker.engine.stats().num_waiting == 1)
         remote.cancel(orphans.append)
-        await until(lambda: not link._number_to_orphaned, what="the worker said how it ended")
+        await until(lambda: not link._number_to_on_orphan, what="the worker said how it ended")
         assert len(orphans) == 2
 
 

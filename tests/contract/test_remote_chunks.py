@@ -24,7 +24,7 @@ from kvferry.keeper.host import KeeperHost
 from kvferry.keeper.volume_io import Cause
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.codec import residency_from_wire
-from kvferry.residency.feed import Follower, SnapshotPart
+from kvferry.residency.feed import ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
 from kvferry.store import chunk_file
 from kvferry.store.direct_io import Fault, Operation
@@ -403,7 +403,7 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
         stub = keeper_pb2_grpc.KeeperStub(channel)  # type: ignore[no-untyped-call]
         volume_id = b.keeper.volume_ids[0]
         index = ResidencyIndex()
-        follower = Follower(index, volume_id)
+        follower = ResidencyFollower(index, volume_id)
         states: list[pb.VolumeState] = []
 
         async def follow() -> None:
@@ -413,9 +413,9 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
                     continue
                 told = residency_from_wire(update.residency)
                 if isinstance(told, SnapshotPart):
-                    follower.take_part(told)
+                    follower.apply_part(told)
                 else:
-                    follower.take_delta(told)
+                    follower.apply_delta(told)
 
         task = asyncio.create_task(follow())
         await until(lambda: index.num_pages == len(CHUNKS))

@@ -23,7 +23,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.sim import SimEngine
 from kvferry.link import codec
-from kvferry.link.flow_control import Receipts
+from kvferry.link.flow_control import AckCounter
 from kvferry.link.frames import PREAMBLE, encode_frames
 from kvferry.link.grpc_server import CHANNEL_OPTIONS, SERVICE
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -154,7 +154,7 @@ class Gateway:
         self.num_messages = 0
         self.num_tokens: dict[int, int] = {}
         self.ended: dict[int, Any] = {}
-        self._receipts = Receipts()
+        self._ack_counter = AckCounter()
 
     async def write(self, message: pb.Downward) -> None:
         await self.wire.send(message.SerializeToString())
@@ -174,9 +174,9 @@ class Gateway:
     async def read(self) -> pb.Upward:
         """Raises LinkEnded."""
         payload = await self.wire.receive()
-        if self._receipts.add(len(payload)):
-            self._receipts.told()
-            ack = pb.Ack(num_messages=self._receipts.num_messages, num_bytes=self._receipts.num_bytes)
+        if self._ack_counter.count(len(payload)):
+            self._ack_counter.acknowledged()
+            ack = pb.Ack(num_messages=self._ack_counter.num_messages, num_bytes=self._ack_counter.num_bytes)
             await self.write(pb.Downward(ack=ack))
         return pb.Upward.FromString(payload)
 

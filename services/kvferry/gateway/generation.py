@@ -17,7 +17,8 @@ from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import OnOutput, OnText, RequestTrace
 from kvferry.gateway.tenants import Tenant
-from kvferry.router.dispatch import Dispatcher, Journey
+from kvferry.router.dispatch import Dispatcher
+from kvferry.router.journey import Journey
 
 
 class Sink(Protocol):

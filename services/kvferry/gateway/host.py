@@ -163,7 +163,7 @@ class GatewayHost:
         self.keepers.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         dispatcher = Dispatcher(
-            self.roster, self.policy, self.metrics, self._config.gateway, volumes=self.keepers.views
+            self.roster, self.policy, self.metrics, self._config.gateway, volumes=self.keepers.costs
         )
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
@@ -320,11 +320,11 @@ class GatewayHost:
                 keeper_id=keeper_of(name),
                 readable=state.is_readable,
                 writable=state.is_writable,
-                num_trips=state.num_trips,
-                num_pages=state.num_pages,
+                num_trips=state.trips,
+                num_pages=state.num_chunks,
                 used_bytes=state.used_bytes,
                 capacity_bytes=state.capacity_bytes,
-                queued_read_bytes=state.queued_read_bytes,
+                queued_read_bytes=state.queue_bytes,
                 read_bytes_per_s=state.read_bytes_per_s,
             )
             for name, state in sorted(self.keepers.states().items())

@@ -90,7 +90,7 @@ class OpenAI:
             {
                 "request_id": journey.request_id,
                 **journey_values(journey),
-                "choices": [explain(choice) for choice in journey.choices],
+                "choices": [explain(placement) for placement in journey.placements],
             }
             for journey in self._dispatcher.recent(answer_id)
             if journey.tenant == tenant.name

@@ -1,9 +1,4 @@
-"""Between the engine's types and the messages of worker.proto.
-
-Both directions side by side, so that they cannot drift apart.
-
-Gateways use it too; it stands with the worker because the format is the worker's.
-"""
+"""Conversion between the engine's types and the messages of worker.proto, in both directions."""
 
 from __future__ import annotations
 
@@ -53,7 +48,7 @@ _SAMPLING_FIELDS = Sampling.__struct_fields__
 
 
 def sampling_to_wire(sampling: Sampling) -> pb.Sampling:
-    # What is the wire's default anyway is left out: setting a field costs 0.5 us.
+    # Defaults of the wire format are left out: setting a field costs 0.5 us.
     values = structs.asdict(sampling).items()
     return pb.Sampling(**{name: value for name, value in values if value or (name in _OPTIONAL and value is not None)})
 
@@ -104,7 +99,7 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
 
 
 def submit_from_wire(message: pb.Submit) -> EngineRequest:
-    """Raises ValueError for what cannot be read."""
+    """Raises ValueError for a message that cannot be read."""
     return EngineRequest(
         request_id=RequestId(message.request_id),
         prompt_token_ids=list(message.prompt_token_ids),
@@ -131,7 +126,6 @@ def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
-    """Add one request's output to a step's columns."""
     delta = output.delta
     if output.token_ids or output.text or delta is not None:
         step.numbers.append(number)
@@ -171,7 +165,7 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
 
 
 def approximate_bytes(output: EngineOutput) -> int:
-    """About how many bytes an output takes on the wire, never far less; serialising it to know would cost too much."""
+    """Estimate the size of an output on the wire, never far too low; serialising it would cost too much."""
     size = 32 + 5 * len(output.token_ids) + 4 * len(output.text)
     for position in output.logprobs or ():
         size += sum(24 + 4 * len(entry.text) for entry in position)
@@ -209,25 +203,25 @@ def _delta_to_json(delta: AnswerDelta) -> bytes:
 
 
 def _as_utf8(text: str) -> str:
-    """Lone surrogates become U+FFFD: protobuf refuses them, and a step refused half-way loses whatever is in it."""
+    """Replace lone surrogates by U+FFFD: protobuf refuses them, and a step refused half-way loses its content."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
-    """What a step says: the columns in order, then the ends."""
+    """Yield the columns in order, then the ends."""
     yield from _columns_of(step)
     yield from ends_of(step)
 
 
 def is_text_only(step: pb.Step) -> bool:
-    """Whether `texts_of` and `ends_of` are all that a step says."""
+    """Whether `texts_of` and `ends_of` give the whole step."""
     return not (step.logprobs or step.deltas)
 
 
 def texts_of(step: pb.Step) -> Iterable[tuple[int, Sequence[int], str]]:
-    """The columns in order: number, tokens, text. No object is built for an output, and for one token no list."""
+    """Return number, tokens and text of each column entry, without an object for each output."""
     token_ids, num_tokens = list(step.token_ids), list(step.num_tokens)
     each: Iterable[Sequence[int]]
     if len(token_ids) == len(num_tokens) == num_tokens.count(1):

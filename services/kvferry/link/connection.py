@@ -1,4 +1,4 @@
-"""What carries a link to a worker: payloads in order, both ways. There are two kinds; which one is decided here."""
+"""The connection below a link, and the choice between its two kinds."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Receive = Callable[[bytes], None]
 
 
 class Connection(Protocol):
-    """An open way to one worker. Both implementations pass tests/contract/test_link_contract.py."""
+    """Both kinds pass tests/contract/test_link_contract.py."""
 
     @property
     def ended(self) -> asyncio.Future[str]:
-        """Done when the connection broke or was ended, with why: a phrase that follows 'worker X was lost:'."""
+        """Done when the connection ended, with why: a phrase that follows 'worker X was lost:'."""
         ...
 
     def send(self, payload: bytes) -> None:
-        """A serialized Downward message. Never waits; nothing happens after the end."""
+        """Send a serialized Downward message. Never waits; does nothing after the end."""
         ...
 
     async def close(self) -> None:
-        """End it. Nothing is received after this was called; may be repeated."""
+        """Nothing is received after this call. Idempotent."""
         ...
 
 
 async def dial(member: Member, worker: WorkerConfig, receive: Receive) -> Connection:
-    """Frames where the worker offers them and `worker.link` allows them, else gRPC.
+    """Raises OSError when nothing answers or the TLS handshake fails, ConfigError for unusable TLS files.
 
-    Raises OSError when nobody answers or the TLS handshake fails, ConfigError for TLS files that cannot be used. May
-    also return a connection that ends soon after.
+    May also return a connection that ends soon.
     """
+    # Frames where the worker offers them and the configuration allows them.
     if worker.link == "frames" and member.link_address:
         return await FrameConnection.dial(member.link_address, worker.tls, receive)
     return GrpcConnection(member.address, worker.tls, receive)

@@ -1,24 +1,28 @@
-"""How far a worker may run ahead of a gateway that reads its steps: both ends of that count.
+"""Limits how far a worker sends ahead of a gateway. Both ends count messages and bytes.
 
-Socket buffers are no measure: they differ between machines and grow by themselves. The gateway says what it has read,
-cumulatively and seldom; the worker stops when too much is not accounted for, and merges steps until it is.
+Socket buffers are no measure: they differ between machines and grow.
 """
 
 from __future__ import annotations
 
-# A worker sends on while both are undershot: 0.3 s of steps of 5 ms, and more than a round trip between machines holds.
+# A worker sends while both counts are below these: 0.3 s of steps of 5 ms, more than fit in a round trip between
+# machines. Without credit steps merge until the gateway has read more.
 MAX_UNREAD_MESSAGES = 64
 MAX_UNREAD_BYTES = 1 << 20
 
-# A gateway says what it read at the first of these; well below the limits above, or a link would come to rest.
+# A gateway acknowledges at the first of these. They are well below the limits above, or a link would come to rest.
 ACK_EVERY_MESSAGES = 16
 ACK_EVERY_BYTES = 256 << 10
-# And in any case this often: a worker takes a gateway from which nothing comes for lost.
+# And at least this often: see SILENCE_LIMIT_S.
 ACK_EVERY_S = 3.0
+
+# An end from which nothing came for this long is lost, whatever its TCP says. A gateway sends at least every
+# ACK_EVERY_S, a worker at every heartbeat (1 s); for a gateway the time begins with the first byte of a dial.
+SILENCE_LIMIT_S = 15.0
 
 
 class Credit:
-    """The worker's count of one link."""
+    """The worker's count for one link."""
 
     __slots__ = ("_num_bytes_read", "_num_bytes_sent", "_num_messages_read", "_num_messages_sent")
 
@@ -31,7 +35,7 @@ class Credit:
         return f"<Credit unread={num_messages} messages, {self._num_bytes_sent - self._num_bytes_read} bytes>"
 
     @property
-    def left(self) -> bool:
+    def is_left(self) -> bool:
         """One more message may be sent, of any size."""
         return (
             self._num_messages_sent - self._num_messages_read < MAX_UNREAD_MESSAGES
@@ -39,12 +43,14 @@ class Credit:
         )
 
     def spend(self, num_bytes: int) -> None:
-        """A message of this size is sent."""
         self._num_messages_sent += 1
         self._num_bytes_sent += num_bytes
 
     def restore(self, num_messages: int, num_bytes: int) -> None:
-        """What the gateway has read since the link began. Raises ValueError when that was never sent, or goes back."""
+        """Set what the gateway has read since the link began.
+
+        Raises ValueError for counts never sent, or smaller ones.
+        """
         if not (
             self._num_messages_read <= num_messages <= self._num_messages_sent
             and self._num_bytes_read <= num_bytes <= self._num_bytes_sent
@@ -54,25 +60,24 @@ class Credit:
         self._num_bytes_read = num_bytes
 
 
-class Receipts:
-    """The gateway's count of one link."""
+class AckCounter:
+    """The gateway's count for one link."""
 
-    __slots__ = ("_num_bytes_told", "_num_messages_told", "num_bytes", "num_messages")
+    __slots__ = ("_num_bytes_acknowledged", "_num_messages_acknowledged", "num_bytes", "num_messages")
 
     def __init__(self) -> None:
-        self.num_messages = self._num_messages_told = 0
-        self.num_bytes = self._num_bytes_told = 0
+        self.num_messages = self._num_messages_acknowledged = 0
+        self.num_bytes = self._num_bytes_acknowledged = 0
 
-    def add(self, num_bytes: int) -> bool:
-        """A message of this size was read; True when it is time to say so."""
+    def count(self, num_bytes: int) -> bool:
+        """Returns whether an acknowledgement is due."""
         self.num_messages += 1
         self.num_bytes += num_bytes
         return (
-            self.num_messages - self._num_messages_told >= ACK_EVERY_MESSAGES
-            or self.num_bytes - self._num_bytes_told >= ACK_EVERY_BYTES
+            self.num_messages - self._num_messages_acknowledged >= ACK_EVERY_MESSAGES
+            or self.num_bytes - self._num_bytes_acknowledged >= ACK_EVERY_BYTES
         )
 
-    def told(self) -> None:
-        """The worker is being told of everything counted so far."""
-        self._num_messages_told = self.num_messages
-        self._num_bytes_told = self.num_bytes
+    def acknowledged(self) -> None:
+        self._num_messages_acknowledged = self.num_messages
+        self._num_bytes_acknowledged = self.num_bytes

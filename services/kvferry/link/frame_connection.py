@@ -1,4 +1,4 @@
-"""A link as frames on TCP: no task wakes for a message, what arrived is handed on where it is read."""
+"""The gateway's end of a link as frames on TCP: no task wakes for a payload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import cast
 
-from kvferry import mutual_tls as worker_tls
+from kvferry import mutual_tls
 from kvferry.config import TlsConfig
 from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, encode_frames, send_at_once
 
@@ -25,10 +25,10 @@ class FrameConnection(asyncio.Protocol):
 
     @staticmethod
     async def dial(address: str, tls: TlsConfig, receive: Callable[[bytes], None]) -> FrameConnection:
-        """Raises OSError when nobody answers or the TLS handshake fails, ConfigError for unusable TLS files."""
+        """Raises OSError when nothing answers or the TLS handshake fails, ConfigError for unusable TLS files."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
-        context = worker_tls.client_context(tls) if tls.enabled else None
+        context = mutual_tls.client_context(tls) if tls.enabled else None
         name = (tls.server_name or host) if context is not None else None
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
@@ -47,7 +47,7 @@ class FrameConnection(asyncio.Protocol):
     async def close(self) -> None:
         self._end("this gateway closed the connection")
         if self._transport is not None:
-            # What was sent leaves first: a cancel is worth it.
+            # Written messages leave first: they may be cancels.
             self._transport.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -55,7 +55,7 @@ class FrameConnection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    # What the event loop calls.
+    # Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name

@@ -1,4 +1,4 @@
-"""Where a worker takes links as frames on TCP: one connection per gateway, one write per engine step."""
+"""The worker's end of links as frames on TCP: one connection per gateway, one write per engine step."""
 
 from __future__ import annotations
 
@@ -26,23 +26,20 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# A gateway that has said who it is.
+# Called after Hello.
 Attach = Callable[[SessionTransport, pb.Hello], GatewaySession]
 Detach = Callable[[GatewaySession], object]
 
 
 class FrameServer:
-    """Listens from `start` to `stop`.
-
-    Connections become attachments through `attach` once their gateway said who it is, and end through `detach`.
-    """
+    """A connection gets a session by `attach` after its Hello."""
 
     def __init__(self, attach: Attach, detach: Detach) -> None:
         self._attach = attach
         self._detach = detach
         self._server: asyncio.Server | None = None
-        self._connections: set[_Connection] = set()
-        self._gone = asyncio.Event()
+        self._connections: set[_FrameTransport] = set()
+        self._removed = asyncio.Event()
         self._stopping = False
         self.port = 0
 
@@ -50,12 +47,12 @@ class FrameServer:
         loop = asyncio.get_running_loop()
         timeout_s = GREETING_TIMEOUT_S if context is not None else None
         self._server = await loop.create_server(
-            lambda: _Connection(self), host, 0, ssl=context, ssl_handshake_timeout=timeout_s
+            lambda: _FrameTransport(self), host, 0, ssl=context, ssl_handshake_timeout=timeout_s
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self, grace_s: float) -> None:
-        """Let what waits leave, for `grace_s` at most."""
+        """Wait up to `grace_s` for pending messages to leave."""
         if self._server is None:
             return
         self._stopping = True
@@ -64,32 +61,32 @@ class FrameServer:
             connection.close()
         try:
             async with asyncio.timeout(grace_s):
-                await self._until_gone()
+                await self._until_empty()
         except TimeoutError:
             for connection in list(self._connections):
                 connection.abort()
-            await self._until_gone()
+            await self._until_empty()
         self._server = None
 
-    async def _until_gone(self) -> None:
+    async def _until_empty(self) -> None:
         while self._connections:
-            self._gone.clear()
-            await self._gone.wait()
+            self._removed.clear()
+            await self._removed.wait()
 
-    # What connections call.
+    # Called by transports
 
-    def came(self, connection: _Connection) -> None:
+    def add(self, connection: _FrameTransport) -> None:
         self._connections.add(connection)
-        if self._stopping:  # taken before `stop`, and told of only now
+        if self._stopping:  # accepted before `stop`, and reported only now
             connection.abort()
 
-    def went(self, connection: _Connection) -> None:
+    def remove(self, connection: _FrameTransport) -> None:
         self._connections.discard(connection)
-        self._gone.set()
+        self._removed.set()
 
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         if hello.version != __version__:
-            # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
+            # All roles come in one wheel: a difference is a half-done upgrade, which an operator should see.
             log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         return self._attach(transport, hello)
 
@@ -97,40 +94,38 @@ class FrameServer:
         self._detach(session)
 
 
-class _Connection(asyncio.Protocol):
-    """An SessionTransport, and the way in: everything that arrived is handed on before `data_received` returns."""
-
+class _FrameTransport(asyncio.Protocol):
     def __init__(self, server: FrameServer) -> None:
         self._server = server
         self._decoder = FrameDecoder(MAX_FIRST_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
         self._peer = ""
-        self._attachment: GatewaySession | None = None
+        self._session: GatewaySession | None = None
         self._greeting: asyncio.TimerHandle | None = None
         self._finishing = False  # no more is written
 
-    # What the event loop calls.
+    # Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         self._peer = _describe(transport.get_extra_info("peername"))
         send_at_once(transport)
         self._greeting = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._not_greeted)
-        self._server.came(self)
+        self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
         try:
             for payload in self._decoder.feed(data):
                 if self._transport is None:
                     return
-                if self._attachment is None:
+                if self._session is None:
                     self._greet(payload)
                 else:
-                    self._attachment.receive(payload)
+                    self._session.receive(payload)
         except ValueError as error:
             self._refuse(str(error))
         except Exception:
-            # Not this connection's fault, perhaps, but it cannot go on.
+            # Perhaps not this connection's fault, but the connection cannot go on.
             log.exception("reading from %s failed", self._peer)
             self.abort()
 
@@ -138,17 +133,17 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         if self._greeting is not None:
             self._greeting.cancel()
-        if self._attachment is not None:
-            self._server.detach(self._attachment)
-        self._server.went(self)
+        if self._session is not None:
+            self._server.detach(self._session)
+        self._server.remove(self)
 
-    # What the attachment calls.
+    # Methods of SessionTransport
 
     def ready(self) -> None:
-        transport, session = self._transport, self._attachment
+        transport, session = self._transport, self._session
         if transport is None or session is None or transport.is_closing() or self._finishing:
             return
-        if payloads := session.take():
+        if payloads := session.drain():
             transport.write(encode_frames(payloads))
 
     def abort(self) -> None:
@@ -156,17 +151,16 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """End after what waits was sent."""
         transport = self._transport
         if transport is None:
             return
-        if self._attachment is None:
+        if self._session is None:
             transport.close()
             return
-        self._attachment.close()
+        self._session.close()
         if transport.can_write_eof():
-            # Closing with something unread resets the connection, and the gateway may lose what it has not read yet. It
-            # closes when it has come to the end; until then what it sends is read.
+            # Closing with unread data resets the connection, and the gateway may lose messages that it has not read.
+            # The gateway closes when it has read to the end; until then its messages are read.
             transport.write_eof()
             self._finishing = True
         else:
@@ -183,9 +177,9 @@ class _Connection(asyncio.Protocol):
         if self._greeting is not None:
             self._greeting.cancel()
         self._decoder.max_frame_bytes = MAX_FRAME_BYTES
-        # Only now: who speaks something else learns nothing of what answers here.
+        # Only now: a peer with another protocol learns nothing of this server.
         self._transport.write(PREAMBLE)
-        self._attachment = self._server.attach(self, message.hello)
+        self._session = self._server.attach(self, message.hello)
         self.ready()
 
     def _refuse(self, reason: str) -> None:

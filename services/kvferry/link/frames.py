@@ -1,9 +1,7 @@
-"""How messages of worker.proto move over TCP: both ends of a link use this.
+"""The frame protocol of links over TCP, for both ends.
 
-A connection begins with PREAMBLE from the gateway, answered with PREAMBLE by the worker. From then on frames go both
-ways: 4 bytes of length, little-endian, then a serialized Downward or Upward. The first Downward is Hello.
-
-Whatever breaks these rules costs its own connection and nothing else. Nothing is ever unpickled.
+The gateway sends PREAMBLE, the worker answers with it. Then each frame is a length (4 bytes, little-endian) and a
+serialized Downward or Upward, beginning with Hello. A violation ends that connection only. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from collections.abc import Iterable, Iterator
 
 from kvferry.grpc_options import MAX_MESSAGE_BYTES
 
-# A peer that speaks something else, or another version of this, is refused at its first bytes.
+# A peer with another protocol, or another version of this one, is refused at its first bytes.
 PREAMBLE = b"KVFERRY\x01"
 
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES
-# Nobody has said yet who they are: what a stranger can make us hold is small.
+# Before Hello the peer is unknown: it can make this process buffer little.
 MAX_FIRST_FRAME_BYTES = 4096
 
 # From a connection to its preamble and Hello.
@@ -29,11 +27,10 @@ _LENGTH_BYTES = 4
 
 
 class FrameError(ValueError):
-    """The peer does not speak frames, or not ours; its connection ends."""
+    pass
 
 
 def encode_frames(payloads: Iterable[bytes]) -> bytes:
-    """Frames for one write."""
     pieces = []
     for payload in payloads:
         pieces.append(len(payload).to_bytes(_LENGTH_BYTES, "little"))
@@ -42,20 +39,18 @@ def encode_frames(payloads: Iterable[bytes]) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into payloads, after its preamble."""
-
     __slots__ = ("_buffer", "_num_wanted", "greeted", "max_frame_bytes")
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.max_frame_bytes = max_frame_bytes  # may be changed between payloads
         self.greeted = False  # the preamble was read
         self._buffer = bytearray()
-        self._num_wanted = len(PREAMBLE)  # bytes without which nothing can be cut off
+        self._num_wanted = len(PREAMBLE)  # bytes that the next payload needs at least
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Every payload that is complete with `data`, which is taken whole even if not all are asked for.
+        """Yield the payloads that are complete with `data`. All of it is buffered even if the iteration stops early.
 
-        Raises FrameError, while iterating, for what is not our format.
+        Raises FrameError, while iterating, for invalid data.
         """
         buffer = self._buffer
         buffer += data
@@ -86,10 +81,8 @@ class FrameDecoder:
 
 
 def send_at_once(transport: asyncio.BaseTransport) -> None:
-    """Keep a step from waiting for the acknowledgement of the one before.
-
-    asyncio does so only for sockets that name their protocol, which those of `socket.create_server` do not.
-    """
+    """Set TCP_NODELAY, so that no step waits for an acknowledgement."""
+    # asyncio sets it only for sockets that name their protocol, which those of `socket.create_server` do not.
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is not None:
         with contextlib.suppress(OSError):  # gone already

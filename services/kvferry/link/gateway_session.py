@@ -1,7 +1,7 @@
-"""One gateway's link to a worker, whatever carries it: its requests, and the messages that are being filled for it.
+"""The worker's end of one gateway's link, over either transport.
 
-Ownership: an attachment owns the requests that came over it. When its link ends, for whatever reason, they are aborted
-and their pages released. Nothing a gateway sends can make another gateway's requests fail.
+A session owns the requests that came over it. When its link ends, they are aborted and their pages released. No
+gateway can make another gateway's requests fail.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,43 +19,32 @@ from google.protobuf.message import DecodeError
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, TransferParams
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, WorkerLost
 from kvferry.link import codec
-from kvferry.link.flow_control import Credit
-from kvferry.link.frames import MAX_FRAME_BYTES
+from kvferry.link.flow_control import SILENCE_LIMIT_S
+from kvferry.link.outgoing_queue import OutgoingQueue
 from kvferry.task_set import TaskSet
 from kvferry.tracing import Span
 from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# A gateway that stopped reading: when more than this waits for it, its requests end. Well below what one message may
-# have, because outputs that wait become one message.
-MAX_PENDING_BYTES = 16 << 20
-
-# A gateway speaks every credit.ACK_EVERY_S. One that says nothing for this long is gone, whatever its TCP says.
-SILENCE_LIMIT_S = 15.0
-
-# A load goes with the first step after this, and by itself when no step came for IDLE_STATS_DELAY_S: reading an
+# Stats go with the first step after this, and by themselves when no step came for IDLE_STATS_DELAY_S: reading an
 # engine's counters and sending them with every step would cost as much as a few tokens.
 STATS_INTERVAL_S = 0.05
 IDLE_STATS_DELAY_S = 0.07
 
-_FAILURE_BYTES = 64  # beside its message
-
 
 class SessionTransport(Protocol):
-    """Where the messages of an attachment leave. Each transport has one."""
-
     def ready(self) -> None:
-        """Something may wait: take it with `GatewaySession.take`, now or when it can be sent."""
+        """Messages may wait: `GatewaySession.drain` them now or when they can be sent."""
         ...
 
     def abort(self) -> None:
-        """End the link now, unsent things and all."""
+        """End the link now and drop unsent messages."""
         ...
 
 
 class InstrumentedRequest(Protocol):
-    """Metrics and trace of one request, until `finished` or `failed` is called, once."""
+    """`finished` or `failed` is called once."""
 
     @property
     def span(self) -> Span | None: ...
@@ -65,15 +53,11 @@ class InstrumentedRequest(Protocol):
 
 
 class RequestInstrumentation(Protocol):
-    """Metrics and traces of the requests of one worker."""
-
     def refused(self) -> None: ...
     def begin(self, request: EngineRequest) -> InstrumentedRequest: ...
 
 
-class Serving(Protocol):
-    """What an attachment needs of its worker."""
-
+class SessionHost(Protocol):
     @property
     def engine(self) -> Engine: ...
     @property
@@ -84,39 +68,27 @@ class Serving(Protocol):
     def welcome(self) -> pb.Welcome: ...
     def stats(self) -> pb.Load: ...
     def accept(self) -> KvferryError | None:
-        """Why a new request cannot be taken now, if so."""
+        """Return why no new request can be accepted now, or None."""
         ...
 
-    def settle(self) -> None:
-        """A request was added or ended."""
-        ...
+    def settle(self) -> None: ...
 
     def note_output(self) -> None:
-        """The engine gave something: it moves."""
+        """The engine gave an output: it does not hang."""
         ...
 
     def engine_died(self, reason: str) -> None: ...
 
 
-class _Waiting:
-    """A message that was not sent yet."""
-
-    __slots__ = ("message", "size_bytes")
-
-    def __init__(self, message: pb.Upward, size_bytes: int = 0) -> None:
-        self.message = message
-        self.size_bytes = size_bytes  # about
-
-
 class GatewaySession:
-    """Reads what a gateway sends through `receive`; what goes to it waits until the outlet takes it.
+    """Passes requests to the engine, and queues outputs until the transport drains them.
 
-    `on_snapshot_wanted` is called when the gateway asks for all this worker holds, to be told with `send_residency`.
+    `on_snapshot_wanted` is called when the gateway asks for residency; answer with `send_residency`.
     """
 
     def __init__(
         self,
-        worker: Serving,
+        worker: SessionHost,
         transport: SessionTransport,
         hello: pb.Hello,
         on_snapshot_wanted: Callable[[GatewaySession], None] | None = None,
@@ -127,34 +99,34 @@ class GatewaySession:
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._given_up: set[int] = set()  # numbers of tasks that are told to end and whose failure was said
+        self._failed_numbers: set[int] = (
+            set()
+        )  # numbers of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
-        # In the order they leave. Outputs go into the last one while that is a step.
-        self._waiting: deque[_Waiting] = deque([_Waiting(pb.Upward(welcome=worker.welcome()))])
-        self.pending_bytes = 0  # of `_waiting`, about
-        self._credit = Credit()
+        self._outgoing = OutgoingQueue(hello.gateway_id, worker.welcome())
         self._flush_scheduled = False
-        self._closing = False  # what waits may still leave, whatever the credit
-        self._ended = False  # nobody reads
+        self._ended = False  # the link is gone
         now_s = self._loop.time()
-        self._heard_s = self._sent_s = self._stats_sent_s = now_s
-        self._stats_due = False  # something changed since a load was sent
+        self._received_s = self._sent_s = self._stats_sent_s = now_s
+        self._stats_due = False  # the stats changed since they were sent
         self._stats_now = False
         self._stats_timer: asyncio.TimerHandle | None = None
-        self._beat_due_s = now_s
-        self._beat_timer = self._next_beat()
+        self._heartbeat_due_s = now_s
+        self._heartbeat_timer = self._schedule_heartbeat()
 
     def __repr__(self) -> str:
-        return (
-            f"<Attachment {self.gateway_id} requests={len(self.tasks)} pending={self.pending_bytes} bytes "
-            f"{self._credit!r}{' closing' if self._closing else ''}{' ended' if self._ended else ''}>"
-        )
+        ended = " ended" if self._ended else ""
+        return f"<GatewaySession {self.gateway_id} requests={len(self.tasks)} {self._outgoing!r}{ended}>"
 
-    # What the gateway says.
+    @property
+    def pending_bytes(self) -> int:
+        return self._outgoing.pending_bytes
+
+    # From the gateway
 
     def receive(self, payload: bytes) -> None:
-        """A Downward message. Raises ValueError for one that no gateway would send; the link is then to be ended."""
-        self._heard_s = self._loop.time()
+        """Handle a Downward message. Raises ValueError for an invalid one; the caller then ends the link."""
+        self._received_s = self._loop.time()
         if self._ended:
             return
         try:
@@ -163,8 +135,8 @@ class GatewaySession:
             raise ValueError(f"not a message of ours: {error}") from None
         match message.WhichOneof("kind"):
             case "ack":
-                self._credit.restore(message.ack.num_messages, message.ack.num_bytes)
-                if self._waiting or self._stats_now:
+                self._outgoing.restore_credit(message.ack.num_messages, message.ack.num_bytes)
+                if self._outgoing or self._stats_now:
                     self._transport.ready()
             case "submit":
                 self._submit(message.submit)
@@ -200,8 +172,7 @@ class GatewaySession:
 
     def _cancel(self, number: int) -> None:
         if (task := self.tasks.get(number)) is not None:
-            # Not at once: a task that never ran would skip its own cleaning up. The loop runs what it was given in
-            # order.
+            # Not at once: a task that never ran would skip its own cleanup. The loop runs callbacks in order.
             self._loop.call_soon(_cancel_once, task)
 
     def _release(self, message: pb.Release) -> None:
@@ -219,7 +190,7 @@ class GatewaySession:
         except Exception:
             log.exception("pages were not released; their lease ends them")
 
-    # What the engine gives.
+    # From the engine
 
     async def _run(self, number: int, request: EngineRequest) -> None:
         instrumented = self._worker.instrumentation.begin(request)
@@ -246,98 +217,64 @@ class GatewaySession:
             self._end(number, EngineError("the engine failed on this request; its log says why"))
         finally:
             self.tasks.pop(number, None)
-            self._given_up.discard(number)
+            self._failed_numbers.discard(number)
             self._worker.settle()
 
     def _add(self, number: int, output: EngineOutput) -> None:
         self._worker.note_output()
-        if number in self._given_up or self._ended:
-            return
-        step = self._open_step()
-        codec.append_output(step.message.step, number, output)
-        self._grow(step, codec.approximate_bytes(output))
+        if number not in self._failed_numbers and not self._ended:
+            self._outgoing.add_output(number, output)
+            self._limit_pending()
 
     def _end(self, number: int, error: KvferryError) -> None:
-        if number in self._given_up or self._ended:
-            return
-        step = self._open_step()
-        codec.append_failure(step.message.step, number, error)
-        self._grow(step, _FAILURE_BYTES + len(error.message))
+        if number not in self._failed_numbers and not self._ended:
+            self._outgoing.add_failure(number, error)
+            self._limit_pending()
 
-    def _open_step(self) -> _Waiting:
-        if not self._waiting or not self._waiting[-1].message.HasField("step"):
-            message = pb.Upward()
-            message.step.SetInParent()
-            self._waiting.append(_Waiting(message))
-        return self._waiting[-1]
-
-    def _grow(self, waiting: _Waiting, size_bytes: int) -> None:
-        waiting.size_bytes += size_bytes
-        self.pending_bytes += size_bytes
-        if self.pending_bytes > MAX_PENDING_BYTES:
-            # The gateway sees a gap and asks for a snapshot: costs less than requests.
-            self._drop_residency()
-        if self.pending_bytes > MAX_PENDING_BYTES:
-            self._give_up()
+    def _limit_pending(self) -> None:
+        if self._outgoing.is_overfull:
+            self._outgoing.drop_residency()
+        if self._outgoing.is_overfull:
+            self._fail_slow_reader()
         self._schedule_flush()
 
-    def _give_up(self) -> None:
-        """Forget what waits for a gateway that does not read, and end its requests; the link itself goes on."""
-        steps = [waiting.message.step for waiting in self._waiting]
-        # Also those whose end was said, in a message that is dropped now.
-        numbers = {*self.tasks, *(n for step in steps for n in (*step.numbers, *(e.number for e in step.finished)))}
+    def _fail_slow_reader(self) -> None:
+        """Drop pending messages and end the requests; the link itself stays."""
+        # Also requests whose end was in a message that is dropped now.
+        numbers = {*self.tasks, *self._outgoing.clear()}
         log.error("gateway %s does not read: %d requests end, their outputs are dropped", self.gateway_id, len(numbers))
-        self._waiting.clear()
-        self.pending_bytes = 0
         self._fail(numbers, WorkerLost("the gateway read too slowly; the worker dropped its outputs"))
-        if self.pending_bytes > MAX_PENDING_BYTES // 2:
-            # It goes on asking without ever reading the answers.
+        if self._outgoing.is_half_full:
+            # The gateway goes on submitting without reading the answers.
             log.error("gateway %s is cut off", self.gateway_id)
             self._transport.abort()
 
     def fail_all(self, error: KvferryError) -> None:
-        """End every request with `error`, after what it gave already."""
-        if not self._ended and (numbers := self.tasks.keys() - self._given_up):
+        """End every request with `error`, after its outputs so far."""
+        if not self._ended and (numbers := self.tasks.keys() - self._failed_numbers):
             self._fail(numbers, error)
             self._schedule_flush()
 
     def _fail(self, numbers: set[int], error: KvferryError) -> None:
-        step = self._open_step()
         for number in sorted(numbers):
-            codec.append_failure(step.message.step, number, error)
-        size_bytes = len(numbers) * (_FAILURE_BYTES + len(error.message))
-        step.size_bytes += size_bytes
-        self.pending_bytes += size_bytes
+            self._outgoing.add_failure(number, error)
         for number in self.tasks:
-            self._given_up.add(number)
+            self._failed_numbers.add(number)
             self._cancel(number)
 
-    # What goes to the gateway.
+    # To the gateway
 
     def send_residency(self, message: pb.Residency) -> bool:
-        """Send after everything that waits now. False when too much waits: it is dropped, and the gateway sees a gap.
+        """Returns False and drops the message when too much waits.
 
-        Raises ValueError for a message that is too large for one frame.
+        Raises ValueError when it is too large for one frame.
         """
-        size_bytes = message.ByteSize()
-        if size_bytes + 16 > MAX_FRAME_BYTES:
-            raise ValueError(f"a Residency of {size_bytes} bytes; send it in pieces")
-        if self._ended or self.pending_bytes + size_bytes > MAX_PENDING_BYTES:
+        if self._ended or not self._outgoing.add_residency(message):
             return False
-        self._waiting.append(_Waiting(pb.Upward(residency=message), size_bytes))
-        self.pending_bytes += size_bytes
         self._schedule_flush()
         return True
 
-    def _drop_residency(self) -> None:
-        kept = deque(waiting for waiting in self._waiting if not waiting.message.HasField("residency"))
-        if num_dropped := len(self._waiting) - len(kept):
-            log.warning("gateway %s reads slowly: %d messages of residency are dropped", self.gateway_id, num_dropped)
-            self._waiting = kept
-            self.pending_bytes = sum(waiting.size_bytes for waiting in kept)
-
     def send_stats(self) -> None:
-        """Tell how loaded this worker is, at once."""
         self._stats_now = True
         self._schedule_flush()
 
@@ -352,50 +289,41 @@ class GatewaySession:
         self._flush_scheduled = False
         self._transport.ready()
 
-    def take(self) -> list[bytes]:
-        """Serialized Upward messages that may be sent now, in order. The caller sends them all.
+    def drain(self) -> list[bytes]:
+        """Remove and return serialized Upward messages, in order.
 
-        Without credit there are none, and steps merge into one.
+        The caller must send them all. Empty without credit.
         """
-        if self._ended or not (self._credit.left or self._closing):
+        outgoing = self._outgoing
+        if self._ended or not outgoing.may_send:
             return []
-        waiting, now_s = self._waiting, self._loop.time()
-        last = waiting[-1].message if waiting else None
-        if self._stats_now or (
-            last is not None and now_s - self._stats_sent_s >= STATS_INTERVAL_S and last.HasField("step")
-        ):
-            self._open_step().message.step.load.CopyFrom(self._worker.stats())
+        now_s = self._loop.time()
+        if self._stats_now or (outgoing.ends_with_step and now_s - self._stats_sent_s >= STATS_INTERVAL_S):
+            outgoing.add_stats(self._worker.stats())
             self._stats_now = self._stats_due = False
             self._stats_sent_s = now_s
-        elif last is not None:
+        elif outgoing:
             self._note_stats()
-        payloads: list[bytes] = []
-        while waiting and (self._credit.left or self._closing):
-            first = waiting.popleft()
-            payload = first.message.SerializeToString()
-            self.pending_bytes -= first.size_bytes
-            self._credit.spend(len(payload))
-            payloads.append(payload)
+        payloads = outgoing.drain()
         if payloads:
             self._sent_s = now_s
         return payloads
 
     def close(self) -> None:
-        """Let what waits leave, then nothing more. The transport ends the link when `take` is empty."""
-        self._closing = True
+        """Send pending messages, then no more. The transport ends the link when `drain` is empty."""
+        self._outgoing.close()
         self._transport.ready()
 
     def end(self) -> None:
-        """Nobody reads any more and nothing more comes. May be repeated."""
+        """The link is gone: nothing is sent or received any more. Idempotent."""
         self._ended = True
-        self._waiting.clear()
-        self.pending_bytes = 0
-        self._beat_timer.cancel()
+        self._outgoing.clear()
+        self._heartbeat_timer.cancel()
         if self._stats_timer is not None:
             self._stats_timer.cancel()
 
     async def abort_all(self) -> None:
-        """End every request, and return when they are gone."""
+        """End every request; return when they are gone."""
         self.end()
         await asyncio.sleep(0)  # as in _cancel: every task has begun before it is cancelled
         tasks = list(self.tasks.values())
@@ -404,10 +332,10 @@ class GatewaySession:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._releasing.wait()
 
-    # Time.
+    # Timers
 
     def _note_stats(self) -> None:
-        """Something changed: a load follows, with a step or, when none comes, by itself."""
+        """Send stats soon: with the next step, or alone when none comes."""
         self._stats_due = True
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(IDLE_STATS_DELAY_S, self._send_idle_stats)
@@ -421,23 +349,23 @@ class GatewaySession:
         else:
             self._note_stats()
 
-    def _next_beat(self) -> asyncio.TimerHandle:
-        self._beat_due_s = self._loop.time() + self._worker.heartbeat_s
-        return self._loop.call_later(self._worker.heartbeat_s, self._beat)
+    def _schedule_heartbeat(self) -> asyncio.TimerHandle:
+        self._heartbeat_due_s = self._loop.time() + self._worker.heartbeat_s
+        return self._loop.call_later(self._worker.heartbeat_s, self._heartbeat)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         now_s = self._loop.time()
-        if now_s - self._beat_due_s > 1.0:
-            # This worker was itself stopped: what came meanwhile is not read yet.
-            self._heard_s = now_s
-        if now_s - self._heard_s > SILENCE_LIMIT_S:
+        if now_s - self._heartbeat_due_s > 1.0:
+            # This worker was itself stopped: messages that arrived meanwhile are not read yet.
+            self._received_s = now_s
+        if now_s - self._received_s > SILENCE_LIMIT_S:
             log.warning("gateway %s was silent for %g s: its link ends", self.gateway_id, SILENCE_LIMIT_S)
             self._transport.abort()
             return
-        # Half a period of tolerance: beats themselves are messages, and each would make the next one late.
+        # Half a period of tolerance: heartbeats are messages too, and each would delay the next one.
         if now_s - self._sent_s > self._worker.heartbeat_s / 2:
             self.send_stats()
-        self._beat_timer = self._next_beat()
+        self._heartbeat_timer = self._schedule_heartbeat()
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""A link as a gRPC stream: for workers that offer nothing else, and where only gRPC passes between machines."""
+"""The gateway's end of a link as a gRPC stream, for workers without frames and networks that pass only gRPC."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class GrpcConnection:
-    """A Connection. Begins to dial at once; when nobody answers, it ends."""
+    """A Connection. It dials at once, and ends when nothing answers."""
 
     def __init__(self, address: str, tls: TlsConfig, receive: Callable[[bytes], None]) -> None:
-        """Raises ConfigError for TLS files that cannot be used."""
+        """Raises ConfigError for unusable TLS files."""
         self._channel = channel_to(address, tls, CHANNEL_OPTIONS)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._address = address

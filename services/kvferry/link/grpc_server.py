@@ -1,7 +1,4 @@
-"""A worker's gRPC server: Attach as a link's other transport, and Describe for tools.
-
-Payloads pass it serialized, as they pass frames: what is in them is the attachment's business.
-"""
+"""A worker's gRPC server: Attach, the other transport of links, and Describe for tools."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class GrpcServer:
-    """Listens from `start` to `stop`. Attach streams become attachments through `attach`, and end through `detach`.
-
-    `detach` returns the task that ends the attachment's requests.
-    """
+    """`detach` returns the task that ends the session's requests."""
 
     def __init__(
         self,
@@ -43,7 +37,7 @@ class GrpcServer:
         self._detach = detach
         self._welcome = welcome
         self._server: grpc.aio.Server | None = None
-        self._outlets: set[_GrpcTransport] = set()
+        self._transports: set[_GrpcTransport] = set()
         self.port = 0
 
     async def start(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
@@ -63,10 +57,10 @@ class GrpcServer:
         await server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Let what waits leave, for `grace_s` at most."""
+        """Wait up to `grace_s` for pending messages to leave."""
         if self._server is not None:
             server, self._server = self._server, None
-            for transport in self._outlets:
+            for transport in self._transports:
                 transport.close()
             await server.stop(grace_s)
 
@@ -77,33 +71,33 @@ class GrpcServer:
             await context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
             raise
 
-    # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector, and the requests
-    # with it.
+    # Not a generator: when gRPC cancels a generator within a blocked write, it leaves it to the garbage collector, and
+    # the requests with it.
     async def _serve_attach(self, messages: AsyncIterator[bytes], context: Context) -> None:
         hello = _hello(await anext(aiter(messages), None))
         if hello is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
             return
         if hello.version != __version__:
-            # One wheel for every role: a difference is a half-done upgrade, to be seen rather than suffered.
+            # All roles come in one wheel: a difference is a half-done upgrade, which an operator should see.
             log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         transport = _GrpcTransport()
         session = transport.session = self._attach(transport, hello)
-        self._outlets.add(transport)
+        self._transports.add(transport)
         reader = asyncio.create_task(_read(messages, session, transport))
         try:
             while not transport.gone:
                 transport.event.clear()
-                payloads = session.take()
+                payloads = session.drain()
                 for payload in payloads:
                     await context.write(payload)
-                # Something may have come while these were written.
+                # Messages may have been queued while these were written.
                 if not payloads:
                     if transport.closing:
                         break
                     await transport.event.wait()
         finally:
-            self._outlets.discard(transport)
+            self._transports.discard(transport)
             reader.cancel()
             # Shielded: a second cancel must not leave requests in the engine.
             await asyncio.shield(self._detach(session))
@@ -114,9 +108,9 @@ class GrpcServer:
 class _GrpcTransport:
     def __init__(self) -> None:
         self.event = asyncio.Event()
-        self.closing = False  # what waits is sent, then no more
-        self.gone = False  # nobody reads
-        self.fault = ""  # what the gateway sent that no gateway would send
+        self.closing = False  # pending messages are sent, then no more
+        self.gone = False  # the stream ended
+        self.fault = ""  # why the gateway's messages are invalid
         self.session: GatewaySession | None = None
 
     def ready(self) -> None:
@@ -133,7 +127,6 @@ class _GrpcTransport:
 
 
 async def _read(messages: AsyncIterator[bytes], session: GatewaySession, transport: _GrpcTransport) -> None:
-    """Follow what the gateway asks until its half of the stream ends."""
     try:
         with contextlib.suppress(asyncio.CancelledError):
             async for payload in messages:

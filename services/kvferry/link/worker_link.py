@@ -1,8 +1,4 @@
-"""A gateway's side of the link to one worker, whatever carries it.
-
-A link dials for as long as it is open, and dials again when the connection breaks. Requests on a broken link end with
-WorkerLost; the worker aborts them on its side.
-"""
+"""A gateway's end of the link to one worker, over either transport."""
 
 from __future__ import annotations
 
@@ -10,130 +6,31 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams
-from kvferry.errors import EngineError, KvferryError, WorkerLost
+from kvferry.errors import KvferryError, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
-from kvferry.link.flow_control import ACK_EVERY_S, Receipts
+from kvferry.link.flow_control import ACK_EVERY_S, SILENCE_LIMIT_S, AckCounter
+from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# A worker sends something at every heartbeat (1 s). One that says nothing for this long, from the first byte of a dial
-# on, is not serving, whatever its TCP says.
-SILENCE_LIMIT_S = 15.0
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
 
 
-Sink = Callable[[EngineOutput], None]
-# The same for an output that is tokens and text and nothing else, as nearly all are: token ids, text.
-TextSink = Callable[[Sequence[int], str], None]
-Orphaned = Callable[[EngineOutput], None]
-
-
-class RemoteRequest:
-    """A request on a worker. Its outputs go to the sinks as they arrive; `wait` for the end, `cancel` to stop it.
-
-    Sinks run within the link's reading of a step, for all requests of that step in turn: they must be quick. One that
-    raises ends its own request.
-    """
-
-    __slots__ = ("_ended", "_link", "_number", "_result", "_sink", "_waiter", "take_text")
-
-    def __init__(self, link: WorkerLink, number: int, sink: Sink, text_sink: TextSink | None) -> None:
-        self._link = link
-        self._number = number
-        self._sink = sink
-        # Called for every token: the sink itself. What it raises goes to `failed`.
-        self.take_text = text_sink if text_sink is not None else as_text_sink(sink)
-        self._result: EngineOutput | KvferryError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False  # nobody is told anything any more
-
-    async def wait(self) -> EngineOutput:
-        """The last output, which the sink got too. Raises the KvferryError the request failed with."""
-        if self._result is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._ended = True
-        if isinstance(self._result, KvferryError):
-            raise self._result
-        assert self._result is not None
-        return self._result
-
-    def take(self, item: EngineOutput | KvferryError) -> bool:
-        """Pass on what arrived; True when nothing follows it."""
-        if isinstance(item, KvferryError):
-            self._end(item)
-            return True
-        try:
-            self._sink(item)
-        except Exception as error:
-            self.failed(error)
-            return True
-        if item.finish_reason is None:
-            return False
-        self._end(item)
-        return True
-
-    def failed(self, error: Exception) -> None:
-        """A sink raised: the request ends here and on the worker."""
-        if not isinstance(error, KvferryError):
-            log.error(
-                "the reader of request %d of worker %s failed",
-                self._number,
-                self._link.member.member_id,
-                exc_info=error,
-            )
-            error = EngineError("the gateway failed on this request; its log says why")
-        self._end(error)
-        self._link.cancel(self._number, None)
-
-    def cancel(self, orphaned: Orphaned | None = None) -> None:
-        """Stop the request on the worker and release its pages; may be repeated, and after the end.
-
-        A request may finish before its cancel reaches the worker. Its last output then goes to `orphaned`: it may name
-        pages that an engine keeps for whoever takes them.
-        """
-        if self._ended:
-            return
-        self._ended = True
-        self._sink = _nobody
-        self.take_text = _no_text
-        if orphaned is not None and isinstance(self._result, EngineOutput):
-            orphaned(self._result)
-        self._link.cancel(self._number, orphaned)
-
-    def _end(self, result: EngineOutput | KvferryError) -> None:
-        self._result = result
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def as_text_sink(sink: Sink) -> TextSink:
-    return lambda token_ids, text: sink(EngineOutput(token_ids, text))
-
-
-def _nobody(output: EngineOutput) -> None:
-    pass
-
-
-def _no_text(token_ids: Sequence[int], text: str) -> None:
-    pass
-
-
 class WorkerLink:
-    """Owns the connection and the requests on it.
+    """Owns the connection and the requests on it, and dials again until `close`.
 
-    `on_change` is called when the link comes up, goes down or starts draining; `on_residency`, where set, with each
-    message about what the worker holds, in order with the steps. Both within the reading of the link: quick, and no
-    exceptions.
+    Requests on a broken link end with WorkerLost; the worker aborts them. `on_change` is called when the link comes up,
+    goes down or starts draining; `on_residency` with each residency message, in order with the steps. Both run while
+    the link reads: they must be quick and never raise.
     """
 
     def __init__(
@@ -143,25 +40,24 @@ class WorkerLink:
         on_change: Callable[[], None],
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
     ) -> None:
-        """`worker` says which transport this gateway wants, and how it shows who it is."""
+        """`worker` names the transport and this gateway's TLS files."""
         self.member = member
         self.stats = EngineStats()
         self.draining = False
         self.connected = False
-        self.generation = 0  # how often it connected: a worker that was lost and came back is another try
-        self.welcome: pb.Welcome | None = None
+        self.generation = 0  # number of connections so far: a worker that was lost and came back may be tried again
         self.on_residency: Callable[[pb.Residency], None] | None = None
         self._gateway_id = gateway_id
         self._on_change = on_change
         self._worker = worker
         self._requests: dict[int, RemoteRequest] = {}
-        self._number_to_orphaned: dict[int, Orphaned] = {}  # cancelled here; the worker has not yet said how they ended
+        self._number_to_on_orphan: dict[int, OnOrphan] = {}  # cancelled here; the worker has not yet reported their end
         self._next_number = 1
         self._connection: Connection | None = None
-        self._receipts = Receipts()
+        self._ack_counter = AckCounter()
         self._heard_s = 0.0
         self._fault = ""  # why this link gives up its connection
-        self._why_not = ""  # why the last dial came to nothing
+        self._why_not = ""  # why the last dial failed
         self._given_up = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._keep_attached())
@@ -174,45 +70,43 @@ class WorkerLink:
 
     @property
     def usable(self) -> bool:
-        """May be given new requests."""
         return self.connected and not self.draining
 
     @property
     def num_requests(self) -> int:
-        """Requests of this gateway that have not ended."""
         return len(self._requests)
 
-    def submit(self, request: EngineRequest, sink: Sink, text_sink: TextSink | None = None) -> RemoteRequest:
-        """Send a request whose outputs go to `sink`, or to `text_sink` where that is given and enough.
+    def submit(self, request: EngineRequest, on_output: OnOutput, on_text: OnText | None = None) -> RemoteRequest:
+        """Never waits. Raises WorkerLost when the link is down.
 
-        Never waits; raises WorkerLost when the link is down.
+        Outputs of only tokens and text go to `on_text` where given.
         """
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
         number = self._next_number
         message = codec.submit_to_wire(number, request)
         self._next_number += 1
-        remote = self._requests[number] = RemoteRequest(self, number, sink, text_sink)
+        remote = self._requests[number] = RemoteRequest(self.member.member_id, number, on_output, on_text, self.cancel)
         self._send(message)
         return remote
 
-    def cancel(self, number: int, orphaned: Orphaned | None) -> None:
+    def cancel(self, number: int, on_orphan: OnOrphan | None) -> None:
         if self._requests.pop(number, None) is None or not self.connected:
             return
-        if orphaned is not None:
-            self._number_to_orphaned[number] = orphaned
+        if on_orphan is not None:
+            self._number_to_on_orphan[number] = on_orphan
         self._send(pb.Downward(cancel=pb.Cancel(number=number)))
 
     def release(self, transfer_params: TransferParams) -> None:
-        """Give back the pages that this worker keeps under `transfer_params`, which no decode engine was given.
+        """Release pages that the worker keeps and no decode engine was given.
 
-        Never waits. Nothing happens while the link is down: the lease of the pages ends them.
+        Does nothing while the link is down: the pages' lease ends.
         """
         if self.connected:
             self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
 
     def want_snapshot(self) -> None:
-        """Ask for all this worker holds; it comes through `on_residency`. Nothing happens while the link is down."""
+        """Ask for residency, which comes to `on_residency`. Does nothing while the link is down."""
         if self.connected:
             self._send(pb.Downward(want_snapshot=pb.WantSnapshot()))
 
@@ -232,9 +126,9 @@ class WorkerLink:
             self._disconnected("this gateway closed the link")
 
     async def _attach(self) -> bool:
-        """One connection from dialling to its end; True when it ever worked."""
+        """Returns whether the connection ever worked."""
         generation = self.generation
-        self._receipts = Receipts()
+        self._ack_counter = AckCounter()
         self._fault = ""
         self._given_up.clear()
         self._heard_s = self._loop.time()
@@ -256,19 +150,18 @@ class WorkerLink:
             self._disconnected(reason)
         finally:
             self._connection = None
-            # Before closing, which may wait: requests go on elsewhere.
+            # Before closing, which may wait: requests continue on other workers.
             self._disconnected("this gateway closed the link")
             await connection.close()
         return self.generation > generation
 
     def _not_attached(self, reason: str) -> None:
-        """Say why there is no link; once, while it stays the same."""
+        """Log why there is no link, as a warning only when the reason changes."""
         level = logging.DEBUG if reason == self._why_not else logging.WARNING
         log.log(level, "no link to worker %s yet: %s", self.member.member_id, reason)
         self._why_not = reason
 
     async def _until_ended(self, connection: Connection) -> str:
-        """Why it ended: the connection, a message of it, or silence."""
         given_up = asyncio.create_task(self._given_up.wait())
         acked_s = self._loop.time()
         try:
@@ -284,7 +177,7 @@ class WorkerLink:
                     return connection.ended.result()
                 now_s = self._loop.time()
                 if now_s - begun_s > max(0.0, wait_s) + 1.0:
-                    # This gateway was itself stopped: what came meanwhile is not read yet.
+                    # This gateway was itself stopped: messages that arrived meanwhile are not read yet.
                     self._heard_s = now_s
                 if now_s - self._heard_s >= SILENCE_LIMIT_S:
                     return f"it was silent for {SILENCE_LIMIT_S:g} s"
@@ -307,13 +200,13 @@ class WorkerLink:
             message = pb.Upward.FromString(payload)
             match message.WhichOneof("kind"):
                 case "step" if self.connected:
-                    self._take(message.step)
+                    self._on_step(message.step)
                 case "residency" if self.connected:
                     if self.on_residency is not None:
                         self.on_residency(message.residency)
                 case "welcome" if not self.connected:
                     if message.welcome.worker_id != self.member.member_id:
-                        # Another process took the port of one that is gone.
+                        # Another process took the port of a worker that is gone.
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
                     self._connected(message.welcome)
@@ -323,79 +216,73 @@ class WorkerLink:
             log.exception("a message of worker %s cannot be read", self.member.member_id)
             self._give_up("a message of it cannot be read")
             return
-        if self._receipts.add(len(payload)):
+        if self._ack_counter.count(len(payload)):
             self._acknowledge()
 
     def _acknowledge(self) -> None:
-        receipts = self._receipts
-        receipts.told()
-        self._send(pb.Downward(ack=pb.Ack(num_messages=receipts.num_messages, num_bytes=receipts.num_bytes)))
+        counter = self._ack_counter
+        counter.acknowledged()
+        self._send(pb.Downward(ack=pb.Ack(num_messages=counter.num_messages, num_bytes=counter.num_bytes)))
 
     def _give_up(self, reason: str) -> None:
         self._fault = reason
         self._given_up.set()
 
     def _connected(self, welcome: pb.Welcome) -> None:
-        self.welcome = welcome
         self.connected = True
         self.generation += 1
         self._why_not = ""
-        self._take_stats(welcome.load)
+        self._update_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
 
     def _disconnected(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
         requests, self._requests = self._requests, {}
-        self._number_to_orphaned.clear()
+        self._number_to_on_orphan.clear()
         for remote in requests.values():
-            remote.take(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
+            remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
         if was_connected:
             log.warning("worker %s lost with %d requests: %s", self.member.member_id, len(requests), reason)
             self._on_change()
 
-    def _take(self, step: pb.Step) -> None:
+    def _on_step(self, step: pb.Step) -> None:
         if codec.is_text_only(step):
-            self._take_texts(step)
-            self._take_outputs(codec.ends_of(step))
+            self._deliver_texts(step)
+            self._deliver_outputs(codec.ends_of(step))
         else:
-            self._take_outputs(codec.outputs_of(step))
+            self._deliver_outputs(codec.outputs_of(step))
         if step.HasField("load"):
-            self._take_stats(step.load)
+            self._update_stats(step.load)
 
-    def _take_texts(self, step: pb.Step) -> None:
-        """The loop that every token passes."""
+    def _deliver_texts(self, step: pb.Step) -> None:
         requests = self._requests
+        # Every token passes this loop.
         for number, token_ids, text in codec.texts_of(step):
             remote = requests.get(number)
             if remote is None:
                 continue  # cancelled here
             try:
-                remote.take_text(token_ids, text)
+                remote.on_text(token_ids, text)
             except Exception as error:
-                remote.failed(error)
+                remote.fail(error)
 
-    def _take_outputs(self, outputs: Iterable[tuple[int, EngineOutput | KvferryError]]) -> None:
+    def _deliver_outputs(self, outputs: Iterable[tuple[int, EngineOutput | KvferryError]]) -> None:
         requests = self._requests
         for number, item in outputs:
             remote = requests.get(number)
             if remote is None:
-                # Cancelled here; what the worker sent meanwhile has no reader.
+                # Cancelled here, while the worker was still sending.
                 ended = isinstance(item, KvferryError) or item.finish_reason is not None
-                orphaned = self._number_to_orphaned.pop(number, None) if ended else None
-                if orphaned is not None and isinstance(item, EngineOutput):
-                    orphaned(item)
+                on_orphan = self._number_to_on_orphan.pop(number, None) if ended else None
+                if on_orphan is not None and isinstance(item, EngineOutput):
+                    on_orphan(item)
                 continue
-            if remote.take(item):
+            if remote.deliver(item):
                 requests.pop(number, None)
 
-    def _take_stats(self, load: pb.Load) -> None:
+    def _update_stats(self, load: pb.Load) -> None:
         self.stats = codec.stats_from_wire(load)
         if load.draining != self.draining:
             self.draining = load.draining
             self._on_change()
-
-
-def transferred_pages(last: EngineOutput, block_size: int) -> int:
-    """Pages that the ferry moved for the request that ended so, the last one partly filled."""
-    return -(-last.cached.kv_transfer // block_size) if last.cached is not None else 0

@@ -1,1 +1,1 @@
-"""What a KV page is called and what it weighs. Pure."""
+"""Names of KV pages. Pure."""

@@ -1,14 +1,6 @@
-"""Route keys: what gateways call pages.
+"""Route keys name pages between processes: a 64-bit xxh3 chain over token ids, seeded from a salt.
 
-A route key is a 64-bit xxh3 chain over token ids:
-
-    key[i] = xxh3_64(tokens of page i as little-endian u32, seed=key[i - 1])
-
-and before the first page stands a seed made from the salt. It names a page and everything before it, under one salt.
-
-Route keys are hints. They are 64 bits of a hash that is not cryptographic: two prompts may share one by accident, and
-whoever may choose tokens may look for such a pair. An engine's own page hash decides which bytes are read; a wrong
-route key costs a detour, never a wrong page. LoRA adapters and images are not in the key: their pages look alike here.
+key[i] = xxh3_64(tokens of page i as little-endian u32, seed=key[i - 1])
 """
 
 from __future__ import annotations
@@ -21,26 +13,30 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
+# Route keys are hints. They are 64 bits of a hash that is not cryptographic: two prompts may share one by accident, and
+# a client that chooses tokens may look for such a pair. An engine's own page hash decides which bytes are read: a wrong
+# route key costs a detour, never a wrong page. LoRA adapters and images are not in the key: their pages look alike
+# here.
+
 TOKEN_BYTES = 4
 KEY_BYTES = 8
 
-# Any constant: it only keeps the seed of a salt apart from the plain xxh3 of the same text.
+# Any constant. It keeps the seed of a salt apart from the plain xxh3 of the same text.
 _SEED_OF_SALTS = 0x6B76666572727932
 
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def seed_of(salt: str) -> int:
-    """The parent of a prompt's first page; prompts with different salts share no key. "" is a salt like any other."""
+    """Prompts with different salts share no key."""
     return xxhash.xxh3_64_intdigest(salt.encode("utf-8", "surrogatepass"), _SEED_OF_SALTS)
 
 
 def route_keys(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
-    """One key per full page of `block_size` tokens; a rest shorter than a page has none.
+    """One key per full page of `block_size` tokens. O(len(token_ids)).
 
-    `parent` is `seed_of(salt)` at a prompt's start, or the key of the page before `token_ids`. An `array("I")` is taken
-    as it is and saves half of the time of a list. O(len(token_ids)). Raises ValueError for a block size below 1,
-    OverflowError or TypeError for ids that are no unsigned 32-bit integers.
+    `parent` is `seed_of(salt)` or the key of the page before. An `array("I")` takes half the time of a list. Raises
+    ValueError for a block size below 1, OverflowError or TypeError for ids that are not unsigned 32-bit integers.
     """
     if block_size < 1:
         raise ValueError(f"a page of {block_size} tokens")
@@ -53,7 +49,6 @@ def route_keys(token_ids: Sequence[int], block_size: int, parent: int) -> list[i
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32."""
     packed = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
     if _BIG_ENDIAN:
         packed = packed[:]
@@ -62,7 +57,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def pack_keys(keys: Iterable[int]) -> bytes:
-    """Keys as little-endian u64: their form between processes."""
+    """Keys as little-endian u64."""
     packed = array("Q", keys)
     if _BIG_ENDIAN:
         packed.byteswap()
@@ -70,7 +65,7 @@ def pack_keys(keys: Iterable[int]) -> bytes:
 
 
 def unpack_keys(packed: bytes | bytearray | memoryview) -> array[int]:
-    """What `pack_keys` packed. Raises ValueError when the length is no multiple of KEY_BYTES."""
+    """Raises ValueError when the length is not a multiple of KEY_BYTES."""
     keys = array("Q")
     keys.frombytes(packed)
     if _BIG_ENDIAN:

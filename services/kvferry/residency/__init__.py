@@ -1,1 +1,1 @@
-"""Who holds which run of pages. Pure."""
+"""Which owner holds which KV pages. Pure."""

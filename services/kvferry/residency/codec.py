@@ -1,7 +1,4 @@
-"""Snapshot parts and deltas as messages of worker.proto, in both directions.
-
-Workers and keepers send them, gateways read them.
-"""
+"""Snapshot parts and deltas as messages of worker.proto, which workers and keepers send to gateways."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def part_to_wire(part: SnapshotPart) -> pb.Residency:
 
 
 def residency_from_wire(message: pb.Residency) -> Delta | SnapshotPart:
-    """Raises ValueError for tiers and keys that are none."""
+    """Raises ValueError for invalid tiers and keys."""
     if message.snapshot:
         if len(message.stored) != 1:
             raise ValueError(f"a part of a snapshot names {len(message.stored)} tiers")

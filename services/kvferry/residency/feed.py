@@ -1,8 +1,6 @@
-"""How residency travels: a snapshot in parts, then numbered deltas; and the listener's side of it.
+"""How residency is published: a snapshot in parts, then deltas numbered from 1.
 
-Whoever holds pages (a worker's mirror, a keeper) numbers its deltas from 1. A snapshot stands for a number: the deltas
-after it continue it. Deltas may overlap a snapshot, which may already hold what they tell; applying them changes
-nothing.
+Deltas may overlap a snapshot, which may already contain their changes; they are idempotent.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ Keys = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What changed since the delta before. `cleared` comes first: everything is gone, then `stored` is there.
+    """Changes since the previous delta. `cleared` comes first: everything is gone, then `stored` is there.
 
     No key is both stored and removed on a tier.
     """
@@ -35,7 +33,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """Part `part` of `num_parts`, from 0, of what is held after delta `sequence`.
+    """Part `part` of `num_parts`, from 0, of the keys held after delta `sequence`.
 
     An empty snapshot has one empty part.
     """
@@ -48,7 +46,7 @@ class SnapshotPart:
 
 
 def snapshot_parts(sequence: int, held: Mapping[Tier, Keys], max_keys: int) -> Iterator[SnapshotPart]:
-    """Cut into parts of at most `max_keys` keys. Raises ValueError when that is below 1."""
+    """Raises ValueError when `max_keys` is below 1."""
     if max_keys < 1:
         raise ValueError(f"a snapshot in parts of {max_keys} keys")
     cuts = [
@@ -65,15 +63,14 @@ class FollowerState(enum.StrEnum):
     FOLLOWING = "following"
 
 
-class Follower:
-    """Keeps the index true for one owner. Pure: the caller moves messages, in the order they were sent.
+class ResidencyFollower:
+    """Keeps the index true for one owner. Pure: the caller passes messages on, in their order.
 
-    While `needs_snapshot`, ask the sender for one and keep feeding what arrives. What the index held before a gap stays
-    until the snapshot replaces it: most of it is still right, and a wrong hint costs a detour.
+    Keys known before a gap stay until the next snapshot: most are still right, and a wrong hint costs a detour.
     """
 
     def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:
-        """`max_waiting_deltas` bounds what is kept while a snapshot arrives; beyond it a newer snapshot is needed."""
+        """Beyond `max_waiting_deltas` during a snapshot a newer snapshot is needed."""
         self._index = index
         self._owner = owner
         self._max_waiting_deltas = max_waiting_deltas
@@ -84,7 +81,7 @@ class Follower:
         self.num_gaps = 0
 
     def __repr__(self) -> str:
-        return f"<Follower of {self._owner}: {self._state.value} at {self._sequence}, {self.num_gaps} gaps>"
+        return f"<ResidencyFollower of {self._owner}: {self._state.value} at {self._sequence}, {self.num_gaps} gaps>"
 
     @property
     def state(self) -> FollowerState:
@@ -92,7 +89,7 @@ class Follower:
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether to ask for a snapshot now. False while one is arriving."""
+        """False while one is arriving."""
         return self._state is FollowerState.WAITING
 
     @property
@@ -100,13 +97,9 @@ class Follower:
         """The delta up to which the index is true; 0 before any."""
         return self._sequence
 
-    def take_part(self, part: SnapshotPart) -> bool:
-        """Take a part of a snapshot. Returns whether the index is true now.
-
-        Part 0 always begins a new snapshot. A part that does not continue the one before means that messages were lost:
-        `needs_snapshot` again.
-        """
-        if part.part == 0:
+    def apply_part(self, part: SnapshotPart) -> bool:
+        """Returns whether the index is true now."""
+        if part.part == 0:  # always begins a new snapshot
             self._parts = []
             self._waiting = [delta for delta in self._waiting if delta.sequence > part.sequence]
             self._state = FollowerState.COLLECTING
@@ -119,8 +112,8 @@ class Follower:
         self._complete()
         return self._state is FollowerState.FOLLOWING
 
-    def take_delta(self, delta: Delta) -> bool:
-        """Take a delta. Returns whether the index is true now. Old ones are ignored; a gap makes `needs_snapshot`."""
+    def apply_delta(self, delta: Delta) -> bool:
+        """Returns whether the index is true now. Old deltas are ignored."""
         if self._state is FollowerState.FOLLOWING:
             if delta.sequence == self._sequence + 1:
                 self._apply(delta)
@@ -133,7 +126,6 @@ class Follower:
         return self._state is FollowerState.FOLLOWING
 
     def drop(self) -> None:
-        """The owner is gone: forget what it held and wait for a snapshot."""
         self._index.drop_holder(self._owner)
         self._parts, self._waiting = [], []
         self._sequence = 0
@@ -157,7 +149,7 @@ class Follower:
         self._sequence = parts[-1].sequence
         self._state = FollowerState.FOLLOWING
         for delta in waiting:
-            self.take_delta(delta)
+            self.apply_delta(delta)
 
     def _apply(self, delta: Delta) -> None:
         if delta.cleared:

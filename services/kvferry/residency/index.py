@@ -1,32 +1,27 @@
-"""Which worker and which volume holds which run of pages.
-
-One set of route keys per holder. The obvious other form, one dictionary from key to a bit mask of holders, was built
-and measured too: finding is quicker with hundreds of holders, but each stored or removed page costs 2.7 times as much,
-and with millions of pages the one dictionary stops the gateway for 150 ms whenever it grows. Sets grow one holder at a
-time, are forgotten whole, and are compared at the speed of C.
-
-A page takes 83 to 116 bytes with each of its holders. Python's collector looks at every key in a full collection, 55 ms
-for a million of them: a process with a large index wants those to be rare (`gc.freeze`, a high third threshold).
-"""
+"""Which worker and which volume holds which prefix of a prompt."""
 
 from __future__ import annotations
 
 import enum
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# CPython gives a 64-bit int 36 bytes and rounds them up to the allocator's next class.
-_KEY_OBJECT_BYTES = 48
+# The index keeps one set of route keys per holder. The alternative, one dictionary from key to a bit mask of holders,
+# was measured too: it finds faster with hundreds of holders, but each stored or removed page costs 2.7 times as much,
+# and with millions of pages the dictionary stops the gateway for 150 ms whenever it grows. Sets grow one holder at a
+# time, are dropped whole, and are compared at the speed of C.
+#
+# A page takes 83 to 116 bytes with each of its holders. Python's collector visits every key in a full collection, 55 ms
+# for a million keys: a process with a large index should make these rare (`gc.freeze`, a high third threshold).
 
-# Depths that are tried before halving: a system prompt's, a document's and the whole.
+# Depths that are tried before bisecting: the length of a system prompt, of a document and of the whole prompt.
 _NUM_KNOWN = 3
 
 
 class Tier(enum.StrEnum):
-    """What holds pages. The owner of a GPU or CPU tier is a worker; a volume is its own owner."""
+    """A worker owns its GPU and CPU tiers; a volume is its own owner."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -42,10 +37,10 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How many pages of a prompt, counted from its start, are held where. Owners that hold none are left out.
+    """Number of held pages from the prompt's start, by owner. Owners of none are left out.
 
-    `cpu[owner]` counts what the worker's GPU and CPU tiers hold together: the GPU's run and where the CPU tier
-    continues it; it is there only when that is longer than `gpu[owner]`. `volumes` count from the prompt's start.
+    `cpu` counts the GPU's pages and those of the CPU tier that continue them; only owners with more than in `gpu` are
+    in.
     """
 
     gpu: dict[str, int] = field(default_factory=dict)
@@ -54,20 +49,18 @@ class Found:
 
 
 class ResidencyIndex:
-    """Route keys by holder. Everything may be repeated: storing what is there and removing what is not change nothing.
+    """Route keys by holder; every change is idempotent.
 
-    What `find` promises: a depth of d > 0 means that page d - 1 of the prompt is held and page d is not. When the
-    holder keeps prefixes (it has page i only if it has all before it), that is the exact depth; engines do, since they
-    forget the end of a prompt before its beginning. A holder with a hole may be credited with what follows the hole,
-    and never with less than it has before it. `verify` counts exactly; a wrong depth costs a detour, since the engine
-    looks for itself before it uses a page.
+    A depth d > 0 means that page d - 1 of the prompt is held and page d is not. It is exact for holders of prefixes, as
+    engines are: they evict the end of a prompt before its beginning. A holder with a hole gets at least its depth
+    before the hole. A wrong depth costs a detour: the engine looks for itself before it uses a page.
     """
 
     def __init__(self) -> None:
         self._gpu: dict[str, set[int]] = {}
         self._cpu: dict[str, set[int]] = {}
         self._volumes: dict[str, set[int]] = {}
-        self._strides: dict[str, int] = {}  # of volumes, where it is not 1
+        self._blocks_per_chunk: dict[str, int] = {}  # of volumes, where it is not 1
 
     def __repr__(self) -> str:
         return (
@@ -77,28 +70,18 @@ class ResidencyIndex:
 
     @property
     def num_pages(self) -> int:
-        """Pages over all holders; a page on three holders counts three times."""
+        """A page on three holders counts three times."""
         return sum(len(held) for tier in Tier for held in self._of(tier).values())
 
-    @property
-    def memory_bytes(self) -> int:
-        """An upper bound of what the index takes: its tables and one int per page. O(holders)."""
-        tables = [held for tier in Tier for held in self._of(tier).values()]
-        return sum(sys.getsizeof(held) + _KEY_OBJECT_BYTES * len(held) for held in tables)
-
     def holders(self) -> list[Holder]:
-        """Everyone who holds at least one page."""
         return [Holder(owner, tier) for tier in Tier for owner in self._of(tier)]
 
-    def pages_of(self, holder: Holder) -> int:
-        return len(self._of(holder.tier).get(holder.owner, ()))
-
     def keys_of(self, holder: Holder) -> frozenset[int]:
-        """A copy. O(pages of the holder)."""
+        """O(pages of the holder)."""
         return frozenset(self._of(holder.tier).get(holder.owner, ()))
 
     def store(self, holder: Holder, keys: Iterable[int]) -> None:
-        """The holder has these pages from now on. O(keys)."""
+        """O(keys)."""
         owners = self._of(holder.tier)
         held = owners.get(holder.owner)
         if held is None:
@@ -109,7 +92,7 @@ class ResidencyIndex:
             held.update(keys)
 
     def remove(self, holder: Holder, keys: Iterable[int]) -> None:
-        """The holder has these pages no more. O(keys)."""
+        """O(keys)."""
         owners = self._of(holder.tier)
         held = owners.get(holder.owner)
         if held is not None:
@@ -117,55 +100,36 @@ class ResidencyIndex:
             if not held:
                 del owners[holder.owner]
 
-    def replace(self, holder: Holder, keys: Iterable[int]) -> None:
-        """The holder has exactly these pages. O(keys)."""
-        self.clear(holder)
-        self.store(holder, keys)
-
     def clear(self, holder: Holder) -> None:
-        """The holder has nothing. Freeing 100,000 pages takes about 2 ms."""
+        """100,000 pages take about 2 ms."""
         self._of(holder.tier).pop(holder.owner, None)
 
     def drop_holder(self, owner: str) -> None:
-        """Forget a worker or a volume, all its tiers."""
         for tier in Tier:
             self._of(tier).pop(owner, None)
 
-    def set_stride(self, volume: str, stride: int) -> None:
-        """A page of this volume stands for `stride` pages of an engine, under the route key of the last of them.
+    def set_blocks_per_chunk(self, volume: str, blocks_per_chunk: int) -> None:
+        """Set how many engine pages a chunk of this volume holds, under the route key of the last; 1 at first.
 
-        It stays so, whatever the volume holds, until it is set again; 1 at first. Raises ValueError below 1.
+        Raises ValueError below 1.
         """
-        if stride < 1:
-            raise ValueError(f"a page that stands for {stride} pages")
-        if stride == 1:
-            self._strides.pop(volume, None)
+        if blocks_per_chunk < 1:
+            raise ValueError(f"a page that stands for {blocks_per_chunk} pages")
+        if blocks_per_chunk == 1:
+            self._blocks_per_chunk.pop(volume, None)
         else:
-            self._strides[volume] = stride
+            self._blocks_per_chunk[volume] = blocks_per_chunk
 
     def find(self, keys: Sequence[int]) -> Found:
-        """How much of the prompt with these route keys is held where; see the class for what a depth means.
-
-        One or two probes for a holder of nothing, two where holders agree, O(log(keys)) where they do not.
-        """
+        """Return the depth of every owner. At most two probes where holders agree, else O(log(keys))."""
         if not keys:
             return Found()
         gpu = _depths(self._gpu, keys)
         cpu = _continued(self._cpu, keys, gpu) if self._cpu else {}
         return Found(gpu, cpu, self._depths_of_volumes(keys) if self._volumes else {})
 
-    def verify(self, holder: Holder, keys: Sequence[int], depth: int) -> int:
-        """Of the first `depth` pages, how many are held without a hole. O(depth), at the speed of C where all are.
-
-        Not for volumes with a stride.
-        """
-        held = self._of(holder.tier).get(holder.owner, set())
-        if held.issuperset(keys[:depth]):
-            return min(depth, len(keys))
-        return next(i for i, key in enumerate(keys) if key not in held)
-
     def check(self) -> None:
-        """The laws of this class. Raises AssertionError naming the broken one. O(pages)."""
+        """Raises AssertionError naming a broken invariant. O(pages)."""
         for tier in Tier:
             for owner, held in self._of(tier).items():
                 assert held, f"{owner} holds nothing on {tier.value} and is listed"
@@ -174,16 +138,15 @@ class ResidencyIndex:
                     assert 0 <= key < 1 << 64, f"{owner} holds {key} on {tier.value}, which is not 64 bits"
 
     def _depths_of_volumes(self, keys: Sequence[int]) -> dict[str, int]:
-        """In pages of an engine, whatever stands for them."""
-        if not self._strides:
+        if not self._blocks_per_chunk:
             return _depths(self._volumes, keys)
-        stride_to_owners: dict[int, dict[str, set[int]]] = {}
+        size_to_owners: dict[int, dict[str, set[int]]] = {}
         for owner, held in self._volumes.items():
-            stride_to_owners.setdefault(self._strides.get(owner, 1), {})[owner] = held
+            size_to_owners.setdefault(self._blocks_per_chunk.get(owner, 1), {})[owner] = held
         depths: dict[str, int] = {}
-        for stride, owners in stride_to_owners.items():
-            if last := keys[stride - 1 :: stride]:
-                depths |= {owner: depth * stride for owner, depth in _depths(owners, last).items()}
+        for blocks_per_chunk, owners in size_to_owners.items():
+            if last := keys[blocks_per_chunk - 1 :: blocks_per_chunk]:
+                depths |= {owner: depth * blocks_per_chunk for owner, depth in _depths(owners, last).items()}
         return depths
 
     def _of(self, tier: Tier) -> dict[str, set[int]]:
@@ -193,16 +156,15 @@ class ResidencyIndex:
 
 
 def _depths(owners: dict[str, set[int]], keys: Sequence[int]) -> dict[str, int]:
-    """Depth per owner of at least the first page."""
     num_pages, first = len(keys), keys[0]
     backwards = keys[::-1]
     depths: dict[str, int] = {}
-    # Holders of a prefix that many share mostly end at the same page: the last answer is the first guess, and the few
-    # before it are the next ones.
+    # Holders of a shared prefix mostly end at the same page: the last depth is the first guess, and the few depths
+    # before it are the next guesses.
     guess, last, after = num_pages, keys[-1], None
     known = [num_pages]
-    # A probe is a cache miss or two and costs more than all else here: until somebody holds anything the first page is
-    # asked for alone, then the page where the guess ends stands for it.
+    # A probe is one or two cache misses and costs more than all else here. Until a holder is found only the first page
+    # is probed; then the page where the guess ends is probed instead of it.
     seen = False
     for owner, held in owners.items():
         if seen and last in held:
@@ -221,7 +183,7 @@ def _depths(owners: dict[str, set[int]], keys: Sequence[int]) -> dict[str, int]:
 
 
 def _depth(held: set[int], keys: Sequence[int], backwards: Sequence[int], low: int, high: int, known: list[int]) -> int:
-    """The depth between `low`, whose page is held, and `high`, whose next page is not or does not exist."""
+    """Return the depth between `low`, whose page is held, and `high`, whose next page is not or does not exist."""
     for depth in known:
         if low <= depth <= high:
             if depth > low and keys[depth - 1] not in held:
@@ -230,7 +192,7 @@ def _depth(held: set[int], keys: Sequence[int], backwards: Sequence[int], low: i
                 low = depth + 1
             else:
                 return depth
-    # Halving from behind: what is held stands at the end there, which is the order bisect wants.
+    # Bisect on the reversed keys: held pages are at their end, which is the order that bisect needs.
     num_pages = len(keys)
     depth = num_pages - bisect_left(backwards, True, num_pages - high, num_pages - low, key=held.__contains__)
     known.insert(0, depth)
@@ -239,7 +201,6 @@ def _depth(held: set[int], keys: Sequence[int], backwards: Sequence[int], low: i
 
 
 def _continued(owners: dict[str, set[int]], keys: Sequence[int], before: dict[str, int]) -> dict[str, int]:
-    """Depth per owner who holds the page at which `before` ends."""
     num_pages = len(keys)
     backwards = keys[::-1]
     known = [num_pages]

@@ -1,1 +1,1 @@
-"""Where a request goes and what happens when that place breaks."""
+"""Placement of requests on workers, and their way through prefill and decode."""

@@ -1,4 +1,4 @@
-"""Counters and histograms of routing, in the exposition of a gateway."""
+"""Metrics of routing, in a gateway's exposition."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from kvferry.telemetry import (
 
 
 class RouterMetrics:
-    """Metrics that the dispatcher writes."""
-
     def __init__(self, exposition: Exposition) -> None:
         self.placements = exposition.counter(PLACEMENTS)
         self.placement_seconds = exposition.histogram(PLACEMENT_SECONDS)

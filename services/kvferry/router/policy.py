@@ -1,4 +1,4 @@
-"""How placements are chosen: priced, or in turns. One interface over both, for the dispatcher."""
+"""One interface for the ways to choose placements: by price, or round robin."""
 
 from __future__ import annotations
 
@@ -9,52 +9,40 @@ from typing import Any, Protocol
 from kvferry.engine.base import RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
-from kvferry.router.placement import Reason, RoundRobin
-from kvferry.router.pricing import Decision, PlacementRequest, Placer, VolumeView, WorkerView
+from kvferry.router.placement import Candidate, Placement, PlacementRequest, RoundRobin
+from kvferry.router.placer import Decision, Placer
+from kvferry.router.pricing import Price, VolumeCosts
 from kvferry.router.rates import CostDefaults
-
-
-class Choice(Protocol):
-    """Where a request goes and why. `prefill` is None when the decode worker computes the prompt itself."""
-
-    @property
-    def prefill(self) -> MemberId | None: ...
-
-    @property
-    def decode(self) -> MemberId: ...
-
-    @property
-    def reason(self) -> Reason: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one attempt took on its decode worker, for what the policy may learn. Times in ms."""
+    """One attempt on its decode worker. Times in ms."""
 
     first_token_ms: float
-    load_ms: float  # of it, what pages from slower tiers were expected to take, when it computed alone
+    load_ms: float  # of that, the expected time to load pages from slower tiers, when aggregated
     computed_tokens: int  # by the decode worker
     transferred_pages: int
-    queue_tokens: int  # that were before it, when it computed alone
+    queue_tokens: int  # computed before the prompt, when aggregated
     step_ms: float | None  # mean time between its tokens
     num_streams: int  # on the worker meanwhile
 
 
 class Policy(Protocol):
-    """Accounts are opened by `began` and closed by `ended`, always."""
+    """Every `began` must be followed by `ended`."""
 
     def place(
         self,
         request: PlacementRequest,
-        prefill: Sequence[WorkerView],
-        decode: Sequence[WorkerView],
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
         now_s: float,
         *,
-        volumes: Mapping[str, VolumeView],
+        volumes: Mapping[str, VolumeCosts],
         may_be_aggregated: bool,
-    ) -> Choice | None: ...
+    ) -> Placement | None: ...
 
-    def began(self, request: PlacementRequest, choice: Choice, now_s: float) -> None: ...
+    def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None: ...
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None: ...
 
@@ -62,7 +50,9 @@ class Policy(Protocol):
 
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None: ...
 
-    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, choice: Choice) -> None: ...
+    def learn_prefill(
+        self, worker: MemberId, computed_tokens: int, elapsed_ms: float, placement: Placement
+    ) -> None: ...
 
     def learn(self, worker: MemberId, measured: Measured) -> None: ...
 
@@ -70,8 +60,6 @@ class Policy(Protocol):
 
 
 class PricedPolicy:
-    """Where it costs the fewest milliseconds (pricing.py)."""
-
     def __init__(
         self, index: ResidencyIndex, cost_defaults: CostDefaults | None = None, seed: int | None = None
     ) -> None:
@@ -82,13 +70,13 @@ class PricedPolicy:
         self.ended = self.placer.ended
         self.forget = self.placer.forget
 
-    def began(self, request: PlacementRequest, choice: Choice, now_s: float) -> None:
-        assert isinstance(choice, Decision)
-        self.placer.began(request, choice, now_s)
+    def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
+        assert isinstance(placement, Decision)
+        self.placer.began(request, placement, now_s)
 
-    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, choice: Choice) -> None:
+    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, placement: Placement) -> None:
         queue_tokens, load_ms = (
-            (choice.queue_tokens, choice.price.load_ms) if isinstance(choice, Decision) else (0, 0.0)
+            (placement.queue_tokens, placement.price.load_ms) if isinstance(placement, Decision) else (0, 0.0)
         )
         self.placer.observed_prefill(worker, computed_tokens, elapsed_ms - load_ms, queue_tokens)
 
@@ -107,7 +95,7 @@ class PricedPolicy:
 
 
 class RoundRobinPolicy:
-    """Round robin, always disaggregated where it can be: what there is to compare with, and to fall back on."""
+    """Disaggregated wherever possible: a baseline and a fallback."""
 
     def __init__(self) -> None:
         self._round_robin = RoundRobin()
@@ -115,16 +103,16 @@ class RoundRobinPolicy:
     def place(
         self,
         request: PlacementRequest,
-        prefill: Sequence[WorkerView],
-        decode: Sequence[WorkerView],
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
         now_s: float,
         *,
-        volumes: Mapping[str, VolumeView],
+        volumes: Mapping[str, VolumeCosts],
         may_be_aggregated: bool,
-    ) -> Choice | None:
-        return self._round_robin.place([view.candidate for view in prefill], [view.candidate for view in decode])
+    ) -> Placement | None:
+        return self._round_robin.place(prefill, decode)
 
-    def began(self, request: PlacementRequest, choice: Choice, now_s: float) -> None:
+    def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
         pass
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
@@ -136,7 +124,7 @@ class RoundRobinPolicy:
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None:
         pass
 
-    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, choice: Choice) -> None:
+    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, placement: Placement) -> None:
         pass
 
     def learn(self, worker: MemberId, measured: Measured) -> None:
@@ -146,21 +134,24 @@ class RoundRobinPolicy:
         pass
 
 
-def explain(choice: Choice) -> dict[str, Any]:
-    """A decision in plain values, prices in ms."""
-    values: dict[str, Any] = {"reason": choice.reason.value, "prefill": choice.prefill, "decode": choice.decode}
-    if isinstance(choice, Decision):
+def explain(placement: Placement) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "reason": placement.reason.value,
+        "prefill": placement.prefill,
+        "decode": placement.decode,
+    }
+    if isinstance(placement, Decision):
         values |= {
-            "expected_ttft_ms": round(choice.expected_ttft_ms, 3),
-            "missing_tokens": choice.missing_tokens,
-            "skipped_pages": choice.skipped_pages,
-            "price": _price(choice.price),
-            "runners_up": [_price(price) for price in choice.runners_up()],
+            "expected_ttft_ms": round(placement.expected_ttft_ms, 3),
+            "missing_tokens": placement.missing_tokens,
+            "skipped_pages": placement.load.skipped_pages,
+            "price": _price(placement.price),
+            "runners_up": [_price(price) for price in placement.runners_up()],
         }
     return values
 
 
-def _price(price: Any) -> dict[str, Any]:
+def _price(price: Price) -> dict[str, Any]:
     values = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(price).items()}
     values["ferry_ms"] = values.pop("kv_transfer_ms")  # the name that `kvferry explain --json` has always shown
     return {**values, "total_ms": round(price.total_ms, 3)}

@@ -1,6 +1,6 @@
-"""What workers can do, as measured: milliseconds per token, per page and per step, of each worker.
+"""Measured rates of workers: milliseconds per token, per page and per step.
 
-An unmeasured worker is taken to be like the median of those that were measured, and the first of all like the priors.
+An unmeasured worker has the median rate of the measured ones; without any, the cost defaults hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CostDefaults:
-    """What is believed before anything was measured, and the weights of a price. Times in ms."""
+    """Rates before anything is measured, and the weights of a price. Times in ms."""
 
     prefill_ms_per_token: float = 0.1  # 10,000 tokens a second
     prefill_fixed_ms: float = 5.0  # a step's cost apart from its tokens
@@ -20,34 +20,34 @@ class CostDefaults:
     volume_page_ms: float = 0.25  # 1 MiB at 4 GB/s, verified
     remote_page_ms: float = 0.1  # more, where another node's keeper has to send it: 1 MiB at 10 GB/s
     kv_transfer_page_ms: float = 0.05  # 1 MiB at 20 GB/s
-    handoff_ms: float = 5.0  # of every ferry, whatever its size
+    handoff_ms: float = 5.0  # of every KV transfer, whatever its size
     step_ms: float = 10.0  # a decode step of no stream
     step_ms_per_stream: float = 0.1
-    output_tokens: float = 256.0  # how long an answer is, until answers were seen
-    # Part of the compute that is charged once more for what it keeps others waiting: without it, waiting for a
-    # sibling's pages costs as much as computing them again on an idle worker.
+    output_tokens: float = 256.0  # how long an answer is, until answers are seen
+    # Part of the compute that is charged once more, because it keeps other requests waiting: without it, waiting for
+    # the pages of a request in flight costs as much as computing them again on an idle worker.
     work_weight: float = 0.3
-    # Part of the delay that a prefill brings to each stream decoding beside it. Streams smooth a single pause over.
+    # Part of the delay that a prefill brings to each stream decoding beside it. Streams smooth over a single pause.
     interference_weight: float = 0.1
     pages_full_share: float = 0.9  # of KV pages in use: beyond it requests get preempted
     pages_full_ms: float = 2000.0  # at a share of 1
-    # Candidates this much above the cheapest are chosen too, the less often the dearer.
+    # Candidates up to this much above the cheapest are chosen too, the less often the dearer they are.
     near_ms: float = 1.0
     near_share: float = 0.03
-    expected_grace_s: float = 2.0  # how long computed pages are believed in until the worker tells of them
+    expected_grace_s: float = 2.0  # how long computed pages are expected before the worker publishes them
 
 
 # Weight of a new observation. 0.2 forgets half in 3 requests: a worker that slows down is seen within a second.
 _GAIN = 0.2
-# An observation counts as at most this many times, and at least this part of, what was believed.
+# An observation is bounded to this many times the value before it, and to this part of it.
 _MAX_RATIO = 3.0
-# Fewer tokens are all overhead: they say nothing about the rate.
+# Prefills of fewer tokens are mostly overhead, and say nothing about the rate.
 _MIN_TOKENS = 32
 _REFRESH_EVERY = 16
 
 
 class Rate:
-    """A robust moving average. `value` is valid from the start: what it was last `believe`d, until observed."""
+    """A robust moving average. Until observed, `value` is the assumed rate."""
 
     __slots__ = ("num_observed", "value")
 
@@ -58,8 +58,8 @@ class Rate:
     def __repr__(self) -> str:
         return f"<Rate {self.value:.4g} of {self.num_observed}>"
 
-    def believe(self, value: float) -> None:
-        """What unobserved rates are taken to be; ignored once observed."""
+    def assume(self, value: float) -> None:
+        """Set the assumed rate; ignored once observed."""
         if not self.num_observed:
             self.value = value
 
@@ -75,7 +75,7 @@ class Rate:
 
 
 class WorkerRates:
-    """The rates of one worker. `step_scale` is its decode step relative to the priors' line over streams."""
+    """`step_scale` is the time of a decode step relative to the cost defaults for its number of streams."""
 
     __slots__ = ("kv_transfer_page_ms", "prefill_ms_per_token", "step_scale")
 
@@ -87,11 +87,11 @@ class WorkerRates:
     def observed_prefill(
         self, cost_defaults: CostDefaults, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int
     ) -> bool:
-        """Returns whether it said something: prefills of a few tokens do not."""
+        """Returns whether the rate was updated."""
         tokens = computed_tokens + queued_ahead_tokens
         if computed_tokens < _MIN_TOKENS or elapsed_ms <= 0:
             return False
-        # At least half of the time is the tokens', however small the job.
+        # At least half of the time is attributed to the tokens, however small the job.
         self.prefill_ms_per_token.observe(max(elapsed_ms - cost_defaults.prefill_fixed_ms, elapsed_ms / 2) / tokens)
         return True
 
@@ -109,27 +109,22 @@ class WorkerRates:
 
 
 class RatePool:
-    """The rates of all workers of a role."""
-
     def __init__(self, cost_defaults: CostDefaults) -> None:
-        self._priors = cost_defaults
+        self._cost_defaults = cost_defaults
         self._typical = WorkerRates(cost_defaults)
         self._workers: dict[str, WorkerRates] = {}
         self._num_changes = 0
 
     def of(self, worker: str) -> WorkerRates:
-        """The rates of a worker, the typical ones if it is new."""
+        """Return the rates of a worker, assumed ones if it is new."""
         rates = self._workers.get(worker)
         if rates is None:
-            rates = self._workers[worker] = WorkerRates(self._priors)
-            self._believe([rates])
+            rates = self._workers[worker] = WorkerRates(self._cost_defaults)
+            self._assume([rates])
         return rates
 
     def changed(self) -> bool:
-        """Something was observed. Every so often the unobserved workers learn of it: O(workers) then, else O(1).
-
-        Returns whether they did.
-        """
+        """Note an observation. Now and then update the assumed rates, in O(workers); returns whether it did."""
         self._num_changes += 1
         if self._num_changes % _REFRESH_EVERY and self._num_changes > _REFRESH_EVERY:
             return False
@@ -139,13 +134,13 @@ class RatePool:
             ]
             if seen:
                 getattr(self._typical, name).value = statistics.median(seen)
-        self._believe(self._workers.values())
+        self._assume(self._workers.values())
         return True
 
     def forget(self, worker: str) -> None:
         self._workers.pop(worker, None)
 
-    def _believe(self, workers: Iterable[WorkerRates]) -> None:
+    def _assume(self, workers: Iterable[WorkerRates]) -> None:
         for rates in workers:
             for name in WorkerRates.__slots__:
-                getattr(rates, name).believe(getattr(self._typical, name).value)
+                getattr(rates, name).assume(getattr(self._typical, name).value)

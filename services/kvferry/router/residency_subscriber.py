@@ -1,4 +1,4 @@
-"""Keeps the residency index true from what the links bring."""
+"""Keeps the residency index true from the links' messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
 from kvferry.residency.codec import residency_from_wire
-from kvferry.residency.feed import Delta, Follower
+from kvferry.residency.feed import Delta, ResidencyFollower
 from kvferry.residency.index import ResidencyIndex
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -15,39 +15,36 @@ log = logging.getLogger(__name__)
 
 
 class ResidencySubscriber:
-    """Owns one follower per worker that is linked."""
-
     def __init__(self, index: ResidencyIndex) -> None:
         self.index = index
-        self._followers: dict[MemberId, Follower] = {}
+        self._followers: dict[MemberId, ResidencyFollower] = {}
 
     def __repr__(self) -> str:
-        return f"<Residents {self.index} of {len(self._followers)} workers>"
+        return f"<ResidencySubscriber {self.index} of {len(self._followers)} workers>"
 
     @property
     def num_gaps(self) -> int:
         return sum(follower.num_gaps for follower in self._followers.values())
 
     def linked(self, link: WorkerLink) -> None:
-        """The link came up, perhaps again: ask for all the worker holds. What was known before stays until it comes."""
+        """The link came up, perhaps again: ask for a snapshot. Known pages stay until it comes."""
         member_id = link.member.member_id
-        follower = self._followers[member_id] = Follower(self.index, member_id)
-        link.on_residency = lambda message: self._take(link, follower, message)
+        follower = self._followers[member_id] = ResidencyFollower(self.index, member_id)
+        link.on_residency = lambda message: self._apply(link, follower, message)
         link.want_snapshot()
 
     def gone(self, member_id: MemberId) -> None:
-        """The worker is forgotten, or cannot be reached: nothing of it counts any more."""
         follower = self._followers.pop(member_id, None)
         if follower is not None:
             follower.drop()
 
-    def _take(self, link: WorkerLink, follower: Follower, message: pb.Residency) -> None:
+    def _apply(self, link: WorkerLink, follower: ResidencyFollower, message: pb.Residency) -> None:
         waited = follower.needs_snapshot
         update = residency_from_wire(message)
         if isinstance(update, Delta):
-            follower.take_delta(update)
+            follower.apply_delta(update)
         else:
-            follower.take_part(update)
+            follower.apply_part(update)
         if follower.needs_snapshot and not waited:
-            log.warning("what worker %s holds was told with a gap; asking for all of it", link.member.member_id)
+            log.warning("the residency of worker %s has a gap; asking for a snapshot", link.member.member_id)
             link.want_snapshot()

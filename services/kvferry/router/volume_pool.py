@@ -1,9 +1,7 @@
-"""The keepers this gateway knows: what their volumes hold goes into the index, how fast they read into prices.
+"""The volumes of all keepers: their residency and their read costs.
 
-Membership says which keepers there are; a stream from each, for each of its volumes, says whether it lives: a keeper
-that left the registry is followed for as long as its streams last, since the registry may have lost its lease in an
-outage. A volume that several keepers mount is followed at each of them: every one has its own queue and is near to
-other workers.
+A keeper that left the registry is followed while its streams last: an outage may have ended its lease. A volume that
+several keepers mount is followed at each: each has its own queue and is near to other workers.
 """
 
 from __future__ import annotations
@@ -12,49 +10,31 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
-from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Membership, Snapshot
-from kvferry.residency.feed import Delta, Follower, SnapshotPart
+from kvferry.keeper.volume_state import VolumeState
+from kvferry.membership.base import Member, MemberId, MemberKind, Membership
+from kvferry.membership.follower import MemberFollower
+from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
-from kvferry.router.pricing import VolumeView
+from kvferry.router.pricing import VolumeCosts
 from kvferry.router.rates import CostDefaults
 from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
-REWATCH_S = 1.0
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
 
 _SEPARATOR = "@"
 
 
-@dataclass(frozen=True, slots=True)
-class VolumeState:
-    """A volume as its keeper sees it at a moment."""
-
-    page_bytes: int
-    read_bytes_per_s: float  # in the last seconds; 0 where nothing was read
-    queued_read_bytes: int
-    stride: int = 1  # pages of an engine in one of its pages
-    is_readable: bool = True
-    is_writable: bool = True
-    num_trips: int = 0  # of its breakers
-    num_pages: int = 0
-    used_bytes: int = 0
-    capacity_bytes: int = 0
-
-
 VolumeUpdate = SnapshotPart | Delta | VolumeState
-# Of a keeper and a volume of it; ends or raises OSError or KvferryError when the stream breaks.
+# Opens the stream of a volume of a keeper. It ends, or raises OSError or KvferryError, when it breaks.
 FollowVolume = Callable[[Member, str], AsyncIterator[VolumeUpdate]]
 
 
 class VolumePool:
-    """Follows every volume of every keeper, from `start` to `close`."""
-
     def __init__(
         self,
         membership: Membership,
@@ -62,61 +42,36 @@ class VolumePool:
         follow: FollowVolume,
         cost_defaults: CostDefaults | None = None,
     ) -> None:
-        self._membership = membership
+        self._follower = MemberFollower(membership, (MemberKind.KEEPER,), on_joined=self._joined, on_left=self._left)
         self._index = index
         self._follow = follow
-        self._priors = cost_defaults or CostDefaults()
-        self._task: asyncio.Task[None] | None = None
+        self._cost_defaults = cost_defaults or CostDefaults()
         self._keepers: dict[MemberId, tuple[Member, list[asyncio.Task[None]]]] = {}
         self._gone: set[MemberId] = set()  # left the registry
         self._ending = TaskSet()
-        self._views: dict[str, VolumeView] = {}
+        self._costs: dict[str, VolumeCosts] = {}
         self._states: dict[str, VolumeState] = {}
         self.num_gaps = 0
 
     def __repr__(self) -> str:
-        return f"<Keepers {len(self._keepers)}, reading from {sorted(self._views)}>"
+        return f"<VolumePool of {len(self._keepers)}, reading from {sorted(self._costs)}>"
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._watch())
+        self._follower.start()
 
-    def views(self) -> Mapping[str, VolumeView]:
-        """The volumes that can be read now, by the names under which the index holds them (see `volume_of`)."""
-        return self._views
+    def costs(self) -> Mapping[str, VolumeCosts]:
+        """Return the readable volumes, by their names in the index (see `volume_of`)."""
+        return self._costs
 
     def states(self) -> Mapping[str, VolumeState]:
-        """What was last heard of every volume whose keeper can be heard."""
+        """Return the last report of every volume that is followed now."""
         return self._states
 
     async def close(self) -> None:
-        tasks = [self._task] if self._task is not None else []
+        await self._follower.close()
         for member_id in list(self._keepers):
             self._drop(member_id)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await self._ending.wait()
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                async for change in self._membership.watch():
-                    self._apply(change)
-            except Exception:
-                log.exception("following the keepers failed; trying again")
-            await asyncio.sleep(REWATCH_S)
-
-    def _apply(self, change: MemberChange) -> None:
-        match change:
-            case Snapshot(members):
-                present = {member.member_id: member for member in members if member.kind is MemberKind.KEEPER}
-                self._gone |= self._keepers.keys() - present.keys()
-                for member in present.values():
-                    self._joined(member)
-            case Joined(member) if member.kind is MemberKind.KEEPER:
-                self._joined(member)
-            case Left(MemberKind.KEEPER, member_id) if member_id in self._keepers:
-                self._gone.add(member_id)
 
     def _joined(self, member: Member) -> None:
         self._gone.discard(member.member_id)
@@ -129,6 +84,10 @@ class VolumePool:
         tasks = [asyncio.create_task(self._keep_following(member, volume_id)) for volume_id in member.volumes]
         self._keepers[member.member_id] = (member, tasks)
 
+    def _left(self, member_id: MemberId) -> None:
+        if member_id in self._keepers:
+            self._gone.add(member_id)
+
     def _drop(self, member_id: MemberId) -> None:
         self._gone.discard(member_id)
         _, tasks = self._keepers.pop(member_id, (None, []))
@@ -138,18 +97,18 @@ class VolumePool:
 
     async def _keep_following(self, member: Member, volume_id: str) -> None:
         name = f"{volume_id}{_SEPARATOR}{member.member_id}"
-        follower = Follower(self._index, name)
+        follower = ResidencyFollower(self._index, name)
         pause_s = REDIAL_FIRST_S
         try:
             while True:
                 try:
                     async for update in self._follow(member, volume_id):
                         pause_s = REDIAL_FIRST_S
-                        if not self._take(name, member, follower, update):
+                        if not self._apply(name, member, follower, update):
                             break
                 except (OSError, KvferryError) as error:
                     log.debug("no word from keeper %s of volume %s: %s", member.member_id, volume_id, error)
-                # What it held cannot be loaded through it now.
+                # The chunks of the volume cannot be loaded through this keeper now.
                 self._forget(name, follower)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 if member.member_id in self._gone:
@@ -160,47 +119,47 @@ class VolumePool:
         finally:
             self._forget(name, follower)
 
-    def _take(self, name: str, member: Member, follower: Follower, update: VolumeUpdate) -> bool:
-        """False when something was lost, and everything has to be told again."""
+    def _apply(self, name: str, member: Member, follower: ResidencyFollower, update: VolumeUpdate) -> bool:
+        """Returns False after a gap: the stream must begin anew."""
         match update:
             case VolumeState():
                 self._states[name] = update
-                self._index.set_stride(name, update.stride)
+                self._index.set_blocks_per_chunk(name, update.blocks_per_chunk)
                 if update.is_readable:
-                    self._views[name] = self._view(member, update)
+                    self._costs[name] = self._costs_of(member, update)
                 else:
-                    self._views.pop(name, None)
+                    self._costs.pop(name, None)
             case SnapshotPart():
-                follower.take_part(update)
+                follower.apply_part(update)
             case Delta():
                 waited = follower.needs_snapshot
-                follower.take_delta(update)
+                follower.apply_delta(update)
                 if follower.needs_snapshot and not waited:
                     self.num_gaps += 1
-                    log.warning("what volume %s holds was told with a gap; asking for all of it", name)
+                    log.warning("the residency of volume %s has a gap; asking for a snapshot", name)
                     return False
         return True
 
-    def _forget(self, name: str, follower: Follower) -> None:
-        self._views.pop(name, None)
+    def _forget(self, name: str, follower: ResidencyFollower) -> None:
+        self._costs.pop(name, None)
         self._states.pop(name, None)
-        self._index.set_stride(name, 1)
+        self._index.set_blocks_per_chunk(name, 1)
         follower.drop()
 
-    def _view(self, member: Member, state: VolumeState) -> VolumeView:
+    def _costs_of(self, member: Member, state: VolumeState) -> VolumeCosts:
         rate = state.read_bytes_per_s
-        if rate <= 0 or state.page_bytes <= 0:
-            return VolumeView(frozenset((member.node,)), self._priors.volume_page_ms, 0.0)
+        if rate <= 0 or state.chunk_bytes <= 0:
+            return VolumeCosts(frozenset((member.node,)), self._cost_defaults.volume_page_ms, 0.0)
         ms_per_byte = 1e3 / rate
-        page_ms = state.page_bytes / state.stride * ms_per_byte
-        return VolumeView(frozenset((member.node,)), page_ms, state.queued_read_bytes * ms_per_byte)
+        page_ms = state.chunk_bytes / state.blocks_per_chunk * ms_per_byte
+        return VolumeCosts(frozenset((member.node,)), page_ms, state.queue_bytes * ms_per_byte)
 
 
 def volume_of(name: str) -> str:
-    """The id of the volume that the index holds under this name."""
+    """Return the volume of a name in the index."""
     return name.partition(_SEPARATOR)[0]
 
 
 def keeper_of(name: str) -> MemberId:
-    """The keeper through which that is."""
+    """Return the keeper of a name in the index."""
     return MemberId(name.partition(_SEPARATOR)[2])

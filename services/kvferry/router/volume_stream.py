@@ -1,4 +1,4 @@
-"""How a keeper tells a gateway of one volume: a gRPC stream."""
+"""The gRPC stream in which a keeper reports one volume."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import grpc
 
 from kvferry.config import TlsConfig
 from kvferry.grpc_options import CHANNEL_OPTIONS
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.membership.base import Member
 from kvferry.mutual_tls import channel_to
 from kvferry.residency.codec import residency_from_wire
-from kvferry.router.volume_pool import FollowVolume, VolumeState, VolumeUpdate
+from kvferry.router.volume_pool import FollowVolume, VolumeUpdate
 from kvferry.wire.v1 import keeper_pb2 as pb
 
 _FOLLOW = "/kvferry.wire.v1.Keeper/Follow"
 
 
 def follow_over(tls: TlsConfig) -> FollowVolume:
-    """Streams of keepers that are dialled as workers are. They raise ConnectionError when they break."""
+    """The streams raise ConnectionError when they break."""
 
     async def follow(member: Member, volume_id: str) -> AsyncIterator[VolumeUpdate]:
         async with channel_to(member.address, tls, CHANNEL_OPTIONS) as channel:
@@ -47,18 +48,6 @@ def update_from_wire(message: pb.VolumeUpdate) -> VolumeUpdate:
         case "residency":
             return residency_from_wire(message.residency)
         case "state":
-            state = message.state
-            return VolumeState(
-                page_bytes=state.chunk_bytes,
-                stride=max(1, state.blocks_per_chunk),
-                read_bytes_per_s=state.read_bytes_per_s,
-                queued_read_bytes=state.queue_bytes,
-                is_readable=not state.breaker_open,
-                is_writable=not (state.write_breaker_open or state.full),
-                num_trips=state.trips,
-                num_pages=state.num_chunks,
-                used_bytes=state.used_bytes,
-                capacity_bytes=state.capacity_bytes,
-            )
+            return VolumeState.from_wire(message.state)
         case _:
             raise ValueError("an empty update")

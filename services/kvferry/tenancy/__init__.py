@@ -1,1 +1,1 @@
-"""Tenants: who a request belongs to. Pure."""
+"""Tenants' identities. Pure."""

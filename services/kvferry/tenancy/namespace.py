@@ -1,4 +1,4 @@
-"""A tenant's identity in keys, events and files: its name and the epoch of its data."""
+"""A tenant's identity in keys, events and files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _U64_END = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Whose chunk it is. Raising a tenant's epoch makes everything older unreadable for it.
+    """Raising a tenant's epoch makes all its older data unreadable.
 
-    Raises ValueError for a tenant that is no lower-case label of at most 63 letters, digits and dashes.
+    Raises ValueError unless the tenant is a label of at most 63 lower-case letters, digits and dashes.
     """
 
     tenant: str = "default"
@@ -26,12 +26,12 @@ class Namespace:
             raise ValueError(f"epoch {self.epoch} is no unsigned 64-bit number")
 
     def __str__(self) -> str:
-        """`<tenant>.<epoch>`: the name of its folders. A tenant holds no dot."""
+        """`<tenant>.<epoch>`, the name of its folders."""
         return f"{self.tenant}.{self.epoch}"
 
     @classmethod
     def parse(cls, text: str) -> Namespace:
-        """What `str` made. Raises ValueError for anything else, such as another way to write the same number."""
+        """Raises ValueError for anything that `str` does not make."""
         tenant, _, epoch = text.rpartition(".")
         namespace = cls(tenant, int(epoch))
         if str(namespace) != text:

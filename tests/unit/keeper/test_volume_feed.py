@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.keeper import volume_feed
 from kvferry.keeper.volume_feed import VolumeFeed
-from kvferry.residency.feed import Delta, Follower, SnapshotPart
+from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.store.layout import ChunkId
 from support.tier_rows import key_of
@@ -23,7 +23,7 @@ class Gateway:
 
     def __init__(self, feed: VolumeFeed) -> None:
         self.index = ResidencyIndex()
-        self.follower = Follower(self.index, "v")
+        self.follower = ResidencyFollower(self.index, "v")
         self.states: list[Any] = []
         self.num_parts = 0
         self._task = asyncio.create_task(self._follow(feed))
@@ -32,9 +32,9 @@ class Gateway:
         async for update in feed.follow():
             if isinstance(update, SnapshotPart):
                 self.num_parts += 1
-                self.follower.take_part(update)
+                self.follower.apply_part(update)
             elif isinstance(update, Delta):
-                self.follower.take_delta(update)
+                self.follower.apply_delta(update)
             else:
                 self.states.append(update)
 
@@ -134,5 +134,5 @@ async def test_followers_agree_with_the_chunks_whatever_happens(monkeypatch: pyt
 
 def test_the_owner_of_a_volumes_chunks_is_the_volume() -> None:
     index = ResidencyIndex()
-    Follower(index, "v").take_part(SnapshotPart(0, 0, 1, Tier.VOLUME, [1]))
+    ResidencyFollower(index, "v").apply_part(SnapshotPart(0, 0, 1, Tier.VOLUME, [1]))
     assert Holder("v", Tier.VOLUME).owner in index._volumes

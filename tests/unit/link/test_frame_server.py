@@ -120,7 +120,7 @@ async def test_a_connection_that_the_loop_tells_of_after_the_stop_is_ended() -> 
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: frame_server._Connection(server), ours)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: frame_server._FrameTransport(server), ours)
         theirs.settimeout(0)
         with contextlib.suppress(ConnectionResetError):
             async with asyncio.timeout(GREETING_TIMEOUT_S / 2):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -58,8 +59,6 @@ def test_a_depth_ends_at_a_page_that_is_held_before_one_that_is_not_whatever_the
         if depth:
             assert PROMPT[depth - 1] in held
             assert depth == len(PROMPT) or PROMPT[depth] not in held
-        assert index.verify(gpu(f"w{i}"), PROMPT, depth) == exact
-        assert index.verify(gpu(f"w{i}"), PROMPT, len(PROMPT)) == exact
 
 
 @given(st.integers(0, 1 << 32))
@@ -81,20 +80,20 @@ def test_the_cpu_tier_continues_what_the_gpu_holds(seed: int) -> None:
     assert index.find(PROMPT) == expected
 
 
-@given(num_pages=st.integers(0, 40), num_held=st.integers(0, 40), stride=st.integers(1, 9))
-def test_a_page_of_a_volume_may_stand_for_several(num_pages: int, num_held: int, stride: int) -> None:
+@given(num_pages=st.integers(0, 40), num_held=st.integers(0, 40), blocks_per_chunk=st.integers(1, 9))
+def test_a_page_of_a_volume_may_stand_for_several(num_pages: int, num_held: int, blocks_per_chunk: int) -> None:
     index = ResidencyIndex()
     prompt = list(range(1000, 1000 + num_pages))
-    index.set_stride("coarse", stride)
-    index.store(volume("coarse"), [1000 + (i + 1) * stride - 1 for i in range(num_held)])
+    index.set_blocks_per_chunk("coarse", blocks_per_chunk)
+    index.store(volume("coarse"), [1000 + (i + 1) * blocks_per_chunk - 1 for i in range(num_held)])
     index.store(volume("fine"), prompt[:5])
-    depths = {"coarse": min(num_held, num_pages // stride) * stride, "fine": min(5, num_pages)}
+    depths = {"coarse": min(num_held, num_pages // blocks_per_chunk) * blocks_per_chunk, "fine": min(5, num_pages)}
     assert index.find(prompt).volumes == {owner: depth for owner, depth in depths.items() if depth}
 
 
-def test_a_stride_below_one_is_refused() -> None:
+def test_blocks_per_chunk_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="stands for 0 pages"):
-        ResidencyIndex().set_stride("v", 0)
+        ResidencyIndex().set_blocks_per_chunk("v", 0)
 
 
 def test_volumes_are_found_beside_workers() -> None:
@@ -124,7 +123,8 @@ def test_any_order_of_changes_leaves_what_a_plain_dictionary_of_sets_holds(seed:
                 index.drop_holder(holder.owner)
                 model = {other: held for other, held in model.items() if other.owner != holder.owner}
             case 2:
-                index.replace(holder, keys)
+                index.clear(holder)
+                index.store(holder, keys)
                 model[holder] = set(keys)
             case 3 | 4 | 5:
                 index.remove(holder, keys)
@@ -137,7 +137,6 @@ def test_any_order_of_changes_leaves_what_a_plain_dictionary_of_sets_holds(seed:
             holder: held for holder, held in model.items() if held
         }
         assert index.num_pages == sum(map(len, model.values()))
-        assert all(index.pages_of(holder) == len(held) for holder, held in model.items())
 
 
 def test_a_holder_without_the_beginning_is_not_credited_with_a_page_it_lacks() -> None:
@@ -145,7 +144,7 @@ def test_a_holder_without_the_beginning_is_not_credited_with_a_page_it_lacks() -
     index.store(gpu("a"), PROMPT[:6])
     index.store(gpu("b"), PROMPT[5:7])
     assert index.find(PROMPT).gpu == {"a": 6, "b": 7}
-    assert index.verify(gpu("b"), PROMPT, 7) == 0
+    assert depth_by_counting(index.keys_of(gpu("b")), PROMPT) == 0
 
 
 def test_storing_and_removing_may_be_repeated() -> None:
@@ -157,11 +156,10 @@ def test_storing_and_removing_may_be_repeated() -> None:
         index.remove(gpu("w"), PROMPT)
     assert index.num_pages == 0
     assert index.holders() == []
-    assert index.memory_bytes == 0
     index.drop_holder("nobody")
 
 
-def test_memory_is_stated_within_the_truth() -> None:
+def test_a_page_takes_the_memory_that_the_index_states() -> None:
     import tracemalloc
 
     seeded = random.Random(1)
@@ -170,7 +168,9 @@ def test_memory_is_stated_within_the_truth() -> None:
     index.store(gpu("w"), (seeded.getrandbits(64) for _ in range(20_000)))
     taken, _peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert taken * 0.9 <= index.memory_bytes <= taken * 1.5
+    # One set of 64-bit ints: its table, and 36 bytes for each int, rounded up to the allocator's next class.
+    stated = sys.getsizeof(index._gpu["w"]) + 48 * index.num_pages
+    assert taken * 0.9 <= stated <= taken * 1.5
 
 
 def test_check_names_what_is_broken() -> None:

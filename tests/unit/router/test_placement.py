@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from kvferry.membership.base import MemberId
+from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.router.placement import Candidate, Placement, Reason, RoundRobin
 
 
 def candidate(name: str, *, block_size: int = 32, dtype: str = "float32") -> Candidate:
-    return Candidate(MemberId(name), "model", block_size, dtype)
+    return Candidate(
+        Member(
+            kind=MemberKind.PREFILL,
+            member_id=MemberId(name),
+            address="127.0.0.1:1",
+            model="model",
+            version="0",
+            block_size=block_size,
+            kv_cache_dtype=dtype,
+        )
+    )
 
 
 def test_nobody_decodes() -> None:

@@ -8,13 +8,15 @@ import random
 from collections.abc import Mapping, Sequence
 
 import pytest
+from msgspec import structs
 
 from kvferry.engine.base import EngineStats, RequestId
-from kvferry.membership.base import MemberId
+from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
-from kvferry.router.placement import Candidate, Reason
-from kvferry.router.pricing import NO_VOLUMES, Decision, PlacementRequest, Placer, VolumeView, WorkerView
+from kvferry.router.placement import Candidate, PlacementRequest, Reason
+from kvferry.router.placer import Decision, Placer
+from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.rates import CostDefaults
 
 BLOCK_SIZE = 16
@@ -23,13 +25,23 @@ PRIORS = CostDefaults()
 _fresh = itertools.count()
 
 
-def view(name: str, load: EngineStats | None = None, reported_s: float = float("-inf"), **facts: object) -> WorkerView:
-    candidate = Candidate(MemberId(name), "m", BLOCK_SIZE, "auto")
-    return WorkerView(dataclasses.replace(candidate, **facts), load or EngineStats(), reported_s)
+def candidate(
+    name: str, load: EngineStats | None = None, reported_s: float = float("-inf"), **facts: object
+) -> Candidate:
+    member = Member(
+        kind=MemberKind.PREFILL,
+        member_id=MemberId(name),
+        address="127.0.0.1:1",
+        model="m",
+        version="0",
+        block_size=BLOCK_SIZE,
+        kv_cache_dtype="auto",
+    )
+    return Candidate(structs.replace(member, **facts), load or EngineStats(), reported_s)
 
 
-def views(kind: str, num: int, load: EngineStats | None = None) -> list[WorkerView]:
-    return [view(f"{kind}{i}", load) for i in range(num)]
+def candidates(kind: str, num: int, load: EngineStats | None = None) -> list[Candidate]:
+    return [candidate(f"{kind}{i}", load) for i in range(num)]
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:
@@ -50,16 +62,16 @@ def gpu(name: str) -> Holder:
     return Holder(name, Tier.GPU)
 
 
-def volume(*nodes: str, page_ms: float = PRIORS.volume_page_ms, queue_ms: float = 0.0) -> VolumeView:
-    return VolumeView(frozenset(nodes), page_ms, queue_ms)
+def volume(*nodes: str, page_ms: float = PRIORS.volume_page_ms, queue_ms: float = 0.0) -> VolumeCosts:
+    return VolumeCosts(frozenset(nodes), page_ms, queue_ms)
 
 
 def placed(
     placer: Placer,
     request: PlacementRequest,
-    prefill: Sequence[WorkerView],
-    decode: Sequence[WorkerView],
-    volumes: Mapping[str, VolumeView] = NO_VOLUMES,
+    prefill: Sequence[Candidate],
+    decode: Sequence[Candidate],
+    volumes: Mapping[str, VolumeCosts] = NO_VOLUMES,
 ) -> Decision:
     decision = placer.place(request, prefill, decode, 0.0, volumes=volumes)
     assert decision is not None
@@ -70,11 +82,11 @@ def placed(
 
 
 def test_without_a_decode_worker_there_is_no_decision() -> None:
-    assert Placer(ResidencyIndex()).place(fresh_request(), views("p", 1), [], 0.0) is None
+    assert Placer(ResidencyIndex()).place(fresh_request(), candidates("p", 1), [], 0.0) is None
 
 
 def test_a_long_uncached_prompt_is_disaggregated() -> None:
-    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(10_240), views("p", 1), views("d", 1))
+    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(10_240), candidates("p", 1), candidates("d", 1))
     assert (decision.prefill, decision.decode, decision.reason) == ("p0", "d0", Reason.DISAGGREGATED)
     assert decision.missing_tokens == 10_240
     assert decision.lacking_pages == 640
@@ -85,21 +97,21 @@ def test_a_short_uncached_tail_is_computed_where_it_is_decoded() -> None:
     request = fresh_request(10_240)
     index.store(gpu("d0"), request.keys[:-4])
     index.store(gpu("p0"), request.keys[:-4])
-    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 2))
+    decision = placed(Placer(index, seed=1), request, candidates("p", 1), candidates("d", 2))
     assert (decision.prefill, decision.decode, decision.reason) == (None, "d0", Reason.PREFIX_ON_DECODE)
     assert decision.missing_tokens == 64
-    short = placed(Placer(index, seed=1), fresh_request(40), views("p", 1), views("d", 1))
+    short = placed(Placer(index, seed=1), fresh_request(40), candidates("p", 1), candidates("d", 1))
     assert (short.prefill, short.reason) == (None, Reason.SHORT_TAIL)
 
 
 def test_busy_prefill_workers_leave_prompts_to_decode_workers() -> None:
-    busy = views("p", 2, EngineStats(num_running=1, num_waiting=20))
-    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), busy, views("d", 1))
+    busy = candidates("p", 2, EngineStats(num_running=1, num_waiting=20))
+    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), busy, candidates("d", 1))
     assert (decision.prefill, decision.reason) == (None, Reason.PREFILL_BUSY)
 
 
 def test_without_prefill_workers_decode_workers_compute() -> None:
-    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), [], views("d", 1))
+    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), [], candidates("d", 1))
     assert (decision.prefill, decision.reason) == (None, Reason.NO_PREFILL_WORKER)
     assert decision.lacking_pages == 0
 
@@ -109,11 +121,11 @@ def test_without_prefill_workers_decode_workers_compute() -> None:
 )
 def test_workers_that_cannot_exchange_pages_are_not_paired(facts: dict[str, object]) -> None:
     placer = Placer(ResidencyIndex(), seed=1)
-    alien = view("alien", **facts)
-    decision = placed(placer, fresh_request(), [alien], views("d", 1))
+    alien = candidate("alien", **facts)
+    decision = placed(placer, fresh_request(), [alien], candidates("d", 1))
     assert (decision.prefill, decision.reason) == (None, Reason.UNEQUAL_PAGES)
     for _ in range(20):
-        assert placed(placer, fresh_request(), [alien, *views("p", 1)], views("d", 1)).prefill == "p0"
+        assert placed(placer, fresh_request(), [alien, *candidates("p", 1)], candidates("d", 1)).prefill == "p0"
 
 
 # --- where to
@@ -123,7 +135,7 @@ def test_the_worker_that_holds_the_prefix_computes_the_rest() -> None:
     index = ResidencyIndex()
     request = fresh_request(8192)
     index.store(gpu("p2"), request.keys[:256])
-    decision = placed(Placer(index, seed=1), request, views("p", 4), views("d", 4))
+    decision = placed(Placer(index, seed=1), request, candidates("p", 4), candidates("d", 4))
     assert decision.prefill == "p2"
     assert decision.missing_tokens == 4096
     assert decision.matched.gpu == 4096
@@ -134,7 +146,7 @@ def test_the_decode_worker_that_lacks_fewer_pages_is_cheaper() -> None:
     request = fresh_request(8192)
     for name in ("p0", "d1"):
         index.store(gpu(name), request.keys[:256])
-    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 4))
+    decision = placed(Placer(index, seed=1), request, candidates("p", 1), candidates("d", 4))
     assert (decision.prefill, decision.decode, decision.lacking_pages) == ("p0", "d1", 256)
 
 
@@ -145,7 +157,7 @@ def test_slower_tiers_count_for_what_loading_costs() -> None:
     index.store(Holder("p0", Tier.CPU), request.keys[128:256])
     index.store(Holder("v", Tier.VOLUME), request.keys[:384])
     volumes = {"v": volume("")}
-    price = placed(Placer(index, seed=1), request, views("p", 2), views("d", 1), volumes).price
+    price = placed(Placer(index, seed=1), request, candidates("p", 2), candidates("d", 1), volumes).price
     assert price.prefill == "p0"
     assert (price.matched.gpu, price.matched.cpu, price.matched.volume) == (2048, 2048, 2048)
     assert price.load_ms == pytest.approx(128 * PRIORS.cpu_page_ms + 128 * PRIORS.volume_page_ms)
@@ -162,19 +174,23 @@ def on_volumes(request: PlacementRequest, **depths: int) -> ResidencyIndex:
 
 def test_a_worker_near_the_pages_is_preferred() -> None:
     request = fresh_request(8192)
-    prefill = [view(f"p{i}", node=f"n{i}") for i in range(4)]
-    decision = placed(Placer(on_volumes(request, v=512), seed=1), request, prefill, views("d", 1), {"v": volume("n2")})
-    assert (decision.prefill, decision.volume, decision.volume_pages) == ("p2", "v", 512)
-    far = placed(Placer(on_volumes(request, v=512), seed=1), request, prefill[:1], views("d", 1), {"v": volume("n2")})
+    prefill = [candidate(f"p{i}", node=f"n{i}") for i in range(4)]
+    decision = placed(
+        Placer(on_volumes(request, v=512), seed=1), request, prefill, candidates("d", 1), {"v": volume("n2")}
+    )
+    assert (decision.prefill, decision.load.volume, decision.load.num_pages) == ("p2", "v", 512)
+    far = placed(
+        Placer(on_volumes(request, v=512), seed=1), request, prefill[:1], candidates("d", 1), {"v": volume("n2")}
+    )
     assert far.price.load_ms == pytest.approx(512 * (PRIORS.volume_page_ms + PRIORS.remote_page_ms))
 
 
 def test_pages_that_cost_less_to_compute_than_to_load_are_left_where_they_are() -> None:
     request = fresh_request(8192)
     slow = volume("", page_ms=100 * BLOCK_SIZE * PRIORS.prefill_ms_per_token)
-    for prefill in (views("p", 2), []):
-        decision = placed(Placer(on_volumes(request, v=384), seed=1), request, prefill, views("d", 1), {"v": slow})
-        assert (decision.volume, decision.volume_pages, decision.skipped_pages) == ("", 0, 384)
+    for prefill in (candidates("p", 2), []):
+        decision = placed(Placer(on_volumes(request, v=384), seed=1), request, prefill, candidates("d", 1), {"v": slow})
+        assert decision.load == ("", 0, 384)
         assert decision.missing_tokens == 8192
         assert decision.matched.volume == 0
 
@@ -183,41 +199,45 @@ def test_of_two_volumes_the_one_that_saves_most_is_read() -> None:
     request = fresh_request(8192)
     index = on_volumes(request, deep=500, idle=400)
     busy, idle = volume("", queue_ms=10_000.0), volume("")
-    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 1), {"deep": busy, "idle": idle})
-    assert (decision.volume, decision.volume_pages) == ("idle", 400)
-    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 1), {"deep": idle, "idle": idle})
-    assert (decision.volume, decision.volume_pages) == ("deep", 500)
+    decision = placed(
+        Placer(index, seed=1), request, candidates("p", 1), candidates("d", 1), {"deep": busy, "idle": idle}
+    )
+    assert (decision.load.volume, decision.load.num_pages) == ("idle", 400)
+    decision = placed(
+        Placer(index, seed=1), request, candidates("p", 1), candidates("d", 1), {"deep": idle, "idle": idle}
+    )
+    assert (decision.load.volume, decision.load.num_pages) == ("deep", 500)
 
 
 def test_a_volume_that_nobody_can_read_does_not_count() -> None:
     request = fresh_request(8192)
-    decision = placed(Placer(on_volumes(request, v=500), seed=1), request, views("p", 1), views("d", 1))
-    assert (decision.volume, decision.skipped_pages, decision.missing_tokens) == ("", 0, 8192)
+    decision = placed(Placer(on_volumes(request, v=500), seed=1), request, candidates("p", 1), candidates("d", 1))
+    assert (decision.load.volume, decision.load.skipped_pages, decision.missing_tokens) == ("", 0, 8192)
 
 
 def test_what_a_worker_holds_itself_is_not_loaded() -> None:
     request = fresh_request(8192)
     index = on_volumes(request, v=300)
     index.store(gpu("p0"), request.keys[:400])
-    decision = placed(Placer(index, seed=1), request, views("p", 1), views("d", 1), {"v": volume("")})
-    assert (decision.volume, decision.skipped_pages, decision.price.load_ms) == ("", 0, 0.0)
+    decision = placed(Placer(index, seed=1), request, candidates("p", 1), candidates("d", 1), {"v": volume("")})
+    assert (decision.load.volume, decision.load.skipped_pages, decision.price.load_ms) == ("", 0, 0.0)
     assert decision.missing_tokens == 8192 - 400 * BLOCK_SIZE
 
 
 def test_a_decode_worker_with_more_streams_costs_more_and_one_without_memory_most() -> None:
     loads = [EngineStats(num_running=n, num_pages=10_000, num_pages_used=n) for n in (0, 40)]
     full = EngineStats(num_running=1, num_pages=10_000, num_pages_used=9_990)
-    decode = [view("idle", loads[0]), view("busy", loads[1]), view("full", full)]
-    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), views("p", 1), decode)
+    decode = [candidate("idle", loads[0]), candidate("busy", loads[1]), candidate("full", full)]
+    decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), candidates("p", 1), decode)
     cost = {price.decode: price.streams_ms for price in (decision.price, *decision.runners_up()) if price.prefill}
     assert decision.decode == "idle"
     assert cost["idle"] < cost["busy"] < cost["full"]
 
 
 def test_waiting_requests_make_a_decode_worker_dear() -> None:
-    decode = [view("d0", EngineStats(num_running=8, num_waiting=4)), view("d1", EngineStats(num_running=12))]
+    decode = [candidate("d0", EngineStats(num_running=8, num_waiting=4)), candidate("d1", EngineStats(num_running=12))]
     for _ in range(10):
-        assert placed(Placer(ResidencyIndex(), seed=1), fresh_request(), views("p", 1), decode).decode == "d1"
+        assert placed(Placer(ResidencyIndex(), seed=1), fresh_request(), candidates("p", 1), decode).decode == "d1"
 
 
 # --- prices
@@ -228,8 +248,9 @@ def test_prices_grow_with_missing_tokens_and_with_the_queue() -> None:
     request = fresh_request(8192)
     totals = []
     for held in (500, 400, 200, 100, 1):
-        index.replace(gpu("p0"), request.keys[:held])
-        totals.append(placed(Placer(index, seed=1), request, views("p", 1), views("d", 1)).price.total_ms)
+        index.clear(gpu("p0"))
+        index.store(gpu("p0"), request.keys[:held])
+        totals.append(placed(Placer(index, seed=1), request, candidates("p", 1), candidates("d", 1)).price.total_ms)
     assert totals == sorted(totals)
     assert len(set(totals)) == len(totals)
     # Decode workers that must not compute, so that the queue of the one prefill worker can grow.
@@ -237,7 +258,7 @@ def test_prices_grow_with_missing_tokens_and_with_the_queue() -> None:
     queues = []
     for _ in range(4):
         another = fresh_request(8192)
-        decision = placed(placer, another, views("p", 1), views("d", 8))
+        decision = placed(placer, another, candidates("p", 1), candidates("d", 8))
         assert decision.prefill == "p0"
         queues.append(decision.price.queue_ms)
         placer.began(another, decision, 0.0)
@@ -251,7 +272,7 @@ def test_the_breakdown_adds_up_and_the_chosen_is_the_cheapest_but_for_chance() -
     for i in range(8):
         index.store(gpu(f"p{i}"), request.keys[: 40 * i])
         index.store(gpu(f"d{i}"), request.keys[: 20 * i])
-    decision = placed(Placer(index, seed=1), request, views("p", 8), views("d", 8))
+    decision = placed(Placer(index, seed=1), request, candidates("p", 8), candidates("d", 8))
     runners_up = decision.runners_up()
     assert 1 <= len(runners_up) <= 5
     assert runners_up[-1].prefill is None
@@ -270,8 +291,8 @@ def test_the_breakdown_adds_up_and_the_chosen_is_the_cheapest_but_for_chance() -
 def test_a_prefill_that_hangs_makes_its_worker_dear() -> None:
     placer = Placer(ResidencyIndex(), seed=1)
     request = fresh_request(1024)
-    placer.began(request, placed(placer, request, views("p", 1), views("d", 1)), 0.0)
-    decision = placer.place(fresh_request(1024), views("p", 2), views("d", 1), 30.0)
+    placer.began(request, placed(placer, request, candidates("p", 1), candidates("d", 1)), 0.0)
+    decision = placer.place(fresh_request(1024), candidates("p", 2), candidates("d", 1), 30.0)
     assert decision is not None
     assert decision.prefill == "p1"
 
@@ -287,7 +308,7 @@ def test_a_burst_of_siblings_costs_one_prefill() -> None:
     reasons = set()
     for i in range(32):
         request = request_of(shared + tokens(20, 100 + i))
-        decision = placer.place(request, views("p", 8), views("d", 8), i * 0.0001)
+        decision = placer.place(request, candidates("p", 8), candidates("d", 8), i * 0.0001)
         assert decision is not None
         placer.began(request, decision, i * 0.0001)
         placer.check()
@@ -308,7 +329,7 @@ def test_a_hot_prefix_spreads_when_its_holder_has_a_queue() -> None:
     chosen: collections.Counter[MemberId | None] = collections.Counter()
     for i in range(40):
         request = request_of(shared + tokens(2048, 100 + i))
-        decision = placed(placer, request, views("p", 4), views("d", 64))
+        decision = placed(placer, request, candidates("p", 4), candidates("d", 64))
         placer.began(request, decision, 0.0)
         chosen[decision.prefill] += 1
     assert chosen[MemberId("p0")] > 0
@@ -320,7 +341,7 @@ def test_decode_workers_fill_up_evenly_before_they_report() -> None:
     chosen: collections.Counter[MemberId] = collections.Counter()
     for _ in range(160):
         request = fresh_request(512)
-        decision = placed(placer, request, [], views("d", 8))
+        decision = placed(placer, request, [], candidates("d", 8))
         placer.began(request, decision, 0.0)
         placer.first_token(request.request_id, 0.0)
         chosen[decision.decode] += 1
@@ -330,7 +351,7 @@ def test_decode_workers_fill_up_evenly_before_they_report() -> None:
 
 def test_reported_streams_are_not_counted_twice() -> None:
     placer = Placer(ResidencyIndex(), seed=1)
-    unreported = [view("d0", EngineStats(), 0.0)]
+    unreported = [candidate("d0", EngineStats(), 0.0)]
     for _ in range(4):
         request = fresh_request(512)
         decision = placer.place(request, [], unreported, 1.0)
@@ -338,7 +359,7 @@ def test_reported_streams_are_not_counted_twice() -> None:
         placer.began(request, decision, 1.0)
         placer.first_token(request.request_id, 1.0)
     before = placer.place(fresh_request(512), [], unreported, 2.0)
-    after = placer.place(fresh_request(512), [], [view("d0", EngineStats(num_running=4), 2.0)], 2.0)
+    after = placer.place(fresh_request(512), [], [candidate("d0", EngineStats(num_running=4), 2.0)], 2.0)
     assert before is not None
     assert after is not None
     assert before.price.streams_ms == pytest.approx(after.price.streams_ms)
@@ -347,29 +368,29 @@ def test_reported_streams_are_not_counted_twice() -> None:
 def test_pages_of_a_finished_prefill_are_believed_in_until_the_index_knows() -> None:
     placer = Placer(ResidencyIndex(), seed=1)
     first, second = request_of(tokens(8192, 5)), request_of(tokens(8192, 5))
-    decision = placed(placer, first, views("p", 8), views("d", 8))
+    decision = placed(placer, first, candidates("p", 8), candidates("d", 8))
     placer.began(first, decision, 0.0)
     placer.prefilled(first.request_id, 1.0)
-    soon = placer.place(second, views("p", 8), views("d", 8), 1.1)
+    soon = placer.place(second, candidates("p", 8), candidates("d", 8), 1.1)
     assert soon is not None
     assert soon.matched.expected == 8192
     placer.first_token(first.request_id, 1.2)
     placer.ended(first.request_id, 1.3)
-    late = placer.place(second, views("p", 8), views("d", 8), 1.3 + PRIORS.expected_grace_s)
+    late = placer.place(second, candidates("p", 8), candidates("d", 8), 1.3 + PRIORS.expected_grace_s)
     assert late is not None
     assert late.matched.total == 0
-    assert placer.idle
+    assert placer.is_idle
 
 
 def test_pages_of_a_failed_prefill_are_expected_no_more() -> None:
     placer = Placer(ResidencyIndex(), seed=1)
     first, second = request_of(tokens(8192, 5)), request_of(tokens(8192, 5))
-    placer.began(first, placed(placer, first, views("p", 8), views("d", 8)), 0.0)
+    placer.began(first, placed(placer, first, candidates("p", 8), candidates("d", 8)), 0.0)
     placer.ended(first.request_id, 0.1)
-    decision = placer.place(second, views("p", 8), views("d", 8), 0.1)
+    decision = placer.place(second, candidates("p", 8), candidates("d", 8), 0.1)
     assert decision is not None
     assert decision.matched.total == 0
-    assert placer.idle
+    assert placer.is_idle
 
 
 def test_accounts_come_back_to_zero_whatever_happens() -> None:
@@ -384,8 +405,8 @@ def test_accounts_come_back_to_zero_whatever_happens() -> None:
         action = seeded.randrange(6)
         if action <= 1 or not live:
             request = request_of(seeded.choice(shared) + tokens(seeded.randrange(200), next(_fresh)))
-            prefill = views("p", seeded.randrange(4))
-            decision = placer.place(request, prefill, views("d", 3), now_s)
+            prefill = candidates("p", seeded.randrange(4))
+            decision = placer.place(request, prefill, candidates("d", 3), now_s)
             assert decision is not None
             placer.began(request, decision, now_s)
             live.append(request)
@@ -403,15 +424,15 @@ def test_accounts_come_back_to_zero_whatever_happens() -> None:
         placer.ended(request.request_id, now_s)
         placer.ended(request.request_id, now_s)
         placer.check()
-    placer.expire(now_s + PRIORS.expected_grace_s)
+    placer.place(fresh_request(), [], candidates("d", 3), now_s + PRIORS.expected_grace_s)
     placer.check()
-    assert placer.idle
+    assert placer.is_idle
 
 
 def test_a_request_cannot_begin_twice_and_unknown_ones_are_ignored() -> None:
     placer = Placer(ResidencyIndex(), seed=1)
     request = fresh_request()
-    decision = placed(placer, request, views("p", 1), views("d", 1))
+    decision = placed(placer, request, candidates("p", 1), candidates("d", 1))
     placer.began(request, decision, 0.0)
     with pytest.raises(ValueError, match="in flight already"):
         placer.began(request, decision, 0.0)
@@ -430,7 +451,7 @@ def test_gateways_that_see_the_same_prices_do_not_herd() -> None:
     index = ResidencyIndex()
     chosen: collections.Counter[MemberId | None] = collections.Counter()
     for seed in range(64):
-        chosen[placed(Placer(index, seed=seed), fresh_request(), views("p", 8), views("d", 8)).prefill] += 1
+        chosen[placed(Placer(index, seed=seed), fresh_request(), candidates("p", 8), candidates("d", 8)).prefill] += 1
     assert set(chosen) == {f"p{i}" for i in range(8)}
     assert max(chosen.values()) <= 20
 
@@ -440,7 +461,7 @@ def test_chance_never_takes_what_is_clearly_dearer() -> None:
     request = fresh_request(8192)
     index.store(gpu("p3"), request.keys[:256])
     for seed in range(50):
-        assert placed(Placer(index, seed=seed), request, views("p", 8), views("d", 8)).prefill == "p3"
+        assert placed(Placer(index, seed=seed), request, candidates("p", 8), candidates("d", 8)).prefill == "p3"
 
 
 def test_the_same_seed_decides_the_same() -> None:
@@ -448,7 +469,7 @@ def test_the_same_seed_decides_the_same() -> None:
         placer, made = Placer(ResidencyIndex(), seed=9), []
         for i in range(50):
             request = request_of(tokens(2000, i))
-            decision = placed(placer, request, views("p", 8), views("d", 8))
+            decision = placed(placer, request, candidates("p", 8), candidates("d", 8))
             placer.began(request, decision, 0.0)
             made.append((decision.prefill, decision.decode))
         return made
@@ -461,10 +482,10 @@ def serve(
 ) -> collections.Counter[MemberId]:
     """Prefill workers as queues in virtual time; returns how many prompts each computed. Nobody is told any speed."""
     seeded = random.Random(11)
-    prefill = views("p", len(speeds_ms_per_token))
-    speed = {worker.candidate.member_id: ms for worker, ms in zip(prefill, speeds_ms_per_token, strict=True)}
+    prefill = candidates("p", len(speeds_ms_per_token))
+    speed = {worker.member.member_id: ms for worker, ms in zip(prefill, speeds_ms_per_token, strict=True)}
     # So many decode workers, so slow at prompts, that prefill workers are the ones to compute.
-    decode = views("d", 64)
+    decode = candidates("d", 64)
     cost_defaults = dataclasses.replace(PRIORS, interference_weight=100.0)
     placers = [Placer(ResidencyIndex(), cost_defaults, seed=seed) for seed in range(num_placers)]
     free_at = dict.fromkeys(speed, 0.0)
@@ -484,7 +505,7 @@ def serve(
         request = request_of(tokens(num_tokens, next(_fresh)))
         waiting = collections.Counter(entry[4] for entry in done)
         reported = [
-            dataclasses.replace(worker, stats=EngineStats(num_running=waiting[worker.candidate.member_id]))
+            dataclasses.replace(worker, stats=EngineStats(num_running=waiting[worker.member.member_id]))
             for worker in prefill
         ]
         decision = placer.place(request, reported, decode, now_s)

@@ -9,16 +9,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router import volume_pool
 from kvferry.router.rates import CostDefaults
-from kvferry.router.volume_pool import VolumePool, VolumeState, VolumeUpdate, volume_of
+from kvferry.router.volume_pool import VolumePool, VolumeUpdate, volume_of
 from support.waiting import until
 
-STATE = VolumeState(page_bytes=1_000_000, read_bytes_per_s=1e9, queued_read_bytes=5_000_000)
+STATE = VolumeState(chunk_bytes=1_000_000, read_bytes_per_s=1e9, queue_bytes=5_000_000)
 
 
 def keeper(name: str, *volumes: str, node: str = "n1") -> Member:
@@ -88,20 +89,20 @@ async def test_what_volumes_hold_goes_into_the_index_and_their_speed_into_views(
         await until(lambda: index.num_pages == 4)
         assert index.keys_of(volume("v1@k")) == {2, 3, 4}
         assert volume_of("v1@k") == "v1"
-        view = followed.views()["v1@k"]
+        view = followed.costs()["v1@k"]
         assert view.nodes == {"n1"}
         assert (view.page_ms, view.queue_ms) == (1.0, 5.0)
-        assert "v2@k" not in followed.views()  # has not said yet how it is
+        assert "v2@k" not in followed.costs()  # has not said yet how it is
 
 
 async def test_a_volume_whose_pages_stand_for_several_of_an_engine() -> None:
     async with following(keeper("k", "v")) as (followed, index, streams, _):
         stream = streams.of("k", "v")
-        for update in (dataclasses.replace(STATE, stride=4), SnapshotPart(1, 0, 1, Tier.VOLUME, [14, 18])):
+        for update in (dataclasses.replace(STATE, blocks_per_chunk=4), SnapshotPart(1, 0, 1, Tier.VOLUME, [14, 18])):
             stream.put_nowait(update)
         await until(lambda: index.num_pages == 2)
         assert index.find(range(11, 24)).volumes == {"v@k": 8}
-        assert followed.views()["v@k"].page_ms == 0.25
+        assert followed.costs()["v@k"].page_ms == 0.25
         stream.put_nowait(None)
         await until(lambda: index.num_pages == 0)
         # Another keeper's pages under the same name may be of another kind.
@@ -114,11 +115,11 @@ async def test_a_volume_whose_pages_stand_for_several_of_an_engine() -> None:
 async def test_an_unmeasured_volume_has_the_prior_rate_and_an_unreadable_one_no_view() -> None:
     async with following(keeper("k", "v")) as (followed, _, streams, _):
         stream = streams.of("k", "v")
-        stream.put_nowait(VolumeState(page_bytes=0, read_bytes_per_s=0.0, queued_read_bytes=0))
-        await until(lambda: "v@k" in followed.views())
-        assert followed.views()["v@k"].page_ms == CostDefaults().volume_page_ms
-        stream.put_nowait(VolumeState(1, 1.0, 0, is_readable=False))
-        await until(lambda: not followed.views())
+        stream.put_nowait(VolumeState(chunk_bytes=0, read_bytes_per_s=0.0, queue_bytes=0))
+        await until(lambda: "v@k" in followed.costs())
+        assert followed.costs()["v@k"].page_ms == CostDefaults().volume_page_ms
+        stream.put_nowait(VolumeState(chunk_bytes=1, read_bytes_per_s=1.0, breaker_open=True))
+        await until(lambda: not followed.costs())
 
 
 async def test_a_broken_stream_is_dialled_again_and_its_pages_count_no_more_meanwhile() -> None:
@@ -128,10 +129,10 @@ async def test_a_broken_stream_is_dialled_again_and_its_pages_count_no_more_mean
             stream.put_nowait(update)
         await until(lambda: index.num_pages == 1)
         stream.put_nowait(None)
-        await until(lambda: index.num_pages == 0 and not followed.views())
+        await until(lambda: index.num_pages == 0 and not followed.costs())
         for update in (STATE, SnapshotPart(7, 0, 1, Tier.VOLUME, [2, 3])):
             stream.put_nowait(update)
-        await until(lambda: index.num_pages == 2 and bool(followed.views()))
+        await until(lambda: index.num_pages == 2 and bool(followed.costs()))
         assert streams.num_dialled == 2
 
 
@@ -150,8 +151,8 @@ async def test_one_volume_at_two_keepers_is_two_ways_to_its_pages() -> None:
         for name in ("a", "b"):
             streams.of(name, "v").put_nowait(STATE)
             streams.of(name, "v").put_nowait(SnapshotPart(1, 0, 1, Tier.VOLUME, [1]))
-        await until(lambda: index.num_pages == 2 and len(followed.views()) == 2)
-        assert {name: set(view.nodes) for name, view in followed.views().items()} == {"v@a": {"n1"}, "v@b": {"n2"}}
+        await until(lambda: index.num_pages == 2 and len(followed.costs()) == 2)
+        assert {name: set(view.nodes) for name, view in followed.costs().items()} == {"v@a": {"n1"}, "v@b": {"n2"}}
         assert {volume_of(name) for name in index.find([1]).volumes} == {"v"}
 
 
@@ -164,7 +165,7 @@ async def test_a_keeper_that_left_the_registry_counts_for_as_long_as_its_stream_
         stream = streams.of("k", "v")
         for update in (STATE, SnapshotPart(1, 0, 1, Tier.VOLUME, [1])):
             stream.put_nowait(update)
-        await until(lambda: index.num_pages == 1 and bool(followed.views()))
+        await until(lambda: index.num_pages == 1 and bool(followed.costs()))
         await registration.revoke()
         stream.put_nowait(Delta(2, {Tier.VOLUME: [2]}))
         await until(lambda: index.num_pages == 2)

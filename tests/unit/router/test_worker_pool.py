@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvferry.membership import follower
 from kvferry.membership.base import Joined, Member, MemberChange, MemberId, MemberKind, Snapshot
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-from kvferry.router import worker_pool as router_roster
 from kvferry.router.worker_pool import WorkerPool
 from support.waiting import until
 
@@ -34,17 +34,17 @@ def member(member_id: str) -> Member:
 
 
 async def test_a_watch_that_fails_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_roster, "REWATCH_S", 0.01)
+    monkeypatch.setattr(follower, "REWATCH_S", 0.01)
     membership = Failing(MemoryRegistry())
-    roster = WorkerPool(membership, "g")
-    roster.start()
+    pool = WorkerPool(membership, "g")
+    pool.start()
     try:
         async with asyncio.timeout(10):
-            while len(roster.links(MemberKind.DECODE)) < 2:  # noqa: ASYNC110
+            while len(pool.links(MemberKind.DECODE)) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert membership.num_watches == 2
     finally:
-        await roster.close()
+        await pool.close()
 
 
 async def test_keepers_are_no_workers() -> None:
@@ -60,14 +60,14 @@ async def test_keepers_are_no_workers() -> None:
         socket_path="/run/keeper.sock",
     )
     registration = await membership.register(keeper)
-    roster = WorkerPool(MemoryMembership(registry), "g")
-    roster.start()
+    pool = WorkerPool(MemoryMembership(registry), "g")
+    pool.start()
     try:
         await membership.register(member("w"))
-        await until(lambda: bool(roster.links(MemberKind.DECODE)))
-        assert not roster.links(MemberKind.KEEPER)
+        await until(lambda: bool(pool.links(MemberKind.DECODE)))
+        assert not pool.links(MemberKind.KEEPER)
         await registration.revoke()
         await membership.register(member("v"))
-        await until(lambda: len(roster.links(MemberKind.DECODE)) == 2)
+        await until(lambda: len(pool.links(MemberKind.DECODE)) == 2)
     finally:
-        await roster.close()
+        await pool.close()

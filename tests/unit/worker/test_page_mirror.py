@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
 from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId, chain_hash, root_hash
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
-from kvferry.residency.feed import Delta, Follower
+from kvferry.residency.feed import Delta, ResidencyFollower
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.worker.page_mirror import PageMirror
 
@@ -211,16 +211,16 @@ def test_a_snapshot_stands_for_the_last_delta_and_may_be_ahead_of_it() -> None:
     published.next_delta()
     published.apply(stored(2, 3))
     index = ResidencyIndex()
-    follower = Follower(index, "w")
+    follower = ResidencyFollower(index, "w")
     parts = list(published.mirror.snapshot(2))
     assert {part.sequence for part in parts} == {1}
     assert all(len(part.keys) <= 2 for part in parts)
     for part in parts:
-        follower.take_part(part)
+        follower.apply_part(part)
     assert index.keys_of(Holder("w", Tier.GPU)) == set(KEYS)
     delta = published.next_delta()
     assert delta is not None
-    assert follower.take_delta(delta)
+    assert follower.apply_delta(delta)
     assert index.keys_of(Holder("w", Tier.GPU)) == set(KEYS)
 
 
@@ -278,24 +278,24 @@ def test_the_index_holds_what_the_engines_pool_holds(seed: int) -> None:
     seeded = engine.random
     mirror = PageMirror(BLOCK_SIZE, 1000)
     index = ResidencyIndex()
-    follower = Follower(index, "w")
+    follower = ResidencyFollower(index, "w")
     for batch in range(40):
         mirror.apply(KvEventBatch(batch, engine.step()))
         if seeded.random() < 0.5:
             delta = mirror.next_delta()
             # One in eight is lost on its way.
             if delta is not None and seeded.random() < 0.875:
-                follower.take_delta(delta)
+                follower.apply_delta(delta)
         if follower.needs_snapshot:
             for part in mirror.snapshot(seeded.randrange(1, 20)):
-                follower.take_part(part)
+                follower.apply_part(part)
         mirror.check()
         index.check()
         assert mirror.keys_of(Tier.GPU) == engine.keys()
     last = mirror.next_delta()
-    if last is None or not follower.take_delta(last):
+    if last is None or not follower.apply_delta(last):
         for part in mirror.snapshot(5):
-            follower.take_part(part)
+            follower.apply_part(part)
     assert follower.sequence == mirror.sequence
     assert index.keys_of(Holder("w", Tier.GPU)) == engine.keys()
     assert (mirror.num_unknown, mirror.num_gaps, mirror.num_forgotten) == (0, 0, 0)

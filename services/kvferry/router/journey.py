@@ -1,0 +1,77 @@
+"""The record of one request's way, for `kvferry explain` and traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+from kvferry.engine.base import EngineOutput, PromptSources
+from kvferry.link.remote_request import transferred_pages
+from kvferry.membership.base import Member, MemberId
+from kvferry.router.placement import Placement
+from kvferry.tracing import Span
+
+MAX_PLACEMENTS = 8  # kept per request
+
+
+@dataclass(slots=True)
+class Journey:
+    """Filled in as the request goes; complete when its outputs ended."""
+
+    request_id: str = ""
+    tenant: str = ""
+    reason: str = ""
+    prefill_worker: MemberId | None = None
+    decode_worker: MemberId | None = None
+    prefill_failure: str = ""
+    prefill_sources: PromptSources = field(default_factory=PromptSources)
+    sources: PromptSources = field(default_factory=PromptSources)
+    transferred_pages: int = 0
+    transferred_bytes: int = 0
+    continued_after: list[int] = field(default_factory=list)  # tokens given when a decode worker was lost
+    placements: list[Placement] = field(default_factory=list)  # every decision about it, the last few
+    trace: Span | None = None  # of the whole request, where it is traced: what is done for it are its children
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that no worker had to compute."""
+        computed = self.sources.local_compute + min(
+            self.prefill_sources.local_compute, self.sources.external_kv_transfer
+        )
+        return max(0, self.sources.total - computed)
+
+    def note_placement(self, placement: Placement, took_ns: int) -> None:
+        self.placements = [*self.placements[-(MAX_PLACEMENTS - 1) :], placement]
+        if self.trace is None:
+            return
+        now_ns = time.time_ns()
+        self.trace.record(
+            "route",
+            now_ns - took_ns,
+            now_ns,
+            {
+                "kvferry.reason": placement.reason.value,
+                "kvferry.prefill_worker": placement.prefill,
+                "kvferry.decode_worker": placement.decode,
+            },
+        )
+
+    def note_sources(self, sources: PromptSources, last: EngineOutput, decode: Member) -> None:
+        self.sources = sources
+        self.transferred_pages = transferred_pages(last, decode.block_size)
+        self.transferred_bytes = self.transferred_pages * decode.page_bytes
+
+    def begin_span(self, name: str, worker: MemberId) -> Span | None:
+        """Begin a span for another process's work. None if the request is not sampled."""
+        return self.trace.child(name, {"kvferry.worker": worker}, remote=True) if self.trace is not None else None
+
+
+def set_answer_attributes(span: Span, num_generated: int, last: EngineOutput) -> None:
+    sources = dataclasses.asdict(last.sources or PromptSources())
+    span.set(
+        {
+            "gen_ai.usage.output_tokens": num_generated,
+            **{f"kvferry.prompt_tokens.{source}": num for source, num in sources.items()},
+        }
+    )

@@ -1,0 +1,172 @@
+"""Requests in flight, by worker. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from kvferry.engine.base import RequestId
+from kvferry.membership.base import MemberId
+
+# About the most tokens that an engine computes in one step: vLLM's default for long prompts is 2,048 to 8,192.
+_STEP_TOKENS = 2048
+
+
+class WorkerAccount:
+    """Requests of this gateway on one worker."""
+
+    __slots__ = ("head_since_s", "incoming", "member_id", "prefills", "queued_tokens", "streams")
+
+    def __init__(self, member_id: MemberId) -> None:
+        self.member_id = member_id
+        # Prompts being computed here, first come first: request -> tokens. `queued_tokens` is their sum.
+        self.prefills: dict[RequestId, int] = {}
+        self.queued_tokens = 0
+        self.head_since_s = 0.0  # when the first of `prefills` began
+        self.incoming: set[RequestId] = set()  # to be decoded here; a prefill worker still computes their prompts
+        self.streams: dict[RequestId, float] = {}  # request -> when it was sent here, oldest first
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.member_id}: {len(self.prefills)} prefills of {self.queued_tokens} tokens, "
+            f"{len(self.incoming)} incoming, {len(self.streams)} streams>"
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.prefills or self.incoming or self.streams)
+
+    def num_streams_since(self, since_s: float) -> int:
+        """O(their number)."""
+        return sum(1 for _ in itertools.takewhile(lambda sent_s: sent_s > since_s, reversed(self.streams.values())))
+
+    def queue_ms(self, ms_per_token: float, fixed_ms: float, now_s: float) -> float:
+        """Return how long the prompts before a new one will take. There must be one."""
+        # The start of the first prompt is known. Once it takes longer than it should, it is assumed to need as long
+        # again as it is late: the price of a worker that hangs grows by itself.
+        head_tokens = next(iter(self.prefills.values()))
+        head_ms = fixed_ms + head_tokens * ms_per_token
+        rest_tokens = self.queued_tokens - head_tokens
+        # An engine computes as many prompts in one step as fit: a burst of short ones is one step, not one each.
+        rest_ms = rest_tokens * ms_per_token + min(len(self.prefills) - 1, rest_tokens / _STEP_TOKENS) * fixed_ms
+        return abs(head_ms - (now_s - self.head_since_s) * 1000.0) + rest_ms
+
+
+@dataclass(slots=True)
+class _Flight:
+    computing: WorkerAccount | None  # None once the prompt is computed
+    decode: WorkerAccount
+
+
+class Ledger:
+    """One account per worker. Every request that began must end."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[MemberId, WorkerAccount] = {}
+        self._flights: dict[RequestId, _Flight] = {}
+        self._changed: set[MemberId] = set()
+
+    def __repr__(self) -> str:
+        return f"<Ledger of {len(self._flights)} requests on {len(self._accounts)} workers>"
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._flights and all(account.is_idle for account in self._accounts.values())
+
+    def account(self, member_id: MemberId) -> WorkerAccount:
+        """Open the account if the worker is new."""
+        account = self._accounts.get(member_id)
+        if account is None:
+            account = self._accounts[member_id] = WorkerAccount(member_id)
+        return account
+
+    def drain_changed(self) -> set[MemberId]:
+        """Return the workers whose accounts changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def begin(
+        self,
+        request_id: RequestId,
+        prefill: MemberId | None,
+        decode: MemberId,
+        missing_tokens: int,
+        now_s: float,
+    ) -> None:
+        """`prefill`, or `decode` where that is None, computes `missing_tokens`.
+
+        Raises ValueError when the request is in flight already.
+        """
+        if request_id in self._flights:
+            raise ValueError(f"request {request_id} is in flight already")
+        decoding = self.account(decode)
+        computing = decoding if prefill is None else self.account(prefill)
+        if not computing.prefills:
+            computing.head_since_s = now_s
+        computing.prefills[request_id] = missing_tokens
+        computing.queued_tokens += missing_tokens
+        if prefill is None:
+            decoding.streams[request_id] = now_s
+        else:
+            decoding.incoming.add(request_id)
+        self._flights[request_id] = _Flight(computing, decoding)
+        self._note_change(computing, decoding)
+
+    def prefilled(self, request_id: RequestId, now_s: float) -> None:
+        """Unknown requests are ignored."""
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return
+        self._end_prefill(request_id, flight, now_s)
+        if request_id in flight.decode.incoming:
+            flight.decode.incoming.remove(request_id)
+            flight.decode.streams[request_id] = now_s
+            self._note_change(flight.decode)
+
+    def end(self, request_id: RequestId, now_s: float) -> bool:
+        """Returns False for a request that is not in flight."""
+        flight = self._flights.pop(request_id, None)
+        if flight is None:
+            return False
+        self._end_prefill(request_id, flight, now_s)
+        flight.decode.incoming.discard(request_id)
+        flight.decode.streams.pop(request_id, None)
+        self._note_change(flight.decode)
+        return True
+
+    def forget(self, member_id: MemberId) -> None:
+        """Drop an account. The worker's requests in flight must still end."""
+        self._accounts.pop(member_id, None)
+        self._changed.discard(member_id)
+
+    def check(self) -> None:
+        """Raises AssertionError naming a broken invariant. O(everything)."""
+        prefills: dict[int, set[RequestId]] = {}
+        streams: dict[int, set[RequestId]] = {}
+        for request_id, flight in self._flights.items():
+            if flight.computing is not None:
+                prefills.setdefault(id(flight.computing), set()).add(request_id)
+            streams.setdefault(id(flight.decode), set()).add(request_id)
+        for account in self._accounts.values():
+            computed = prefills.get(id(account), set())
+            assert account.prefills.keys() == computed, f"{account} computes for requests not in flight"
+            assert account.queued_tokens == sum(account.prefills.values()), f"{account} has {account.prefills}"
+            ours = account.streams.keys() | account.incoming
+            assert ours == streams.get(id(account), set()), f"{account} has streams that are not in flight"
+            num_ours = len(account.streams) + len(account.incoming)
+            assert len(ours) == num_ours, f"{account} has streams that are still incoming"
+
+    def _end_prefill(self, request_id: RequestId, flight: _Flight, now_s: float) -> None:
+        account, flight.computing = flight.computing, None
+        if account is not None:
+            if next(iter(account.prefills)) == request_id:
+                account.head_since_s = now_s
+            account.queued_tokens -= account.prefills.pop(request_id)
+            self._note_change(account)
+
+    def _note_change(self, *accounts: WorkerAccount) -> None:
+        self._changed.update(account.member_id for account in accounts)
