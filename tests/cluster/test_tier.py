@@ -313,7 +313,7 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(t
     io = SwitchableIo()
     async with gateway_over(config) as cluster:
         host = KeeperHost(config, MemoryMembership(cluster.registry), node="here")
-        host._volumes[0]._io = io
+        host._volumes[0]._files.io = io
         await host.start()
         try:
             workers = [await add_worker(cluster, host) for _ in range(2)]

@@ -323,8 +323,8 @@ async def test_memory_that_is_lent_out_is_waited_for(tmp_path: Path, rows: Rows)
 async def test_a_lender_whose_volume_hangs_answers_in_time(tmp_path: Path, rows: Rows) -> None:
     gate, io = threading.Event(), SwitchableIo()
     async with two_hosts(tmp_path, io_timeout_s=0.5) as (a, b), engine_at(a.keeper.socket_path, rows) as reader:
-        io.is_direct = b._volumes[0]._io.is_direct
-        b._volumes[0]._io = io
+        io.is_direct = b._volumes[0]._files.io.is_direct
+        b._volumes[0]._files.io = io
         io.operation_to_fault[Operation.READ] = Fault(until=gate)
         done = await reader.load(CHUNKS[:4], volumes=on(b.keeper.volume_ids[0]))
         assert set(done.failed.values()) <= {Cause.TIMEOUT, Cause.UNAVAILABLE}

@@ -130,7 +130,7 @@ async def _main() -> None:
     others = {member.address for member in await membership.members()}
     host = KeeperHost(config, membership, node=arguments.node)
     for volume in host._volumes:
-        volume._io = StallingIo(arguments.folder)
+        volume._files.io = StallingIo(arguments.folder)
     async with _running(host):
         await until(lambda: others <= host._others.addresses, what="the other keepers")
         if host._warming is not None:

@@ -372,8 +372,8 @@ def _verify(header: bytes, layout: LayoutDigest, chunk: ChunkId, region: MappedR
     # Route keys are hints, which the reader may not know.
     wanted = ChunkId(chunk.key, parsed.chunk.route_key, chunk.namespace)
     with region.row(row) as payload:
-        outcome = chunk_file.check_identity(parsed, layout, wanted, len(payload))
-        return outcome if outcome is not Outcome.OK else chunk_file.check_plain(parsed, payload)
+        outcome = chunk_file.verify_identity(parsed, layout, wanted, len(payload))
+        return outcome if outcome is not Outcome.OK else chunk_file.verify_plain(parsed, payload)
 
 
 class ChunkReader(Protocol):

@@ -40,7 +40,7 @@ from typing import Protocol
 
 import xxhash
 
-from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, LayoutDigest, check_payload_bytes
+from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, LayoutDigest, validate_payload_bytes
 from kvferry.store.outcome import Outcome
 from kvferry.tenancy.namespace import Namespace
 
@@ -154,7 +154,7 @@ def parse_header(header: memoryview) -> Header | None:
     # Under a right checksum this is what somebody made on purpose, and it may still be nonsense.
     try:
         namespace = Namespace(tenant[:tenant_bytes].decode("ascii"), epoch)
-        check_payload_bytes(payload_bytes)
+        validate_payload_bytes(payload_bytes)
         return Header(
             Algorithm(algorithm),
             ChunkId(ChunkKey(key), route_key, namespace),
@@ -169,7 +169,7 @@ def parse_header(header: memoryview) -> Header | None:
         return None
 
 
-def check_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload_bytes: int) -> Outcome:
+def verify_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload_bytes: int) -> Outcome:
     """Whether this is the chunk that was asked for: OK, WRONG_KEY, WRONG_LAYOUT or WRONG_NAMESPACE."""
     if header.chunk.key != chunk.key or header.chunk.route_key != chunk.route_key:
         return Outcome.WRONG_KEY
@@ -180,7 +180,7 @@ def check_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload
     return Outcome.OK
 
 
-def check_plain(header: Header, payload: memoryview) -> Outcome:
+def verify_plain(header: Header, payload: memoryview) -> Outcome:
     """Whether the payload is the one that was written: OK, CORRUPT_PAYLOAD, or UNDECRYPTABLE for a sealed chunk."""
     if header.algorithm is not Algorithm.PLAIN:
         return Outcome.UNDECRYPTABLE

@@ -198,12 +198,12 @@ class _Reader:
         header = chunk_file.parse_header(raw_header)
         if header is None:
             return Outcome.CORRUPT_HEADER, False
-        outcome = chunk_file.check_identity(header, found.layout, found.chunk, len(payload))
+        outcome = chunk_file.verify_identity(header, found.layout, found.chunk, len(payload))
         if outcome is not Outcome.OK:
             return outcome, False
         if self._keyring is None:
             is_plain = header.algorithm is Algorithm.PLAIN
-            return (chunk_file.check_plain(header, payload) if is_plain else Outcome.OK), is_plain
+            return (chunk_file.verify_plain(header, payload) if is_plain else Outcome.OK), is_plain
         key = self._keyring.key(found.chunk.namespace)
         if key is None:
             return Outcome.OK, False

@@ -73,7 +73,7 @@ class ChunkLayout:
     _digest: LayoutDigest = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_payload_bytes(self.payload_bytes)
+        validate_payload_bytes(self.payload_bytes)
         digest = hashlib.blake2b(self.to_json(), digest_size=LAYOUT_DIGEST_BYTES).digest()
         object.__setattr__(self, "_digest", LayoutDigest(digest))
 
@@ -102,7 +102,7 @@ class ChunkLayout:
         return cls(**fields)  # type: ignore[arg-type]
 
 
-def check_payload_bytes(payload_bytes: int) -> None:
+def validate_payload_bytes(payload_bytes: int) -> None:
     """Raises ValueError for what O_DIRECT could not move."""
     if payload_bytes < ALIGNMENT or payload_bytes % ALIGNMENT:
         raise ValueError(f"a payload of {payload_bytes} bytes is no multiple of {ALIGNMENT}")

@@ -32,7 +32,7 @@ _LAYOUT_NAME = re.compile(rf"[0-9a-f]{{{2 * LAYOUT_DIGEST_BYTES}}}")
 _WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def check_writer(writer: str) -> str:
+def validate_writer(writer: str) -> str:
     """Raises ValueError for what could not be a folder's name."""
     if not _WRITER.fullmatch(writer):
         raise ValueError(f"writer {writer!r}: letters, digits, dots, dashes and underscores, at most 100")
