@@ -20,8 +20,8 @@ import pytest
 
 from bench.etcd_server import Authority
 from kvferry.config import TlsConfig
+from kvferry.keeper.cause import Cause
 from kvferry.keeper.host import KeeperHost
-from kvferry.keeper.volume_io import Cause
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import Follower, SnapshotPart
@@ -361,7 +361,7 @@ async def test_a_chunk_of_another_size_is_not_read(tmp_path: Path, rows: Rows) -
         asked.layout = bytes(16)
         reply = await stub.Fetch(asked)
         assert {chunk.cause for chunk in reply.chunks} == {Outcome.MISSING}
-        assert b.keeper.stats.volumes[0].num_chunks == len(CHUNKS)
+        assert b.keeper.stats.volumes[0].state.num_chunks == len(CHUNKS)
 
 
 async def test_without_nixl_chunks_of_other_nodes_are_misses(
@@ -430,7 +430,7 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
         assert states[-1].blocks_per_chunk == LAYOUT.blocks_per_chunk
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: not b.keeper._feeds[volume_id].num_followers)
+        await until(lambda: not b.keeper._volume_feeds[volume_id].num_followers)
         with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
             await anext(aiter(stub.Follow(pb.FollowRequest(volume_id="v-none"))))
         described = await stub.Describe(worker_pb2.DescribeRequest())

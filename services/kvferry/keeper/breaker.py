@@ -96,6 +96,6 @@ class WriteBudget:
         if self._bytes_per_s is not None:
             self._level -= num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def refund(self, num_bytes: int) -> None:
         """It was not written after all."""
         self.spend(-num_bytes)

@@ -19,10 +19,11 @@ from kvferry.config import ClusterConfig
 from kvferry.errors import KvferryError, TierError
 from kvferry.exposition import SpanCounts
 from kvferry.grpc_options import CHANNEL_OPTIONS
+from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.nixl_agent import NixlAgent
-from kvferry.keeper.remote import ChunkLender, RemoteKeepers
+from kvferry.keeper.remote_reader import RemoteReader
 from kvferry.keeper.server import KeeperServer
 from kvferry.membership.base import (
     Joined,
@@ -79,7 +80,7 @@ class KeeperHost:
             for volume in tier.volumes
         ]
         self._agent = NixlAgent(self.keeper_id)
-        self.remote = RemoteKeepers(self._agent, self._others.locate, self._dial, timeout_s=tier.io_timeout_s)
+        self.remote = RemoteReader(self._agent, self._others.locate, self._dial, timeout_s=tier.io_timeout_s)
         self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
         self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.io_timeout_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)

@@ -82,10 +82,6 @@ class MappedRegion:
             return whole[start : start + self.row_bytes]
 
     @property
-    def is_used(self) -> bool:
-        return self._num_users > 0
-
-    @property
     def is_mapped(self) -> bool:
         return self._memory is not None
 

@@ -87,12 +87,12 @@ class NixlAgent:
         await self._do(lambda: self._begin(remote, reads, future))
         return await future
 
-    def lend(self) -> None:
-        """Others may be reading our memory: look after them until `take_back`."""
+    def begin_lending(self) -> None:
+        """Others may be reading our memory: look after them until `end_lending`."""
         self._num_lent += 1
         self._commands.put((lambda: None, asyncio.get_running_loop().create_future()))
 
-    def take_back(self) -> None:
+    def end_lending(self) -> None:
         self._num_lent -= 1
 
     async def stop(self) -> None:

@@ -12,11 +12,9 @@ from kvferry import __version__
 from kvferry.addresses import join_host_port
 from kvferry.errors import TierError
 from kvferry.grpc_options import CHANNEL_OPTIONS
-from kvferry.keeper.breaker import BreakerState
+from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.remote import ChunkLender
 from kvferry.keeper.volume_feed import Update
-from kvferry.keeper.volume_io import VolumeIoState
 from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.store.layout import CHUNK_KEY_BYTES
@@ -133,7 +131,7 @@ class KeeperServer:
             version=__version__,
             node=self._node,
             num_engines=len(stats.engines),
-            volumes=[state_to_wire(volume) for volume in stats.volumes],
+            volumes=[volume.state.to_wire() for volume in stats.volumes],
         )
 
 
@@ -142,22 +140,4 @@ def update_to_wire(update: Update) -> pb.VolumeUpdate:
         return pb.VolumeUpdate(residency=part_to_wire(update))
     if isinstance(update, Delta):
         return pb.VolumeUpdate(residency=delta_to_wire(update))
-    return pb.VolumeUpdate(state=state_to_wire(update))
-
-
-def state_to_wire(state: VolumeIoState) -> pb.VolumeState:
-    return pb.VolumeState(
-        volume_id=state.volume_id,
-        read_bytes_per_s=state.read_bytes_per_s,
-        queue_bytes=state.queued_read_bytes,
-        chunk_bytes=state.chunk_bytes,
-        blocks_per_chunk=state.stride,
-        breaker_open=state.breaker is not BreakerState.CLOSED,
-        capacity_bytes=state.capacity_bytes,
-        used_bytes=state.bytes_used,
-        num_chunks=state.num_chunks,
-        shared=state.is_shared,
-        write_breaker_open=state.write_breaker is not BreakerState.CLOSED,
-        trips=state.num_trips,
-        full=state.is_full,
-    )
+    return pb.VolumeUpdate(state=update.to_wire())

@@ -87,7 +87,7 @@ def make_description(path: Path, now_s: float) -> Description:
 
 
 def lock(file: Path, *, shared: bool) -> int | None:
-    """Return a descriptor that locks `file` until it is closed or the process ends; None if another process holds it."""
+    """Return a descriptor that locks `file` until it is closed; None if another process holds the lock."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

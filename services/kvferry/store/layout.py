@@ -32,7 +32,7 @@ _U64_END = 1 << 64
 class ChunkId:
     """Identity of a chunk within a layout.
 
-    `key` is unique within the layout, over all tenants. `route_key` (pages/keys.py) is reported to gateways; 0: unknown.
+    `key` is unique within the layout, over all tenants. `route_key` (pages/keys.py) is for gateways; 0: unknown.
     Raises ValueError for a key of another length, which the header's fixed field would turn into another key.
     """
 
