@@ -23,7 +23,7 @@ from etcd3aio.auth import AuthService, PermissionType
 from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, KvferryError, UnavailableError
-from kvferry.membership.etcd import open_channel, read_password
+from kvferry.membership.etcd_link import open_channel, read_password
 
 ROOT = "root"  # etcd's own name for who may do everything
 WAIT_S = 120.0
