@@ -10,8 +10,6 @@ from kvferry.store.layout import ChunkId, LayoutDigest
 
 
 class Change(NamedTuple):
-    """Chunks that became readable, and chunks that ceased to be."""
-
     layout: LayoutDigest
     added: tuple[ChunkId, ...]
     removed: tuple[ChunkId, ...]
@@ -37,7 +35,7 @@ class ChangeLog:
             self._changes.append(change)
 
     def next(self) -> Change | None:
-        """Return the oldest change, to be ended with `end_delivery`. None while another thread delivers one."""
+        """Return the oldest change, to be ended with `end_delivery`; None while another thread delivers one."""
         with self._lock:
             if self._is_delivering or not self._changes:
                 return None
@@ -49,6 +47,6 @@ class ChangeLog:
             self._is_delivering = False
 
     def check(self) -> None:
-        """Raise AssertionError if a change is not delivered while no thread works."""
+        """Raise AssertionError if changes wait while no thread works."""
         assert not self._changes, "changes are not delivered"
         assert not self._is_delivering, "a delivery has not ended"

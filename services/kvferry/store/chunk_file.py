@@ -1,31 +1,6 @@
 """Bytes of a chunk file: a header of one sector, then the payload. Pure.
 
-The header names the chunk, its layout and its owner, and holds the payload's checksum. A checksum over the header binds
-them together, so a wrong name, another model, a torn write, a flipped bit or a mix of two chunks is detected. A chunk
-is *plain* (xxh3-128: integrity without a secret; any process that can write the folder can forge chunks) or *sealed*
-(AES-256-GCM with a key per tenant and epoch; the header is associated data).
-
-    offset  bytes
-         0      8  magic
-         8      2  version
-        10      1  algorithm: 1 plain, 2 sealed
-        11      1  length of the tenant
-        12      4  zero
-        16      8  payload bytes
-        24     36  chunk key
-        60      4  zero
-        64      8  route key
-        72     16  layout digest
-        88     64  tenant, padded with zeros
-       152      8  epoch
-       160      8  created, in nanoseconds since 1970
-       168      8  fingerprint of the sealing key, else zeros
-       176     12  nonce, else zeros
-       188   3876  zeros
-      4064     16  xxh3-128 of the payload, or the GCM tag
-      4080     16  xxh3-128 of all before
-
-Numbers are little-endian.
+A chunk is *plain* (xxh3-128: integrity without a secret) or *sealed* (AES-256-GCM with a key per tenant and epoch).
 """
 
 from __future__ import annotations
@@ -49,6 +24,28 @@ SEALING_KEY_BYTES = 32
 
 _MAGIC = b"KVFERRY\n"
 _VERSION = 1
+# The header, little-endian. Its checksum binds all fields together, so a wrong name, another model, a torn write, a
+# flipped bit or a mix of two chunks is detected. Any process that can write the folder can forge plain chunks.
+#
+#     offset  bytes
+#          0      8  magic
+#          8      2  version
+#         10      1  algorithm: 1 plain, 2 sealed
+#         11      1  length of the tenant
+#         12      4  zero
+#         16      8  payload bytes
+#         24     36  chunk key
+#         60      4  zero
+#         64      8  route key
+#         72     16  layout digest
+#         88     64  tenant, padded with zeros
+#        152      8  epoch
+#        160      8  created, in nanoseconds since 1970
+#        168      8  fingerprint of the sealing key, else zeros
+#        176     12  nonce, else zeros
+#        188   3876  zeros
+#       4064     16  xxh3-128 of the payload, or the GCM tag (the header before it is associated data)
+#       4080     16  xxh3-128 of all before
 _FIELDS = struct.Struct("<8sHBB4xQ36s4xQ16s64sQQ8s12s")
 _CHECK_AT = HEADER_BYTES - 32
 _HEADER_CHECK_AT = HEADER_BYTES - 16
@@ -61,28 +58,23 @@ _MAX_PAYLOAD_BYTES = 1 << 30
 
 
 class Algorithm(enum.IntEnum):
-    """How a payload is verified. The value is in the header."""
-
     PLAIN = 1
     SEALED = 2
 
 
 class Keyring(Protocol):
-    """Keys of namespaces. With a keyring, only sealed chunks are written and accepted."""
+    """With a keyring, only sealed chunks are written and accepted."""
 
     def key(self, namespace: Namespace) -> bytes | None:
         """Return SEALING_KEY_BYTES, different for every namespace, or None if there is no key.
 
-        Nonces are 96 random bits: 2^32 chunks under one key give odds of 2^-33 for a repeated one. Raising the epoch
-        starts with a new key.
+        Nonces are 96 random bits: 2^32 chunks under one key give odds of 2^-33 for a repeated one.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fields of a valid header."""
-
     algorithm: Algorithm
     chunk: ChunkId
     layout: LayoutDigest
@@ -94,14 +86,12 @@ class Header:
 
 
 def chunk_file_bytes(payload_bytes: int) -> int:
-    """Return the size of a chunk's file."""
     return HEADER_BYTES + payload_bytes
 
 
 def write_plain_header(
     header: memoryview, payload: memoryview, layout: LayoutDigest, chunk: ChunkId, created_s: float
 ) -> None:
-    """Fill `header` (HEADER_BYTES) for an unencrypted `payload`."""
     check = xxhash.xxh3_128_digest(payload)
     _write_fields(header, Algorithm.PLAIN, len(payload), layout, chunk, created_s)
     _write_checks(header, check)
@@ -117,7 +107,7 @@ def seal(
     key: bytes,
     random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> None:
-    """Encrypt `payload` into `sealed`, of the same length, and fill `header` (HEADER_BYTES)."""
+    """Encrypt `payload` into `sealed`, of the same length, and fill `header`."""
     # Slow to import, and not needed by a keeper without keys.
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -170,7 +160,7 @@ def parse_header(header: memoryview) -> Header | None:
 
 
 def verify_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload_bytes: int) -> Outcome:
-    """Compare a header with the expected chunk: OK, WRONG_KEY, WRONG_LAYOUT or WRONG_NAMESPACE."""
+    """Return OK, WRONG_KEY, WRONG_LAYOUT or WRONG_NAMESPACE."""
     if header.chunk.key != chunk.key or header.chunk.route_key != chunk.route_key:
         return Outcome.WRONG_KEY
     if header.layout != layout or header.payload_bytes != payload_bytes:
@@ -181,7 +171,7 @@ def verify_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payloa
 
 
 def verify_plain(header: Header, payload: memoryview) -> Outcome:
-    """Verify the payload's checksum: OK, CORRUPT_PAYLOAD, or UNDECRYPTABLE for a sealed chunk."""
+    """Return OK, CORRUPT_PAYLOAD, or UNDECRYPTABLE for a sealed chunk."""
     if header.algorithm is not Algorithm.PLAIN:
         return Outcome.UNDECRYPTABLE
     return Outcome.OK if xxhash.xxh3_128_digest(payload) == header.check else Outcome.CORRUPT_PAYLOAD
@@ -190,7 +180,7 @@ def verify_plain(header: Header, payload: memoryview) -> Outcome:
 def unseal(header: Header, raw_header: memoryview, sealed: memoryview, payload: memoryview, key: bytes) -> Outcome:
     """Decrypt `sealed` into `payload`, whose content is undefined unless the outcome is OK.
 
-    CORRUPT_PAYLOAD: the bytes were changed. UNDECRYPTABLE: the chunk is plain, or sealed with another key.
+    CORRUPT_PAYLOAD: changed bytes. UNDECRYPTABLE: a plain chunk, or another key.
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -246,7 +236,7 @@ def _write_checks(header: memoryview, check: bytes) -> None:
 
 
 def _fingerprint(key: bytes) -> bytes:
-    """Distinguishes a wrong key from changed bytes, and reveals nothing about a random key of 256 bits."""
+    """Tell a wrong key from changed bytes, without revealing a random key."""
     if len(key) != SEALING_KEY_BYTES:
         raise ValueError(f"a sealing key of {len(key)} bytes instead of {SEALING_KEY_BYTES}")
     return hashlib.blake2b(key, digest_size=8, person=b"kvferry-page-key").digest()

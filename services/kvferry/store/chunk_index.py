@@ -1,10 +1,7 @@
-"""The index of a volume: which chunks it holds, which thread works on which chunk, and what to evict. No I/O.
+"""Index of a volume's chunks: queries, claims, reservations and evictions. No I/O.
 
-A thread that writes, moves or removes a chunk's file has a *claim* on the chunk's key. A claimed key is not in the
-index, so no other thread puts a chunk where a file is about to move away. A chunk that is being read is *pinned* and
-never evicted, because its file would be overwritten.
-
-The index also holds the chunks of other writers of a shared volume. Their files do not count for the capacity.
+A thread that writes, moves or removes a chunk's file *claims* its key. A claimed key is not in the index, so no other
+thread puts a chunk where a file is about to move. A chunk being read is *pinned* and never evicted.
 """
 
 from __future__ import annotations
@@ -26,31 +23,25 @@ from kvferry.tenancy.namespace import Namespace
 
 @dataclass(slots=True, eq=False)
 class IndexEntry:
-    """A chunk in the index. `number` grows with every entry."""
-
     layout: LayoutDigest
     chunk: ChunkId
     writer: str
     num_bytes: int
-    number: int = 0
+    number: int = 0  # grows with every entry
     num_pins: int = 0
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Space for one chunk, owned by the thread that writes it.
-
-    The thread may write once it has renamed `recycled` (to overwrite it) and removed each file of `removed`.
-    `num_bytes` counts for all of that: nothing is written before the last of those files is gone, so the larger of
-    freed and needed bytes is enough.
-    """
+    """Space for one chunk, owned by the thread that writes it."""
 
     layout: LayoutDigest
     chunk: ChunkId
     chunk_bytes: int
-    recycled: File | None = None
-    removed: list[File] = field(default_factory=list)
+    recycled: File | None = None  # to be renamed and overwritten
+    removed: list[File] = field(default_factory=list)  # to be removed before the write
     evicted: list[IndexEntry] = field(default_factory=list)
+    # The larger of freed and needed bytes: nothing is written before the last of those files is gone.
     num_bytes: int = 0
 
 
@@ -100,7 +91,7 @@ class ChunkIndex:
             return self._space.bytes_used
 
     def next_number(self) -> int:
-        """Return a number larger than that of every present entry."""
+        """Return a number larger than that of every entry."""
         return next(self._numbers)
 
     def contains(self, layout: LayoutDigest, key: ChunkKey) -> bool:
@@ -116,7 +107,6 @@ class ChunkIndex:
             return [entry.chunk for entry in self._layout_to_chunks.get(layout, _NO_CHUNKS).values()]
 
     def entries(self, namespace: Namespace | None = None) -> list[IndexEntry]:
-        """Return the entries of a namespace, or all."""
         with self._lock:
             entries = [entry for chunks in self._layout_to_chunks.values() for entry in chunks.values()]
         return entries if namespace is None else [entry for entry in entries if entry.chunk.namespace == namespace]
@@ -146,7 +136,7 @@ class ChunkIndex:
     # Additions
 
     def add(self, entries: Iterable[IndexEntry], now_s: float) -> list[IndexEntry]:
-        """Add chunks whose files exist, oldest first. Returns those whose key is in the index or claimed."""
+        """Add chunks whose files exist, oldest first. Returns those whose key is present or claimed."""
         refused: list[IndexEntry] = []
         with self._lock:
             for entry in entries:
@@ -162,7 +152,7 @@ class ChunkIndex:
             self._space.add_quarantined(file)
 
     def reserve(self, layout: LayoutDigest, chunk: ChunkId, chunk_bytes: int, now_s: float) -> Reservation | Outcome:
-        """Reserve space for a chunk and claim its key, until `commit` or `cancel`; or return EXISTS or REFUSED."""
+        """Reserve space for a chunk until `commit` or `cancel`; or return EXISTS or REFUSED."""
         with self._lock:
             if (claim := self._claims.get((layout, chunk.key))) is not None:
                 return claim
@@ -192,7 +182,7 @@ class ChunkIndex:
             return reservation
 
     def reserve_by_recycling(self, reservation: Reservation, now_s: float) -> bool:
-        """Reserve one file of the chunk's size for a rolled-back reservation, on a drive that takes no new file."""
+        """Reserve one file of the chunk's size for a rolled-back reservation, on a drive without free space."""
         with self._lock:
             assert not reservation.num_bytes, "the reservation is not rolled back"
             for file, entry in self._victims(reservation.chunk.namespace, now_s):
@@ -202,7 +192,7 @@ class ChunkIndex:
             return False
 
     def finish_eviction(self, reservation: Reservation, left: list[File]) -> None:
-        """Record that the reservation's files are renamed and removed, except those `left`, which are abandoned."""
+        """Record that all the reservation's files are gone, except those `left`, which are abandoned."""
         with self._lock:
             for entry in reservation.evicted:
                 # The key that is being written stays claimed.
@@ -218,7 +208,7 @@ class ChunkIndex:
             self._resize(reservation, reservation.num_bytes if left else reservation.chunk_bytes)
 
     def roll_back(self, reservation: Reservation, left: File | None = None) -> None:
-        """Record that nothing of the begun write exists, except the file `left`, which is abandoned."""
+        """Record that nothing was written, except the file `left`, which is abandoned."""
         with self._lock:
             if left is not None:
                 self._space.end_transit(left, is_removed=False)
@@ -226,7 +216,6 @@ class ChunkIndex:
             self._resize(reservation, 0)
 
     def commit(self, reservation: Reservation, now_s: float) -> None:
-        """Add the written chunk to the index."""
         key = (reservation.layout, reservation.chunk.key)
         number = next(self._numbers)
         entry = IndexEntry(reservation.layout, reservation.chunk, self._writer, reservation.chunk_bytes, number)
@@ -241,7 +230,7 @@ class ChunkIndex:
             del self._claims[key]
 
     def cancel(self, reservation: Reservation) -> None:
-        """End a rolled-back reservation without a chunk."""
+        """End a rolled-back reservation."""
         with self._lock:
             assert not reservation.num_bytes, "the reservation is not rolled back"
             del self._claims[reservation.layout, reservation.chunk.key]
@@ -249,7 +238,7 @@ class ChunkIndex:
     # Removals
 
     def begin_remove(self, layout: LayoutDigest, chunk: ChunkId) -> File | None:
-        """Drop a chunk and return its file, to be ended with `end_remove`. None if there is no such chunk."""
+        """Drop a chunk; return its file, to be ended with `end_remove`. None if there is no such chunk."""
         with self._lock:
             entry = self._find(layout, chunk.key)
             if entry is None or entry.chunk.namespace != chunk.namespace:
@@ -262,13 +251,13 @@ class ChunkIndex:
             del self._claims[layout, chunk.key]
 
     def forget(self, entry: IndexEntry) -> None:
-        """Drop a chunk whose file no longer exists. Idempotent."""
+        """Drop a chunk whose file is gone. Idempotent."""
         with self._lock:
             if self._find(entry.layout, entry.chunk.key) is entry:
                 self._drop(entry)
 
     def begin_quarantine(self, entry: IndexEntry) -> File | None:
-        """Drop a bad chunk and return its file, to be ended with `end_quarantine`. None if it was dropped before.
+        """Drop a bad chunk; return its file, to be ended with `end_quarantine`. None if it was dropped before.
 
         Moving another writer's file makes it ours if the capacity allows; `num_bytes` is 0 if not.
         """
@@ -298,24 +287,23 @@ class ChunkIndex:
             return self._space.withdraw_quarantine_excess(moved.path)
 
     def withdraw_quarantined(self, namespace: Namespace) -> list[File]:
-        """Return the quarantined files of a namespace, each to be ended with `end_removal`."""
+        """Return a namespace's quarantined files, each to be ended with `end_removal`."""
         part = f"/{namespace}/"
         with self._lock:
             return [self._space.begin_transit(file) for file in self._space.quarantined if part in file.path]
 
     def withdraw_abandoned(self) -> list[File]:
-        """Return the abandoned files, each to be ended with `end_removal`."""
         with self._lock:
             return [self._space.begin_transit(file) for file in self._space.abandoned]
 
     def withdraw_quarantine_excess(self) -> list[File]:
-        """Return the oldest quarantined files beyond the quarantine's share, each to be ended with `end_removal`."""
+        """Return the oldest quarantined files over the quarantine's share."""
         with self._lock:
             quarantined = self._space.quarantined
             return self._space.withdraw_quarantine_excess(quarantined[-1].path if quarantined else "")
 
     def withdraw_over_capacity(self, now_s: float) -> File | None:
-        """Return a file to remove, to be ended with `end_removal`, while more bytes are used than the capacity."""
+        """Return a file to remove while more bytes are used than the capacity."""
         with self._lock:
             if self._space.bytes_used <= self._space.capacity_bytes:
                 return None
@@ -326,7 +314,6 @@ class ChunkIndex:
             return None
 
     def end_removal(self, file: File, *, is_removed: bool) -> None:
-        """End the transit of a withdrawn file: it is gone, or abandoned."""
         with self._lock:
             self._space.end_transit(file, is_removed=is_removed)
 
@@ -360,7 +347,7 @@ class ChunkIndex:
         return self._space.begin_transit(self._file_of(entry))
 
     def _victims(self, namespace: Namespace, now_s: float) -> Iterator[tuple[File, IndexEntry | None]]:
-        """Yield removable files, first to last. Nothing may change during the iteration."""
+        """Yield removable files, first to last. Nothing may change meanwhile."""
         for file in self._space.abandoned:
             yield file, None
         for victim in self._eviction.victims(namespace, now_s):
@@ -388,7 +375,6 @@ class ChunkIndex:
         return False
 
     def _assign(self, reservation: Reservation, files: list[File], evicted: list[IndexEntry]) -> None:
-        """Move files, whatever their state, into the reservation."""
         for file in files:
             self._space.withdraw(file)
         for entry in evicted:

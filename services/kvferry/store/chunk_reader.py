@@ -1,4 +1,4 @@
-"""Reads chunks of a volume and verifies every byte before it is delivered."""
+"""Reads chunks of a volume and verifies all bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class ChunkReader:
         return f"<ChunkReader {dict(self.outcomes)}>"
 
     def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None) -> Outcome:
-        """See Volume.read."""
         outcome = self._read(layout, chunk, into)
         if header is not None and outcome is Outcome.OK:
             if self._keyring is None:
@@ -124,7 +123,7 @@ class ChunkReader:
     def _verify(
         self, raw_header: memoryview, payload: memoryview, entry: IndexEntry, into: memoryview, key: bytes | None
     ) -> Outcome:
-        """Verify that these bytes are the entry's chunk. A sealed payload is decrypted into `into`."""
+        """A sealed payload is decrypted into `into`."""
         header = chunk_file.parse_header(raw_header)
         if header is None:
             return Outcome.CORRUPT_HEADER
@@ -136,7 +135,7 @@ class ChunkReader:
         return chunk_file.unseal(header, raw_header, payload, into, key)
 
     def _find_elsewhere(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
-        """Index a chunk that another writer added since the last scan. Returns whether there is one."""
+        """Index a chunk that another writer added since the last scan."""
         start = f"{chunk.key.hex()}-"
         files = self._files
         with contextlib.suppress(OSError):

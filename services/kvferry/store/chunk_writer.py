@@ -1,8 +1,7 @@
-"""Writes chunks into a volume: reserve, overwrite an evicted file or make a new one, rename, commit.
+"""Writes chunks into a volume.
 
-Evicted files are recycled: renamed, overwritten in place, and renamed again. Allocating fresh blocks would take several
-times the processor time of writing them. Nothing is synced: after a crash a file is whole, or its checksum or size is
-wrong.
+Evicted files are recycled: renamed, overwritten in place, renamed again. Allocating fresh blocks takes several times
+the processor time of writing them. Nothing is synced: after a crash, checksum or size show a torn file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ChunkWriter:
-    """Thread-safe. `notify` is called when chunks were evicted, before their space is written."""
+    """Thread-safe. `notify` is called after evictions, before their space is written."""
 
     def __init__(
         self,
@@ -48,7 +47,6 @@ class ChunkWriter:
         return f"<ChunkWriter {dict(self.outcomes)}>"
 
     def write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
-        """See Volume.write."""
         outcome = self._write(layout, chunk, payload)
         with self._lock:
             self.outcomes[outcome] += 1
@@ -103,9 +101,9 @@ class ChunkWriter:
         return Outcome.OK
 
     def _evict(self, reservation: Reservation, temporary: str) -> bool:
-        """Remove the reservation's files; rename the recycled one to `temporary`. Returns whether there is one.
+        """Return whether a recycled file is at `temporary` now.
 
-        Raises OSError if a file could not be removed; those files are abandoned.
+        Raises OSError if a file could not be removed; such files are abandoned.
         """
         is_recycled = False
         failure: OSError | None = None

@@ -1,9 +1,4 @@
-"""File I/O without the page cache where the file system allows it, and a test double that injects faults.
-
-Chunks are read into and written from memory that engines share with the keeper; the kernel's own copy would cost time
-and memory. `DirectIo` does all I/O on chunk files while they are served. `FaultyIo` imitates a drive that is full,
-broken or slow, or that tears writes.
-"""
+"""File I/O without the page cache where the file system allows it, and a test double that injects faults."""
 
 from __future__ import annotations
 
@@ -37,15 +32,13 @@ class DirectIo:
         return f"<{type(self).__name__} {'direct' if self.is_direct else 'buffered'}>"
 
     def probe(self, folder: Path) -> bool:
-        """Try O_DIRECT below `folder`; if it fails, all I/O uses the page cache from now on. Returns whether it works.
-
-        Overlays, some network mounts and older tmpfs refuse it. Raises OSError if nothing can be written.
-        """
+        """Return whether O_DIRECT works below `folder`; if not, all I/O uses the page cache from now on."""
         file = folder / f".probe-{os.getpid()}-{threading.get_ident()}"
         self.is_direct = bool(_O_DIRECT)
         try:
             self._try_one_sector(str(file))
         except OSError as error:
+            # Overlays, some network mounts and older tmpfs refuse O_DIRECT.
             if not self.is_direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             self.is_direct = False
@@ -53,7 +46,7 @@ class DirectIo:
         return self.is_direct
 
     def open(self, path: str, flags: int) -> int:
-        """Return a descriptor, direct if possible, closed at exec. Follows no symbolic link."""
+        """Direct if possible, closed at exec. Follows no symbolic link."""
         direct = _O_DIRECT if self.is_direct else 0
         return os.open(path, flags | direct | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
@@ -64,14 +57,14 @@ class DirectIo:
         return os.pwritev(fd, buffers, offset)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file; replaces the target."""
+        """Replaces the target."""
         os.rename(source, target)  # noqa: PTH104
 
     def unlink(self, path: str) -> None:
         os.unlink(path)  # noqa: PTH108
 
     def read(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` from the file's start. Returns the bytes read, fewer if the file ends before."""
+        """Fill `buffers` from the file's start. Returns the bytes read, fewer at the end of the file."""
         return self._move(self.preadv, fd, buffers)
 
     def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
@@ -124,8 +117,6 @@ def _leave_direct(fd: int) -> bool:
 
 
 class Operation(StrEnum):
-    """Operations that `FaultyIo` can fail."""
-
     OPEN = "open"
     READ = "read"
     WRITE = "write"
@@ -146,7 +137,7 @@ Choose = Callable[[Operation, str], Fault | None]
 
 
 class FaultyIo(DirectIo):
-    """Does real I/O, except for the faults that `choose(operation, path)` returns, on any I/O thread.
+    """Real I/O, except for the faults that `choose(operation, path)` returns, on any thread.
 
     A fault with `num_bytes` and `error` is a torn write. The path of a RENAME is its source.
     """

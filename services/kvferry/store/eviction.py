@@ -1,4 +1,4 @@
-"""Policies that choose the chunks to evict. Pure: the time is an argument."""
+"""Policies that choose the chunks to evict. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.tenancy.namespace import Namespace
 
 
 class EvictableChunk(Protocol):
-    """A chunk that takes space, compared by identity."""
+    """Compared by identity."""
 
     @property
     def layout(self) -> LayoutDigest: ...
@@ -20,16 +20,14 @@ class EvictableChunk(Protocol):
     def chunk(self) -> ChunkId: ...
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the whole file."""
-        ...
+    def num_bytes(self) -> int: ...
 
 
 class EvictionPolicy(Protocol):
     """Not thread-safe: the index calls it under its lock. `now_s` never decreases."""
 
     def admits(self, namespace: Namespace, num_bytes: int, now_s: float) -> bool:
-        """Return whether a chunk of this size may be stored; otherwise its write is refused."""
+        """Return False to refuse a write of this size."""
         ...
 
     def add(self, chunk: EvictableChunk, now_s: float) -> None:
@@ -37,11 +35,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def touch(self, chunk: EvictableChunk, now_s: float) -> None:
-        """Mark a chunk as used. Ignores unknown chunks."""
+        """Ignores unknown chunks."""
         ...
 
     def discard(self, chunk: EvictableChunk) -> None:
-        """Remove a chunk. Idempotent."""
+        """Idempotent."""
         ...
 
     def victims(self, namespace: Namespace, now_s: float) -> Iterator[EvictableChunk]:

@@ -1,4 +1,4 @@
-"""A volume's folder: its description, locks and layouts, and walks over its files."""
+"""A volume's folder: description, locks, layouts, and walks over its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VERSION = 1
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of `volume.json`; `read_description` validates it."""
+    """Content of `volume.json`."""
 
     volume_id: str
     version: int
@@ -31,7 +31,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class FoundChunk:
-    """A chunk's file as a walk found it, unread."""
+    """A chunk's file, unread."""
 
     folder: str
     name: str
@@ -48,13 +48,13 @@ class FoundChunk:
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:
-    """A file or folder among the chunks that has no chunk's name."""
+    """Has no chunk's name."""
 
     path: str
 
 
 def read_description(path: Path) -> Description:
-    """Raise TierError if `path` is no volume."""
+    """Raises TierError if `path` is no volume."""
     file = path / paths.DESCRIPTION
     try:
         description = msgspec.json.decode(file.read_bytes(), type=Description)
@@ -68,7 +68,7 @@ def read_description(path: Path) -> Description:
 
 
 def make_description(path: Path, now_s: float) -> Description:
-    """Read the description, or make it. Processes that make it at once get the same one. Raises TierError, OSError."""
+    """Read or make it; concurrent makers get the same one. Raises TierError, OSError."""
     file = path / paths.DESCRIPTION
     if not file.exists():
         made = Description(volume_id=f"v-{secrets.token_hex(8)}", version=_VERSION, created_s=now_s)
@@ -121,12 +121,12 @@ def load_layouts(path: Path) -> dict[LayoutDigest, ChunkLayout]:
 
 
 def writers(path: Path) -> list[str]:
-    """Return every writer that has a folder for chunks here. Raises OSError."""
+    """Raises OSError."""
     return sorted(entry.name for entry in os.scandir(path / paths.CHUNKS) if entry.is_dir(follow_symlinks=False))
 
 
 def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[FoundChunk | ForeignFile]:
-    """Yield the files of a writer, of one namespace or of all, with one stat each.
+    """Yield the files of a writer, of one namespace or of all.
 
     Takes a second for 100,000 chunks. Raises OSError if the writer's own folder cannot be read.
     """
@@ -161,7 +161,7 @@ def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[
 
 
 def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
-    """Yield a writer's quarantined chunks under their former names. `modified_s` is the time of quarantine."""
+    """Yield quarantined chunks under their former names. `modified_s` is the time of quarantine."""
     for layout_folder in _folders(path / paths.QUARANTINE / writer):
         layout = paths.parse_layout_name(layout_folder.name)
         for namespace_folder in _folders(layout_folder.path):
@@ -175,13 +175,13 @@ def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
 
 
 def files_of(path: Path, writer: str) -> list[Path]:
-    """Return all files of a writer: chunks, quarantined, temporary and foreign ones."""
+    """Return chunks, quarantined, temporary and foreign files."""
     roots = [path / name / writer for name in (paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY)]
     return [file for root in roots for file in root.rglob("*") if not file.is_dir()]
 
 
 def remove_namespace(path: Path, namespace: Namespace) -> int:
-    """Remove a namespace's folders and files. Returns the number of chunks. Raises OSError."""
+    """Return the number of removed chunks. Raises OSError."""
     num_chunks = 0
     for writer in writers(path):
         for found in walk(path, writer, only=namespace):

@@ -1,7 +1,6 @@
 """Verify, list and measure the chunks of a volume's folder without a keeper.
 
-A keeper may be running: a chunk that changes meanwhile is read again, and one that disappears is left out. Only
-mending, which moves bad files to quarantine, needs the folder for itself.
+A keeper may be running, except for mending: a chunk that changes meanwhile is read again.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A file whose content does not match its name, or whose name is none of a volume's."""
-
     path: str
     cause: str
     num_bytes: int
@@ -45,8 +42,6 @@ class Fault:
 
 @dataclass(slots=True)
 class Report:
-    """Result of `verify_volume`."""
-
     volume_id: str
     num_chunks: int = 0
     num_bytes: int = 0
@@ -74,8 +69,6 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Space of the chunks of one writer, layout and namespace."""
-
     writer: str
     layout: LayoutDigest
     namespace: Namespace
@@ -98,8 +91,8 @@ def verify_volume(
 ) -> Report:
     """Read and verify every chunk. With `mend`, move bad files to the quarantine of their writer.
 
-    `advance` is called for every file. Raises TierError if `path` is no volume, or if it is to be mended while a
-    keeper serves it.
+    `advance` is called for every file. Raises TierError if `path` is no volume, or for mending while a keeper serves
+    it.
     """
     report = Report(folder.read_description(path).volume_id)
     lock_fd = folder.lock(path / paths.LOCK, shared=False) if mend else None
@@ -149,8 +142,6 @@ def disk_usage(path: Path) -> tuple[list[Usage], dict[LayoutDigest, ChunkLayout]
 
 
 class _Reader:
-    """Verifies chunks of any size, on any thread."""
-
     def __init__(self, path: Path, keyring: Keyring | None) -> None:
         self._keyring = keyring
         self._io = DirectIo()
@@ -211,7 +202,7 @@ class _Reader:
 
 
 class _ThreadBuffers(threading.local):
-    """Two buffers of one thread: one for a file, one for an unsealed payload."""
+    """One for a file, one for an unsealed payload."""
 
     def __init__(self) -> None:
         self._both = memoryview(b"")

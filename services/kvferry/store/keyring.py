@@ -1,8 +1,8 @@
 """Sealing keys, derived from a file of secrets.
 
 The file is a JSON object from tenant, or "*" for all others, to at least 64 hexadecimal digits. A namespace's key is
-HKDF-SHA-256 of its tenant's secret, so no two namespaces share a key. Removing a tenant's secret makes all its chunks
-unreadable. Raising the epoch makes the earlier chunks unreadable to anyone without the secret.
+HKDF-SHA-256 of its tenant's secret. Removing the secret makes the tenant's chunks unreadable; raising the epoch, the
+earlier ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ _MIN_SECRET_BYTES = 32
 
 
 class SecretsKeyring:
-    """A `chunk_file.Keyring` that derives keys from one secret per tenant."""
-
     def __init__(self, tenant_to_secret: Mapping[str, bytes]) -> None:
-        """Raise ValueError for an invalid tenant, or a secret of fewer than 32 bytes."""
+        """Raises ValueError for an invalid tenant, or a secret of fewer than 32 bytes."""
         for tenant, secret in tenant_to_secret.items():
             if tenant != ANY_TENANT:
                 Namespace(tenant)
@@ -54,7 +52,7 @@ class SecretsKeyring:
 
 
 def load_keyring(file: Path) -> SecretsKeyring:
-    """Raise ConfigError if the file is absent, readable by others, or malformed."""
+    """Raises ConfigError if the file is absent, readable by others, or malformed."""
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())

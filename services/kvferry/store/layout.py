@@ -1,8 +1,6 @@
 """Names of chunks, and what the bytes of a chunk mean.
 
-The bytes of a chunk carry no shape. A chunk of another model, dtype or block size would be silently wrong, so two
-engines exchange chunks only if all fields of their `ChunkLayout` are equal. The layout's digest is in each chunk's
-header and path.
+The bytes of a chunk carry no shape, so engines exchange chunks only if all fields of their `ChunkLayout` are equal.
 """
 
 from __future__ import annotations
@@ -30,17 +28,14 @@ _U64_END = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkId:
-    """Identity of a chunk within a layout.
-
-    `key` is unique within the layout, over all tenants. `route_key` (pages/keys.py) is for gateways; 0: unknown.
-    Raises ValueError for a key of another length, which the header's fixed field would turn into another key.
-    """
+    """`key` is unique within the layout, over all tenants. `route_key` (pages/keys.py) is for gateways; 0: unknown."""
 
     key: ChunkKey
     route_key: int = 0
     namespace: Namespace = DEFAULT_NAMESPACE
 
     def __post_init__(self) -> None:
+        # The header's fixed field would turn a key of another length into another chunk's key.
         if len(self.key) != CHUNK_KEY_BYTES:
             raise ValueError(f"a chunk key of {len(self.key)} bytes instead of {CHUNK_KEY_BYTES}")
         if not 0 <= self.route_key < _U64_END:
@@ -49,10 +44,9 @@ class ChunkId:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """What the bytes of a chunk mean; engines may exchange chunks of equal layouts.
+    """`payload_bytes` is the row size of the engine's CPU tier, a multiple of ALIGNMENT.
 
-    `payload_bytes` is the row size of the engine's CPU tier, a multiple of ALIGNMENT. `isa` matters because CPU engines
-    order a chunk's bytes by their instruction set (AVX-512 and AMX tiles differ).
+    `isa` matters because CPU engines order a chunk's bytes by instruction set (AVX-512 and AMX tiles differ).
     """
 
     model: str
@@ -78,17 +72,16 @@ class ChunkLayout:
 
     @property
     def digest(self) -> LayoutDigest:
-        """Return the blake2b-128 of `to_json`."""
         return self._digest
 
     def to_json(self) -> bytes:
-        """Return canonical JSON (sorted keys, no spaces, ASCII): equal layouts give equal bytes everywhere."""
+        """Return canonical JSON: equal layouts give equal bytes everywhere."""
         fields = {name: getattr(self, name) for name in _TEXTS | _NUMBERS}
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes | str) -> ChunkLayout:
-        """Raise ValueError unless the text has exactly the fields of this class."""
+        """Raises ValueError unless the text has exactly the fields of this class."""
         try:
             fields = msgspec.json.decode(text, type=dict[str, str | int])
         except msgspec.MsgspecError as error:
@@ -102,7 +95,7 @@ class ChunkLayout:
 
 
 def validate_payload_bytes(payload_bytes: int) -> None:
-    """Raise ValueError for a size that O_DIRECT cannot move."""
+    """Raises ValueError for a size that O_DIRECT cannot move."""
     if payload_bytes < ALIGNMENT or payload_bytes % ALIGNMENT:
         raise ValueError(f"a payload of {payload_bytes} bytes is no multiple of {ALIGNMENT}")
 

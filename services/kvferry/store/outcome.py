@@ -6,7 +6,7 @@ import enum
 
 
 class Outcome(enum.StrEnum):
-    """Each value is a metric label. A read that is not OK is a cache miss, never an error of a request."""
+    """Metric labels. A read that is not OK is a cache miss, never an error of a request."""
 
     OK = "ok"
     MISSING = "missing"  # not in the index

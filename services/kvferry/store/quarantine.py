@@ -1,4 +1,4 @@
-"""Moves chunks that failed verification out of the index and into the quarantine folder."""
+"""Moves chunks that failed verification to the quarantine folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Quarantine:
         return f"<Quarantine of {self._files.writer}: {self.num_files} files>"
 
     def add(self, entry: IndexEntry, outcome: Outcome) -> bool:
-        """Move a bad chunk's file away, or remove it. Returns False if the chunk is no longer in the index."""
+        """Return False if the chunk is no longer in the index."""
         file = self._index.begin_quarantine(entry)
         if file is None:
             return False

@@ -9,7 +9,7 @@ QUARANTINE_SHARE = 16
 
 
 class File(NamedTuple):
-    """A file of the volume. `num_bytes` is 0 for the files of other writers, which do not count."""
+    """`num_bytes` is 0 for the files of other writers."""
 
     path: str
     num_bytes: int
@@ -18,21 +18,16 @@ class File(NamedTuple):
 class SpaceLedger:
     """Bytes of one writer's files, by state. Not thread-safe.
 
-    stored       a chunk in the index
-    quarantined  a chunk that failed verification; the oldest files go first
-    abandoned    a file that could not be removed yet
-    in transit   being written, moved or removed by one thread
-
-    Every file is in exactly one state. The sum is never less than the bytes on the drive, and never over the capacity.
+    Each file is in exactly one state. The sum is never less than the bytes on the drive, and never over the capacity.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.stored_bytes = 0
-        self.bytes_in_transit = 0
-        self._quarantined: dict[str, int] = {}  # oldest first
+        self.stored_bytes = 0  # chunks in the index
+        self.bytes_in_transit = 0  # files being written, moved or removed by one thread
+        self._quarantined: dict[str, int] = {}  # chunks that failed verification, oldest first
         self._quarantined_bytes = 0
-        self._abandoned: dict[str, int] = {}
+        self._abandoned: dict[str, int] = {}  # files that could not be removed yet
         self._abandoned_bytes = 0
         # An abandoned file may have the path of a chunk that another thread wants to write.
         self._abandoned_in_transit: set[str] = set()
@@ -61,29 +56,28 @@ class SpaceLedger:
         return None if num_bytes is None else File(path, num_bytes)
 
     def is_removing_abandoned(self, path: str) -> bool:
-        """Return whether a thread is removing an abandoned file at this path."""
         return path in self._abandoned_in_transit
 
     def add_quarantined(self, file: File) -> None:
-        """Count a file as quarantined, instead of an older one of the same path."""
+        """Replaces an older file of the same path."""
         self._quarantined_bytes += file.num_bytes - self._quarantined.pop(file.path, 0)
         self._quarantined[file.path] = file.num_bytes
 
     def withdraw(self, file: File) -> None:
-        """Take a file out of quarantine and out of the abandoned ones. The caller counts its bytes from now on."""
+        """Count a quarantined or abandoned file no longer; the caller counts its bytes."""
         if file.path in self._abandoned:
             self._abandoned_bytes -= self._abandoned.pop(file.path)
             self._abandoned_in_transit.add(file.path)
         self._quarantined_bytes -= self._quarantined.pop(file.path, 0)
 
     def begin_transit(self, file: File) -> File:
-        """Withdraw a file and count it as in transit; end with `end_transit`. Returns the file."""
+        """Withdraw a file and count it as in transit, until `end_transit`."""
         self.withdraw(file)
         self.bytes_in_transit += file.num_bytes
         return file
 
     def end_transit(self, file: File, *, is_removed: bool) -> None:
-        """Count a file that was in transit no longer, or as abandoned if it was not removed."""
+        """A file that was not removed is abandoned."""
         self.bytes_in_transit -= file.num_bytes
         self._abandoned_in_transit.discard(file.path)
         if not is_removed and file.num_bytes:
@@ -91,7 +85,7 @@ class SpaceLedger:
             self._abandoned[file.path] = file.num_bytes
 
     def withdraw_quarantine_excess(self, newest: str) -> list[File]:
-        """Begin the transit of the oldest quarantined files beyond QUARANTINE_SHARE. The file `newest` always stays."""
+        """Begin the transit of the oldest quarantined files over QUARANTINE_SHARE, but never of `newest`."""
         excess: list[File] = []
         left = self._quarantined_bytes
         for path, num_bytes in self._quarantined.items():
@@ -102,9 +96,9 @@ class SpaceLedger:
         return [self.begin_transit(file) for file in excess]
 
     def check(self) -> dict[str, int]:
-        """Raise AssertionError if an invariant is broken while no thread works. Returns path -> size of the files.
+        """Raise AssertionError if an invariant is broken while no thread works.
 
-        Files in the index are not part of the result.
+        Returns path -> size of the files outside the index.
         """
         assert not self._abandoned_in_transit, f"abandoned files in transit: {self._abandoned_in_transit}"
         assert not self.bytes_in_transit, f"{self.bytes_in_transit} bytes in transit"

@@ -1,10 +1,7 @@
 """One folder of verified chunks.
 
-A chunk is a file (chunk_file.py) whose name says which chunk it holds. A read verifies all of its bytes. On a volume
-that many nodes mount, each writer has its own folders, capacity and eviction order: it reads the chunks of the others,
-may remove them, and never recycles them.
-
-The parts: chunk_index.py decides, chunk_reader.py and chunk_writer.py move bytes, quarantine.py moves bad files.
+On a volume that many nodes mount, each writer has its own folders, capacity and eviction order. It reads the others'
+chunks, may remove them, and never recycles them.
 """
 
 from __future__ import annotations
@@ -56,12 +53,11 @@ class VolumeStats:
 
 
 class Volume:
-    """Chunks under a path. After `open`, all methods may be called from any thread; `read` and `write` block on I/O.
+    """After `open`, all methods may be called from any thread; `read` and `write` block on I/O.
 
     `capacity_bytes` bounds all files of this writer at every moment. `on_change(layout, added, removed)` reports each
-    chunk that becomes readable or ceases to be, in that order. It is called by one thread at a time, the one that
-    changed something, without a lock. A listener set before it calls `keys` misses nothing, but may hear of chunks
-    that are in `keys` already.
+    chunk that becomes readable or ceases to be, in order, by one thread at a time, without a lock. A listener set
+    before `keys` is called misses nothing, but may hear of chunks twice.
     """
 
     def __init__(
@@ -99,10 +95,10 @@ class Volume:
         return f"<Volume {self.volume_id or '(not open)'} at {self.path}: {self._index!r}>"
 
     def open(self) -> None:
-        """Lock the folder, find out how to do I/O in it, and index its chunks by names and sizes. Call once.
+        """Lock the folder and index its chunks by names and sizes; a second per 100,000 chunks. Call once.
 
-        Takes about a second per 100,000 chunks. Raises TierError if the folder cannot be used, or if another keeper
-        has it: any other one if it is not shared, one of the same `writer` if it is.
+        Raises TierError if the folder is unusable, or if another keeper has it: any other one if it is not shared, one
+        of the same `writer` if it is.
         """
         try:
             self._lock_folder()
@@ -118,22 +114,20 @@ class Volume:
             raise self._unusable(error) from error
 
     def close(self) -> None:
-        """Unlock the folder. No other method may be running. Idempotent."""
+        """No other method may be running. Idempotent."""
         while self._locks:
             os.close(self._locks.pop())
 
     # Queries
 
     def layouts(self) -> list[LayoutDigest]:
-        """Return the layouts of the chunks."""
         return self._index.layouts()
 
     def keys(self, layout: LayoutDigest) -> list[ChunkId]:
-        """Return a copy."""
         return self._index.chunks(layout)
 
     def contains(self, layout: LayoutDigest, key: ChunkKey) -> bool:
-        """Look up the index only: no I/O, no waiting. The chunk may still fail to be read."""
+        """Look up the index: no I/O, no waiting. A read may still fail."""
         return self._index.contains(layout, key)
 
     @property
@@ -152,15 +146,12 @@ class Volume:
         )
 
     def add_layout(self, layout: ChunkLayout) -> None:
-        """Write a layout down, so that tools can name it and sizes are validated by it. Raises OSError.
-
-        Reading and writing work without it.
-        """
+        """Write a layout down, so that sizes are validated by it. Optional. Raises OSError."""
         self._layout_to_payload_bytes[layout.digest] = layout.payload_bytes
         folder.save_layout(self.path, layout)
 
     def touch(self, layout: LayoutDigest, keys: Sequence[ChunkKey]) -> None:
-        """Mark chunks as used, although they were not read here. Unknown keys are ignored."""
+        """Mark chunks as used, although they were not read here. Ignores unknown keys."""
         self._index.touch(layout, keys, self._clock())
 
     # Reading and writing
@@ -168,12 +159,11 @@ class Volume:
     def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None = None) -> Outcome:
         """Read and verify a chunk. Unless the outcome is OK, the content of `into` is undefined.
 
-        `into` is writable, as long as the payload, and starts at a multiple of ALIGNMENT in memory (any other address
-        works, slowly). `chunk.route_key` need not be known. A chunk that fails verification is quarantined, unless its
-        file was replaced meanwhile. Raises ValueError for an `into` of the wrong length, and nothing else.
+        `into` is as long as the payload and aligned to ALIGNMENT (else slow). `chunk.route_key` need not be known. A
+        chunk that fails verification is quarantined, unless its file was replaced meanwhile. Raises only ValueError,
+        for a wrong length.
 
-        `header` (HEADER_BYTES) is filled with a plain chunk file's header for the payload, so that a receiver of both
-        can verify them again.
+        `header` (HEADER_BYTES) is filled with a plain header, so that a receiver of both can verify them again.
         """
         self._validate_payload(layout, into)
         outcome = self._chunk_reader.read(layout, chunk, into, header)
@@ -181,10 +171,10 @@ class Volume:
         return outcome
 
     def write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
-        """Write a chunk; evict as needed. The chunk is in the volume if the outcome is OK or EXISTS.
+        """Write a chunk; evict as needed. It is in the volume if the outcome is OK or EXISTS.
 
-        The length of `payload` is a multiple of ALIGNMENT, and so is its address (any other works, slowly). It must not
-        change meanwhile. Raises ValueError for a payload of the wrong length, and nothing else.
+        `payload` is aligned to ALIGNMENT (else slow) and must not change meanwhile. Raises only ValueError, for a wrong
+        length.
         """
         self._validate_payload(layout, payload)
         outcome = self._chunk_writer.write(layout, chunk, payload)
@@ -194,7 +184,7 @@ class Volume:
     # Maintenance
 
     def remove(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
-        """Remove a chunk and its file, of any writer. Returns False if it is not in the index."""
+        """Remove a chunk of any writer. Returns False if it is not in the index."""
         file = self._index.begin_remove(layout, chunk)
         if file is None:
             return False
@@ -203,10 +193,9 @@ class Volume:
         return True
 
     def purge(self, namespace: Namespace) -> int:
-        """Remove all chunks of a tenant's epoch, of all writers, from quarantine too. Returns the number of chunks.
+        """Remove all chunks of a tenant's epoch, of all writers, from quarantine too. Returns their number.
 
-        Stop all writes of the namespace before: chunks written meanwhile may stay. Raises TierError if the folder
-        cannot be read.
+        Stop the namespace's writes before. Raises TierError if the folder cannot be read.
         """
         num_chunks = sum(self.remove(entry.layout, entry.chunk) for entry in self._index.entries(namespace))
         self._remove_files(self._index.withdraw_quarantined(namespace))
@@ -252,7 +241,7 @@ class Volume:
             raise ValueError(f"a payload of {len(payload)} bytes; chunks of this layout have {num_bytes}")
 
     def _notify(self) -> None:
-        """Report all changes in order. If another thread is reporting, it reports these changes too."""
+        """Report changes in order. A thread that is already reporting covers these changes too."""
         while (change := self._index.changes.next()) is not None:
             try:
                 self.on_change(*change)
@@ -324,7 +313,7 @@ class Volume:
     # Invariants
 
     def check(self) -> None:
-        """Raise AssertionError if index and drive differ, while no thread works. One stat per file."""
+        """Raise AssertionError if index and drive differ, while no thread works."""
         in_index = self._index.check(self._clock())
         on_drive = {str(file): file.lstat().st_size for file in folder.files_of(self.path, self._writer)}
         assert on_drive == in_index, f"in the index or on the drive only: {on_drive.items() ^ in_index.items()}"

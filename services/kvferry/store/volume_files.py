@@ -19,14 +19,12 @@ NO_INODE: Inode = (0, 0)
 
 
 class ThreadBuffers(threading.local):
-    """Aligned memory of one thread."""
-
     def __init__(self) -> None:
         self.header = aligned_buffer(HEADER_BYTES)
         self._bounce = memoryview(b"")
 
     def bounce(self, num_bytes: int) -> memoryview:
-        """Return a buffer for a sealed payload. Its content is undefined."""
+        """Return a buffer for a sealed payload, with undefined content."""
         if len(self._bounce) < num_bytes:
             self._bounce = aligned_buffer(num_bytes)
         return self._bounce[:num_bytes]
@@ -49,11 +47,11 @@ class VolumeFiles:
         return f"<VolumeFiles of {self.writer} at {self.root}>"
 
     def temporary_path(self) -> str:
-        """Return a path that was never used before."""
+        """Never returns the same path twice."""
         return f"{self.temporary}/{next(self._temporary_numbers):x}.page"
 
     def remove(self, path: str) -> bool:
-        """Unlink a file. Returns whether it certainly does not exist any more."""
+        """Return whether the file certainly does not exist any more."""
         try:
             self.io.unlink(path)
         except OSError as error:
@@ -61,15 +59,15 @@ class VolumeFiles:
         return True
 
     def is_absent(self, error: OSError) -> bool:
-        """Return whether the error says that a file does not exist, on a volume that is mounted."""
+        """Return whether the error says that a file does not exist, on a mounted volume."""
         return error.errno == errno.ENOENT and self.is_mounted()
 
     def is_mounted(self) -> bool:
-        """Return False while the drive is unmounted: all chunks seem to be gone then, but none is."""
+        """While the drive is unmounted, all chunks seem to be gone, but none is."""
         return self.writer_lock.exists()
 
     def inode_at(self, path: str) -> Inode | None:
-        """Return the inode at a path, NO_INODE if there is none, or None if that cannot be determined."""
+        """Return NO_INODE if there is no file, None if that cannot be determined."""
         try:
             status = os.lstat(path)
         except OSError as error:
@@ -77,7 +75,7 @@ class VolumeFiles:
         return (status.st_dev, status.st_ino)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file, and make the target's folder. Another process may remove that folder while it is empty."""
+        """Make the target's folder too. Another process may remove it while it is empty."""
         for _ in range(3):
             try:
                 return self.io.rename(source, target)
@@ -86,7 +84,7 @@ class VolumeFiles:
         return self.io.rename(source, target)
 
     def write(self, path: str, parts: list[memoryview], num_bytes: int, *, is_recycled: bool) -> None:
-        """Write a new file, or overwrite a recycled one in place. Raises OSError."""
+        """Raises OSError."""
         fd = self.io.open(path, os.O_WRONLY if is_recycled else os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if is_recycled and os.fstat(fd).st_size != num_bytes:
@@ -96,7 +94,7 @@ class VolumeFiles:
             os.close(fd)
 
     def truncate(self, path: str, num_bytes: int) -> int:
-        """Cut the bytes after `num_bytes` off a regular file. Returns the file's size."""
+        """Cut a regular file after `num_bytes`. Returns its size."""
         status = os.lstat(path)
         if status.st_size <= num_bytes or not stat.S_ISREG(status.st_mode):
             return status.st_size
