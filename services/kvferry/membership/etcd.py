@@ -1,8 +1,7 @@
 """Members in etcd: keys `{prefix}/members/{kind}/{member_id}`, values JSON, each under its owner's lease.
 
-Each task that talks to etcd owns one connection to one endpoint. At the first fault it discards the connection and
-goes to the next endpoint. So a broken connection affects one task, renewed certificates and passwords are read again,
-and a watcher lists all members anew after every doubt.
+Each task owns one connection to one endpoint. At the first fault it discards the connection and tries the next
+endpoint. So certificates and passwords are read again, and a watch lists all members again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvferry.membership.retry import DEFAULT_RETRY, RetryPolicy
 
 
 class EtcdMembership:
-    """Membership over etcd. Connects at the first call; `close` ends every task and connection it started."""
+    """Connects at the first call; `close` ends every task and connection it started."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class EtcdMembership:
         return f"<EtcdMembership {','.join(self._config.endpoints)}, {counts}>"
 
     async def register(self, member: Member) -> EtcdRegistration:
-        """See Membership. Also raises ConfigError if etcd refuses the user, the password or the prefix."""
+        """Also raises ConfigError if etcd refuses the user, the password or the prefix."""
         if self._closed:
             raise UnavailableError("membership is closed")
         registration = EtcdRegistration(
@@ -69,12 +68,12 @@ class EtcdMembership:
         return registration
 
     async def members(self) -> tuple[Member, ...]:
-        """See Membership. Also raises ConfigError if etcd refuses the user, the password or the prefix."""
+        """Also raises ConfigError, like `register`."""
         listing = await self._connector.call(self._list)
         return MemberView(self._config.prefix).replace(listing).members
 
     def watch(self) -> EtcdWatch:
-        """See Membership. Its task starts at the first `__anext__`; its `aclose` or our `close` ends it."""
+        """Its `aclose` or our `close` ends it."""
         watch = EtcdWatch(
             self._config.prefix,
             self._connector,
@@ -89,7 +88,6 @@ class EtcdMembership:
         return watch
 
     async def close(self) -> None:
-        """See Membership."""
         self._closed = True
         tasks = [watch.cancel() for watch in self._watches]
         tasks += [registration.cancel() for registration in self._registrations]

@@ -1,8 +1,7 @@
 """Connections to etcd: channels, logins, single calls, and watches.
 
-Of etcd3aio only messages, stubs and single calls are used. Its watch resumes by itself, which can miss changes after a
-compaction and stays silent after etcd lost its data. Its keepalive does not report whether a renewal succeeded. Its
-channels accept no host names.
+Of etcd3aio only messages, stubs and single calls are used. Its watch can miss changes after a compaction and stays
+silent after etcd lost its data. Its keepalive does not report failed renewals. Its channels accept no host names.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ FAULTS: Final = (EtcdError, grpc.RpcError, TimeoutError, OSError, asyncio.Invali
 
 
 def open_channel(config: MembershipConfig, endpoint: str) -> grpc.aio.Channel:
-    """A connection of its own to one member. Raises ConfigError for a certificate that cannot be read."""
+    """Raises ConfigError for a certificate that cannot be read."""
     credentials = _credentials(config)
     target = f"dns:///{endpoint}"
     if credentials is None:
@@ -76,7 +75,7 @@ def open_channel(config: MembershipConfig, endpoint: str) -> grpc.aio.Channel:
 
 
 def read_password(name: str, file: Path | None) -> str:
-    """What a file holds, without the end of its line; empty without a file. Raises ConfigError naming `name`."""
+    """Return a file's content without the end of line; empty without a file. Raises ConfigError naming `name`."""
     content = _read_file(name, file)
     try:
         return "" if content is None else content.decode().rstrip("\r\n")
@@ -95,7 +94,7 @@ def _credentials(config: MembershipConfig) -> grpc.ChannelCredentials | None:
 
 
 class EtcdLogin:
-    """User and token. All links share the token of the last login: each login costs etcd a password hash."""
+    """User and token. All links share a token: each login costs etcd a password hash."""
 
     def __init__(self, config: MembershipConfig, timeout_s: float) -> None:
         """Raises ConfigError if the password file cannot be read."""
@@ -120,7 +119,7 @@ class EtcdLogin:
 
 
 class EtcdLink:
-    """One connection to one endpoint, owned by one task. A refused token is replaced once per call."""
+    """One connection, owned by one task. A refused token is replaced once per call."""
 
     def __init__(self, login: EtcdLogin, channel: grpc.aio.Channel, timeout_s: float) -> None:
         self._login = login
@@ -133,17 +132,17 @@ class EtcdLink:
         self._token = ""
 
     async def list(self, prefix: str) -> Listing:
-        """All keys under a prefix, linearised."""
+        """Linearised."""
         answer = await self._call(lambda: self._kv.get(prefix, prefix_range_end(prefix), timeout=self._timeout_s))
         return Listing({kv.key.decode(errors="replace"): kv.value for kv in answer.kvs}, answer.header.revision)
 
     async def grant(self, lease_id: int, ttl_s: int) -> int:
-        """Returns the time to live that etcd chose, in seconds."""
+        """Return the time to live that etcd chose, in seconds."""
         answer = await self._call(lambda: self._lease.grant(ttl_s, lease_id, timeout=self._timeout_s))
         return int(answer.TTL)
 
     async def revoke(self, lease_id: int) -> None:
-        """A lease that is not there counts as revoked."""
+        """An unknown lease counts as revoked."""
         try:
             await self._call(lambda: self._lease.revoke(lease_id, timeout=self._timeout_s))
         except grpc.RpcError as error:
@@ -151,7 +150,7 @@ class EtcdLink:
                 raise
 
     async def ensure(self, key: str, value: bytes, lease_id: int) -> None:
-        """Write, unless exactly this is there: a read where nothing changed, a repair of a deleted key."""
+        """Write the record unless it is there unchanged."""
         unchanged = [
             KVService.txn_compare_value(key, value),
             Compare(result=Compare.EQUAL, target=Compare.LEASE, key=key.encode(), lease=lease_id),
@@ -160,7 +159,7 @@ class EtcdLink:
         await self._call(lambda: self._kv.txn(unchanged, [], put, timeout=self._timeout_s))
 
     async def keep_alive(self, lease_id: int) -> int:
-        """Returns the seconds left; 0 when there is no such lease."""
+        """Return the seconds left; 0 for an unknown lease."""
         return await self._call(lambda: self._keep_alive(lease_id))
 
     async def _keep_alive(self, lease_id: int) -> int:
@@ -176,9 +175,9 @@ class EtcdLink:
 
     @asynccontextmanager
     async def watch(self, prefix: str, start_revision: int) -> AsyncIterator[EtcdWatchStream]:
-        """Entered once etcd has accepted the watch. Interrupted, here or within, means: list again."""
+        """Entered once etcd has accepted the watch. Raises Interrupted, here or within: list again."""
         await self._use_token()
-        # Else a member of etcd that lost its peers would keep us waiting for events that it cannot have.
+        # Without it, an endpoint that lost its quorum would accept the watch and never send an event.
         call = self._watch_stub.Watch(metadata=(*self._metadata(), ("hasleader", "true")))
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -222,8 +221,6 @@ class EtcdLink:
 
 
 class EtcdWatchStream:
-    """An open watch."""
-
     def __init__(self, call: Any) -> None:
         self._call = call
 
@@ -233,14 +230,14 @@ class EtcdWatchStream:
             pass
 
     async def events(self) -> Iterable[Any]:
-        """The next events, in order; none for a mere sign of progress."""
+        """Return the next events, in order; none for a progress message."""
         return (await self._read()).events  # type: ignore[no-any-return]
 
     async def _read(self) -> Any:
         answer = await self._call.read()
         if answer is _EOF:
             raise Interrupted("etcd ended the watch")
-        # After a compaction etcd says so in one message and then nothing more, for ever.
+        # After a compaction etcd sends one such message, and then nothing more.
         if answer.canceled or answer.compact_revision:
             raise Interrupted(f"etcd cancelled the watch: {answer.cancel_reason or 'its start is compacted'}")
         return answer
@@ -296,7 +293,6 @@ class EtcdConnector:
 
 
 async def wait_for_cancelled(tasks: Iterable[asyncio.Task[None] | None]) -> None:
-    """Wait for tasks, whatever they ended with."""
     await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
 
@@ -314,7 +310,7 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
 
 
 def wants_token(error: BaseException) -> bool:
-    """True when a fresh login may help: the token expired or was lost in a restart, or rights changed."""
+    """Return whether a new login may help: the token expired or was lost in a restart, or rights changed."""
     if isinstance(error, EtcdUnauthenticatedError):
         return True
     if not isinstance(error, grpc.aio.AioRpcError):
@@ -330,7 +326,7 @@ def describe(error: BaseException) -> str:
 
 
 def log_fault(what: str, error: Exception, num_failures: int) -> None:
-    """One line per outage; all of it for a fault of our own, which must not end a task that nobody awaits."""
+    """Log one line per outage, but the traceback of a bug of ours, which must not end the task."""
     if not isinstance(error, (*FAULTS, KvferryError)):
         log.error(f"{what}", exc_info=error)
     elif num_failures == 1:

@@ -1,4 +1,4 @@
-"""Records of members in etcd: their keys, their JSON, and what events change in a watcher's view. Pure."""
+"""Records of members in etcd, and a watcher's view of them. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All records at one revision of etcd: what a watch from `revision` + 1 continues."""
+    """All records at one revision; a watch continues at `revision` + 1."""
 
     key_to_value: dict[str, bytes]
     revision: int
 
 
 class MemberView:
-    """What a watcher was told so far, and what each event of etcd adds to it. Pure."""
+    """The members that a watcher knows."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._key_to_member: dict[str, Member] = {}
 
     def replace(self, listing: Listing) -> Snapshot:
-        """Start over from a listing."""
         self._key_to_member = {
             key: member
             for key, value in sorted(listing.key_to_value.items())
@@ -37,7 +36,7 @@ class MemberView:
         return Snapshot(tuple(self._key_to_member.values()))
 
     def put(self, key: str, value: bytes) -> Joined | None:
-        """A record was written. None: it says nothing new, or cannot be read and what was known stays."""
+        """Return None for an unchanged or unreadable record; the known one stays."""
         member = decode_record(self._prefix, key, value)
         if member is None or self._key_to_member.get(key) == member:
             return None
@@ -45,23 +44,21 @@ class MemberView:
         return Joined(member)
 
     def delete(self, key: str) -> Left | None:
-        """A record is gone. None: it was not known."""
+        """Return None for an unknown record."""
         member = self._key_to_member.pop(key, None)
         return None if member is None else Left(member.kind, member.member_id)
 
 
 def record_prefix(prefix: str) -> str:
-    """Where all records of a cluster are."""
     return f"{prefix.rstrip('/')}/members/"
 
 
 def record_key(prefix: str, kind: MemberKind, member_id: MemberId) -> str:
-    """Where one record is."""
     return f"{record_prefix(prefix)}{kind}/{member_id}"
 
 
 def decode_record(prefix: str, key: str, value: bytes) -> Member | None:
-    """None, with a line in the log, for a record that cannot be read or stands under another's key."""
+    """Return None, and log, for an unreadable record or one under another's key."""
     try:
         member = msgspec.json.decode(value, type=Member)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class EtcdRegistration:
-    """A record under a lease, kept by one task, the only writer of both."""
+    """One task is the only writer of lease and record."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class EtcdRegistration:
         self._on_ended = on_ended
         self._member = member
         self._key = record_key(config.prefix, member.kind, member.member_id)
-        self._lease_id: int | None = None  # chosen by us before it is granted, so that revoke never misses one
+        self._lease_id: int | None = None  # chosen before it is granted, so that revoke never misses one
         self._ttl_s = 0.0
         self._renewed_at_s: float | None = None  # before the last renewal was sent; None: not registered
         self._task: asyncio.Task[None] | None = None
@@ -52,16 +52,15 @@ class EtcdRegistration:
         self._ended = False
 
     def __repr__(self) -> str:
-        state = "ended" if self._ended else "fenced" if self.fenced else "kept"
+        state = "ended" if self._ended else "fenced" if self.fenced else "renewed"
         return f"<EtcdRegistration {self._key} {state}>"
 
     @property
     def fenced(self) -> bool:
-        """See Registration."""
         return self._renewed_at_s is None or self._clock() - self._renewed_at_s > self._ttl_s
 
     async def update(self, member: Member) -> None:
-        """See Registration. Returns once the record is written, or one attempt failed: later ones follow."""
+        """Returns once the record is written, or one attempt failed; more attempts follow."""
         if record_key(self._config.prefix, member.kind, member.member_id) != self._key:
             raise ValueError(f"an update keeps kind and id: {self._member.kind}/{self._member.member_id}")
         if self._ended:
@@ -73,7 +72,6 @@ class EtcdRegistration:
         await attempted
 
     async def revoke(self) -> None:
-        """See Registration."""
         await wait_for_cancelled([self.cancel()])
         if self._lease_id is None:
             return
@@ -98,7 +96,7 @@ class EtcdRegistration:
         return self._task
 
     async def _keep(self) -> None:
-        # Soon, not a third of the life later: whatever kept us from renewing shows while there is time left.
+        # The first renewal is early, so that a fault shows while there is time left.
         await self._pause(self._ttl_s / 10)
         num_failures = 0
         while True:
@@ -117,7 +115,7 @@ class EtcdRegistration:
             await self._pause(self._retry.pause_s(num_failures, self._rng))
 
     async def _pause(self, pause_s: float) -> None:
-        """Until the time is over or there is an update."""
+        """Wait for the time to pass, or for an update."""
         try:
             async with asyncio.timeout(pause_s):
                 await self._wake.wait()
@@ -126,7 +124,7 @@ class EtcdRegistration:
         self._wake.clear()
 
     async def renew(self, link: EtcdLink) -> None:
-        """Afterwards the lease lives and the newest record is under it; may be repeated after any failure."""
+        """Renew the lease and ensure the newest record. May be repeated after any failure."""
         updates, self._updates = self._updates, []
         try:
             begin_s = self._clock()

@@ -17,7 +17,7 @@ _MAX_BACKLOG: Final = 4096  # changes; a slower reader gets a Snapshot instead
 
 
 class EtcdWatch(AsyncIterator[MemberChange]):
-    """Changes as they come, read from etcd by a task of its own: a cancelled wait loses nothing."""
+    """Read by a task of its own, so that a cancelled wait loses no change."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class EtcdWatch(AsyncIterator[MemberChange]):
             self._task = asyncio.create_task(self._follow(), name="watch members")
         change = await self._changes.get()
         if change is None:
-            self._changes.put_nowait(None)  # whoever else waits ends too
+            self._changes.put_nowait(None)  # other waiting readers end too
             raise StopAsyncIteration
         return change
 
     async def aclose(self) -> None:
-        """End this watch; may be repeated."""
+        """Idempotent."""
         await wait_for_cancelled([self.cancel()])
 
     def cancel(self) -> asyncio.Task[None] | None:
@@ -68,7 +68,7 @@ class EtcdWatch(AsyncIterator[MemberChange]):
             try:
                 async with self._connector.link() as link:
                     listing = await self._list_records(link)
-                    self._drain()  # a Snapshot replaces all that was not read yet
+                    self._drain()  # the Snapshot replaces unread changes
                     self._changes.put_nowait(self._view.replace(listing))
                     async with link.watch(record_prefix(self._prefix), listing.revision + 1) as stream:
                         if num_failures:
