@@ -26,7 +26,7 @@ MAX_MISSES = 3
 
 
 class KeeperActor:
-    """A keeper whose construction never fails: a start that fails is tried again every RETRY_S."""
+    """Its construction never fails: a start that fails is tried again every RETRY_S."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -54,7 +54,6 @@ class KeeperActor:
         self._serving = asyncio.get_running_loop().create_task(self._serve())
 
     async def settings(self) -> str:
-        """Return the digest of the settings that this keeper was made from."""
         return self._settings
 
     async def started(self) -> str:
@@ -63,7 +62,6 @@ class KeeperActor:
         return self._fault
 
     async def stop(self) -> None:
-        """Deregister, finish I/O and release everything."""
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         if self._host is not None:

@@ -1,7 +1,7 @@
 """Lends chunks to keepers of other nodes.
 
-A chunk is read and verified into *staging*, memory registered with NIXL. The answer has its address there and a header
-made for these bytes. A lease bounds how long the memory stays lent if the reader does not release it.
+A chunk is read and verified into *staging*, memory registered with NIXL. The reply has its address there and a header
+made for these bytes. A lease bounds how long it stays lent.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _STAGING_WAIT_S = 1.0
 
 
 class LocalChunks(Protocol):
-    """Chunks of a keeper's own volumes."""
-
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
         """Return the size of a layout's chunks; None for an unknown layout."""
         ...
@@ -42,7 +40,7 @@ class LocalChunks(Protocol):
     def read(
         self, volume_id: str, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview
     ) -> asyncio.Future[str]:
-        """Read a chunk and make the header of a plain chunk file for it; return an Outcome or Cause, never raise.
+        """Read a chunk and make a plain chunk file's header. The result is an Outcome or Cause.
 
         Both buffers are in use until the future is done.
         """
@@ -50,7 +48,7 @@ class LocalChunks(Protocol):
 
 
 class ChunkLender:
-    """Staged chunks under leases. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class ChunkLender:
         timeout_s: float = 10.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`timeout_s` bounds the read of one chunk. Memory is allocated at the first request."""
+        """`timeout_s` bounds the read of one chunk."""
         self._local = local
         self._agent = agent
         self._staging = Staging(staging_bytes)
@@ -81,7 +79,7 @@ class ChunkLender:
         return f"<ChunkLender {self._staging}, {len(self._lease_to_starts)} leases>"
 
     async def warm_up(self) -> None:
-        """Register the memory now. Raises TierError."""
+        """Register the memory before the first request. Raises TierError."""
         await self._ready()
 
     async def fetch(self, request: pb.FetchRequest, timeout_s: float | None = None) -> pb.FetchReply:
@@ -125,7 +123,7 @@ class ChunkLender:
         return reply
 
     def release(self, lease: int) -> None:
-        """End a lease. Idempotent."""
+        """Idempotent."""
         starts, timer = self._lease_to_starts.pop(lease, ([], None))
         if timer is None:
             return

@@ -1,9 +1,7 @@
-"""An engine's side of its keeper: jobs that never block the engine, and a copy of the keys that can be loaded.
+"""An engine's side of its keeper: jobs that never block the engine, and a copy of the loadable keys.
 
-All I/O happens on one thread (client_thread.py). The engine, such as a scheduler between two steps, only takes a lock
-that is held for microseconds, and looks keys up in a set of its own process.
-
-A job's rows belong to the keeper until the job has ended.
+All I/O happens on one thread. The engine only takes a lock that is held for microseconds. A job's rows belong to the
+keeper until the job has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ MAX_QUEUED_BYTES = 512 << 20
 
 
 class Region(NamedTuple):
-    """An engine's CPU tier: a shared-memory file of `num_rows` rows of `row_bytes`."""
+    """A shared-memory file of `num_rows` rows of `row_bytes`, the engine's CPU tier."""
 
     fd: int
     num_rows: int
@@ -36,10 +34,10 @@ class Region(NamedTuple):
 
 
 class KeeperClient:
-    """Engine-neutral and thread-safe. All methods but `stop` and `wait_idle` return at once, with or without a keeper.
+    """Thread-safe. All methods but `stop` and `wait_idle` return at once, with or without a keeper.
 
-    `region.fd` is duplicated. The caller chooses job numbers, and may reuse one once `finished` has returned its job.
-    `on_lost` is called on the client's thread when the keeper goes away.
+    `region.fd` is duplicated. The caller may reuse a job number once `finished` has returned its job. `on_lost` is
+    called on the client's thread when the keeper goes away.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class KeeperClient:
         return self._jobs.stats
 
     def start(self) -> None:
-        """Begin to look for the keeper."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -111,7 +108,7 @@ class KeeperClient:
         return False
 
     def store(self, job: int, namespace: Namespace, chunks: Sequence[tuple[ChunkKey, int, int]]) -> None:
-        """Store chunks: (key, route key, row) each. The rows must not change until the job has ended.
+        """Store chunks: (key, route key, row) each.
 
         Raises ValueError for the number of an unfinished job, a row outside the region, or an invalid key.
         """
@@ -157,7 +154,7 @@ class KeeperClient:
         self._submit(message, keys)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Report that chunks were used again. A hint, which may be lost."""
+        """Report that chunks were used again. May be lost."""
         if self._jobs.submit_touch(messages.Touch(messages.pack_chunk_keys(keys))):
             self._thread.wake()
 

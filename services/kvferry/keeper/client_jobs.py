@@ -1,4 +1,4 @@
-"""Jobs that an engine has submitted to its keeper, from submission to end."""
+"""Jobs that an engine has submitted to its keeper."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ SKIPPED = "skipped"
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """A job that ended. Every chunk is in `succeeded` or in `failed`, with its cause.
+    """Every chunk is in `succeeded` or in `failed`, with its cause.
 
-    A stored chunk that was in the volume already has succeeded. A loaded row holds the verified chunk; the content of
-    a failed chunk's row is undefined.
+    A stored chunk that was in the volume already has succeeded. The row of a failed load has undefined content.
     """
 
     job: int
@@ -36,7 +35,7 @@ class JobDone:
 
 @dataclass(slots=True)
 class ClientStats:
-    """Totals since the client was made, of chunks unless the name says otherwise."""
+    """Totals since the start, of chunks unless the name says otherwise."""
 
     hits: int = 0
     misses: int = 0
@@ -78,10 +77,9 @@ class ClientJob:
 
 
 class ClientJobs:
-    """Thread-safe; the lock is held for microseconds. Jobs are accepted between `open` and `close`."""
+    """Thread-safe; the lock is held for microseconds. Accepts jobs between `open` and `close`."""
 
     def __init__(self, max_queued_bytes: int, clock: Callable[[], float]) -> None:
-        """`max_queued_bytes` bounds the rows of unfinished stores; further stores are skipped."""
         self._max_queued_bytes = max_queued_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -99,7 +97,6 @@ class ClientJobs:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `drain_done` has not returned all jobs yet."""
         return bool(self._unfinished) or bool(self._done)
 
     @property
@@ -107,7 +104,7 @@ class ClientJobs:
         return len(self._unfinished)
 
     def submit(self, job: ClientJob) -> bool:
-        """Add a job, or end it at once. Returns whether it waits to be sent. Raises ValueError for a used number."""
+        """Return whether the job waits to be sent; otherwise it has ended. Raises ValueError for a number in use."""
         with self._lock:
             if job.number in self._unfinished:
                 raise ValueError(f"job {job.number} has not ended")
@@ -152,7 +149,6 @@ class ClientJobs:
             return waiting
 
     def drain_done(self) -> list[JobDone]:
-        """Return jobs that ended, each exactly once."""
         if not self._done:
             return []
         with self._lock:

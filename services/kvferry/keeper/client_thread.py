@@ -1,7 +1,7 @@
 """The thread of a keeper client: connects, sends jobs, and ends them.
 
-A job that was sent ends when the keeper says so, when the keeper says Bye, or when the keeper's process has ended with
-all its threads (seen on a pidfd). The end of the stream alone ends no job that was sent.
+A job that was sent ends with the keeper's Done or Bye, or when the keeper's process has ended with all its threads
+(seen on a pidfd). The end of the stream alone ends no such job.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ _NO_KEYS: frozenset[ChunkKey] = frozenset()
 
 
 class ClientThread:
-    """Reconnects with backoff until `stop`. Only `keys`, `start`, `wake` and `stop` are for other threads.
-
-    `on_lost` is called on this thread when the keeper goes away.
-    """
+    """Only `keys`, `start`, `wake` and `stop` are for other threads. `on_lost` is called on this thread."""
 
     def __init__(
         self,
@@ -79,7 +76,6 @@ class ClientThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Let the thread look at the waiting jobs."""
         if not self._is_woken and self._wake_fd >= 0:
             self._is_woken = True
             os.eventfd_write(self._wake_fd, 1)
@@ -173,7 +169,7 @@ class ClientThread:
     # Messages
 
     def _receive(self, connection: KeeperConnection) -> bool:
-        """Process what has arrived. Returns False if there was nothing, or the connection was closed."""
+        """Return False if there was nothing, or the connection was closed."""
         try:
             data = connection.receive()
         except OSError as error:
@@ -255,7 +251,7 @@ class ClientThread:
         self._jobs.fail_waiting()
 
     def _leave(self, connection: KeeperConnection, reason: str) -> None:
-        """Stop sending, and wait until the keeper uses no row of ours."""
+        """Stop sending, and wait until the keeper uses none of our rows."""
         if not connection.is_open or connection.state is ConnectionState.LEAVING:
             return
         log.warning("leaving the keeper: %s", reason)
@@ -264,7 +260,7 @@ class ClientThread:
         connection.stop_sending()
 
     def _lose(self, connection: KeeperConnection, reason: str) -> None:
-        """The stream has ended. Jobs that were sent have not."""
+        """The stream has ended; jobs that were sent have not."""
         connection.close_socket()
         if connection is self._connection:
             self._log_fault(f"the keeper is lost: {reason}")

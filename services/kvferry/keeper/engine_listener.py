@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineListener:
-    """Accepts connections of processes of the same user, or of root."""
+    """Accepts processes of the same user, or of root."""
 
     def __init__(self, path: str, on_connection: Callable[[socket.socket, PeerProcess], None]) -> None:
         self._path = path
@@ -23,7 +23,7 @@ class EngineListener:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Listen. Replaces a dead keeper's socket; the caller holds the folder's lock. Raises OSError."""
+        """Replace a dead keeper's socket; the caller holds the folder's lock. Raises OSError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with contextlib.suppress(FileNotFoundError):

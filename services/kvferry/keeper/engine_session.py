@@ -29,10 +29,8 @@ _GOODBYE_TIMEOUT_S = 5.0
 
 
 class EngineSessionOwner(Protocol):
-    """Receives the events of a session."""
-
     def on_hello(self, session: EngineSession, hello: messages.Hello) -> None:
-        """The engine has introduced itself; `session.region` is mapped. May raise ProtocolError."""
+        """`session.region` is mapped. May raise ProtocolError."""
 
     def on_request(self, session: EngineSession, message: messages.Store | messages.Load | messages.Touch) -> None:
         """May raise ProtocolError."""
@@ -45,9 +43,9 @@ class EngineSessionOwner(Protocol):
 
 
 class EngineSession:
-    """Reads from a connection until the engine is gone or violates the protocol. Belongs to one event loop.
+    """Reads until the engine is gone or violates the protocol. Belongs to one event loop.
 
-    The owner calls `say_bye` once nothing uses the engine's region any more; that closes the connection too.
+    The owner calls `say_bye` once nothing uses the engine's region any more.
     """
 
     def __init__(self, connection: socket.socket, peer: PeerProcess, owner: EngineSessionOwner) -> None:
@@ -88,13 +86,12 @@ class EngineSession:
         self._greeting = self._loop.call_later(_GREETING_TIMEOUT_S, self.refuse, "it did not say who it is")
 
     def answer(self, message: messages.ToEngine) -> None:
-        """Send a message that must not be dropped."""
         if self._connection is not None:
             self._answers.append(messages.encode(message))
             self._pump()
 
     def begin_updates(self, snapshot: Callable[[], Iterator[bytes]]) -> None:
-        """Send a snapshot of keys, and changes after it. A slow reader gets a new snapshot instead of changes."""
+        """Send a snapshot of keys, then changes. A slow reader gets a new snapshot instead of changes."""
         self._updates = SnapshotQueue(snapshot, _MAX_CHANGE_BYTES, len)
         self.begin_snapshot()
 
@@ -121,7 +118,7 @@ class EngineSession:
             self._leave()
 
     def say_bye(self, reason: str = "") -> None:
-        """Send that nothing uses the engine's region any more, then close the connection."""
+        """Send Bye, then close the connection."""
         if self._connection is None or self._is_finishing:
             return
         self._leave()
@@ -183,7 +180,7 @@ class EngineSession:
                 if not self._is_reading:
                     return
             if self.region is not None and self._fds:
-                raise ProtocolError("it sends descriptors nobody asked for")
+                raise ProtocolError("it sends unexpected descriptors")
         except ProtocolError as error:
             self.refuse(str(error))
         except Exception:
@@ -215,7 +212,7 @@ class EngineSession:
         self._owner.on_hello(self, message)
 
     def _pump(self) -> None:
-        """Send as much as the socket takes: answers first, then a snapshot, then later changes."""
+        """Send as much as the socket takes: answers first, then updates."""
         connection = self._connection
         if connection is None:
             return

@@ -1,4 +1,4 @@
-"""The life of a keeper: volumes open, engines and other nodes served, registered; until it is stopped."""
+"""Lifetime of a keeper process: opens the volumes, serves, registers, and stops."""
 
 from __future__ import annotations
 
@@ -48,14 +48,10 @@ _STOP_GRACE_S = 5.0
 
 
 class KeeperHost:
-    """Owns the volumes, the keeper, its server and its registration.
-
-    `start` once, `stop` at the end; `check_health` in between. `node` names the machine, and this keeper among those
-    that write to a shared volume.
-    """
+    """`node` names the machine, and this keeper among the writers of a shared volume."""
 
     def __init__(self, config: ClusterConfig, membership: Membership, *, node: str = "") -> None:
-        """Raises ConfigError for keys that cannot be read."""
+        """Raises ConfigError for unreadable sealing keys."""
         tier = config.tier
         self._config = config
         self._membership = membership
@@ -108,7 +104,7 @@ class KeeperHost:
         )
 
     async def start(self) -> None:
-        """Raises TierError where a volume or the socket cannot be used, UnavailableError without the registry."""
+        """Raises TierError for an unusable volume or socket, UnavailableError without the registry."""
         self._prepare_environment()
         for volume in self._volumes:
             begin_s = time.monotonic()
@@ -127,11 +123,11 @@ class KeeperHost:
         log.info("%s serves %s", self.keeper_id, ", ".join(self.keeper.volume_ids) or "no volumes")
 
     async def check_health(self) -> None:
-        """Raises TierError once the keeper does not serve any more."""
+        """Raises TierError if the keeper has ceased to serve."""
         self.keeper.check_health()
 
     async def stop(self) -> None:
-        """End everything; may be repeated, and after a start that failed."""
+        """Idempotent; also after a failed start."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -142,14 +138,14 @@ class KeeperHost:
         if self._registration is not None:
             await self._registration.revoke()
         await self.server.stop()
-        is_quiet = await self.keeper.stop(_STOP_GRACE_S)
+        is_idle = await self.keeper.stop(_STOP_GRACE_S)
         await self.lender.close()
-        if is_quiet:
+        if is_idle:
             await self.remote.close()
             for volume in self._volumes:
                 volume.close()
         else:
-            # What hangs keeps its volume and its memory; the process's end frees both.
+            # Hanging I/O still uses its volume and memory until the process ends.
             log.warning("%s stops while I/O hangs", self.keeper_id)
         await self._agent.stop()
         await self._listener.stop()
@@ -161,7 +157,7 @@ class KeeperHost:
         return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     def _prepare_environment(self) -> None:
-        """What UCX reads, before NIXL is loaded. Values that an operator set stay."""
+        """Set what UCX reads, before NIXL is loaded. An operator's values stay."""
         if self._config.engine.device == "cpu":
             os.environ.setdefault("UCX_TLS", self._config.engine.ucx_tls)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -174,7 +170,6 @@ class KeeperHost:
         )
 
     async def _follow_others(self) -> None:
-        """For ever: a watch that fails is a fault of ours, and must not leave this keeper with yesterday's members."""
         while True:
             try:
                 async for change in self._membership.watch():
@@ -185,16 +180,17 @@ class KeeperHost:
             except KvferryError as error:
                 log.warning("the other keepers cannot be followed: %s", error.message)
             except Exception:
+                # A bug of ours must not leave this keeper with outdated members.
                 log.exception("following the other keepers failed; trying again")
             await asyncio.sleep(_REWATCH_S)
 
     async def _warm_up(self) -> None:
-        with contextlib.suppress(TierError):  # it has said why
+        with contextlib.suppress(TierError):  # it has logged the reason
             await self.lender.warm_up()
 
 
 class _OtherKeepers:
-    """Who serves which volume elsewhere, as membership says."""
+    """The keepers of other nodes, as registered."""
 
     def __init__(self) -> None:
         self._members: dict[MemberId, Member] = {}
@@ -222,7 +218,7 @@ class _OtherKeepers:
             self._members[member.member_id] = member
 
     def locate(self, volume_id: str) -> str | None:
-        """The address of a keeper that has this volume."""
-        # The youngest: an older one with the same volume may be one that was killed and whose lease still runs.
+        """Return the address of a keeper that serves this volume."""
+        # The youngest: an older one may have been killed while its lease still runs.
         serving = [member for member in self._members.values() if volume_id in member.volumes]
         return max(serving, key=lambda member: member.started_unix_s).address if serving else None

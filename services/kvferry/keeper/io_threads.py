@@ -26,7 +26,7 @@ _TASK_TIMEOUT_S = 600.0
 
 
 class Kind(enum.StrEnum):
-    """Kinds of operations, by falling priority. Probes go before all of them."""
+    """By falling priority. Probes go first."""
 
     READ = "read"
     TASK = "task"
@@ -34,9 +34,9 @@ class Kind(enum.StrEnum):
 
 
 class Operation:
-    """A call of `run` on an I/O thread, then one call of `done` in the event loop.
+    """Calls `run` on an I/O thread, then `done` once in the event loop, with an Outcome or a Cause.
 
-    `done` receives an Outcome or a Cause. If `run` was started, `done` is called only after it has returned.
+    If `run` was started, `done` is called only after it has returned.
     """
 
     __slots__ = ("done", "is_overdue", "is_probe", "kind", "num_bytes", "owner", "queued_s", "run", "started_s")
@@ -63,7 +63,7 @@ class Operation:
 
 
 class IoThreads:
-    """Methods belong to one event loop. `on_ended(operation, outcome, seconds)` is called there after each `run`."""
+    """Belongs to one event loop. `on_ended(operation, outcome, seconds)` is called there after each `run`."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class IoThreads:
             self._work.notify()
 
     def withdraw(self, is_chosen: Callable[[Operation], bool]) -> list[Operation]:
-        """Remove waiting operations from the queues and return them."""
+        """Remove waiting operations and return them."""
         withdrawn: list[Operation] = []
         with self._work:
             for kind, queue in self._queues.items():

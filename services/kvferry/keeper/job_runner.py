@@ -1,4 +1,4 @@
-"""Carries out loads and stores: one operation per chunk, on a volume of this node or through another keeper."""
+"""Carries out loads and stores: one operation per chunk, on a local volume or through another keeper."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvferry.tracing import TraceContext
 
 
 class RemoteChunks(Protocol):
-    """Loads chunks of other keepers' volumes (remote_reader.py). All calls come from the keeper's event loop."""
+    """Loads chunks of other keepers' volumes (remote_reader.py). Belongs to the keeper's event loop."""
 
     def add_region(self, region: MappedRegion) -> None:
-        """Hold a region: chunks may be loaded into it from now on."""
+        """Hold a region: chunks may be loaded into it."""
 
     def remove_region(self, region: MappedRegion) -> None:
         """Release a region as soon as nothing is being written to it."""
@@ -39,10 +39,7 @@ class RemoteChunks(Protocol):
         rows: Sequence[int],
         trace: TraceContext | None = None,
     ) -> list[str]:
-        """Load chunks into rows; return an Outcome or Cause for each. Never raises.
-
-        Returns once none of the rows is being written.
-        """
+        """Return an Outcome or Cause for each chunk, once no row is being written. Never raises."""
         ...
 
 
@@ -64,7 +61,6 @@ class JobRunner:
         return f"<JobRunner {len(self._storing)} chunks being stored, {len(self._remote_loads)} remote loads>"
 
     async def finish_remote(self, timeout_s: float) -> bool:
-        """Return whether all remote loads ended within `timeout_s`."""
         return await self._remote_loads.ended_within(timeout_s)
 
     # Loads

@@ -1,4 +1,4 @@
-"""Jobs of engines: what each engine asked for, and what is not answered yet."""
+"""Jobs of engines that are not answered yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.tracing import Span
 
 
 class Job:
-    """A load or a store of an engine. `failed` is index -> cause."""
+    """`failed` is index -> cause."""
 
     __slots__ = ("began_s", "failed", "is_load", "keys", "num_bytes", "num_left", "number", "session", "span")
 
@@ -45,10 +45,10 @@ class JobCounts:
 
 
 class JobTable:
-    """The jobs of each session. An engine is answered when the last chunk of its job has ended.
+    """An engine is answered when the last chunk of its job has ended.
 
-    So no engine gets a row back that may still be read or written. A chunk that is stored while its row already holds
-    another would be wrong under a right checksum.
+    So no engine gets a row back that may still be read or written: a chunk stored from a reused row would be wrong
+    under a right checksum.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -67,11 +67,11 @@ class JobTable:
         self._jobs[session] = {}
 
     def discard_session(self, session: EngineSession) -> None:
-        """Forget a session. Its jobs end, but are not answered."""
+        """Its jobs end, but are not answered."""
         self._jobs.pop(session, None)
 
     def begin(self, session: EngineSession, number: int, keys: Sequence[ChunkKey], *, is_load: bool) -> Job:
-        """Add a job. Raises ProtocolError if its number is in use."""
+        """Raises ProtocolError if the number is in use."""
         jobs = self._jobs[session]
         if number in jobs:
             raise ProtocolError(f"job {number} has not ended")
@@ -80,7 +80,7 @@ class JobTable:
         return job
 
     def end_chunk(self, job: Job, index: int, outcome: str) -> None:
-        """Record the outcome of one chunk. The last one ends the job."""
+        """The last chunk ends the job."""
         self._counts_of(job).outcomes[outcome] += 1
         if outcome == Outcome.OK:
             assert job.session.region is not None
@@ -92,7 +92,6 @@ class JobTable:
             self.end(job)
 
     def end(self, job: Job) -> None:
-        """Answer a job without unfinished chunks."""
         counts = self._counts_of(job)
         counts.num_ended += 1
         counts.num_bytes += job.num_bytes

@@ -1,6 +1,6 @@
 """The keeper of a node: it moves chunks between the regions of its engines and its volumes.
 
-Everything runs in one event loop, except I/O, which runs on each volume's own threads.
+Everything runs in one event loop, except I/O, which runs on each volume's threads.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ _STOP_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """A connected engine."""
-
     engine_id: str
     pid: int
     layout: str  # its digest, hexadecimal
@@ -78,10 +76,10 @@ class KeeperStats:
 
 
 class Keeper:
-    """Serves engines on a Unix socket, from `start` to `stop`; belongs to one event loop.
+    """Serves engines on a Unix socket. Belongs to one event loop.
 
     The caller opens the volumes, and closes them after `stop` has returned True. `config.volumes` has one entry for
-    each of them, in the same order.
+    each, in order.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Keeper:
         keeper_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is monotonic, in seconds. Raises ValueError if volumes and configuration do not match."""
+        """`clock` is monotonic. Raises ValueError if volumes and configuration do not match."""
         if len(volumes) != len(config.volumes):
             raise ValueError(f"{len(volumes)} volumes for {len(config.volumes)} in the configuration")
         self._config = config
@@ -124,7 +122,7 @@ class Keeper:
 
     @property
     def socket_path(self) -> Path:
-        """Where engines connect. Raises TierError if the configured path is unusable."""
+        """Raises TierError if the configured path is unusable."""
         return self._socket_path or socket_path(self._config)
 
     @property
@@ -236,13 +234,11 @@ class Keeper:
         return feed.follow()
 
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
-        """See LocalChunks."""
         return self._volume_set.payload_bytes(layout)
 
     def read(
         self, volume_id: str, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview
     ) -> asyncio.Future[str]:
-        """See LocalChunks."""
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         volume = self._volume_set.get(volume_id)
         if volume is None or not volume.is_visible or self._is_stopping:
@@ -264,7 +260,6 @@ class Keeper:
     # Sessions of engines
 
     def on_hello(self, session: EngineSession, hello: messages.Hello) -> None:
-        """See EngineSessionOwner."""
         assert session.layout is not None
         assert session.region is not None
         region, layout = session.region, session.layout
@@ -289,7 +284,6 @@ class Keeper:
         feed.add(session)
 
     def on_request(self, session: EngineSession, message: messages.Store | messages.Load | messages.Touch) -> None:
-        """See EngineSessionOwner."""
         assert session.layout is not None
         keys = messages.unpack_chunk_keys(message.keys)
         if isinstance(message, messages.Touch):
@@ -317,7 +311,7 @@ class Keeper:
             self._jobs.end(job)
 
     def on_left(self, session: EngineSession) -> None:
-        """See EngineSessionOwner. Running operations go on; the region is unmapped after them."""
+        """Running operations go on; the region is unmapped after them."""
         for volume in self._volume_set:
             volume.drop_operations_of(session, Cause.ENGINE_GONE)
         if session.layout is not None and session.layout.digest in self._key_feeds:
@@ -331,7 +325,6 @@ class Keeper:
             self._remote.remove_region(region)
 
     def on_closed(self, session: EngineSession) -> None:
-        """See EngineSessionOwner."""
         self._sessions.discard(session)
         self._jobs.discard_session(session)
 
@@ -360,7 +353,6 @@ class Keeper:
             feed.begin_snapshots()
 
     async def _maintain(self) -> None:
-        """Apply deadlines and probes often; measure and report every second."""
         period_s = min(0.5, self._config.io_timeout_s / 4, self._config.breaker_retry_s / 2)
         next_pulse_s = self._clock()
         while True:

@@ -20,14 +20,14 @@ _READ_BYTES = 256 << 10
 class ConnectionState(enum.Enum):
     GREETING = enum.auto()  # Hello is sent
     SERVING = enum.auto()
-    LEAVING = enum.auto()  # sends no more, and waits until the keeper uses no row of ours
+    LEAVING = enum.auto()  # sends no more, and waits until the keeper uses none of our rows
 
 
 class KeeperConnection:
-    """One connection and the jobs sent over it. Outlives its socket while the keeper may use the jobs' rows.
+    """Outlives its socket while the keeper may use the rows of its jobs.
 
-    Registers its socket and the keeper's pidfd with the selector, with itself as data. The pidfd shows the end of the
-    keeper, which the socket alone does not: a child process of the keeper could hold it open.
+    Registers socket and pidfd with the selector. The socket alone does not show the keeper's end: a child process could
+    hold it open.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KeeperConnection:
         return self._socket is not None
 
     def receive(self) -> bytes | None:
-        """Return a bounded amount of bytes, empty at the end of the stream; None if there are none. Raises OSError."""
+        """Return bytes, none at the end of the stream; None if nothing has arrived. Raises OSError."""
         assert self._socket is not None
         try:
             return self._socket.recv(_READ_BYTES)
@@ -80,12 +80,11 @@ class KeeperConnection:
             return None
 
     def decode(self, data: bytes) -> Iterator[messages.ToEngine]:
-        """Yield the messages that are complete with `data`. Raises ProtocolError."""
+        """Yield complete messages. Raises ProtocolError."""
         for payload in self._frames.feed(data):
             yield messages.decode_to_engine(payload)
 
     def flush(self) -> None:
-        """Send as much of `unsent` as the socket takes."""
         connection = self._socket
         if connection is None:
             return
@@ -117,7 +116,6 @@ class KeeperConnection:
             self._socket = None
 
     def close(self) -> None:
-        """Close socket and pidfd. The keeper must not use our rows any more, or this process ends."""
         self.close_socket()
         self._selector.unregister(self.peer.pidfd)
         self.peer.close()

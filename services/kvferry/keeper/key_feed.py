@@ -36,13 +36,13 @@ class KeyFeed:
         self._sessions.discard(session)
 
     def change(self, keys: Iterable[ChunkKey]) -> None:
-        """Report keys that were added or removed, soon."""
+        """Report added or removed keys, soon."""
         self._changed.update(keys)
         if self._flush_timer is None:
             self._flush_timer = asyncio.get_running_loop().call_later(_FLUSH_AFTER_S, self._flush)
 
     def begin_snapshots(self) -> None:
-        """Send all keys to all engines: a volume became visible, or ceased to be."""
+        """Send all keys again: a volume became visible, or ceased to be."""
         for session in self._sessions:
             session.begin_snapshot()
 
@@ -51,7 +51,6 @@ class KeyFeed:
             self._flush_timer.cancel()
 
     def _flush(self) -> None:
-        """Send the present state of the changed keys."""
         self._flush_timer = None
         changed, self._changed = self._changed, set()
         if not self._sessions:

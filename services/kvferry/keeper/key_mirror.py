@@ -10,8 +10,6 @@ from kvferry.store.layout import ChunkKey
 
 
 class KeyMirror:
-    """Applies a keeper's snapshots and changes. `keys` is replaced when a new snapshot begins."""
-
     def __init__(self) -> None:
         self.keys: set[ChunkKey] = set()
         self.is_complete = False

@@ -1,4 +1,4 @@
-"""The metrics of one keeper: its jobs, its volumes, and what it gets from other nodes and lends to them."""
+"""The metrics of one keeper."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ = (
 
 
 class KeeperMetrics:
-    """Reads the keeper and its two ends of the way to other nodes whenever it is scraped."""
+    """Reads the keeper, the remote reader and the lender at each scrape."""
 
     def __init__(
         self,
@@ -42,7 +42,6 @@ class KeeperMetrics:
         self.exposition.read(_READ, self._read)
 
     async def render(self) -> bytes:
-        """The text exposition."""
         return self.exposition.render()
 
     def _read(self) -> Iterator[Reading]:
@@ -78,12 +77,12 @@ def _read_volume(stats: VolumeIoStats) -> Iterator[Reading]:
     yield Reading(telemetry.TIER_QUEUE, (volume, "write"), stats.queued_write_bytes)
     yield Reading(telemetry.TIER_RUNNING, (volume,), stats.num_running)
     yield Reading(telemetry.TIER_OVERDUE, (volume,), stats.num_overdue)
-    # At zero: what comes after may say otherwise. Or a volume that nothing happened on would have no series of these.
+    # Zeros, which later readings replace: an unused volume would have no series of these.
     yield Reading(telemetry.TIER_OPERATIONS, (volume, "read", "ok"), 0)
     yield Reading(telemetry.TIER_VERIFICATION_FAILURES, (volume, VERIFICATION_FAILURES[0]), 0)
     for (direction, outcome), count in stats.outcomes.items():
         if direction not in telemetry.DIRECTIONS:
-            continue  # a look at the folder that hung
+            continue  # a hanging task
         yield Reading(telemetry.TIER_OPERATIONS, (volume, direction, outcome), count)
         if direction == "read" and outcome in VERIFICATION_FAILURES:
             yield Reading(telemetry.TIER_VERIFICATION_FAILURES, (volume, outcome), count)

@@ -1,7 +1,7 @@
-"""Loads chunks of volumes that are mounted on other nodes, from memory that their keepers lend.
+"""Loads chunks of other nodes' volumes, from memory that their keepers lend.
 
-NIXL copies the bytes straight into the engine's row. Then header and checksum are verified over the copied bytes, so
-that a fault on the way, or an expired lease, gives a failed chunk and never a wrong one.
+NIXL copies the bytes into the engine's row. Then header and checksum are verified over the copy, so that a fault on the
+way, or an expired lease, gives a failed chunk and never a wrong one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RemoteStats:
 
 
 class RemoteReader:
-    """A keeper's RemoteChunks. Belongs to one event loop.
+    """A keeper's RemoteChunks.
 
     `locate` returns the address of a keeper that serves a volume, or None. `dial` makes a channel to an address.
     """
@@ -93,7 +93,7 @@ class RemoteReader:
         return RemoteStats(self._num_loaded, dict(self._failed), self._bytes_loaded, self._fetch_s, self._read_s)
 
     def add_region(self, region: MappedRegion) -> None:
-        """See RemoteChunks. The region is registered with NIXL at the first load."""
+        """The region is registered with NIXL at the first load."""
         region.hold()
         self._regions[region] = _RegionUse()
 
@@ -127,7 +127,6 @@ class RemoteReader:
         rows: Sequence[int],
         trace: TraceContext | None = None,
     ) -> list[str]:
-        """See RemoteChunks."""
         outcomes = await self._load(volume_id, layout, chunks, region, rows, trace)
         for outcome in outcomes:
             if outcome == Outcome.OK:
@@ -230,7 +229,7 @@ class RemoteReader:
         rows: Sequence[int],
         trace: TraceContext | None,
     ) -> list[str]:
-        """Request, copy and verify chunks. If this raises, none of the rows is being written any more."""
+        """Request, copy and verify chunks. If this raises, no row is being written."""
         namespace = chunks[0].namespace
         begin_s = self._clock()
         reply = await lender.stub.Fetch(
@@ -280,7 +279,7 @@ class RemoteReader:
         region: MappedRegion,
         rows: Sequence[int],
     ) -> None:
-        """Copy the lent chunks into their rows. Raises TierError."""
+        """Raises TierError."""
         begin_s = self._clock()
         await lender.connect(self._agent, reply)
         start = region.address
@@ -305,8 +304,6 @@ class _RegionUse:
 
 
 class _Lender:
-    """Connection to another keeper."""
-
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
         self.channel = channel

@@ -1,4 +1,4 @@
-"""A keeper's gRPC server: what gateways follow, and what keepers of other nodes fetch."""
+"""A keeper's gRPC server, for gateways and for keepers of other nodes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ log = logging.getLogger(__name__)
 
 SERVICE = "kvferry.wire.v1.Keeper"
 
-# Of the time that a caller gives, for the way back.
+# Share of the caller's deadline for the work; the rest is for the reply's way back.
 _ANSWER_SHARE = 0.9
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KeeperServer:
-    """Serves one keeper from `start` to `stop`."""
-
     def __init__(self, keeper: Keeper, lender: ChunkLender, *, node: str) -> None:
         self._keeper = keeper
         self._lender = lender
@@ -71,12 +69,12 @@ class KeeperServer:
         await server.start()
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """End every stream; may be repeated."""
+        """Idempotent."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
 
-    # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector.
+    # Not a generator: gRPC leaves a generator cancelled in a blocked write to the garbage collector.
     async def _follow(self, request: pb.FollowRequest, context: Context) -> None:
         try:
             updates = self._keeper.follow(request.volume_id)
@@ -90,7 +88,7 @@ class KeeperServer:
     async def _fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         span = self._span_of(request, context)
         try:
-            return await self._answer(request, context)
+            return await self._lend(request, context)
         except BaseException as error:
             if span is not None:
                 span.fail(error_type(error))
@@ -109,7 +107,7 @@ class KeeperServer:
         num_chunks = len(request.keys) // CHUNK_KEY_BYTES
         return self.tracing.serve(trace, "keeper lend", {"kvferry.pages": num_chunks})
 
-    async def _answer(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
+    async def _lend(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         remaining_s = context.time_remaining()
         try:
             return await self._lender.fetch(request, None if remaining_s is None else remaining_s * _ANSWER_SHARE)

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class SnapshotQueue(Generic[T]):
-    """Changes that wait for a subscriber. If more than `max_size` wait, a new snapshot replaces them.
+    """If more than `max_size` wait, a new snapshot replaces the changes.
 
-    `snapshot` makes the parts of a snapshot of the current state, when the subscriber pops the first one.
+    `snapshot` makes the parts of the current state when the subscriber pops the first one.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ _MAX_PATH_BYTES = 107
 
 
 def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """The keeper's socket on this node, the same for every process of a user; nothing is made.
+    """Return the socket of this node's keeper, the same for all processes of a user.
 
-    Raises TierError where the path is too long to be an address.
+    Raises TierError for a path that is too long for a socket address.
     """
     if config.socket_dir is not None:
         folder = config.socket_dir
@@ -37,7 +37,7 @@ def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> 
 
 
 def make_private(folder: Path) -> None:
-    """Make the socket's folder, or see that only this user may enter it. Raises TierError."""
+    """Make the socket's folder. Raises TierError if other users may enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()

@@ -1,4 +1,4 @@
-"""Memory from which chunks are lent to other keepers, in pieces. Pure but for the memory itself."""
+"""Allocator of the memory that is lent to other keepers. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.store.layout import ALIGNMENT
 
 
 class Staging:
-    """Hands out aligned pieces of `num_bytes`, first fit; adjacent free pieces become one again."""
+    """Aligned pieces, first fit; adjacent free pieces are merged."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -23,7 +23,7 @@ class Staging:
         return sum(length for _, length in self._free)
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The start of a piece, or None where none is large enough."""
+        """Return the start of a piece, or None if none is large enough."""
         length = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         for i, (start, free) in enumerate(self._free):
             if free >= length:
@@ -36,7 +36,7 @@ class Staging:
         return None
 
     def free(self, start: int) -> None:
-        """Raises KeyError for what was not taken."""
+        """Raises KeyError for a start that was not allocated."""
         length = self._allocated.pop(start)
         insort(self._free, (start, length))
         i = self._free.index((start, length))
@@ -45,7 +45,7 @@ class Staging:
                 self._free[left : left + 2] = [(self._free[left][0], self._free[left][1] + self._free[left + 1][1])]
 
     def check(self) -> None:
-        """The laws of this class. Raises AssertionError."""
+        """Raise AssertionError if an invariant is broken."""
         pieces = sorted([*self._free, *self._allocated.items()])
         end = 0
         for start, length in pieces:

@@ -71,7 +71,6 @@ class VolumeFeed:
             self._flush_timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
 
     def set_visible(self, is_visible: bool) -> None:
-        """Record whether the volume's chunks can be loaded."""
         if is_visible == self._is_visible:
             return
         self._flush()
@@ -142,7 +141,7 @@ class VolumeFeed:
 
 
 class _Follower:
-    """The newest state waits beside the changes: an older one is of no use."""
+    """The newest state replaces one that still waits."""
 
     def __init__(self, snapshot: Callable[[], Iterable[SnapshotPart]]) -> None:
         self._changes: SnapshotQueue[SnapshotPart | Delta] = SnapshotQueue(snapshot, _MAX_WAITING)

@@ -53,10 +53,7 @@ class VolumeIoStats:
 
 
 class VolumeIo:
-    """All methods and callbacks belong to one event loop.
-
-    `on_visible` is called when the volume's chunks become loadable, and when they cease to be.
-    """
+    """Belongs to one event loop. `on_visible` is called when its chunks become loadable, or cease to be."""
 
     def __init__(
         self,
@@ -145,7 +142,6 @@ class VolumeIo:
         self._drop(lambda operation: operation.owner is owner, cause)
 
     def add_layout(self, layout: ChunkLayout) -> None:
-        """Record a layout that an engine uses, and write it down in the folder."""
         self._blocks_per_chunk = layout.blocks_per_chunk
         if self.layout_to_payload_bytes.get(layout.digest) == layout.payload_bytes:
             return
@@ -162,7 +158,7 @@ class VolumeIo:
         self._submit_task(run)
 
     def accepts_writes(self, now_s: float) -> bool:
-        """Return whether a chunk may be written to it, as far as breakers and drive are concerned."""
+        """Return whether breakers and drive permit a write."""
         return (
             self.is_visible
             and now_s >= self._no_space_until_s
@@ -170,17 +166,17 @@ class VolumeIo:
         )
 
     def begin_write(self) -> None:
-        """Announce a write: if the breaker is open, this write is its trial."""
+        """Announce a write: if the breaker is open, it is the trial."""
         if not self._write_breaker.is_closed:
             self._write_breaker.begin_trial()
 
     def fill_level(self, num_bytes: int) -> float:
-        """Return used, queued and `num_bytes` more bytes as a share of the capacity; above 1 chunks are evicted."""
+        """Return used, queued and `num_bytes` more bytes per byte of capacity; above 1 chunks are evicted."""
         stats = self.volume.stats
         return (stats.bytes_used + self.queued_write_bytes + num_bytes) / max(1, stats.capacity_bytes)
 
     def mark_unreadable(self, layout: LayoutDigest, chunk: ChunkId) -> None:
-        """Record an I/O error. If another read succeeds next, the fault is the chunk's, and the chunk is removed."""
+        """Record an I/O error. If another read succeeds next, the fault is the chunk's, which is removed."""
         if self.is_visible:
             self._unreadable.append((layout, chunk))
 
@@ -210,7 +206,7 @@ class VolumeIo:
             self._rescan(now_s)
 
     def measure(self) -> None:
-        """Measure the read rate. Call about every second."""
+        """Call about every second."""
         self._read_rate.measure(self._clock())
 
     def state(self) -> VolumeState:
@@ -252,7 +248,6 @@ class VolumeIo:
     # Ends of operations
 
     def _drop(self, is_chosen: Callable[[Operation], bool], cause: Cause | Outcome) -> None:
-        """End chosen operations that wait."""
         for operation in self._threads.withdraw(is_chosen):
             if operation.kind is not Kind.TASK and not operation.is_probe:
                 self._outcomes[operation.kind.value, cause] += 1
@@ -285,7 +280,6 @@ class VolumeIo:
         return self._write_breaker if operation.kind is Kind.WRITE else self._read_breaker
 
     def _update_breakers(self, operation: Operation, outcome: str, now_s: float) -> None:
-        """Any outcome but an I/O error shows that the volume works."""
         breaker = self._breaker_of(operation)
         if outcome == Outcome.NO_SPACE:
             # Each further write on the full drive might evict a chunk only to recycle its file.

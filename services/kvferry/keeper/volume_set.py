@@ -11,7 +11,7 @@ from kvferry.store.outcome import Outcome
 
 
 class VolumeSet:
-    """Iterates over all volumes. `max_queued_write_bytes` bounds the writes that wait for all of them."""
+    """`max_queued_write_bytes` bounds the writes that wait for all volumes."""
 
     def __init__(self, max_queued_write_bytes: int, clock: Callable[[], float]) -> None:
         self._max_queued_write_bytes = max_queued_write_bytes
@@ -31,7 +31,7 @@ class VolumeSet:
         return self._volumes.get(volume_id)
 
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
-        """Return the size of a layout's chunks, if an engine or a volume has described the layout."""
+        """Return the size of a layout's chunks; None if neither an engine nor a volume has described it."""
         for volume in self:
             num_bytes = volume.layout_to_payload_bytes.get(layout)
             if num_bytes is not None:
@@ -45,15 +45,12 @@ class VolumeSet:
         return any(volume.is_visible and volume.volume.contains(layout, key) for volume in self)
 
     def with_chunk(self, layout: LayoutDigest, key: ChunkKey) -> VolumeIo | None:
-        """Return the volume with the shortest queue of those that a chunk can be loaded from."""
+        """Return the volume with the shortest queue that a chunk can be loaded from."""
         holders = [volume for volume in self if volume.is_visible and volume.volume.contains(layout, key)]
         return min(holders, key=lambda volume: volume.queued_bytes, default=None)
 
     def for_new_chunk(self, num_bytes: int) -> VolumeIo | Cause | Outcome:
-        """Return the volume to store a new chunk in, or why there is none.
-
-        Prefers free space, then a short queue.
-        """
+        """Return the volume to store a new chunk in, or why there is none."""
         now_s = self._clock()
         volumes = [volume for volume in self if volume.accepts_writes(now_s)]
         if not volumes:
