@@ -42,7 +42,7 @@ class MappedRegion:
                 raise ValueError(f"{num_rows} rows of {row_bytes} bytes are no region")
             if not self.is_whole():
                 raise ValueError(f"a file of {os.fstat(fd).st_size} bytes for {num_rows} rows of {row_bytes}")
-            # If the file is truncated, an access to the lost memory kills this process. Sealing prevents that, but files
+            # If the file is truncated, an access to the lost memory kills this process. A seal prevents that, but files
             # of /dev/shm cannot be sealed, so callers also use `is_whole` before each access.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
