@@ -55,7 +55,6 @@ def record_shared_memory(run_dir: StrPath, name: str, pid: int) -> frozenset[Sha
 
 
 def write_record(run_dir: StrPath, name: str, files: Iterable[SharedMemoryFile]) -> frozenset[SharedMemoryFile]:
-    """Append `files` to the record `name`; return the new ones."""
     folder = Path(run_dir) / RECORDS_FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     file = folder / f"{name}.txt"

@@ -30,11 +30,10 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def is_ripe(self, now_s: float) -> bool:
-        """Return whether a trial may begin."""
         return self.state is BreakerState.OPEN and now_s >= self._retry_at_s
 
     def begin_trial(self) -> None:
-        """The next result decides. Call only when ripe."""
+        """Call only when ripe."""
         self.state = BreakerState.HALF_OPEN
 
     def succeeded(self) -> bool:

@@ -1,8 +1,4 @@
-"""Lends chunks to keepers of other nodes.
-
-A chunk is read and verified into *staging*, memory registered with NIXL. The reply has its address there and a header
-made for these bytes. A lease bounds how long it stays lent.
-"""
+"""Lends chunks to keepers of other nodes, in memory registered with NIXL, under leases."""
 
 from __future__ import annotations
 
@@ -34,16 +30,13 @@ _STAGING_WAIT_S = 1.0
 
 class LocalChunks(Protocol):
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
-        """Return the size of a layout's chunks; None for an unknown layout."""
+        """None: unknown layout."""
         ...
 
     def read(
         self, volume_id: str, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview
     ) -> asyncio.Future[str]:
-        """Read a chunk and make a plain chunk file's header. The result is an Outcome or Cause.
-
-        Both buffers are in use until the future is done.
-        """
+        """The result is an Outcome or Cause. Both buffers are in use until the future is done."""
         ...
 
 
@@ -79,7 +72,7 @@ class ChunkLender:
         return f"<ChunkLender {self._staging}, {len(self._lease_to_starts)} leases>"
 
     async def warm_up(self) -> None:
-        """Register the memory before the first request. Raises TierError."""
+        """Raises TierError."""
         await self._ready()
 
     async def fetch(self, request: pb.FetchRequest, timeout_s: float | None = None) -> pb.FetchReply:

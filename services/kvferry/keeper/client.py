@@ -73,12 +73,10 @@ class KeeperClient:
 
     @property
     def connected(self) -> bool:
-        """Whether a keeper has welcomed this engine and is not silent."""
         return self._jobs.is_open
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are jobs that `finished` has not returned yet."""
         return self._jobs.has_unfinished
 
     @property
@@ -100,7 +98,7 @@ class KeeperClient:
             os.close(self._region.fd)
 
     def contains(self, key: ChunkKey) -> bool:
-        """Return whether the keeper has reported this chunk as loadable. O(1), without a lock."""
+        """O(1), without a lock."""
         if key in self._thread.keys:
             self._jobs.stats.hits += 1
             return True
@@ -154,16 +152,16 @@ class KeeperClient:
         self._submit(message, keys)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Report that chunks were used again. May be lost."""
+        """A hint, which may be lost."""
         if self._jobs.submit_touch(messages.Touch(messages.pack_chunk_keys(keys))):
             self._thread.wake()
 
     def finished(self) -> list[JobDone]:
-        """Return the jobs that ended since the last call, each exactly once."""
+        """Return each ended job exactly once."""
         return self._jobs.drain_done()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until every job has ended. Returns False after `timeout_s`."""
+        """False after `timeout_s`."""
         return self._jobs.wait_until_all_ended(timeout_s)
 
     def _validate(self, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:

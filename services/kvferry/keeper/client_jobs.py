@@ -1,4 +1,4 @@
-"""Jobs that an engine has submitted to its keeper."""
+"""Submitted jobs of an engine."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ClientJobs:
         return len(self._unfinished)
 
     def submit(self, job: ClientJob) -> bool:
-        """Return whether the job waits to be sent; otherwise it has ended. Raises ValueError for a number in use."""
+        """Return whether the job waits; otherwise it has ended. Raises ValueError for a number in use."""
         with self._lock:
             if job.number in self._unfinished:
                 raise ValueError(f"job {job.number} has not ended")
@@ -128,7 +128,6 @@ class ClientJobs:
             return True
 
     def submit_touch(self, touch: messages.Touch) -> bool:
-        """Return whether the hint waits to be sent."""
         with self._lock:
             if not touch.keys or not self.is_open or self._num_waiting_touches >= _MAX_WAITING_TOUCHES:
                 return False
@@ -137,7 +136,7 @@ class ClientJobs:
             return True
 
     def pop_waiting(self, sent: dict[int, ClientJob]) -> messages.ToKeeper | None:
-        """Return the next message to send. A job moves to `sent` in the same step."""
+        """A job moves to `sent` in the same step."""
         with self._lock:
             if not self._waiting:
                 return None

@@ -1,4 +1,4 @@
-"""The thread of a keeper client: connects, sends jobs, and ends them.
+"""The thread of a keeper client.
 
 A job that was sent ends with the keeper's Done or Bye, or when the keeper's process has ended with all its threads
 (seen on a pidfd). The end of the stream alone ends no such job.
@@ -239,14 +239,12 @@ class ClientThread:
     # Connection states
 
     def _show_keys(self, connection: KeeperConnection) -> None:
-        """Accept jobs, and publish the keys if all are known."""
         if connection.mirror.is_complete:
             self.keys = connection.mirror.keys
         if not self._is_stopping:
             self._jobs.open()
 
     def _hide_keys(self) -> None:
-        """Make every look-up a miss, and fail the jobs that were not sent."""
         self.keys = _NO_KEYS
         self._jobs.fail_waiting()
 
@@ -277,7 +275,6 @@ class ClientThread:
         self._jobs.fail(jobs.values())
 
     def _retire(self, connection: KeeperConnection) -> None:
-        """Move the current connection to the former ones."""
         if connection is not self._connection:
             return
         self._connection = None
@@ -291,7 +288,6 @@ class ClientThread:
             self._report_loss()
 
     def _close_former(self) -> None:
-        """Close former connections without jobs: the keeper uses none of their rows."""
         for connection in self._former[:]:
             if not connection.jobs:
                 self._former.remove(connection)

@@ -36,10 +36,10 @@ class EngineSessionOwner(Protocol):
         """May raise ProtocolError."""
 
     def on_left(self, session: EngineSession) -> None:
-        """The engine is gone, or was refused. Called once; nothing is read afterwards."""
+        """Called once; nothing is read afterwards."""
 
     def on_closed(self, session: EngineSession) -> None:
-        """The connection is closed."""
+        pass
 
 
 class EngineSession:
@@ -91,7 +91,6 @@ class EngineSession:
             self._pump()
 
     def begin_updates(self, snapshot: Callable[[], Iterator[bytes]]) -> None:
-        """Send a snapshot of keys, then changes. A slow reader gets a new snapshot instead of changes."""
         self._updates = SnapshotQueue(snapshot, _MAX_CHANGE_BYTES, len)
         self.begin_snapshot()
 
@@ -106,19 +105,16 @@ class EngineSession:
             self._pump()
 
     def pulse(self) -> None:
-        """Show that the keeper lives, unless other bytes wait to be sent."""
         if not self._unsent and not self._is_finishing:
             self.answer(messages.Pulse())
 
     def refuse(self, reason: str) -> None:
-        """Stop reading; `reason` is sent with Bye."""
         if self._is_reading:
             log.warning("engine %s (process %d): %s", self.engine_id or "unknown", self._peer.pid, reason)
             self.refusal = reason
             self._leave()
 
     def say_bye(self, reason: str = "") -> None:
-        """Send Bye, then close the connection."""
         if self._connection is None or self._is_finishing:
             return
         self._leave()

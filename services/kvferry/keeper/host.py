@@ -190,8 +190,6 @@ class KeeperHost:
 
 
 class _OtherKeepers:
-    """The keepers of other nodes, as registered."""
-
     def __init__(self) -> None:
         self._members: dict[MemberId, Member] = {}
 
@@ -218,7 +216,6 @@ class _OtherKeepers:
             self._members[member.member_id] = member
 
     def locate(self, volume_id: str) -> str | None:
-        """Return the address of a keeper that serves this volume."""
         # The youngest: an older one may have been killed while its lease still runs.
         serving = [member for member in self._members.values() if volume_id in member.volumes]
         return max(serving, key=lambda member: member.started_unix_s).address if serving else None

@@ -26,7 +26,7 @@ _TASK_TIMEOUT_S = 600.0
 
 
 class Kind(enum.StrEnum):
-    """By falling priority. Probes go first."""
+    """By falling priority."""
 
     READ = "read"
     TASK = "task"
@@ -103,7 +103,7 @@ class IoThreads:
         return self._num_lost
 
     def queued_bytes(self, kind: Kind | None = None) -> int:
-        """Return the bytes of operations that wait or run, of one kind or of all."""
+        """Of operations that wait or run, of one kind or of all."""
         return sum(self._kind_to_bytes.values()) if kind is None else self._kind_to_bytes[kind]
 
     def submit(self, operation: Operation) -> None:
@@ -118,7 +118,7 @@ class IoThreads:
             self._work.notify()
 
     def withdraw(self, is_chosen: Callable[[Operation], bool]) -> list[Operation]:
-        """Remove waiting operations and return them."""
+        """Remove and return waiting operations."""
         withdrawn: list[Operation] = []
         with self._work:
             for kind, queue in self._queues.items():
@@ -145,14 +145,12 @@ class IoThreads:
         return overdue
 
     def start(self) -> None:
-        """Start threads until enough live, as far as lost ones permit."""
         with self._work:
             while self._num_live < self._num_threads and self._num_lost <= _MAX_LOST_THREADS:
                 self._num_live += 1
                 threading.Thread(target=self._serve, name=f"volume-{self._volume_id}", daemon=True).start()
 
     def close(self) -> None:
-        """End the threads once no operation waits."""
         with self._work:
             self._is_closing = True
             self._work.notify_all()
@@ -176,7 +174,7 @@ class IoThreads:
                 return
 
     def _next(self) -> Operation | None:
-        """Wait for an operation and begin it. None: the thread has to end."""
+        """None: the thread has to end."""
         with self._work:
             while True:
                 for queue in self._queues.values():

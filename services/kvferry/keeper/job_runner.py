@@ -1,4 +1,4 @@
-"""Carries out loads and stores: one operation per chunk, on a local volume or through another keeper."""
+"""Carries out loads and stores, one operation per chunk."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvferry.tracing import TraceContext
 
 
 class RemoteChunks(Protocol):
-    """Loads chunks of other keepers' volumes (remote_reader.py). Belongs to the keeper's event loop."""
+    """Chunks of other keepers' volumes (remote_reader.py)."""
 
     def add_region(self, region: MappedRegion) -> None:
-        """Hold a region: chunks may be loaded into it."""
+        pass
 
     def remove_region(self, region: MappedRegion) -> None:
         """Release a region as soon as nothing is being written to it."""
@@ -44,7 +44,7 @@ class RemoteChunks(Protocol):
 
 
 class JobRunner:
-    """Ends every chunk of a job in the job table. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
     def __init__(
         self, volumes: VolumeSet, jobs: JobTable, remote: RemoteChunks | None, clock: Callable[[], float]

@@ -35,8 +35,6 @@ class Job:
 
 @dataclass(slots=True)
 class JobCounts:
-    """Totals of all loads, or of all stores."""
-
     num_begun: int = 0
     num_ended: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)  # of chunks
@@ -67,7 +65,6 @@ class JobTable:
         self._jobs[session] = {}
 
     def discard_session(self, session: EngineSession) -> None:
-        """Its jobs end, but are not answered."""
         self._jobs.pop(session, None)
 
     def begin(self, session: EngineSession, number: int, keys: Sequence[ChunkKey], *, is_load: bool) -> Job:
@@ -80,7 +77,6 @@ class JobTable:
         return job
 
     def end_chunk(self, job: Job, index: int, outcome: str) -> None:
-        """The last chunk ends the job."""
         self._counts_of(job).outcomes[outcome] += 1
         if outcome == Outcome.OK:
             assert job.session.region is not None

@@ -1,7 +1,4 @@
-"""The keeper of a node: it moves chunks between the regions of its engines and its volumes.
-
-Everything runs in one event loop, except I/O, which runs on each volume's threads.
-"""
+"""The keeper of a node. Everything runs in one event loop, except I/O on each volume's threads."""
 
 from __future__ import annotations
 
@@ -215,7 +212,7 @@ class Keeper:
         return is_idle
 
     def check_health(self) -> None:
-        """Raises TierError if the keeper has ceased to serve."""
+        """Raises TierError."""
         task = self._maintenance
         if task is None or task.done():
             fault = None if task is None or task.cancelled() else task.exception()
@@ -224,10 +221,7 @@ class Keeper:
     # For gateways and other keepers
 
     def follow(self, volume_id: str) -> AsyncGenerator[Update, None]:
-        """Yield a volume's state and a snapshot of its route keys, then changes of both, until it is closed.
-
-        Raises TierError for an unknown volume.
-        """
+        """Yield state and snapshot, then changes. Raises TierError for an unknown volume."""
         feed = self._volume_feeds.get(volume_id)
         if feed is None:
             raise TierError(f"keeper {self.keeper_id} has no volume {volume_id}")
@@ -375,7 +369,6 @@ def _in_loop(
     on_change: Callable[[VolumeIo, LayoutDigest, Sequence[ChunkId], Sequence[ChunkId]], None],
     volume: VolumeIo,
 ) -> Callable[[LayoutDigest, Sequence[ChunkId], Sequence[ChunkId]], None]:
-    """Make a volume's listener that calls `on_change` in the event loop."""
 
     def notify(layout: LayoutDigest, added: Sequence[ChunkId], removed: Sequence[ChunkId]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed

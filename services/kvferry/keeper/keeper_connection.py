@@ -80,7 +80,7 @@ class KeeperConnection:
             return None
 
     def decode(self, data: bytes) -> Iterator[messages.ToEngine]:
-        """Yield complete messages. Raises ProtocolError."""
+        """Raises ProtocolError."""
         for payload in self._frames.feed(data):
             yield messages.decode_to_engine(payload)
 

@@ -1,4 +1,4 @@
-"""Reports the loadable keys of one layout to the engines that use it."""
+"""Reports the loadable keys of one layout to engines."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ class KeyFeed:
         self._sessions.discard(session)
 
     def change(self, keys: Iterable[ChunkKey]) -> None:
-        """Report added or removed keys, soon."""
         self._changed.update(keys)
         if self._flush_timer is None:
             self._flush_timer = asyncio.get_running_loop().call_later(_FLUSH_AFTER_S, self._flush)
 
     def begin_snapshots(self) -> None:
-        """Send all keys again: a volume became visible, or ceased to be."""
         for session in self._sessions:
             session.begin_snapshot()
 

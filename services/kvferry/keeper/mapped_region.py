@@ -1,4 +1,4 @@
-"""An engine's region, mapped into the keeper's memory while rows are in use."""
+"""An engine's region in the keeper's memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ class MappedRegion:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def is_whole(self) -> bool:
-        """Return whether the file still has all its rows."""
         return os.fstat(self._fd).st_size >= self.num_bytes
 
     def has(self, row: int) -> bool:

@@ -75,8 +75,6 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class Touch(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
-    """These chunks were used again, without a load."""
-
     keys: bytes  # packed
 
 
@@ -132,7 +130,6 @@ _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine
 
 
 def encode(message: ToKeeper | ToEngine) -> bytes:
-    """Return a whole frame."""
     payload = _encoder.encode(message)
     return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
@@ -154,8 +151,6 @@ def decode_to_engine(payload: bytes) -> ToEngine:
 
 
 class FrameReader:
-    """Splits a byte stream into payloads."""
-
     __slots__ = ("_buffer", "_num_wanted")
 
     def __init__(self) -> None:

@@ -54,11 +54,10 @@ class NixlAgent:
         return f"<NixlAgent {self.name}: {state}>"
 
     async def warm_up(self) -> None:
-        """Load NIXL now, which takes seconds."""
+        """Takes seconds."""
         await self._do(lambda: None)
 
     async def register(self, address: int, num_bytes: int) -> None:
-        """Allow reads from and into this memory until `deregister`."""
         await self._do(lambda: self._register(address, num_bytes))
 
     async def deregister(self, address: int) -> None:
@@ -70,7 +69,7 @@ class NixlAgent:
         return bytes(await self._do(lambda: self._metadata(address)))
 
     async def add_remote(self, metadata: bytes) -> str:
-        """Return the name of an agent that can be read from now on."""
+        """Return the agent's name."""
         name = await self._do(lambda: self._nixl.add_remote_agent(metadata))
         return name.decode() if isinstance(name, bytes) else str(name)
 
@@ -87,7 +86,6 @@ class NixlAgent:
         return await future
 
     def begin_lending(self) -> None:
-        """Poll for other agents' reads until `end_lending`."""
         self._num_lent += 1
         self._commands.put((lambda: None, asyncio.get_running_loop().create_future()))
 

@@ -1,4 +1,4 @@
-"""How fast a volume reads while it reads."""
+"""The read rate of a volume."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReadRate:
                 self._busy_s += now_s - self._since_s
 
     def measure(self, now_s: float) -> None:
-        """Update `bytes_per_s`. Call about every second."""
+        """Call about every second."""
         with self._lock:
             busy_s, num_bytes = self._busy_s, self._num_bytes
             if self._num_reading:

@@ -93,7 +93,6 @@ class RemoteReader:
         return RemoteStats(self._num_loaded, dict(self._failed), self._bytes_loaded, self._fetch_s, self._read_s)
 
     def add_region(self, region: MappedRegion) -> None:
-        """The region is registered with NIXL at the first load."""
         region.hold()
         self._regions[region] = _RegionUse()
 
@@ -114,7 +113,6 @@ class RemoteReader:
         self._closing.spawn(release())
 
     def keep_only(self, addresses: Collection[str]) -> None:
-        """Close the connections to keepers at all other addresses."""
         for address in self._lenders.keys() - set(addresses):
             self._closing.spawn(self._lenders.pop(address).channel.close())
 
@@ -295,8 +293,6 @@ class RemoteReader:
 
 
 class _RegionUse:
-    """NIXL's registration of a region, and the loads into it."""
-
     def __init__(self) -> None:
         self.registering: asyncio.Task[None] | None = None
         self.num_loads = 0
@@ -332,7 +328,7 @@ class _Lender:
             log.warning("the keeper at %s lends nothing: %s", self.address, fault)
 
     async def connect(self, agent: NixlAgent, reply: pb.FetchReply) -> None:
-        """Add the lender's agent to NIXL. Raises TierError."""
+        """Raises TierError."""
         async with self._connecting:
             if reply.agent == self.agent:
                 return
@@ -345,7 +341,6 @@ class _Lender:
             self.agent = await agent.add_remote(reply.agent_metadata)
 
     def forget_agent(self) -> None:
-        """Request the agent's metadata with the next fetch."""
         self.agent = ""
 
     def release(self, lease: int, timeout_s: float) -> None:

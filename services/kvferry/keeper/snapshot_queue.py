@@ -30,7 +30,6 @@ class SnapshotQueue(Generic[T]):
         return f"<SnapshotQueue of {len(self._changes)} changes{', needs a snapshot' * self._needs_snapshot}>"
 
     def begin_snapshot(self) -> None:
-        """Send a new snapshot instead of what waits."""
         self.clear()
         self._needs_snapshot = True
 
@@ -43,7 +42,6 @@ class SnapshotQueue(Generic[T]):
             self.begin_snapshot()
 
     def pop(self) -> T | None:
-        """Return the next part of a snapshot or the next change; None if nothing waits."""
         if self._needs_snapshot:
             # Before the flag falls: changes that the snapshot's maker flushes are part of the snapshot.
             self._parts = iter(self._snapshot())

@@ -19,10 +19,7 @@ _MAX_PATH_BYTES = 107
 
 
 def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the socket of this node's keeper, the same for all processes of a user.
-
-    Raises TierError for a path that is too long for a socket address.
-    """
+    """The same for all processes of a user. Raises TierError for a path too long for a socket."""
     if config.socket_dir is not None:
         folder = config.socket_dir
     elif run_dir := environ.get("KVFERRY_RUN_DIR"):

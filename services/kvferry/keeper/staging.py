@@ -1,4 +1,4 @@
-"""Allocator of the memory that is lent to other keepers. Pure."""
+"""Allocator of the memory lent to other keepers. Pure."""
 
 from __future__ import annotations
 

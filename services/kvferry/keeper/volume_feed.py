@@ -49,7 +49,6 @@ class VolumeFeed:
         return len(self._followers)
 
     def load(self, chunks: Iterable[ChunkId]) -> None:
-        """Add the chunks present at the start, before `follow`."""
         self._key_to_num_chunks.update(chunk.route_key for chunk in chunks if chunk.route_key)
 
     def change(self, added: Iterable[ChunkId], removed: Iterable[ChunkId]) -> None:
@@ -89,7 +88,6 @@ class VolumeFeed:
                 follower.put_state(state)
 
     async def follow(self) -> AsyncGenerator[Update, None]:
-        """Yield the state and a snapshot, then changes, until it is closed."""
         follower = _Follower(self._snapshot)
         follower.put_state(self._state())
         follower.begin_snapshot()
@@ -141,8 +139,6 @@ class VolumeFeed:
 
 
 class _Follower:
-    """The newest state replaces one that still waits."""
-
     def __init__(self, snapshot: Callable[[], Iterable[SnapshotPart]]) -> None:
         self._changes: SnapshotQueue[SnapshotPart | Delta] = SnapshotQueue(snapshot, _MAX_WAITING)
         self._state: VolumeState | None = None
@@ -161,7 +157,6 @@ class _Follower:
         self._event.set()
 
     async def drain(self) -> list[Update]:
-        """Wait for updates, and return all that wait."""
         await self._event.wait()
         self._event.clear()
         updates: list[Update] = []

@@ -1,7 +1,4 @@
-"""A volume as the keeper uses it: its operations, breakers, write budget and figures.
-
-Each volume has its own threads, so that one that hangs delays no other.
-"""
+"""A volume as the keeper uses it: operations, breakers, write budget and figures."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _RESCAN_PERIOD_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class VolumeIoStats:
-    """A volume's state, and what only its keeper's metrics show. Counts since the start."""
+    """Counts since the start."""
 
     state: VolumeState
     breaker: BreakerState  # of reads; the volume's chunks are misses unless it is closed
@@ -102,7 +99,6 @@ class VolumeIo:
 
     @property
     def is_visible(self) -> bool:
-        """Whether chunks can be loaded from it."""
         return self._read_breaker.is_closed
 
     @property
@@ -123,7 +119,7 @@ class VolumeIo:
         self._threads.start()
 
     async def stop(self, grace_s: float) -> bool:
-        """Drop waiting operations and wait for running ones. False if one hangs: its memory is still in use."""
+        """False if an operation hangs: its memory is still in use."""
         self._threads.close()
         self._drop(lambda operation: True, Cause.UNAVAILABLE)
         with contextlib.suppress(TimeoutError):
@@ -138,7 +134,7 @@ class VolumeIo:
         self._threads.submit(operation)
 
     def drop_operations_of(self, owner: object, cause: Cause) -> None:
-        """End the waiting operations of this owner; running ones go on."""
+        """Running operations go on."""
         self._drop(lambda operation: operation.owner is owner, cause)
 
     def add_layout(self, layout: ChunkLayout) -> None:
@@ -158,7 +154,6 @@ class VolumeIo:
         self._submit_task(run)
 
     def accepts_writes(self, now_s: float) -> bool:
-        """Return whether breakers and drive permit a write."""
         return (
             self.is_visible
             and now_s >= self._no_space_until_s

@@ -1,4 +1,4 @@
-"""The volumes of a keeper: which one to load a chunk from, and which one to store a chunk in."""
+"""The volumes of a keeper, and the choice among them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VolumeSet:
         return self._volumes.get(volume_id)
 
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
-        """Return the size of a layout's chunks; None if neither an engine nor a volume has described it."""
+        """None: neither an engine nor a volume has described the layout."""
         for volume in self:
             num_bytes = volume.layout_to_payload_bytes.get(layout)
             if num_bytes is not None:
@@ -45,12 +45,12 @@ class VolumeSet:
         return any(volume.is_visible and volume.volume.contains(layout, key) for volume in self)
 
     def with_chunk(self, layout: LayoutDigest, key: ChunkKey) -> VolumeIo | None:
-        """Return the volume with the shortest queue that a chunk can be loaded from."""
+        """The shortest queue wins."""
         holders = [volume for volume in self if volume.is_visible and volume.volume.contains(layout, key)]
         return min(holders, key=lambda volume: volume.queued_bytes, default=None)
 
     def for_new_chunk(self, num_bytes: int) -> VolumeIo | Cause | Outcome:
-        """Return the volume to store a new chunk in, or why there is none."""
+        """Return a volume, or why there is none."""
         now_s = self._clock()
         volumes = [volume for volume in self if volume.accepts_writes(now_s)]
         if not volumes:

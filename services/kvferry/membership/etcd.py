@@ -68,12 +68,10 @@ class EtcdMembership:
         return registration
 
     async def members(self) -> tuple[Member, ...]:
-        """Also raises ConfigError, like `register`."""
         listing = await self._connector.call(self._list)
         return MemberView(self._config.prefix).replace(listing).members
 
     def watch(self) -> EtcdWatch:
-        """Its `aclose` or our `close` ends it."""
         watch = EtcdWatch(
             self._config.prefix,
             self._connector,

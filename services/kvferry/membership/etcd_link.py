@@ -66,7 +66,7 @@ FAULTS: Final = (EtcdError, grpc.RpcError, TimeoutError, OSError, asyncio.Invali
 
 
 def open_channel(config: MembershipConfig, endpoint: str) -> grpc.aio.Channel:
-    """Raises ConfigError for a certificate that cannot be read."""
+    """Raises ConfigError for an unreadable certificate."""
     credentials = _credentials(config)
     target = f"dns:///{endpoint}"
     if credentials is None:
@@ -97,7 +97,6 @@ class EtcdLogin:
     """User and token. All links share a token: each login costs etcd a password hash."""
 
     def __init__(self, config: MembershipConfig, timeout_s: float) -> None:
-        """Raises ConfigError if the password file cannot be read."""
         self._config = config
         self._timeout_s = timeout_s
         self.user = config.user
@@ -132,7 +131,6 @@ class EtcdLink:
         self._token = ""
 
     async def list(self, prefix: str) -> Listing:
-        """Linearised."""
         answer = await self._call(lambda: self._kv.get(prefix, prefix_range_end(prefix), timeout=self._timeout_s))
         return Listing({kv.key.decode(errors="replace"): kv.value for kv in answer.kvs}, answer.header.revision)
 
@@ -225,7 +223,6 @@ class EtcdWatchStream:
         self._call = call
 
     async def accepted(self) -> None:
-        """Wait for etcd to confirm the watch."""
         while not (await self._read()).created:
             pass
 
@@ -247,7 +244,7 @@ class EtcdConnector:
     """Opens links to the endpoint that answered last; after a fault, to the next one."""
 
     def __init__(self, config: MembershipConfig, rng: random.Random) -> None:
-        """Raises ConfigError if a certificate or password file cannot be read."""
+        """Raises ConfigError."""
         self._config = config
         self._endpoint_index = rng.randrange(len(config.endpoints))
         # At most the pause between renewals: an endpoint that hangs must not cost the lease.

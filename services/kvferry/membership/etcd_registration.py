@@ -115,7 +115,6 @@ class EtcdRegistration:
             await self._pause(self._retry.pause_s(num_failures, self._rng))
 
     async def _pause(self, pause_s: float) -> None:
-        """Wait for the time to pass, or for an update."""
         try:
             async with asyncio.timeout(pause_s):
                 await self._wake.wait()

@@ -57,7 +57,6 @@ class MemoryRegistry:
         return self._num_outages > 0
 
     def members(self) -> tuple[Member, ...]:
-        """Return the recorded members, also during an outage, by kind and id."""
         return tuple(self._key_to_record[key].member for key in sorted(self._key_to_record))
 
     @contextmanager
@@ -94,7 +93,7 @@ class MemoryRegistry:
             self._write(registration)
 
     def expire_due(self) -> None:
-        """End expired leases, except during an outage."""
+        """Nothing expires during an outage."""
         if not self.out:
             for key in self._due():
                 self._drop(key)
@@ -170,8 +169,6 @@ class MemoryRegistry:
 
 
 class MemoryMembership:
-    """Several may share a registry, as processes share etcd."""
-
     def __init__(self, registry: MemoryRegistry) -> None:
         self._registry = registry
         self._registrations: list[MemoryRegistration] = []

@@ -1,4 +1,4 @@
-"""Changes of a volume's chunks, delivered in order by one thread at a time."""
+"""Delivers a volume's changes in order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Index of a volume's chunks: queries, claims, reservations and evictions. No I/O.
 
-A thread that writes, moves or removes a chunk's file *claims* its key. A claimed key is not in the index, so no other
-thread puts a chunk where a file is about to move. A chunk being read is *pinned* and never evicted.
+A thread that writes, moves or removes a chunk's file *claims* its key, which is then not in the index. A chunk being
+read is *pinned* and never evicted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class ChunkIndex:
             return self._space.bytes_used
 
     def next_number(self) -> int:
-        """Return a number larger than that of every entry."""
         return next(self._numbers)
 
     def contains(self, layout: LayoutDigest, key: ChunkKey) -> bool:
@@ -114,7 +113,6 @@ class ChunkIndex:
     # Uses
 
     def pin(self, layout: LayoutDigest, key: ChunkKey) -> IndexEntry | None:
-        """Return an entry that is not evicted until `unpin`."""
         with self._lock:
             entry = self._find(layout, key)
             if entry is not None:
@@ -136,7 +134,7 @@ class ChunkIndex:
     # Additions
 
     def add(self, entries: Iterable[IndexEntry], now_s: float) -> list[IndexEntry]:
-        """Add chunks whose files exist, oldest first. Returns those whose key is present or claimed."""
+        """Files oldest first. Returns entries whose key is present or claimed."""
         refused: list[IndexEntry] = []
         with self._lock:
             for entry in entries:
@@ -182,7 +180,7 @@ class ChunkIndex:
             return reservation
 
     def reserve_by_recycling(self, reservation: Reservation, now_s: float) -> bool:
-        """Reserve one file of the chunk's size for a rolled-back reservation, on a drive without free space."""
+        """Reserve one file of the chunk's size for a rolled-back reservation."""
         with self._lock:
             assert not reservation.num_bytes, "the reservation is not rolled back"
             for file, entry in self._victims(reservation.chunk.namespace, now_s):
@@ -192,7 +190,7 @@ class ChunkIndex:
             return False
 
     def finish_eviction(self, reservation: Reservation, left: list[File]) -> None:
-        """Record that all the reservation's files are gone, except those `left`, which are abandoned."""
+        """All files of the reservation are gone, except those `left`, which are abandoned."""
         with self._lock:
             for entry in reservation.evicted:
                 # The key that is being written stays claimed.
@@ -208,7 +206,7 @@ class ChunkIndex:
             self._resize(reservation, reservation.num_bytes if left else reservation.chunk_bytes)
 
     def roll_back(self, reservation: Reservation, left: File | None = None) -> None:
-        """Record that nothing was written, except the file `left`, which is abandoned."""
+        """Nothing was written, except the file `left`, which is abandoned."""
         with self._lock:
             if left is not None:
                 self._space.end_transit(left, is_removed=False)
@@ -230,7 +228,6 @@ class ChunkIndex:
             del self._claims[key]
 
     def cancel(self, reservation: Reservation) -> None:
-        """End a rolled-back reservation."""
         with self._lock:
             assert not reservation.num_bytes, "the reservation is not rolled back"
             del self._claims[reservation.layout, reservation.chunk.key]
@@ -238,7 +235,7 @@ class ChunkIndex:
     # Removals
 
     def begin_remove(self, layout: LayoutDigest, chunk: ChunkId) -> File | None:
-        """Drop a chunk; return its file, to be ended with `end_remove`. None if there is no such chunk."""
+        """Return the chunk's file, to be ended with `end_remove`; None if there is no such chunk."""
         with self._lock:
             entry = self._find(layout, chunk.key)
             if entry is None or entry.chunk.namespace != chunk.namespace:
@@ -251,13 +248,13 @@ class ChunkIndex:
             del self._claims[layout, chunk.key]
 
     def forget(self, entry: IndexEntry) -> None:
-        """Drop a chunk whose file is gone. Idempotent."""
+        """Idempotent."""
         with self._lock:
             if self._find(entry.layout, entry.chunk.key) is entry:
                 self._drop(entry)
 
     def begin_quarantine(self, entry: IndexEntry) -> File | None:
-        """Drop a bad chunk; return its file, to be ended with `end_quarantine`. None if it was dropped before.
+        """Return the chunk's file, to be ended with `end_quarantine`; None if it was dropped before.
 
         Moving another writer's file makes it ours if the capacity allows; `num_bytes` is 0 if not.
         """
@@ -273,7 +270,7 @@ class ChunkIndex:
     def end_quarantine(
         self, entry: IndexEntry, file: File, moved: File | None, *, is_removed: bool = False
     ) -> list[File]:
-        """Record that the file is now `moved`, and no larger; or removed; or abandoned.
+        """The file is now `moved`, and no larger; or removed; or abandoned.
 
         Returns older quarantined files to remove, each to be ended with `end_removal`.
         """
@@ -287,7 +284,7 @@ class ChunkIndex:
             return self._space.withdraw_quarantine_excess(moved.path)
 
     def withdraw_quarantined(self, namespace: Namespace) -> list[File]:
-        """Return a namespace's quarantined files, each to be ended with `end_removal`."""
+        """End each file with `end_removal`, as for all `withdraw_*`."""
         part = f"/{namespace}/"
         with self._lock:
             return [self._space.begin_transit(file) for file in self._space.quarantined if part in file.path]
@@ -297,13 +294,11 @@ class ChunkIndex:
             return [self._space.begin_transit(file) for file in self._space.abandoned]
 
     def withdraw_quarantine_excess(self) -> list[File]:
-        """Return the oldest quarantined files over the quarantine's share."""
         with self._lock:
             quarantined = self._space.quarantined
             return self._space.withdraw_quarantine_excess(quarantined[-1].path if quarantined else "")
 
     def withdraw_over_capacity(self, now_s: float) -> File | None:
-        """Return a file to remove while more bytes are used than the capacity."""
         with self._lock:
             if self._space.bytes_used <= self._space.capacity_bytes:
                 return None
@@ -347,7 +342,7 @@ class ChunkIndex:
         return self._space.begin_transit(self._file_of(entry))
 
     def _victims(self, namespace: Namespace, now_s: float) -> Iterator[tuple[File, IndexEntry | None]]:
-        """Yield removable files, first to last. Nothing may change meanwhile."""
+        """First to last. Nothing may change meanwhile."""
         for file in self._space.abandoned:
             yield file, None
         for victim in self._eviction.victims(namespace, now_s):

@@ -1,4 +1,4 @@
-"""Reads chunks of a volume and verifies all bytes."""
+"""Reads and verifies chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
 
 
 class ChunkReader:
-    """Thread-safe. `shared`: chunks that other writers added since the last scan are searched for."""
+    """Thread-safe. `shared`: searches for chunks that other writers added since the last scan."""
 
     def __init__(
         self,
@@ -135,7 +135,6 @@ class ChunkReader:
         return chunk_file.unseal(header, raw_header, payload, into, key)
 
     def _find_elsewhere(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
-        """Index a chunk that another writer added since the last scan."""
         start = f"{chunk.key.hex()}-"
         files = self._files
         with contextlib.suppress(OSError):

@@ -83,7 +83,6 @@ class ChunkWriter:
         return outcome
 
     def _fill(self, reservation: Reservation, parts: list[memoryview]) -> Outcome:
-        """Write and commit the chunk, or roll the reservation back."""
         files = self._files
         temporary = files.temporary_path()
         is_begun = False

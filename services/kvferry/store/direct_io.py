@@ -57,18 +57,17 @@ class DirectIo:
         return os.pwritev(fd, buffers, offset)
 
     def rename(self, source: str, target: str) -> None:
-        """Replaces the target."""
         os.rename(source, target)  # noqa: PTH104
 
     def unlink(self, path: str) -> None:
         os.unlink(path)  # noqa: PTH108
 
     def read(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` from the file's start. Returns the bytes read, fewer at the end of the file."""
+        """Read from the file's start. Returns the bytes read, fewer at the end of the file."""
         return self._move(self.preadv, fd, buffers)
 
     def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Write all of `buffers` to the file's start. Raises OSError (EIO) if the kernel writes less."""
+        """Write to the file's start. Raises OSError (EIO) if the kernel writes less."""
         num_bytes = self._move(self.pwritev, fd, buffers)
         if num_bytes != sum(map(len, buffers)):
             raise OSError(errno.EIO, f"wrote {num_bytes} bytes and no more")
@@ -108,7 +107,6 @@ class DirectIo:
 
 
 def _leave_direct(fd: int) -> bool:
-    """Clear O_DIRECT. Returns whether it was set."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if not flags & _O_DIRECT:
         return False

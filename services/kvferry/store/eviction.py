@@ -27,11 +27,11 @@ class EvictionPolicy(Protocol):
     """Not thread-safe: the index calls it under its lock. `now_s` never decreases."""
 
     def admits(self, namespace: Namespace, num_bytes: int, now_s: float) -> bool:
-        """Return False to refuse a write of this size."""
+        """False: refuse the write."""
         ...
 
     def add(self, chunk: EvictableChunk, now_s: float) -> None:
-        """Add a chunk as the most recently used."""
+        """As the most recently used."""
         ...
 
     def touch(self, chunk: EvictableChunk, now_s: float) -> None:
@@ -48,8 +48,6 @@ class EvictionPolicy(Protocol):
 
 
 class Lru:
-    """Evicts the least recently used chunk, of any tenant."""
-
     def __init__(self) -> None:
         self._chunks: OrderedDict[EvictableChunk, None] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""A volume's folder: description, locks, layouts, and walks over its files."""
+"""Files and folders of a volume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class FoundChunk:
-    """A chunk's file, unread."""
+    """Unread."""
 
     folder: str
     name: str
@@ -48,8 +48,6 @@ class FoundChunk:
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:
-    """Has no chunk's name."""
-
     path: str
 
 
@@ -175,7 +173,6 @@ def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
 
 
 def files_of(path: Path, writer: str) -> list[Path]:
-    """Return chunks, quarantined, temporary and foreign files."""
     roots = [path / name / writer for name in (paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY)]
     return [file for root in roots for file in root.rglob("*") if not file.is_dir()]
 

@@ -77,7 +77,7 @@ class Usage:
 
 
 def count_files(path: Path) -> int:
-    """Estimate how many files `verify_volume` will read. Raises TierError if `path` is no volume."""
+    """Estimate the files of `verify_volume`. Raises TierError if `path` is no volume."""
     folder.read_description(path)
     return sum(1 for writer in _writers(path) for _ in folder.walk(path, writer))
 
@@ -118,7 +118,7 @@ def verify_volume(
 
 
 def list_chunks(path: Path) -> Iterator[FoundChunk]:
-    """Yield every chunk's file, unread. Raises TierError if `path` is no volume."""
+    """Raises TierError if `path` is no volume."""
     folder.read_description(path)
     for writer in _writers(path):
         for found in folder.walk(path, writer):
@@ -127,7 +127,7 @@ def list_chunks(path: Path) -> Iterator[FoundChunk]:
 
 
 def disk_usage(path: Path) -> tuple[list[Usage], dict[LayoutDigest, ChunkLayout], int]:
-    """Return the usages, largest first, the described layouts, and the bytes in quarantine.
+    """Return usages, largest first, described layouts, and bytes in quarantine.
 
     Raises TierError if `path` is no volume.
     """

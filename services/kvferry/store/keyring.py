@@ -1,8 +1,7 @@
 """Sealing keys, derived from a file of secrets.
 
-The file is a JSON object from tenant, or "*" for all others, to at least 64 hexadecimal digits. A namespace's key is
-HKDF-SHA-256 of its tenant's secret. Removing the secret makes the tenant's chunks unreadable; raising the epoch, the
-earlier ones.
+JSON: from tenant, or "*" for all others, to at least 64 hexadecimal digits. A key is HKDF-SHA-256 of the tenant's
+secret. Removing the secret makes the tenant's chunks unreadable; raising the epoch, the earlier ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Names of chunks, and what the bytes of a chunk mean.
-
-The bytes of a chunk carry no shape, so engines exchange chunks only if all fields of their `ChunkLayout` are equal.
-"""
+"""Names of chunks, and what the bytes of a chunk mean."""
 
 from __future__ import annotations
 
@@ -44,9 +41,10 @@ class ChunkId:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """`payload_bytes` is the row size of the engine's CPU tier, a multiple of ALIGNMENT.
+    """The bytes of a chunk carry no shape: engines exchange chunks only if all fields are equal.
 
-    `isa` matters because CPU engines order a chunk's bytes by instruction set (AVX-512 and AMX tiles differ).
+    `payload_bytes` is the row size of the engine's CPU tier, a multiple of ALIGNMENT. `isa` matters because CPU engines
+    order a chunk's bytes by instruction set (AVX-512 and AMX tiles differ).
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Moves chunks that failed verification to the quarantine folder."""
+"""Quarantine of chunks that failed verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every byte of a writer's capacity is. No I/O."""
+"""Where every byte of a writer's capacity is."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class File(NamedTuple):
 
 
 class SpaceLedger:
-    """Bytes of one writer's files, by state. Not thread-safe.
+    """Bytes by state. Not thread-safe.
 
-    Each file is in exactly one state. The sum is never less than the bytes on the drive, and never over the capacity.
+    Each file is in one state. The sum is never less than the bytes on the drive, and never over the capacity.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -44,7 +44,6 @@ class SpaceLedger:
 
     @property
     def quarantined(self) -> list[File]:
-        """Oldest first."""
         return [File(path, num_bytes) for path, num_bytes in self._quarantined.items()]
 
     @property
@@ -64,14 +63,13 @@ class SpaceLedger:
         self._quarantined[file.path] = file.num_bytes
 
     def withdraw(self, file: File) -> None:
-        """Count a quarantined or abandoned file no longer; the caller counts its bytes."""
+        """The caller counts the file's bytes from now on."""
         if file.path in self._abandoned:
             self._abandoned_bytes -= self._abandoned.pop(file.path)
             self._abandoned_in_transit.add(file.path)
         self._quarantined_bytes -= self._quarantined.pop(file.path, 0)
 
     def begin_transit(self, file: File) -> File:
-        """Withdraw a file and count it as in transit, until `end_transit`."""
         self.withdraw(file)
         self.bytes_in_transit += file.num_bytes
         return file
@@ -85,7 +83,7 @@ class SpaceLedger:
             self._abandoned[file.path] = file.num_bytes
 
     def withdraw_quarantine_excess(self, newest: str) -> list[File]:
-        """Begin the transit of the oldest quarantined files over QUARANTINE_SHARE, but never of `newest`."""
+        """Withdraw the oldest files over QUARANTINE_SHARE, but never `newest`."""
         excess: list[File] = []
         left = self._quarantined_bytes
         for path, num_bytes in self._quarantined.items():
@@ -96,10 +94,7 @@ class SpaceLedger:
         return [self.begin_transit(file) for file in excess]
 
     def check(self) -> dict[str, int]:
-        """Raise AssertionError if an invariant is broken while no thread works.
-
-        Returns path -> size of the files outside the index.
-        """
+        """Raise AssertionError if an invariant is broken while no thread works. Returns path -> size."""
         assert not self._abandoned_in_transit, f"abandoned files in transit: {self._abandoned_in_transit}"
         assert not self.bytes_in_transit, f"{self.bytes_in_transit} bytes in transit"
         assert self._abandoned_bytes == sum(self._abandoned.values()), "bytes of abandoned files"

@@ -127,7 +127,7 @@ class Volume:
         return self._index.chunks(layout)
 
     def contains(self, layout: LayoutDigest, key: ChunkKey) -> bool:
-        """Look up the index: no I/O, no waiting. A read may still fail."""
+        """Without I/O. A read may still fail."""
         return self._index.contains(layout, key)
 
     @property
@@ -146,12 +146,11 @@ class Volume:
         )
 
     def add_layout(self, layout: ChunkLayout) -> None:
-        """Write a layout down, so that sizes are validated by it. Optional. Raises OSError."""
+        """Optional: payloads of described layouts are validated. Raises OSError."""
         self._layout_to_payload_bytes[layout.digest] = layout.payload_bytes
         folder.save_layout(self.path, layout)
 
     def touch(self, layout: LayoutDigest, keys: Sequence[ChunkKey]) -> None:
-        """Mark chunks as used, although they were not read here. Ignores unknown keys."""
         self._index.touch(layout, keys, self._clock())
 
     # Reading and writing
@@ -159,9 +158,8 @@ class Volume:
     def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None = None) -> Outcome:
         """Read and verify a chunk. Unless the outcome is OK, the content of `into` is undefined.
 
-        `into` is as long as the payload and aligned to ALIGNMENT (else slow). `chunk.route_key` need not be known. A
-        chunk that fails verification is quarantined, unless its file was replaced meanwhile. Raises only ValueError,
-        for a wrong length.
+        `into` is aligned to ALIGNMENT (else slow). `chunk.route_key` need not be known. Raises only ValueError, for a
+        wrong length.
 
         `header` (HEADER_BYTES) is filled with a plain header, so that a receiver of both can verify them again.
         """
@@ -184,7 +182,7 @@ class Volume:
     # Maintenance
 
     def remove(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
-        """Remove a chunk of any writer. Returns False if it is not in the index."""
+        """Returns False if the chunk is not in the index."""
         file = self._index.begin_remove(layout, chunk)
         if file is None:
             return False
@@ -205,7 +203,7 @@ class Volume:
             raise self._unusable(error) from error
 
     def rescan(self) -> None:
-        """Index what other writers wrote and removed. Raises TierError, and changes nothing, on unreadable folders."""
+        """Index other writers' changes. On an unreadable folder, raises TierError and changes nothing."""
         before = self._index.next_number()
         seen: set[str] = set()
         added: list[FoundChunk] = []
@@ -241,7 +239,7 @@ class Volume:
             raise ValueError(f"a payload of {len(payload)} bytes; chunks of this layout have {num_bytes}")
 
     def _notify(self) -> None:
-        """Report changes in order. A thread that is already reporting covers these changes too."""
+        """A thread that is already delivering covers these changes too."""
         while (change := self._index.changes.next()) is not None:
             try:
                 self.on_change(*change)
@@ -325,7 +323,7 @@ def _chunks(files: Iterable[FoundChunk | ForeignFile]) -> Iterator[FoundChunk]:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Python's collector would visit all chunks again and again during a scan, and triple its time."""
+    """The collector would visit all chunks repeatedly and triple the time of a scan."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""File operations in a volume's folder, on behalf of one writer."""
+"""One writer's file operations in a volume's folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ThreadBuffers(threading.local):
         self._bounce = memoryview(b"")
 
     def bounce(self, num_bytes: int) -> memoryview:
-        """Return a buffer for a sealed payload, with undefined content."""
+        """For a sealed payload; the content is undefined."""
         if len(self._bounce) < num_bytes:
             self._bounce = aligned_buffer(num_bytes)
         return self._bounce[:num_bytes]
@@ -47,7 +47,6 @@ class VolumeFiles:
         return f"<VolumeFiles of {self.writer} at {self.root}>"
 
     def temporary_path(self) -> str:
-        """Never returns the same path twice."""
         return f"{self.temporary}/{next(self._temporary_numbers):x}.page"
 
     def remove(self, path: str) -> bool:
@@ -59,7 +58,7 @@ class VolumeFiles:
         return True
 
     def is_absent(self, error: OSError) -> bool:
-        """Return whether the error says that a file does not exist, on a mounted volume."""
+        """Return whether the file does not exist, on a mounted volume."""
         return error.errno == errno.ENOENT and self.is_mounted()
 
     def is_mounted(self) -> bool:
@@ -84,7 +83,6 @@ class VolumeFiles:
         return self.io.rename(source, target)
 
     def write(self, path: str, parts: list[memoryview], num_bytes: int, *, is_recycled: bool) -> None:
-        """Raises OSError."""
         fd = self.io.open(path, os.O_WRONLY if is_recycled else os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if is_recycled and os.fstat(fd).st_size != num_bytes:
@@ -94,7 +92,7 @@ class VolumeFiles:
             os.close(fd)
 
     def truncate(self, path: str, num_bytes: int) -> int:
-        """Cut a regular file after `num_bytes`. Returns its size."""
+        """Returns the file's size."""
         status = os.lstat(path)
         if status.st_size <= num_bytes or not stat.S_ISREG(status.st_mode):
             return status.st_size
