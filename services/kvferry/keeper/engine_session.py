@@ -199,7 +199,7 @@ class EngineSession:
         try:
             self.layout = ChunkLayout.from_json(message.layout)
             if message.row_bytes != self.layout.payload_bytes:
-                raise ValueError(f"rows of {message.row_bytes} bytes for pages of {self.layout.payload_bytes}")
+                raise ValueError(f"rows of {message.row_bytes} bytes for chunks of {self.layout.payload_bytes}")
             self.region = MappedRegion(self._fds.pop(), message.num_rows, message.row_bytes)
         except (ValueError, TypeError, OSError) as error:
             raise ProtocolError(f"its region cannot be used: {error}") from None

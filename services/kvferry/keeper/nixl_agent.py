@@ -121,9 +121,9 @@ class NixlAgent:
 
             self._nixl = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
         except ImportError as error:
-            self._fault = f"it is not installed ({error}): pages of other nodes are misses"
+            self._fault = f"it is not installed ({error}): chunks of other nodes are misses"
         except Exception as error:
-            self._fault = f"it does not start ({error}): pages of other nodes are misses"
+            self._fault = f"it does not start ({error}): chunks of other nodes are misses"
         if self._fault:
             log.warning("NIXL: %s", self._fault)
         while True:
