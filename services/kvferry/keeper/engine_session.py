@@ -225,14 +225,14 @@ class EngineSession:
             self._unsent.clear()
             self._answers.clear()
             self._updates.clear()
-        wants = bool(self._unsent)
-        if wants != self._is_writing:
-            self._is_writing = wants
-            if wants:
+        has_unsent = bool(self._unsent)
+        if has_unsent != self._is_writing:
+            self._is_writing = has_unsent
+            if has_unsent:
                 self._loop.add_writer(connection.fileno(), self._pump)
             else:
                 self._loop.remove_writer(connection.fileno())
-        if self._is_finishing and not wants:
+        if self._is_finishing and not has_unsent:
             self.close()
 
     def _fill(self) -> None:

@@ -53,10 +53,6 @@ class NixlAgent:
         state = self._fault or ("idle" if self._thread is None else f"{len(self._transfers)} transfers")
         return f"<NixlAgent {self.name}: {state}>"
 
-    async def warm_up(self) -> None:
-        """Takes seconds."""
-        await self._do(lambda: None)
-
     async def register(self, address: int, num_bytes: int) -> None:
         await self._do(lambda: self._register(address, num_bytes))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 
@@ -31,12 +30,6 @@ class PeerProcess:
 
     def __repr__(self) -> str:
         return f"<Peer {self.pid} of uid {self.uid}>"
-
-    @property
-    def ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Idempotent."""

@@ -37,8 +37,8 @@ def make_private(folder: Path) -> None:
     """Make the socket's folder. Raises TierError if other users may enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise TierError(f"tier.socket_dir: {folder}: {error.strerror}") from None
-    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise TierError(f"tier.socket_dir: others may enter {folder}; allow it to its owner only (chmod 700)")

@@ -42,7 +42,7 @@ Opened = Callable[..., Volume]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
-    """Opens volumes below the test's folder; their laws are checked and they are closed in the end."""
+    """Opens volumes below the test's folder; their invariants are checked and they are closed at the end."""
     volumes: list[Volume] = []
 
     def open_volume(name: str = "v", *, chunks: int = 8, **kwargs: Any) -> Volume:
