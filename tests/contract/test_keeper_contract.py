@@ -1,7 +1,7 @@
 """What an engine may rely on: real sockets, shared memory, files, processes, and what breaks them.
 
-The laws: each job ends exactly once; no row is given back while it may still be written or read; whatever cannot be
-loaded leaves the mirror; what a volume does is the matter of its own chunks alone.
+The invariants: each job ends exactly once; no row is given back while it may still be written or read; whatever cannot
+be loaded leaves the mirror; what a volume does is the matter of its own chunks alone.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ async def test_several_jobs_at_once_end_once_each(tmp_path: Path, rows: Rows) ->
         assert len(a.collect()) == 128
         volumes = keeper.stats.volumes
         assert all(volume.state.num_chunks > 8 for volume in volumes), "both are used"
-        assert sum(volume.state.num_chunks for volume in volumes) == 64, "and no page is on both"
+        assert sum(volume.state.num_chunks for volume in volumes) == 64, "and no chunk is on both"
 
 
 # Whose memory it is
@@ -265,7 +265,7 @@ async def test_a_hanging_read_keeps_its_row_and_a_stopping_keeper_its_word(tmp_p
         assert job not in a.collect(), "its rows may still be written"
         assert a.client.has_unfinished
         gate.set()
-        # Once the last read has ended the region is unmapped and the engine is told.
+        # Once the last read has ended the region is unmapped and the engine gets Bye.
         done = await a.end_of(job)
         assert set(done.failed.values()) == {Cause.UNAVAILABLE}
         assert len(done.succeeded) == 4
@@ -419,7 +419,7 @@ async def test_noise_ends_nothing_but_its_own_connection(tmp_path: Path, rows: R
                     noise[rng.randrange(len(noise))] = rng.randrange(256)
                 with contextlib.suppress(OSError):
                     socket.send_fds(broken, [bytes(noise[: rng.randrange(1, len(noise))])], [rows.fd])
-                # Or the backlog fills up, and whoever connects waits for this loop.
+                # Otherwise the backlog fills up, and a connecting engine waits for this loop.
                 await asyncio.sleep(0)
         await until(lambda: len(keeper._sessions) == 1)
         await until(lambda: keeper.stats.num_regions_mapped == 1)

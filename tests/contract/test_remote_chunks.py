@@ -234,10 +234,10 @@ async def test_what_changes_on_the_way_is_seen(tmp_path: Path, rows: Rows) -> No
             elif how == "swapped headers":
                 first.header, second.header = second.header, first.header
             elif how == "swapped pages":
-                kept = pb.FetchedChunk()
-                kept.CopyFrom(first)
+                swapped = pb.FetchedChunk()
+                swapped.CopyFrom(first)
                 first.CopyFrom(second)
-                second.CopyFrom(kept)
+                second.CopyFrom(swapped)
             elif how == "no header":
                 first.header = b""
             elif how == "a header of zeros":
@@ -411,11 +411,11 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
                 if update.WhichOneof("kind") == "state":
                     states.append(update.state)
                     continue
-                told = residency_from_wire(update.residency)
-                if isinstance(told, SnapshotPart):
-                    follower.take_part(told)
+                residency = residency_from_wire(update.residency)
+                if isinstance(residency, SnapshotPart):
+                    follower.take_part(residency)
                 else:
-                    follower.take_delta(told)
+                    follower.take_delta(residency)
 
         task = asyncio.create_task(follow())
         await until(lambda: index.num_pages == len(CHUNKS))

@@ -142,7 +142,7 @@ class Engine:
         await until(lambda: self.client.connected)
 
     async def sees(self, chunks: Sequence[int]) -> None:
-        await until(lambda: all(self.client.contains(key_of(i)) for i in chunks), what=f"{len(chunks)} pages are seen")
+        await until(lambda: all(self.client.contains(key_of(i)) for i in chunks), what=f"{len(chunks)} chunks are seen")
 
     async def misses(self, chunks: Sequence[int]) -> None:
         await until(lambda: not any(self.client.contains(key_of(i)) for i in chunks), what=f"{len(chunks)} are misses")

@@ -1,4 +1,4 @@
-"""When a volume is left alone, and what may be written to it."""
+"""The circuit breaker and the write budget of a volume."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_jobs_go_out_and_come_back_once(keeper: Keeper, rows: Rows) -> None:
         assert (done.job, done.is_load, done.num_bytes) == (2, True, 2 * 8192)
         assert done.succeeded == {a, c}
         assert done.failed == {b: "corrupt_payload"}
-        assert not client.contains(b), "what failed is not found again, by nobody who has heard of the failure"
+        assert not client.contains(b), "a failed chunk is not found again"
         assert client.contains(a)
         connection.say(messages.Done(1, {}, 8192))
         assert client.wait_idle(10)

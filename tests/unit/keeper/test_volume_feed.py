@@ -1,4 +1,4 @@
-"""What gateways hear of a volume."""
+"""Updates of a volume for gateways."""
 
 from __future__ import annotations
 

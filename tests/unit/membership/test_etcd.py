@@ -1,4 +1,4 @@
-"""The pure parts: what a watcher is told, and how long it pauses."""
+"""A watcher's view of the records, and the pauses between attempts."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Drive:
 
     def _write(self) -> None:
         layout, of = self._some()
-        # One that was removed meanwhile is nobody's any more: its reader finds it gone.
+        # A pinned chunk that was removed meanwhile does not count: its reader finds it gone.
         entries = self.index.entries()
         pinned = {self.index.path_of(entry) for entry in self._pinned if entry in entries}
         reservation = self.index.reserve(layout, of, DIGEST_TO_BYTES[layout], 0.0)

@@ -1,4 +1,4 @@
-"""What goes with a chunk to whoever verifies it again."""
+"""Headers that go with a chunk to a reader that verifies it again."""
 
 from __future__ import annotations
 
