@@ -285,7 +285,7 @@ def test_bye_ends_what_is_left(keeper: Keeper, rows: Rows) -> None:
         wait_until(lambda: client.connected)
         client.load(1, TENANT, [(key_of(0), 0)])
         client.load(2, TENANT, [(key_of(0), 1)])
-        connection.read()
+        assert [connection.read().job, connection.read().job] == [1, 2]  # type: ignore[union-attr]
         connection.say(messages.Done(2, {}, 8192), messages.Bye("it stops"))
         wait_until(lambda: not client._jobs._unfinished)
         assert [(each.job, list(each.failed.values())) for each in client.finished()] == [(2, []), (1, [AWAY])]
