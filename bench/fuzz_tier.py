@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Spoil chunks of the tier in every way there is, and compare what is delivered with the truth, which is kept apart.
+"""Damage chunks of the tier in many ways, and compare every delivered chunk with the original.
 
     make fuzz-tier            100,000 mutations
     make fuzz-tier N=5000 ARGS="--seed 7 --folder /mnt/nvme"
 
-Without --folder the files lie in memory (/dev/shm), where a mutation takes about a millisecond; on a drive it is some
-milliseconds, most of them for removing files. What is found is the same: faults of drives are injected.
+Without --folder the files are in memory (/dev/shm), where a mutation takes about a millisecond. On a drive it takes
+some milliseconds, mostly for removing files. The findings are the same, because faults of drives are injected.
 
-A mutation changes a chunk's file, puts another chunk in its place, kills a writer, lets the drive fail, or lets
-another process at the same chunks; then the chunk is read. It is counted by what was done and how reading (or writing,
-where that was spoiled) ended. `wrong_pages` are deliveries of other bytes than were written under that key, layout,
-tenant and epoch; `crashes` are exceptions out of a volume, broken invariants of its index, and processes that ended by
+A mutation changes a chunk's file, replaces it by another chunk's, kills a writer, injects a fault of the drive, or runs
+a second writer on the same chunks. Then the chunk is read. Mutations are counted by kind and by the outcome of the read
+(or of the write, if the fault is in the write). `wrong_pages` are deliveries of other bytes than were written under
+that key, layout, tenant and epoch. `crashes` are exceptions of a volume, broken invariants, and writers that ended by
 themselves.
 
-The last line is one JSON object; the exit code is 1 where anything was wrong.
+The last line is one JSON object; the exit code is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ SMALL = ChunkLayout("llama", "main", "bfloat16", "auto", 16, 4, 8, 8, 64, "avx51
 LAYOUTS = (SMALL, dataclasses.replace(SMALL, blocks_per_chunk=8, payload_bytes=16384),
            dataclasses.replace(SMALL, blocks_per_chunk=32, payload_bytes=65536))  # fmt: skip
 CHUNKS_PER_LAYOUT = (32, 16, 6)
-# The volumes hold three quarters of their chunks: files are recycled all the time.
-SHARE_KEPT = 0.75
+# The capacity is three quarters of the chunks, so that files are recycled all the time.
+CAPACITY_SHARE = 0.75
 
-# Of a thousand mutations; the rest changes or replaces files.
+# Shares of all mutations; the rest changes or replaces files.
 TWO_WRITERS_SHARE = 0.08
 KILLS_SHARE = 0.001
 MIN_KILLS = 2
@@ -71,7 +71,7 @@ CHILD_TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class Tally:
-    """What was done and what came of it."""
+    """Mutations and their outcomes."""
 
     by_cause: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     num_mutations: int = 0
@@ -94,12 +94,12 @@ class Target:
 
 
 def truth(layout: ChunkLayout, chunk: ChunkId) -> bytes:
-    """The payload of a chunk, from all that names it: no two names share one."""
+    """Return a chunk's payload, derived from its identity: no two chunks share one."""
     return random.Random(f"{chunk.key.hex()} {layout.digest.hex()} {chunk.namespace}").randbytes(layout.payload_bytes)
 
 
 class Drive(threading.local):
-    """What the next operations of a thread meet."""
+    """Faults for the next operations of a thread."""
 
     def __init__(self) -> None:
         self.next: Callable[[Operation, str], Fault | None] | None = None
@@ -108,7 +108,7 @@ class Drive(threading.local):
         return None if self.next is None else self.next(operation, path)
 
     def fail(self, operations: Sequence[Operation], fault: Fault, after: int, *, once: bool) -> None:
-        """These operations on a chunk's file, but for the first `after`; or only the next one after those."""
+        """Inject the fault into these operations on chunk files, after the first `after`; or only into the next one."""
         left = [after]
 
         def choose(operation: Operation, path: str) -> Fault | None:
@@ -121,7 +121,7 @@ class Drive(threading.local):
 
 
 class Stage:
-    """A volume, its chunks, and everything that can be done to them."""
+    """A volume, its chunks, and the mutations of them."""
 
     def __init__(
         self, folder: Path, seeded: random.Random, tally: Tally, volume_class: type[Volume], *, is_sealed: bool
@@ -141,35 +141,35 @@ class Stage:
         self._image = aligned_buffer(chunk_file.chunk_file_bytes(LAYOUTS[-1].payload_bytes))
         self._volume = volume_class(
             folder,
-            capacity_bytes=int(SHARE_KEPT * sum(target.num_bytes for target in self._targets)),
+            capacity_bytes=int(CAPACITY_SHARE * sum(target.num_bytes for target in self._targets)),
             keyring=KEYRING if is_sealed else None,
             io=FaultyIo(self._drive),
         )
         self._volume.open()
         for layout in LAYOUTS:
             self._volume.add_layout(layout)
-        # One that stalls while others go on.
+        # For reads that stall while this thread goes on.
         self._reader = ThreadPoolExecutor(max_workers=1)
         self._mutations: dict[str, Callable[[Target], Outcome]] = {
-            "flip in header": lambda target: self._spoiled(target, self._flip(0, 192)),
-            "flip in padding": lambda target: self._spoiled(target, self._flip(192, HEADER_BYTES - 32)),
-            "flip in checksums": lambda target: self._spoiled(target, self._flip(HEADER_BYTES - 32, HEADER_BYTES)),
-            "flip in payload": lambda target: self._spoiled(target, self._flip(HEADER_BYTES, target.num_bytes)),
-            "burst": lambda target: self._spoiled(target, self._burst),
-            "hole": lambda target: self._spoiled(target, self._hole),
-            "truncate": lambda target: self._spoiled(target, self._truncate),
-            "extend": lambda target: self._spoiled(target, self._extend),
+            "flip in header": lambda target: self._read_damaged(target, self._flip(0, 192)),
+            "flip in padding": lambda target: self._read_damaged(target, self._flip(192, HEADER_BYTES - 32)),
+            "flip in checksums": lambda target: self._read_damaged(target, self._flip(HEADER_BYTES - 32, HEADER_BYTES)),
+            "flip in payload": lambda target: self._read_damaged(target, self._flip(HEADER_BYTES, target.num_bytes)),
+            "burst": lambda target: self._read_damaged(target, self._burst),
+            "hole": lambda target: self._read_damaged(target, self._hole),
+            "truncate": lambda target: self._read_damaged(target, self._truncate),
+            "extend": lambda target: self._read_damaged(target, self._extend),
             "swap": self._swap,
-            "torn": lambda target: self._spoiled(target, self._tear),
-            "header of one, payload of another": lambda target: self._spoiled(target, self._cross),
-            "another key": lambda target: self._replaced(target, self._another_key(target)),
-            "another model": lambda target: self._replaced(target, self._with(target, model="qwen")),
-            "another dtype": lambda target: self._replaced(target, self._with(target, dtype="float16")),
-            "another block size": lambda target: self._replaced(
+            "torn": lambda target: self._read_damaged(target, self._tear),
+            "header of one, payload of another": lambda target: self._read_damaged(target, self._cross),
+            "another key": lambda target: self._read_replaced(target, self._another_key(target)),
+            "another model": lambda target: self._read_replaced(target, self._with(target, model="qwen")),
+            "another dtype": lambda target: self._read_replaced(target, self._with(target, dtype="float16")),
+            "another block size": lambda target: self._read_replaced(
                 target, self._with(target, tokens_per_block=32, blocks_per_chunk=target.layout.blocks_per_chunk // 2)
             ),
-            "another tenant": lambda target: self._replaced(target, self._as(target, tenant=True)),
-            "another epoch": lambda target: self._replaced(target, self._as(target, tenant=False)),
+            "another tenant": lambda target: self._read_replaced(target, self._as(target, tenant=True)),
+            "another epoch": lambda target: self._read_replaced(target, self._as(target, tenant=False)),
             "sealed or not": self._other_algorithm,
             "ENOSPC": self._no_space,
             "EIO": self._io_error,
@@ -182,7 +182,7 @@ class Stage:
         return list(self._mutations)
 
     def mutate(self, cause: str) -> None:
-        """Do it to some chunk, and count what came of it."""
+        """Apply a mutation to a random chunk, and count the outcome."""
         target = self._random.choice(self._targets)
         try:
             self._ensure(target)
@@ -196,7 +196,7 @@ class Stage:
             self._restore(target)
 
     def close(self) -> None:
-        """Ends with the laws of the volume, and with a look at every chunk."""
+        """Check the volume's invariants and read every chunk."""
         self._reader.shutdown()
         try:
             self._volume.rescan()
@@ -215,7 +215,7 @@ class Stage:
             self._write(target)
 
     def _absent(self, target: Target) -> Target:
-        """One that is to be written, of the same size, if there is any."""
+        """Return a chunk of the same size that is not in the volume."""
         for other in self._random.sample(self._targets, len(self._targets)):
             if other.layout is target.layout and not self._volume.contains(other.layout.digest, other.chunk.key):
                 return other
@@ -223,9 +223,9 @@ class Stage:
         return target
 
     def _restore(self, target: Target) -> None:
-        """What was done must not be seen again by the next mutation."""
+        """Undo the mutation, so that the next one does not meet it."""
         if self._read(target) is not Outcome.OK:
-            # Removing files is what takes most of the time, where a drive is told of every block it need not keep.
+            # On a drive that is sent every freed block (discard), removing files takes most of the time.
             self._volume.remove(target.layout.digest, target.chunk)
             self._write(target)
 
@@ -236,7 +236,7 @@ class Stage:
 
     def _read(self, target: Target, buffers: dict[ChunkLayout, memoryview] | None = None) -> Outcome:
         into = (self._buffers if buffers is None else buffers)[target.layout]
-        # What an earlier read left must not look like what this one delivered.
+        # The result of an earlier read must not look like this one's.
         into[:64] = bytes(64)
         outcome = self._volume.read(target.layout.digest, target.chunk, into)
         if outcome is Outcome.OK and bytes(into) != self._truths[target]:
@@ -248,8 +248,8 @@ class Stage:
 
     # Changing a file
 
-    def _spoiled(self, target: Target, spoil: Callable[[Target, Path], None]) -> Outcome:
-        spoil(target, self._path(target))
+    def _read_damaged(self, target: Target, damage: Callable[[Target, Path], None]) -> Outcome:
+        damage(target, self._path(target))
         return self._read(target)
 
     def _flip(self, begin: int, end: int) -> Callable[[Target, Path], None]:
@@ -262,7 +262,7 @@ class Stage:
         return flip
 
     def _burst(self, target: Target, path: Path) -> None:
-        """Some bytes in a row, as a failing controller gives them."""
+        """Random adjacent bytes, as a failing controller delivers them."""
         with path.open("r+b", buffering=0) as file:
             file.seek(self._random.randrange(target.num_bytes - 64))
             file.write(self._random.randbytes(self._random.randrange(1, 64)))
@@ -282,12 +282,12 @@ class Stage:
         os.truncate(path, target.num_bytes + self._random.choice((1, 512, 4096, target.num_bytes)))
 
     def _tear(self, target: Target, path: Path) -> None:
-        """A recycled file after a power cut: sectors of two chunks, the names and times of one."""
+        """A recycled file after a power cut: sectors of two chunks, name and times of one."""
         other = self._image_of(self._another_key(target))
         sector = self._random.choice((512, 4096))
         count = target.num_bytes // sector
-        kept = self._random.choice((1, count - 1, self._random.randrange(1, count)))
-        which = range(kept) if self._random.random() < 0.5 else self._random.sample(range(count), kept)
+        num_sectors = self._random.choice((1, count - 1, self._random.randrange(1, count)))
+        which = range(num_sectors) if self._random.random() < 0.5 else self._random.sample(range(count), num_sectors)
         with path.open("r+b", buffering=0) as file:
             for i in which:
                 os.pwrite(file.fileno(), other[i * sector : (i + 1) * sector], i * sector)
@@ -304,7 +304,7 @@ class Stage:
                 os.pwrite(file.fileno(), image[HEADER_BYTES:], HEADER_BYTES)
 
     def _swap(self, target: Target) -> Outcome:
-        """Two files change places, as a careless copy or a broken directory does it."""
+        """Two files change places, as after a wrong copy or in a broken directory."""
         other = self._random.choice([t for t in self._targets if t.layout is target.layout and t is not target])
         self._ensure(other)
         self._ensure(target)
@@ -322,10 +322,10 @@ class Stage:
     # Another chunk under the name
 
     def _another_key(self, target: Target) -> Target:
-        """A chunk of the same layout and namespace, which may or may not be on the volume."""
+        """Return a chunk of the same layout and namespace, on the volume or not."""
         key = ChunkKey(self._random.randbytes(36))
         if self._random.random() < 0.3:
-            # As near as can be: one bit.
+            # The key differs in one bit.
             bits = bytearray(target.chunk.key)
             bits[self._random.randrange(36)] ^= 1 << self._random.randrange(8)
             key = ChunkKey(bytes(bits))
@@ -339,23 +339,23 @@ class Stage:
         other = Namespace(mine.tenant + "x", mine.epoch) if tenant else Namespace(mine.tenant, mine.epoch + 1)
         return Target(target.layout, dataclasses.replace(target.chunk, namespace=other))
 
-    def _replaced(self, target: Target, by: Target) -> Outcome:
+    def _read_replaced(self, target: Target, by: Target) -> Outcome:
         self._overwrite(target, self._image_of(by))
         return self._read(target)
 
     def _overwrite(self, target: Target, image: memoryview) -> None:
-        # In place: cutting the file to nothing first would give its blocks back, which takes longer than all else.
+        # In place: truncating the file first would free its blocks, which takes longer than all else.
         with self._path(target).open("r+b", buffering=0) as file:
             os.pwrite(file.fileno(), image, 0)
 
     def _other_algorithm(self, target: Target) -> Outcome:
-        """A plain chunk where chunks are sealed, or the other way round, and not the bytes of this chunk either."""
+        """A plain chunk where chunks are sealed, or the other way round, with another payload."""
         payload = random.Random(1).randbytes(target.layout.payload_bytes)
         self._overwrite(target, self._image_of(target, payload, is_sealed=not self._is_sealed))
         return self._read(target)
 
     def _image_of(self, target: Target, payload: bytes | None = None, *, is_sealed: bool | None = None) -> memoryview:
-        """A whole file of a chunk, right in itself. The next call overwrites it, but for a copy."""
+        """Return a valid file of a chunk."""
         payload = truth(target.layout, target.chunk) if payload is None else payload
         image = memoryview(bytearray(target.num_bytes))
         header, body = image[:HEADER_BYTES], image[HEADER_BYTES:]
@@ -376,7 +376,7 @@ class Stage:
             ((Operation.OPEN,), (Operation.WRITE,), (Operation.RENAME,), (Operation.WRITE,))
         )
         num_bytes = self._random.choice((None, 512, 4096, 8192)) if operations == (Operation.WRITE,) else None
-        return self._write_spoiled(target, operations, Fault(errno.ENOSPC, num_bytes))
+        return self._write_with_fault(target, operations, Fault(errno.ENOSPC, num_bytes))
 
     def _io_error(self, target: Target) -> Outcome:
         num_bytes = self._random.choice((None, 4096))
@@ -390,9 +390,9 @@ class Stage:
             return outcome
         operation = self._random.choice(list(Operation))
         num_bytes = num_bytes if operation in (Operation.READ, Operation.WRITE) else None
-        return self._write_spoiled(target, (operation,), Fault(errno.EIO, num_bytes))
+        return self._write_with_fault(target, (operation,), Fault(errno.EIO, num_bytes))
 
-    def _write_spoiled(self, target: Target, operations: Sequence[Operation], fault: Fault) -> Outcome:
+    def _write_with_fault(self, target: Target, operations: Sequence[Operation], fault: Fault) -> Outcome:
         target = self._absent(target)
         self._drive.fail(operations, fault, self._random.choice((0, 0, 1)), once=self._random.random() < 0.5)
         outcome = self._write(target)
@@ -401,7 +401,7 @@ class Stage:
         return outcome
 
     def _short(self, target: Target) -> Outcome:
-        """The kernel moves fewer bytes than it was asked to, again and again."""
+        """The kernel moves fewer bytes than requested, again and again."""
 
         def choose(operation: Operation, path: str) -> Fault | None:
             if operation not in (Operation.READ, Operation.WRITE) or self._random.random() < 0.3:
@@ -414,7 +414,7 @@ class Stage:
         return self._read(target)
 
     def _stall(self, target: Target) -> Outcome:
-        """A read that waits while its chunk is removed, evicted, spoiled or replaced."""
+        """A read that waits while its chunk is removed, evicted, changed or replaced."""
         stalled, end = threading.Event(), threading.Event()
 
         def wait(operation: Operation, path: str) -> Fault | None:
@@ -440,14 +440,14 @@ class Stage:
                         for other in self._random.sample(self._targets, len(self._targets) // 2):
                             self._ensure(other)
                     case 2:
-                        self._replaced_whole(target, self._another_key(target))
+                        self._replace_file(target, self._another_key(target))
                     case _:
                         self._restore(target)
         finally:
             end.set()
         return reading.result(STALL_TIMEOUT_S)
 
-    def _replaced_whole(self, target: Target, by: Target) -> None:
+    def _replace_file(self, target: Target, by: Target) -> None:
         """By rename, as another process would."""
         aside = self._volume.path / "aside"
         aside.write_bytes(self._image_of(by))
@@ -455,7 +455,7 @@ class Stage:
 
 
 class SharedStage:
-    """A volume that another process writes at the same time: the same chunks, files of its own."""
+    """A volume that another process writes at the same time: the same chunks, in its own files."""
 
     NUM_CHUNKS = 16
 
@@ -466,7 +466,7 @@ class SharedStage:
         self._volume_class = volume_class
 
     def run(self, num_mutations: int) -> Iterator[None]:
-        """Every read of a chunk that two write, recycle and remove is a mutation."""
+        """Each read of a chunk that both processes write, recycle and remove is a mutation."""
         volume = shared_volume(self._volume_class, self._folder, "parent")
         child = Child(self._folder, "child", seed=self._random.randrange(1 << 30), piece_bytes=0)
         into = aligned_buffer(SMALL.payload_bytes)
@@ -499,7 +499,7 @@ class SharedStage:
 
 
 class KillStage:
-    """A writer that is killed at a random moment, and what the next one finds."""
+    """A writer that is killed at a random moment, and its successor."""
 
     def __init__(self, folder: Path, seed: int, tally: Tally, volume_class: type[Volume]) -> None:
         self._folder = folder
@@ -511,7 +511,7 @@ class KillStage:
         into = aligned_buffer(SMALL.payload_bytes)
         for _ in range(num_mutations):
             child = Child(self._folder, "parent", seed=self._random.randrange(1 << 30), piece_bytes=512)
-            # The moment of the kill is what is tried.
+            # The kill comes at a random moment.
             time.sleep(self._random.uniform(0.0, 0.03))
             child.kill(self._tally)
             was_torn = any((self._folder / paths.TEMPORARY / "parent").iterdir())
@@ -557,7 +557,7 @@ def shared_chunk(number: int) -> ChunkId:
 
 
 def shared_volume(volume_class: type[Volume], folder: Path, writer: str, io: FaultyIo | None = None) -> Volume:
-    """Room for half of the chunks: both writers recycle all the time."""
+    """Its capacity is half of the chunks, so that both writers recycle all the time."""
     capacity_bytes = SharedStage.NUM_CHUNKS // 2 * chunk_file.chunk_file_bytes(SMALL.payload_bytes)
     volume = volume_class(folder, capacity_bytes=capacity_bytes, shared=True, writer=writer, io=io)
     volume.open()
@@ -565,7 +565,7 @@ def shared_volume(volume_class: type[Volume], folder: Path, writer: str, io: Fau
 
 
 def child(folder: str, writer: str, seed: str, piece_bytes: str) -> None:
-    """Writes without end; in pieces of `piece_bytes`, so that a kill meets half-written files."""
+    """Write without end, in pieces of `piece_bytes`, so that a kill leaves half-written files."""
     piece = int(piece_bytes)
     io = FaultyIo(lambda op, path: Fault(num_bytes=piece) if piece and op is Operation.WRITE else None)
     volume = shared_volume(Volume, Path(folder), writer, io)
@@ -591,7 +591,7 @@ def fuzz(
     advance: Callable[[], None] = lambda: None,
     volume_class: type[Volume] = Volume,
 ) -> dict[str, Any]:
-    """The whole thing, below `folder`; returns the JSON object, less the machine."""
+    """Run all stages below `folder`; return the JSON object, without the machine."""
     begin_s = time.monotonic()
     tally = Tally()
     seeded = random.Random(seed)
@@ -607,12 +607,12 @@ def fuzz(
         Stage(folder / name, seeded, tally, volume_class, is_sealed=name == "sealed") for name in ("plain", "sealed")
     ]
     for i in range(max(0, num_mutations - tally.num_mutations)):
-        # Everything in turn, so that a short run tries everything.
+        # In turn, so that a short run tries all kinds.
         causes = stages[0].causes
         stages[seeded.random() < 0.35].mutate(causes[i % len(causes)])
         advance()
-    for one in stages:
-        one.close()
+    for stage_to_close in stages:
+        stage_to_close.close()
     return {
         "mutations": tally.num_mutations,
         "wrong_pages": tally.num_wrong_chunks,
@@ -625,7 +625,7 @@ def fuzz(
 
 
 def memory_folder() -> Path | None:
-    """The system's folder in memory, if this may write there."""
+    """Return the system's folder in memory, if it is writable."""
     folder = Path("/dev/shm")
     return folder if os.access(folder, os.W_OK) else None
 
@@ -667,7 +667,7 @@ def main() -> int:
     if options.mutations < 1:
         console.print("fuzz-tier: at least one mutation", style="red")
         return 2
-    # Each of them is warned of, and each is expected.
+    # Each mutation causes a warning, as expected.
     logging.getLogger("kvferry.store").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="kvferry-fuzz-", dir=options.folder or memory_folder()))
     columns = (TextColumn("mutations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

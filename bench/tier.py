@@ -4,11 +4,11 @@
     make bench-tier
     make bench-tier ARGS="--folder /mnt/nvme --threads 8 --mib 4096"
 
-Everything is O_DIRECT, at the same size and depth (threads that each have one chunk under way), in the same folder, in
+Everything is O_DIRECT, at the same size and depth (threads with one chunk each in progress), in the same folder, in
 turns: a volume reads chunks into a region like an engine's, verifying each; fio reads its one file at random places;
 vLLM's C loader reads the volume's own files, unverified. The volume writes new chunks, evicting old ones, and fio
 overwrites its file. Bytes are payload bytes. Figures are medians over the rounds; ratios are medians of the ratios of
-each round, since what the drive gives changes by the minute. Last, an index is made of files that are there.
+each round, since a drive's speed changes by the minute. Last, the time to index existing files is measured.
 
 `cpu_s_per_gib` is the processor time of this process for verified reads, `write_cpu_s_per_gib` for writes. `sealed_*`
 is the same with AES-256-GCM. The last line is one JSON object.
@@ -50,13 +50,13 @@ from kvferry_loadtest.machine import machine_line
 
 LAYOUT = ChunkLayout("bench", "main", "bfloat16", "auto", 16, 4, 24, 8, 128, "avx512", 1, 1, "NHD", 3 << 19)
 NUM_ROWS = 32
-# What one call of vLLM's loader gets: the chunks of one request.
+# Chunks per call of vLLM's loader: those of one request.
 VLLM_BATCH = 8
 NUM_SCANS = 5
 
 
 class BenchError(Exception):
-    """What ends the benchmark, in one line."""
+    """Ends the benchmark with a one-line message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Measured:
 
 
 class Region:
-    """Rows as an engine's CPU tier has them, with random bytes."""
+    """Rows like those of an engine's CPU tier, with random bytes."""
 
     def __init__(self, row_bytes: int) -> None:
         memory = aligned_buffer(NUM_ROWS * row_bytes)
@@ -76,7 +76,9 @@ class Region:
 
 
 def timed(num_bytes: int, num_threads: int, work: Iterable[Any], do: Callable[[int, Any], None]) -> Measured:
-    """`do(thread, item)` for all of `work` on so many threads; from their common start to the end of the last one."""
+    """Run `do(thread, item)` for all of `work` on several threads; return the seconds from the common start to the last
+    end.
+    """
     shared = iter(list(work))
     lock = threading.Lock()
     barrier = threading.Barrier(num_threads + 1)
@@ -154,7 +156,7 @@ class Chunks:
         return timed(self._num_bytes, self._num_threads, self._shuffled(), read)
 
     def read_with(self, load: Callable[[list[str], list[memoryview], bool], Any]) -> Measured:
-        """The same files, with vLLM's loader: header and payload into one buffer."""
+        """Read the same files with vLLM's loader: header and payload into one buffer."""
         file_bytes = chunk_file.chunk_file_bytes(self._layout.payload_bytes)
         buffers = [[aligned_buffer(file_bytes) for _ in range(VLLM_BATCH)] for _ in range(self._num_threads)]
         files = [
@@ -172,7 +174,7 @@ class Chunks:
 
 
 class Fio:
-    """fio with as many threads, each with one read or write of a chunk's size under way, over the whole of one file."""
+    """fio with as many threads, each with one read or write of a chunk's size in progress, all over one file."""
 
     def __init__(self, program: str, file: Path, chunk_bytes: int, num_chunks: int, num_threads: int) -> None:
         self._program = program
@@ -218,7 +220,7 @@ class Fio:
 
 
 def vllm_loader() -> Callable[[list[str], list[memoryview], bool], Any] | None:
-    """vLLM's C loader, without importing the rest of vLLM."""
+    """Return vLLM's C loader without importing the rest of vLLM."""
     package = importlib.util.find_spec("vllm")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         for file in Path(folder).glob("fs_io_C*.so"):
@@ -237,7 +239,7 @@ def vllm_loader() -> Callable[[list[str], list[memoryview], bool], Any] | None:
 def measure(
     things: dict[str, Callable[[], Measured]], num_rounds: int, advance: Callable[[], None]
 ) -> dict[str, list[Measured]]:
-    """Every one once a round, each time in another order."""
+    """Run each measurement once per round, in a new order each time."""
     measured: dict[str, list[Measured]] = {name: [] for name in things}
     names = list(things)
     for round_number in range(num_rounds):
@@ -252,7 +254,7 @@ def ratio(ours: Sequence[Measured], theirs: Sequence[Measured]) -> float:
 
 
 def summarize(measured: dict[str, list[Measured]]) -> dict[str, Any]:
-    """Medians of each thing, and of its ratios to another in the same round."""
+    """Return medians of each figure, and of its ratios to another in the same round."""
     figures: dict[str, float | None] = {
         f"{name}_gb_s": statistics.median(one.gb_s for one in runs) for name, runs in measured.items()
     }
@@ -271,7 +273,7 @@ def summarize(measured: dict[str, list[Measured]]) -> dict[str, Any]:
 
 
 def time_scan(folder: Path, layout: ChunkLayout, num_chunks: int) -> float:
-    """Seconds that a volume takes to find so many chunks. Their files hold no blocks: it reads names and sizes only."""
+    """Return the seconds that a volume takes to index so many chunks, by names and sizes only."""
     volume = Volume(folder, capacity_bytes=1 << 60)
     volume.open()
     volume.add_layout(layout)
@@ -298,7 +300,7 @@ def time_scan(folder: Path, layout: ChunkLayout, num_chunks: int) -> float:
 
 
 def drive_of(folder: Path) -> str:
-    """File system and device below a folder."""
+    """Return file system and device of a folder."""
     best = ("", "unknown")
     for line in Path("/proc/mounts").read_text().splitlines():
         device, mount, kind, *_ = line.split()

@@ -280,7 +280,7 @@ def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("pages", total=checking.count_files(path))
-        report = checking.check(path, keyring=keyring, mend=mend, advance=lambda: bar.advance(task))
+        report = checking.verify_volume(path, keyring=keyring, mend=mend, advance=lambda: bar.advance(task))
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:
@@ -297,7 +297,7 @@ def ls(path: Path, as_json: bool, limit: int) -> None:
     """List the pages of the volume at PATH, newest first. With --json one object per line."""
     from kvferry.store import fsck as checking
 
-    found = sorted(checking.chunks(path), key=lambda chunk: -chunk.modified_s)
+    found = sorted(checking.list_chunks(path), key=lambda chunk: -chunk.modified_s)
     shown = found[: limit or None]
     if as_json:
         for one in shown:
@@ -322,7 +322,7 @@ def du(path: Path, as_json: bool) -> None:
     """Add up what takes room in the volume at PATH."""
     from kvferry.store import fsck as checking
 
-    uses, layouts, quarantined_bytes = checking.use(path)
+    uses, layouts, quarantined_bytes = checking.disk_usage(path)
     if as_json:
         rows = [
             {

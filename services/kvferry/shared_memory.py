@@ -1,8 +1,7 @@
-"""Which files in /dev/shm a process tree holds, written down while it lives.
+"""Records of which files in /dev/shm a process tree holds, made while it lives.
 
-A killed engine cannot unlink its shared memory, and a name alone does not say whose it was. So workers record what
-they hold, with the inode, in the run folder of the local cluster; whoever cleans up removes what is recorded, still
-the same file, and held by nobody.
+A killed engine cannot unlink its shared memory, and a file name does not show its owner. So workers record names and
+inodes in the local cluster's run folder. A clean-up removes recorded files that are unchanged and held by no process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ StrPath = str | os.PathLike[str]
 
 
 class SharedMemoryFile(NamedTuple):
-    """One file below /dev/shm. A name can be used again by a stranger; name and inode together cannot."""
+    """One file below /dev/shm. Another process may reuse the name, but not name and inode together."""
 
     inode: int
     name: str  # relative to /dev/shm
@@ -32,20 +31,19 @@ class SharedMemoryFile(NamedTuple):
 
 
 def held_by(pids: Iterable[int]) -> frozenset[SharedMemoryFile]:
-    """Files of /dev/shm that these processes map or have open.
+    """Return the files of /dev/shm that these processes map or have open; skip unreadable processes.
 
-    Processes that are gone, or may not be read, hold nothing. What is held is matched by inode: a semaphore is made
-    under one name and linked to another, so that its holders seem to map a deleted file.
+    Compares inodes: a semaphore is made under one name and linked to another, so its holders seem to map a deleted
+    file.
     """
     inodes = {inode for pid in pids for inode in (*_mapped(pid), *_opened(pid))}
     return frozenset(file for file in _present() if file.inode in inodes) if inodes else frozenset()
 
 
 def record_shared_memory(run_dir: StrPath, name: str, pid: int) -> frozenset[SharedMemoryFile]:
-    """Append what `pid` and its descendants hold to `<run_dir>/shm/<name>.txt`; what stands there already is not
-    repeated.
+    """Append the files held by `pid` and its descendants to `<run_dir>/shm/<name>.txt`, each once.
 
-    May be called again and again; returns what was new. `name` is one path component, such as a worker id.
+    Returns the new ones. `name` is one path component, such as a worker id.
     """
     if name == ".." or not name or Path(name).name != name:
         raise ValueError(f"{name!r} is not a single path component")
@@ -57,7 +55,6 @@ def record_shared_memory(run_dir: StrPath, name: str, pid: int) -> frozenset[Sha
 
 
 def write_record(run_dir: StrPath, name: str, files: Iterable[SharedMemoryFile]) -> frozenset[SharedMemoryFile]:
-    """Append `files` to the record `name`; returns what was new."""
     folder = Path(run_dir) / RECORDS_FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     file = folder / f"{name}.txt"
@@ -69,16 +66,13 @@ def write_record(run_dir: StrPath, name: str, files: Iterable[SharedMemoryFile])
 
 
 def recorded(run_dir: StrPath) -> frozenset[SharedMemoryFile]:
-    """Everything any worker of this run folder ever recorded, alive or not."""
+    """Return the files recorded by all workers of this run folder, alive or not."""
     folder = Path(run_dir) / RECORDS_FOLDER
     return frozenset(entry for file in folder.glob("*.txt") for entry in _read(file))
 
 
 def remove_abandoned(run_dir: StrPath) -> tuple[SharedMemoryFile, ...]:
-    """Unlink recorded files that are still the same file, are ours, and that no process holds.
-
-    Returns what was removed.
-    """
+    """Unlink and return recorded files that are unchanged, belong to this user, and are held by no process."""
     candidates = [file for file in sorted(recorded(run_dir)) if _is_ours(file)]
     if not candidates:
         return ()

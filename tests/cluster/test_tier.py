@@ -23,7 +23,7 @@ from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.store.direct_io import Fault, Operation
-from kvferry.store.fsck import chunks
+from kvferry.store.fsck import list_chunks
 from kvferry.worker.host import WorkerHost, build_engine
 from support.tier_keeper import SwitchableIo
 from support.waiting import until
@@ -171,7 +171,7 @@ async def test_a_tenants_pages_on_a_volume_are_its_own(tmp_path: Path, sockets: 
         uncached, values = await ask(cluster, key=acme)
         num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
         await until_known(cluster, num_prompt // PAGE)
-        assert {chunk.chunk.namespace.tenant for chunk in chunks(tmp_path / "volume")} == {"acme"}
+        assert {chunk.chunk.namespace.tenant for chunk in list_chunks(tmp_path / "volume")} == {"acme"}
         await end_workers(cluster)
         _, fresh = await add_worker(cluster, kept)
         await until(lambda: has_keeper(fresh))
@@ -185,7 +185,7 @@ async def test_a_tenants_pages_on_a_volume_are_its_own(tmp_path: Path, sockets: 
         assert (await ask(cluster, key=acme))[0] == uncached
         assert fresh.stats().cached_tokens.volume >= 0.95 * num_prompt
         await until(
-            lambda: {chunk.chunk.namespace.tenant for chunk in chunks(tmp_path / "volume")} == {"acme", "beta"},
+            lambda: {chunk.chunk.namespace.tenant for chunk in list_chunks(tmp_path / "volume")} == {"acme", "beta"},
             what="the other tenant's pages are kept under its own name",
         )
 
@@ -315,7 +315,7 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(t
     io = SwitchableIo()
     async with gateway_over(config) as cluster:
         host = KeeperHost(config, MemoryMembership(cluster.registry), node="here")
-        host._volumes[0]._io = io
+        host._volumes[0]._files.io = io
         await host.start()
         try:
             workers = [await add_worker(cluster, host) for _ in range(2)]

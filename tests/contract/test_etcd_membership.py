@@ -28,7 +28,9 @@ from kvferry.membership.base import (
     Registration,
     Snapshot,
 )
-from kvferry.membership.etcd import EtcdMembership, Listing, RetryPolicy, record_key
+from kvferry.membership.etcd import EtcdMembership
+from kvferry.membership.etcd_records import Listing, record_key
+from kvferry.membership.retry import RetryPolicy
 
 DEADLINE_S = 20.0
 RETRY = RetryPolicy(first_s=0.05, max_s=0.3)
@@ -325,7 +327,7 @@ async def test_a_compaction_under_an_idle_watch_costs_nothing(
 async def test_a_reader_far_behind_gets_a_snapshot_instead(
     config: MembershipConfig, connect: Memberships, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.membership.etcd._MAX_BACKLOG", 3)
+    monkeypatch.setattr("kvferry.membership.etcd_watch._MAX_BACKLOG", 3)
     membership = connect(config)
     registration = await membership.register(member())
     watch = membership.watch()
@@ -541,11 +543,11 @@ async def test_an_expired_token_is_replaced_unseen(
     registration: Registration = await membership.register(member())
     watch = membership.watch()
     assert await following(watch) == Snapshot((member(),))
-    tokens = {membership._token}
+    tokens = {membership._connector.login.token}
     async with asyncio.timeout(DEADLINE_S):
         while len(tokens) < 3:
             assert await membership.members() == (member(),)
-            tokens.add(membership._token)
+            tokens.add(membership._connector.login.token)
             await asyncio.sleep(0.05)
     await eventually(lambda: not registration.fenced)
     await registration.update(member(version="2"))
@@ -583,7 +585,7 @@ async def test_a_new_password_replaces_the_old_one_at_run_time(
     registration = await membership.register(member())
     watch = membership.watch()
     await following(watch)
-    token = membership._token
+    token = membership._connector.login.token
     assert config.password_file is not None
     for password in ("changed", SECRET):
         await simple_auth_server.set_password("ferry", password, AS_ROOT)  # etcd forgets the user's tokens
@@ -591,7 +593,7 @@ async def test_a_new_password_replaces_the_old_one_at_run_time(
             await membership.members()
         config.password_file.write_text(password)
         assert await membership.members() == (member(),)
-    assert membership._token != token
+    assert membership._connector.login.token != token
     await eventually(lambda: not registration.fenced)
     await registration.update(member(version="2"))
     await until_there(watch, member(version="2"))

@@ -1,7 +1,7 @@
 """What an engine may rely on: real sockets, shared memory, files, processes, and what breaks them.
 
-The laws: each job ends exactly once; no row is given back while it may still be written or read; whatever cannot be
-loaded leaves the mirror; what a volume does is the matter of its own chunks alone.
+The invariants: each job ends exactly once; no row is given back while it may still be written or read; whatever cannot
+be loaded leaves the mirror; what a volume does is the matter of its own chunks alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import pytest
 from kvferry.errors import TierError
 from kvferry.keeper import messages
 from kvferry.keeper.breaker import BreakerState
+from kvferry.keeper.cause import Cause
 from kvferry.keeper.client import AWAY
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.volume_io import Cause
 from kvferry.store.direct_io import Fault, Operation
 from kvferry.store.layout import ChunkId
 from kvferry.store.outcome import Outcome
@@ -133,8 +133,8 @@ async def test_several_jobs_at_once_end_once_each(tmp_path: Path, rows: Rows) ->
         await asyncio.sleep(0)
         assert len(a.collect()) == 128
         volumes = keeper.stats.volumes
-        assert all(volume.num_chunks > 8 for volume in volumes), "both are used"
-        assert sum(volume.num_chunks for volume in volumes) == 64, "and no page is on both"
+        assert all(volume.state.num_chunks > 8 for volume in volumes), "both are used"
+        assert sum(volume.state.num_chunks for volume in volumes) == 64, "and no chunk is on both"
 
 
 # Whose memory it is
@@ -175,7 +175,7 @@ async def test_a_keeper_that_is_stopped_hides_its_chunks_and_owns_its_rows(
     tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "SILENCE_S", 1.5)
-    monkeypatch.setattr("kvferry.keeper.client._TICK_S", 0.1)
+    monkeypatch.setattr("kvferry.keeper.client_thread._TICK_S", 0.1)
     keeper = KeeperProcess(tmp_path)
     keeper.start()
     try:
@@ -265,7 +265,7 @@ async def test_a_hanging_read_keeps_its_row_and_a_stopping_keeper_its_word(tmp_p
         assert job not in a.collect(), "its rows may still be written"
         assert a.client.has_unfinished
         gate.set()
-        # Once the last read has ended the region is unmapped and the engine is told.
+        # Once the last read has ended the region is unmapped and the engine gets Bye.
         done = await a.end_of(job)
         assert set(done.failed.values()) == {Cause.UNAVAILABLE}
         assert len(done.succeeded) == 4
@@ -419,9 +419,9 @@ async def test_noise_ends_nothing_but_its_own_connection(tmp_path: Path, rows: R
                     noise[rng.randrange(len(noise))] = rng.randrange(256)
                 with contextlib.suppress(OSError):
                     socket.send_fds(broken, [bytes(noise[: rng.randrange(1, len(noise))])], [rows.fd])
-                # Or the backlog fills up, and whoever connects waits for this loop.
+                # Otherwise the backlog fills up, and a connecting engine waits for this loop.
                 await asyncio.sleep(0)
-        await until(lambda: len(keeper._links) == 1)
+        await until(lambda: len(keeper._sessions) == 1)
         await until(lambda: keeper.stats.num_regions_mapped == 1)
         await a.load(CHUNKS)
         assert a.holds(CHUNKS)
@@ -462,7 +462,7 @@ async def test_a_volume_that_hangs_is_left_alone_and_heals(tmp_path: Path, rows:
         for i in range(32):
             await a.store([i])  # one by one, so that both get some
         await a.sees(range(32))
-        hanging, well = keeper._lanes.values()
+        hanging, well = keeper._volume_set
         on_hanging = [i for i in range(32) if hanging.volume.contains(LAYOUT.digest, key_of(i))]
         on_well = [i for i in range(32) if well.volume.contains(LAYOUT.digest, key_of(i))]
         assert len(on_hanging) > 8
@@ -475,7 +475,7 @@ async def test_a_volume_that_hangs_is_left_alone_and_heals(tmp_path: Path, rows:
         assert time.monotonic() - begin_s < 0.4
         await a.misses(on_hanging)
         await a.sees(on_well)
-        volumes = {volume.volume_id: volume for volume in keeper.stats.volumes}
+        volumes = {volume.state.volume_id: volume for volume in keeper.stats.volumes}
         assert volumes[hanging.volume_id].breaker is not BreakerState.CLOSED
         assert volumes[hanging.volume_id].num_overdue >= 4
         assert volumes[well.volume_id].breaker is BreakerState.CLOSED
@@ -514,7 +514,7 @@ async def test_a_volume_that_fails_is_left_alone_and_heals(tmp_path: Path, rows:
         await a.sees(CHUNKS)
         await a.load(CHUNKS)
         assert a.holds(CHUNKS)
-        assert keeper.stats.volumes[0].num_trips >= 1
+        assert keeper.stats.volumes[0].state.trips >= 1
 
 
 async def test_one_bad_sector_is_one_chunk(tmp_path: Path, rows: Rows) -> None:
@@ -528,7 +528,7 @@ async def test_one_bad_sector_is_one_chunk(tmp_path: Path, rows: Rows) -> None:
         assert (await a.load([5])).failed == {key_of(5): Outcome.IO_ERROR}
         assert len((await a.load(CHUNKS[6:])).succeeded) == 10
         # It is removed, so that it can be stored again.
-        await until(lambda: keeper.stats.volumes[0].num_chunks == 15)
+        await until(lambda: keeper.stats.volumes[0].state.num_chunks == 15)
         io.choose = lambda operation, path: None
         async with asyncio.timeout(10):
             while (await a.store([5])).num_bytes != ROW_BYTES:  # refused while its file is being put aside
@@ -590,7 +590,7 @@ async def test_a_volume_that_disappears_comes_back(tmp_path: Path, rows: Rows) -
         await a.sees(CHUNKS)
         await a.load(CHUNKS)
         assert a.holds(CHUNKS)
-        assert keeper.stats.volumes[0].num_chunks == 16
+        assert keeper.stats.volumes[0].state.num_chunks == 16
 
 
 async def test_the_write_budget_refuses_and_fills_up_again(tmp_path: Path, rows: Rows) -> None:
@@ -624,7 +624,7 @@ async def test_the_queue_is_bounded_and_reads_go_first(tmp_path: Path, rows: Row
         writes = a.submit_store(range(100, 120))
         await until(lambda: keeper.stats.volumes[0].num_running == 1)
         reads = a.submit_load(CHUNKS, first_row=40)
-        await until(lambda: keeper.stats.volumes[0].queued_read_bytes == 16 * ROW_BYTES)
+        await until(lambda: keeper.stats.volumes[0].state.queue_bytes == 16 * ROW_BYTES)
         gate.set()
         assert len((await a.end_of(reads)).succeeded) == 16
         assert a.holds(CHUNKS, 40)

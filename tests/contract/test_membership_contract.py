@@ -26,8 +26,9 @@ from kvferry.membership.base import (
     Membership,
     Snapshot,
 )
-from kvferry.membership.etcd import EtcdMembership, RetryPolicy
+from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.membership.retry import RetryPolicy
 
 DEADLINE_S = 20.0
 

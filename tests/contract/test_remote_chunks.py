@@ -20,8 +20,8 @@ import pytest
 
 from bench.etcd_server import Authority
 from kvferry.config import TlsConfig
+from kvferry.keeper.cause import Cause
 from kvferry.keeper.host import KeeperHost
-from kvferry.keeper.volume_io import Cause
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import ResidencyFollower, SnapshotPart
@@ -234,10 +234,10 @@ async def test_what_changes_on_the_way_is_seen(tmp_path: Path, rows: Rows) -> No
             elif how == "swapped headers":
                 first.header, second.header = second.header, first.header
             elif how == "swapped pages":
-                kept = pb.FetchedChunk()
-                kept.CopyFrom(first)
+                swapped = pb.FetchedChunk()
+                swapped.CopyFrom(first)
                 first.CopyFrom(second)
-                second.CopyFrom(kept)
+                second.CopyFrom(swapped)
             elif how == "no header":
                 first.header = b""
             elif how == "a header of zeros":
@@ -323,8 +323,8 @@ async def test_memory_that_is_lent_out_is_waited_for(tmp_path: Path, rows: Rows)
 async def test_a_lender_whose_volume_hangs_answers_in_time(tmp_path: Path, rows: Rows) -> None:
     gate, io = threading.Event(), SwitchableIo()
     async with two_hosts(tmp_path, io_timeout_s=0.5) as (a, b), engine_at(a.keeper.socket_path, rows) as reader:
-        io.is_direct = b._volumes[0]._io.is_direct
-        b._volumes[0]._io = io
+        io.is_direct = b._volumes[0]._files.io.is_direct
+        b._volumes[0]._files.io = io
         io.operation_to_fault[Operation.READ] = Fault(until=gate)
         done = await reader.load(CHUNKS[:4], volumes=on(b.keeper.volume_ids[0]))
         assert set(done.failed.values()) <= {Cause.TIMEOUT, Cause.UNAVAILABLE}
@@ -361,7 +361,7 @@ async def test_a_chunk_of_another_size_is_not_read(tmp_path: Path, rows: Rows) -
         asked.layout = bytes(16)
         reply = await stub.Fetch(asked)
         assert {chunk.cause for chunk in reply.chunks} == {Outcome.MISSING}
-        assert b.keeper.stats.volumes[0].num_chunks == len(CHUNKS)
+        assert b.keeper.stats.volumes[0].state.num_chunks == len(CHUNKS)
 
 
 async def test_without_nixl_chunks_of_other_nodes_are_misses(
@@ -411,11 +411,11 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
                 if update.WhichOneof("kind") == "state":
                     states.append(update.state)
                     continue
-                told = residency_from_wire(update.residency)
-                if isinstance(told, SnapshotPart):
-                    follower.apply_part(told)
+                residency = residency_from_wire(update.residency)
+                if isinstance(residency, SnapshotPart):
+                    follower.apply_part(residency)
                 else:
-                    follower.apply_delta(told)
+                    follower.apply_delta(residency)
 
         task = asyncio.create_task(follow())
         await until(lambda: index.num_pages == len(CHUNKS))
@@ -430,7 +430,7 @@ async def test_gateways_follow_a_volume(tmp_path: Path, rows: Rows) -> None:
         assert states[-1].blocks_per_chunk == LAYOUT.blocks_per_chunk
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: not b.keeper._feeds[volume_id].num_followers)
+        await until(lambda: not b.keeper._volume_feeds[volume_id].num_followers)
         with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
             await anext(aiter(stub.Follow(pb.FollowRequest(volume_id="v-none"))))
         described = await stub.Describe(worker_pb2.DescribeRequest())

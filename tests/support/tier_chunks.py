@@ -1,4 +1,4 @@
-"""Chunks for tests of the tier: small ones, whose bytes follow from their names."""
+"""Small chunks for tests of the tier, whose bytes are derived from their identity."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ SECRET = bytes(range(32))
 
 
 def chunk(number: int, namespace: Namespace = DEFAULT_NAMESPACE) -> ChunkId:
-    """Spread over the folders as a hash would be."""
+    """Return a chunk whose key is spread over the folders like a hash."""
     return ChunkId(ChunkKey(random.Random(number).randbytes(36)), number, namespace)
 
 
 def truth(of: ChunkId, layout: LayoutDigest = LAYOUT.digest) -> bytes:
-    """The payload of a chunk, a function of all that names it."""
+    """Return the payload of a chunk, a function of its identity."""
     name = f"{of.key.hex()} {layout.hex()} {of.namespace}"
     return random.Random(name).randbytes(SIZE[layout])
 
 
 def payload(of: ChunkId, layout: LayoutDigest = LAYOUT.digest) -> memoryview:
-    """`truth` in aligned memory."""
+    """Return `truth` in aligned memory."""
     buffer = aligned_buffer(SIZE[layout])
     buffer[:] = truth(of, layout)
     return buffer

@@ -30,7 +30,7 @@ from support.waiting import until
 
 
 def tier_config(folder: Path, num_volumes: int = 1, **options: Any) -> TierConfig:
-    """Volumes `v0`, `v1`, ... and the socket below `folder`. `volume` is what every volume is given."""
+    """Volumes `v0`, `v1`, ... and the socket below `folder`. `volume` has the options of every volume."""
     volume = {"capacity_gib": 0.25, **options.pop("volume", {})}
     return TierConfig.model_validate(
         {
@@ -60,7 +60,7 @@ def open_volumes(config: TierConfig, ios: Sequence[DirectIo] = ()) -> list[Volum
 async def keeping(
     config: TierConfig, ios: Sequence[DirectIo] = (), *, quiet: bool = True, **options: Any
 ) -> AsyncIterator[Keeper]:
-    """A keeper with its volumes; on leaving, the volumes' laws hold."""
+    """A keeper with its volumes; checks the volumes' invariants on leaving."""
     volumes = open_volumes(config, ios)
     keeper = Keeper(config, volumes, **options)
     try:
@@ -89,7 +89,7 @@ def engine(path: Path | str, rows: Rows, layout: ChunkLayout, engine_id: str = "
 
 @dataclass
 class Engine:
-    """A client with rows; chunks are numbers, and chunk i is stored from row i modulo the rows."""
+    """A client with rows; chunks are numbers, and chunk i is stored from row i modulo the number of rows."""
 
     client: KeeperClient
     rows: Rows
@@ -142,19 +142,19 @@ class Engine:
         await until(lambda: self.client.connected)
 
     async def sees(self, chunks: Sequence[int]) -> None:
-        await until(lambda: all(self.client.contains(key_of(i)) for i in chunks), what=f"{len(chunks)} pages are seen")
+        await until(lambda: all(self.client.contains(key_of(i)) for i in chunks), what=f"{len(chunks)} chunks are seen")
 
     async def misses(self, chunks: Sequence[int]) -> None:
         await until(lambda: not any(self.client.contains(key_of(i)) for i in chunks), what=f"{len(chunks)} are misses")
 
     def holds(self, chunks: Sequence[int], first_row: int = 0) -> bool:
-        """Whether the rows hold these chunks."""
+        """Return whether the rows hold these chunks."""
         size = self.rows.region.row_bytes
         return all(self.rows[row] == content_of(i, size) for row, i in enumerate(chunks, first_row))
 
 
 class SwitchableIo(FaultyIo):
-    """Faults for chosen operations, for as long as they are switched on."""
+    """Faults for chosen operations, while they are switched on."""
 
     def __init__(self) -> None:
         super().__init__(lambda operation, path: self.operation_to_fault.get(operation))
@@ -162,9 +162,9 @@ class SwitchableIo(FaultyIo):
 
 
 class KeeperProcess:
-    """A keeper in a process of its own. Reads hang while `<folder>/stall` is there.
+    """A keeper in a process of its own. Reads hang while `<folder>/stall` exists.
 
-    Each leaves a `<folder>/stalled-*`.
+    Each hanging read makes a file `<folder>/stalled-*`.
     """
 
     def __init__(self, folder: Path, num_volumes: int = 1, **options: Any) -> None:
@@ -198,7 +198,7 @@ class KeeperProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended with all its threads, reaped or not."""
+        """Return whether it has ended with all its threads, reaped or not."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def reap(self) -> None:
@@ -218,13 +218,13 @@ class KeeperProcess:
         return len(list(self.folder.glob("stalled-*")))
 
     def maps(self, inode: int) -> bool:
-        """Whether the process has a file mapped."""
+        """Return whether the process has a file mapped."""
         lines = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
         return any(line.split(maxsplit=5)[4] == str(inode) for line in lines)
 
 
 class StallingIo(DirectIo):
-    """Reads hang while `<folder>/stall` is there; each leaves a `<folder>/stalled-*`."""
+    """Reads hang while `<folder>/stall` exists; each makes a file `<folder>/stalled-*`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Keepers of several nodes on one machine: hosts in this process or in their own, and a registry that both can see."""
+"""Keepers of several nodes on one machine: hosts in this process or their own, and a registry that both can read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FolderRegistration:
 
 
 class FolderMembership:
-    """Membership as files, without leases: a process that is killed stays a member."""
+    """Membership as files, without leases: a killed process stays a member."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,7 +92,7 @@ class FolderMembership:
 
 
 class NodeProcess(KeeperProcess):
-    """A host in a process of its own, that has met every keeper that is registered when it says that it is ready."""
+    """A host in a process of its own. It reports readiness once it knows every registered keeper."""
 
     def __init__(self, folder: Path, registry: Path, node: str, **options: Any) -> None:
         super().__init__(folder, **options)
@@ -130,7 +130,7 @@ async def _main() -> None:
     others = {member.address for member in await membership.members()}
     host = KeeperHost(config, membership, node=arguments.node)
     for volume in host._volumes:
-        volume._io = StallingIo(arguments.folder)
+        volume._files.io = StallingIo(arguments.folder)
     async with _running(host):
         await until(lambda: others <= host._others.addresses, what="the other keepers")
         if host._warming is not None:

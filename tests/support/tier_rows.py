@@ -41,7 +41,7 @@ def route_key_of(i: int) -> int:
 
 
 def content_of(i: int | str, size: int) -> bytes:
-    """What chunk `i` holds: no two chunks alike, no two blocks of a chunk alike."""
+    """Return the bytes of chunk `i`: no two chunks alike, no two blocks of a chunk alike."""
     return hashlib.shake_128(str(i).encode()).digest(size)
 
 

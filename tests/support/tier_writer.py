@@ -2,8 +2,8 @@
 
     python tier_writer.py PATH WRITER CAPACITY-PAGES SHARED(0|1) SEED STEPS(0: until killed)
 
-Says `ready` when the volume is open. In the end it prints the counts of what it read, as JSON, waits for its input to
-end, so that nobody is at work any more, and checks the volume's laws. Exits with 3 after a wrong byte.
+Prints `ready` when the volume is open. At the end it prints the counts of its reads as JSON, waits for the end of its
+input, so that no other process uses the volume, and checks the volume's invariants. Exits with 3 after a wrong byte.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The keeper of one node as a detached actor that starts, retries, watches its health and ends with the application.
 
-Nothing here imports Ray: `app.py` makes the actor and passes the functions that need Ray.
+Nothing here imports Ray: `app.py` passes the functions that need Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_MISSES = 3
 
 
 class KeeperActor:
-    """A keeper whose construction never fails: a start that fails is tried again every RETRY_S."""
+    """A start that fails is tried again every RETRY_S."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -54,16 +54,14 @@ class KeeperActor:
         self._serving = asyncio.get_running_loop().create_task(self._serve())
 
     async def settings(self) -> str:
-        """Return the digest of the settings that this keeper was made from."""
         return self._settings
 
     async def started(self) -> str:
-        """Wait for the first start to end; return why it failed, or an empty string."""
+        """Wait for the first start; return why it failed, or an empty string."""
         await self._settled.wait()
         return self._fault
 
     async def stop(self) -> None:
-        """Deregister, finish I/O and release everything."""
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         if self._host is not None:

@@ -1,4 +1,4 @@
-"""When a volume is left alone, and when it is tried again; and how much may be written to it. Pure."""
+"""Circuit breaker and write budget of a volume. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import enum
 
 class BreakerState(enum.StrEnum):
     CLOSED = "closed"  # in use
-    OPEN = "open"  # left alone
+    OPEN = "open"  # not used
     HALF_OPEN = "half_open"  # one operation is on trial
 
 
 class Breaker:
-    """Opens after `max_failures` in a row, or at once. Then one operation is tried every `retry_s`; it closes when that
-    ends well.
-    """
+    """Opens after `max_failures` in a row, or at once. Then one trial per `retry_s` is allowed; success closes it."""
 
     def __init__(self, max_failures: int, retry_s: float) -> None:
         self._max_failures = max_failures
@@ -32,15 +30,14 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def is_ripe(self, now_s: float) -> bool:
-        """Whether an operation may be put on trial now."""
         return self.state is BreakerState.OPEN and now_s >= self._retry_at_s
 
     def begin_trial(self) -> None:
-        """The next end decides. Only when ripe."""
+        """Call only when ripe."""
         self.state = BreakerState.HALF_OPEN
 
     def succeeded(self) -> bool:
-        """An operation ended well. Returns whether that closed it: while it is open, those that began before do not."""
+        """Return whether that closed it. Operations begun before the trial do not close it."""
         self._num_failures = 0
         if self.state is not BreakerState.HALF_OPEN:
             return False
@@ -48,14 +45,14 @@ class Breaker:
         return True
 
     def failed(self, now_s: float) -> bool:
-        """An operation failed. Returns whether that opened it."""
+        """Return whether that opened it."""
         self._num_failures += 1
         if self.state is BreakerState.CLOSED and self._num_failures < self._max_failures:
             return False
         return self.trip(now_s)
 
     def trip(self, now_s: float) -> bool:
-        """Open at once, or stay open for longer. Returns whether it was closed."""
+        """Open, or stay open for longer. Returns whether it was closed."""
         was_closed = self.is_closed
         if was_closed:
             self.num_trips += 1
@@ -65,9 +62,9 @@ class Breaker:
 
 
 class WriteBudget:
-    """Bytes a day, as a bucket that fills evenly and holds an hour's share.
+    """Bytes per day, as a token bucket of one hour's share.
 
-    Over any span of time no more is written than its share, an hour's share and one chunk.
+    Over any span of time it allows the span's share, an hour's share and one chunk.
     """
 
     DAY_S = 86_400.0
@@ -83,7 +80,7 @@ class WriteBudget:
         return "<WriteBudget without limit>" if self._bytes_per_s is None else f"<WriteBudget {self._level:.0f} bytes>"
 
     def allows(self, now_s: float) -> bool:
-        """Whether something may be written. One chunk may leave it in debt: it would never fit into a small bucket."""
+        """One chunk may overdraw it: it might never fit into a small bucket."""
         if self._bytes_per_s is None:
             return True
         self._level = min(
@@ -96,6 +93,5 @@ class WriteBudget:
         if self._bytes_per_s is not None:
             self._level -= num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
-        """It was not written after all."""
+    def refund(self, num_bytes: int) -> None:
         self.spend(-num_bytes)

@@ -1,10 +1,9 @@
-"""The keeper's end of one engine's connection: frames in and out, and whose process it is."""
+"""The keeper's end of one engine's connection."""
 
 from __future__ import annotations
 
 import array
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -16,43 +15,44 @@ from kvferry.keeper import messages
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError
 from kvferry.keeper.peer_process import PeerProcess
-from kvferry.store.layout import ChunkKey, ChunkLayout
+from kvferry.keeper.snapshot_queue import SnapshotQueue
+from kvferry.store.layout import ChunkLayout
 
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 256 << 10
 _MAX_UNSENT_BYTES = 256 << 10
-# What an engine that does not read may leave waiting; beyond it the changes are dropped, and it gets a new snapshot.
+# Changes that may wait for a slow engine; beyond this it gets a new snapshot instead.
 _MAX_CHANGE_BYTES = 8 << 20
 _GREETING_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 5.0
 
 
 class EngineSessionOwner(Protocol):
-    """What a link tells whoever owns it."""
+    def on_hello(self, session: EngineSession, hello: messages.Hello) -> None:
+        """`session.region` is mapped. May raise ProtocolError."""
 
-    def greeted(self, link: EngineSession, hello: messages.Hello) -> None:
-        """The engine has said who it is; `link.region` is mapped. May raise ProtocolError."""
-
-    def asked(self, link: EngineSession, message: messages.Store | messages.Load | messages.Touch) -> None:
+    def on_request(self, session: EngineSession, message: messages.Store | messages.Load | messages.Touch) -> None:
         """May raise ProtocolError."""
 
-    def left(self, link: EngineSession) -> None:
-        """The engine is gone, or will not be listened to any more. Once."""
+    def on_left(self, session: EngineSession) -> None:
+        """Called once; nothing is read afterwards."""
+
+    def on_closed(self, session: EngineSession) -> None:
+        pass
 
 
 class EngineSession:
-    """Reads from a connection until the engine is gone or says what it should not. Belongs to one event loop.
+    """Reads until the engine is gone or violates the protocol. Belongs to one event loop.
 
-    `left` is called once; from then on nothing is read. What happens to the region then is its owner's to say:
-    `say_bye` once nothing touches it any more, which closes the connection too.
+    The owner calls `say_bye` once nothing uses the engine's region any more.
     """
 
-    def __init__(self, connection: socket.socket, peer: PeerProcess, keeper: EngineSessionOwner) -> None:
-        """Takes both over. `start` begins to read."""
+    def __init__(self, connection: socket.socket, peer: PeerProcess, owner: EngineSessionOwner) -> None:
+        """Takes ownership of connection and peer."""
         self._connection: socket.socket | None = connection
         self._peer = peer
-        self._keeper = keeper
+        self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._reader = messages.FrameReader()
         self._fds: list[int] = []
@@ -62,87 +62,70 @@ class EngineSession:
         self._goodbye: asyncio.TimerHandle | None = None
         self._unsent = bytearray()
         self._answers: deque[bytes] = deque()
-        self._parts: Iterator[bytes] | None = None
-        self._changes: deque[bytes] = deque()
-        self._num_change_bytes = 0
-        self._is_behind = False  # changes were dropped
+        self._updates: SnapshotQueue[bytes] = SnapshotQueue(tuple, _MAX_CHANGE_BYTES, len)
         self._is_finishing = False
         self.engine_id = ""
         self.layout: ChunkLayout | None = None
         self.region: MappedRegion | None = None
-        self.snapshot: Callable[[], Iterator[bytes]] = lambda: iter(())
-        self.on_closed: Callable[[EngineSession], None] = lambda link: None
         self.refusal = ""
 
     def __repr__(self) -> str:
-        return f"<EngineLink {self.engine_id or 'not greeted'} of process {self._peer.pid}, {self.region}>"
+        return f"<EngineSession {self.engine_id or 'not greeted'} of process {self._peer.pid}, {self.region}>"
 
     @property
     def pid(self) -> int:
-        """The engine's process."""
         return self._peer.pid
-
-    @property
-    def is_listening(self) -> bool:
-        return self._is_reading
 
     def start(self) -> None:
         assert self._connection is not None
         self._connection.setblocking(False)
         self._is_reading = True
         self._loop.add_reader(self._connection.fileno(), self._receive)
-        # A child of the engine's could hold its socket open.
-        self._loop.add_reader(self._peer.pidfd, self._engine_ended)
+        # The socket alone does not show the engine's end: a child process could hold it open.
+        self._loop.add_reader(self._peer.pidfd, self._leave)
         self._greeting = self._loop.call_later(_GREETING_TIMEOUT_S, self.refuse, "it did not say who it is")
 
     def answer(self, message: messages.ToEngine) -> None:
-        """Send something that must arrive."""
         if self._connection is not None:
             self._answers.append(messages.encode(message))
             self._pump()
 
-    def tell(self, change: bytes) -> None:
-        """Send a change of keys, after the snapshot if one is being sent. Who does not read gets a new one instead."""
-        if self._connection is None or self._is_behind:
-            return
-        self._changes.append(change)
-        self._num_change_bytes += len(change)
-        if self._num_change_bytes > _MAX_CHANGE_BYTES:
-            self._fall_behind()
-        self._pump()
+    def begin_updates(self, snapshot: Callable[[], Iterator[bytes]]) -> None:
+        self._updates = SnapshotQueue(snapshot, _MAX_CHANGE_BYTES, len)
+        self.begin_snapshot()
+
+    def begin_snapshot(self) -> None:
+        if self._connection is not None:
+            self._updates.begin_snapshot()
+            self._pump()
+
+    def send_change(self, change: bytes) -> None:
+        if self._connection is not None:
+            self._updates.put(change)
+            self._pump()
 
     def pulse(self) -> None:
-        """Show that the keeper lives, unless the engine has enough to read."""
         if not self._unsent and not self._is_finishing:
             self.answer(messages.Pulse())
 
-    def begin_snapshot(self) -> None:
-        """Send all keys anew; the changes before it are in it."""
-        if self._connection is not None:
-            self._fall_behind()
-            self._pump()
-
     def refuse(self, reason: str) -> None:
-        """Listen to it no more."""
         if self._is_reading:
             log.warning("engine %s (process %d): %s", self.engine_id or "unknown", self._peer.pid, reason)
             self.refusal = reason
             self._leave()
 
     def say_bye(self, reason: str = "") -> None:
-        """Nothing of its region is touched any more. Closes the connection once that was sent."""
         if self._connection is None or self._is_finishing:
             return
         self._leave()
         self._is_finishing = True
-        self._parts, self._is_behind = None, False
-        self._changes.clear()
+        self._updates.clear()
         self.answer(messages.Bye(reason or self.refusal))
         if self._connection is not None:
             self._goodbye = self._loop.call_later(_GOODBYE_TIMEOUT_S, self.close)
 
     def close(self) -> None:
-        """Without a word: the engine waits for this process to end then. May be repeated."""
+        """Close without Bye: the engine then waits for this process to end. Idempotent."""
         self._leave()
         if self._connection is None:
             return
@@ -153,11 +136,7 @@ class EngineSession:
         self._connection.close()
         self._connection = None
         self._peer.close()
-        self.on_closed(self)
-
-    def _engine_ended(self) -> None:
-        # What it asked for by then is not worth doing: nobody waits for it.
-        self._leave()
+        self._owner.on_closed(self)
 
     def _leave(self) -> None:
         if not self._is_reading or self._connection is None:
@@ -170,7 +149,7 @@ class EngineSession:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
-        self._keeper.left(self)
+        self._owner.on_left(self)
 
     def _receive(self) -> None:
         assert self._connection is not None
@@ -193,22 +172,22 @@ class EngineSession:
             return
         try:
             for payload in self._reader.feed(data):
-                self._take(messages.decode_to_keeper(payload))
+                self._dispatch(messages.decode_to_keeper(payload))
                 if not self._is_reading:
                     return
             if self.region is not None and self._fds:
-                raise ProtocolError("it sends descriptors nobody asked for")
+                raise ProtocolError("it sends unexpected descriptors")
         except ProtocolError as error:
             self.refuse(str(error))
         except Exception:
-            log.exception("what engine %s asks for fails", self.engine_id)
+            log.exception("a request of engine %s fails", self.engine_id)
             self.refuse("a fault of the keeper's")
 
-    def _take(self, message: messages.ToKeeper) -> None:
+    def _dispatch(self, message: messages.ToKeeper) -> None:
         if not isinstance(message, messages.Hello):
             if self.region is None:
                 raise ProtocolError("its first message is not Hello")
-            self._keeper.asked(self, message)
+            self._owner.on_request(self, message)
             return
         if self.region is not None:
             raise ProtocolError("it says Hello twice")
@@ -220,21 +199,16 @@ class EngineSession:
         try:
             self.layout = ChunkLayout.from_json(message.layout)
             if message.row_bytes != self.layout.payload_bytes:
-                raise ValueError(f"rows of {message.row_bytes} bytes for pages of {self.layout.payload_bytes}")
+                raise ValueError(f"rows of {message.row_bytes} bytes for chunks of {self.layout.payload_bytes}")
             self.region = MappedRegion(self._fds.pop(), message.num_rows, message.row_bytes)
         except (ValueError, TypeError, OSError) as error:
             raise ProtocolError(f"its region cannot be used: {error}") from None
         if self._greeting is not None:
             self._greeting.cancel()
-        self._keeper.greeted(self, message)
-
-    def _fall_behind(self) -> None:
-        self._changes.clear()
-        self._num_change_bytes = 0
-        self._is_behind = True
+        self._owner.on_hello(self, message)
 
     def _pump(self) -> None:
-        """Send as much as goes: answers first, then a snapshot, then what changed since it."""
+        """Send as much as the socket takes: answers first, then updates."""
         connection = self._connection
         if connection is None:
             return
@@ -247,100 +221,23 @@ class EngineSession:
         except BlockingIOError:
             pass
         except OSError:
-            # It is gone, as the end of its stream will say.
+            # The engine is gone; reading will find the end of the stream.
             self._unsent.clear()
             self._answers.clear()
-            self._changes.clear()
-            self._parts, self._is_behind = None, False
-        wants = bool(self._unsent)
-        if wants != self._is_writing:
-            self._is_writing = wants
-            if wants:
+            self._updates.clear()
+        has_unsent = bool(self._unsent)
+        if has_unsent != self._is_writing:
+            self._is_writing = has_unsent
+            if has_unsent:
                 self._loop.add_writer(connection.fileno(), self._pump)
             else:
                 self._loop.remove_writer(connection.fileno())
-        if self._is_finishing and not wants:
+        if self._is_finishing and not has_unsent:
             self.close()
 
     def _fill(self) -> None:
         while len(self._unsent) < _MAX_UNSENT_BYTES:
-            if self._answers:
-                self._unsent += self._answers.popleft()
-            elif self._is_behind:
-                # Only now: what it holds is what is told, and the changes from here on come after it.
-                self._is_behind = False
-                self._parts = self.snapshot()
-            elif self._parts is not None:
-                part = next(self._parts, None)
-                if part is None:
-                    self._parts = None
-                else:
-                    self._unsent += part
-            elif self._changes:
-                change = self._changes.popleft()
-                self._num_change_bytes -= len(change)
-                self._unsent += change
-            else:
+            frame = self._answers.popleft() if self._answers else self._updates.pop()
+            if frame is None:
                 return
-
-
-class Listener:
-    """The socket that engines connect to, from `start` to `close`."""
-
-    def __init__(self, path: str, on_connection: Callable[[socket.socket, PeerProcess], None]) -> None:
-        self._path = path
-        self._on_connection = on_connection
-        self._socket: socket.socket | None = None
-
-    def start(self) -> None:
-        """Raises OSError. The caller holds the folder: what stands at the path is a dead keeper's."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)  # noqa: PTH108
-            listener.bind(self._path)
-            os.chmod(self._path, 0o600)  # noqa: PTH101
-            listener.listen(128)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
-        self._socket = listener
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
-
-    def close(self) -> None:
-        """May be repeated."""
-        if self._socket is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._socket.fileno())
-        self._socket.close()
-        self._socket = None
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)  # noqa: PTH108
-
-    def _accept(self) -> None:
-        assert self._socket is not None
-        try:
-            connection, _ = self._socket.accept()
-        except OSError:
-            return  # it has gone already, or there are too many
-        try:
-            peer = PeerProcess(connection)
-        except OSError as error:
-            log.warning("an engine that cannot be watched is refused: %s", error)
-            connection.close()
-            return
-        if peer.uid not in (0, os.geteuid()):
-            log.warning("%r is refused: it is of another user", peer)
-            connection.close()
-            peer.close()
-            return
-        self._on_connection(connection, peer)
-
-
-def parts_of(sequence: int, keys: list[ChunkKey]) -> Iterator[bytes]:
-    """A snapshot as frames."""
-    num_parts = max(1, -(-len(keys) // messages.MAX_PART_KEYS))
-    for part in range(num_parts):
-        chosen = keys[part * messages.MAX_PART_KEYS : (part + 1) * messages.MAX_PART_KEYS]
-        yield messages.encode(messages.SnapshotKeys(sequence, part, num_parts, messages.pack_chunk_keys(chosen)))
+            self._unsent += frame

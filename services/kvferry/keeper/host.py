@@ -1,4 +1,4 @@
-"""The life of a keeper: volumes open, engines and other nodes served, registered; until it is stopped."""
+"""Lifetime of a keeper process: opens the volumes, serves, registers, and stops."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from kvferry.config import ClusterConfig
 from kvferry.errors import KvferryError, TierError
 from kvferry.exposition import SpanCounts
 from kvferry.grpc_options import CHANNEL_OPTIONS
+from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.nixl_agent import NixlAgent
-from kvferry.keeper.remote import ChunkLender, RemoteKeepers
+from kvferry.keeper.remote_reader import RemoteReader
 from kvferry.keeper.server import KeeperServer
 from kvferry.membership.base import (
     Joined,
@@ -47,14 +48,10 @@ _STOP_GRACE_S = 5.0
 
 
 class KeeperHost:
-    """Owns the volumes, the keeper, its server and its registration.
-
-    `start` once, `stop` at the end; `check_health` in between. `node` names the machine, and this keeper among those
-    that write to a shared volume.
-    """
+    """`node` names the machine, and this keeper among the writers of a shared volume."""
 
     def __init__(self, config: ClusterConfig, membership: Membership, *, node: str = "") -> None:
-        """Raises ConfigError for keys that cannot be read."""
+        """Raises ConfigError for unreadable sealing keys."""
         tier = config.tier
         self._config = config
         self._membership = membership
@@ -79,7 +76,7 @@ class KeeperHost:
             for volume in tier.volumes
         ]
         self._agent = NixlAgent(self.keeper_id)
-        self.remote = RemoteKeepers(self._agent, self._others.locate, self._dial, timeout_s=tier.io_timeout_s)
+        self.remote = RemoteReader(self._agent, self._others.locate, self._dial, timeout_s=tier.io_timeout_s)
         self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
         self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.io_timeout_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)
@@ -107,7 +104,7 @@ class KeeperHost:
         )
 
     async def start(self) -> None:
-        """Raises TierError where a volume or the socket cannot be used, UnavailableError without the registry."""
+        """Raises TierError for an unusable volume or socket, UnavailableError without the registry."""
         self._prepare_environment()
         for volume in self._volumes:
             begin_s = time.monotonic()
@@ -126,11 +123,11 @@ class KeeperHost:
         log.info("%s serves %s", self.keeper_id, ", ".join(self.keeper.volume_ids) or "no volumes")
 
     async def check_health(self) -> None:
-        """Raises TierError once the keeper does not serve any more."""
+        """Raises TierError if the keeper has ceased to serve."""
         self.keeper.check_health()
 
     async def stop(self) -> None:
-        """End everything; may be repeated, and after a start that failed."""
+        """Idempotent; also after a failed start."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -141,14 +138,14 @@ class KeeperHost:
         if self._registration is not None:
             await self._registration.revoke()
         await self.server.stop()
-        is_quiet = await self.keeper.stop(_STOP_GRACE_S)
+        is_idle = await self.keeper.stop(_STOP_GRACE_S)
         await self.lender.close()
-        if is_quiet:
+        if is_idle:
             await self.remote.close()
             for volume in self._volumes:
                 volume.close()
         else:
-            # What hangs keeps its volume and its memory; the process's end frees both.
+            # Hanging I/O still uses its volume and memory until the process ends.
             log.warning("%s stops while I/O hangs", self.keeper_id)
         await self._agent.stop()
         await self._listener.stop()
@@ -160,7 +157,7 @@ class KeeperHost:
         return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     def _prepare_environment(self) -> None:
-        """What UCX reads, before NIXL is loaded. Values that an operator set stay."""
+        """Set what UCX reads, before NIXL is loaded. An operator's values stay."""
         if self._config.engine.device == "cpu":
             os.environ.setdefault("UCX_TLS", self._config.engine.ucx_tls)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -173,7 +170,6 @@ class KeeperHost:
         )
 
     async def _follow_others(self) -> None:
-        """For ever: a watch that fails is a fault of ours, and must not leave this keeper with yesterday's members."""
         while True:
             try:
                 async for change in self._membership.watch():
@@ -184,17 +180,16 @@ class KeeperHost:
             except KvferryError as error:
                 log.warning("the other keepers cannot be followed: %s", error.message)
             except Exception:
+                # A bug of ours must not leave this keeper with outdated members.
                 log.exception("following the other keepers failed; trying again")
             await asyncio.sleep(_REWATCH_S)
 
     async def _warm_up(self) -> None:
-        with contextlib.suppress(TierError):  # it has said why
+        with contextlib.suppress(TierError):  # it has logged the reason
             await self.lender.warm_up()
 
 
 class _OtherKeepers:
-    """Who serves which volume elsewhere, as membership says."""
-
     def __init__(self) -> None:
         self._members: dict[MemberId, Member] = {}
 
@@ -221,7 +216,6 @@ class _OtherKeepers:
             self._members[member.member_id] = member
 
     def locate(self, volume_id: str) -> str | None:
-        """The address of a keeper that has this volume."""
-        # The youngest: an older one with the same volume may be one that was killed and whose lease still runs.
+        # The youngest: an older one may have been killed while its lease still runs.
         serving = [member for member in self._members.values() if volume_id in member.volumes]
         return max(serving, key=lambda member: member.started_unix_s).address if serving else None

@@ -1,4 +1,4 @@
-"""An engine's region in the keeper's memory: rows by number, and unmapped once nothing uses them."""
+"""An engine's region in the keeper's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.store.layout import ALIGNMENT
 
 log = logging.getLogger(__name__)
 
-# An engine's file system may offer less than it was asked for; more than this is no region but a mistake.
+# A larger region can only be a mistake.
 _MAX_BYTES = 1 << 46
 
 _F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
@@ -24,12 +24,12 @@ _F_SEAL_SHRINK = getattr(fcntl, "F_SEAL_SHRINK", 0x0002)
 class MappedRegion:
     """`num_rows` rows of `row_bytes`, from the start of a shared-memory file.
 
-    Whoever reads or writes rows holds the region; after `close` it is unmapped as soon as nobody does. `hold`,
-    `release` and `close` belong to one thread, `row` to any that knows it held.
+    A reader or writer of rows holds the region. `row` is for any thread while the region is held, the other methods for
+    one.
     """
 
     def __init__(self, fd: int, num_rows: int, row_bytes: int) -> None:
-        """Takes `fd` over, whatever happens. Raises ValueError for a file that has no such rows, OSError."""
+        """Takes ownership of `fd`, even on failure. Raises ValueError for a file without such rows, OSError."""
         self._fd = fd
         self._memory: mmap.mmap | None = None
         self.num_rows = num_rows
@@ -42,8 +42,8 @@ class MappedRegion:
                 raise ValueError(f"{num_rows} rows of {row_bytes} bytes are no region")
             if not self.is_whole():
                 raise ValueError(f"a file of {os.fstat(fd).st_size} bytes for {num_rows} rows of {row_bytes}")
-            # Whoever truncates the file takes the memory from under us, and the process with it. Where the file can be
-            # sealed nobody can; files of /dev/shm cannot, so `is_whole` is asked again before each use.
+            # If the file is truncated, an access to the lost memory kills this process. A seal prevents that, but files
+            # of /dev/shm cannot be sealed, so callers also use `is_whole` before each access.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
             self._memory = mmap.mmap(fd, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -66,14 +66,13 @@ class MappedRegion:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def is_whole(self) -> bool:
-        """Whether the file is still as long as its rows."""
         return os.fstat(self._fd).st_size >= self.num_bytes
 
     def has(self, row: int) -> bool:
         return 0 <= row < self.num_rows
 
     def row(self, row: int) -> memoryview:
-        """Writable, page aligned; to be released before the region is. Raises ValueError for a row it does not have."""
+        """Return a writable, page-aligned view; release it before the region. Raises ValueError."""
         if not self.has(row):
             raise ValueError(f"row {row} of a region of {self.num_rows} rows")
         assert self._memory is not None
@@ -82,15 +81,10 @@ class MappedRegion:
             return whole[start : start + self.row_bytes]
 
     @property
-    def is_used(self) -> bool:
-        return self._num_users > 0
-
-    @property
     def is_mapped(self) -> bool:
         return self._memory is not None
 
     def hold(self) -> None:
-        """Keep it mapped until `release`."""
         self._num_users += 1
 
     def release(self) -> None:
@@ -98,7 +92,7 @@ class MappedRegion:
         self._unmap_unused()
 
     def close(self) -> None:
-        """Unmap now, or when the last user has released it; `on_unmapped` is called then. May be repeated."""
+        """Unmap after the last release, and then call `on_unmapped`. Idempotent."""
         self._closing = True
         self._unmap_unused()
 
@@ -109,7 +103,7 @@ class MappedRegion:
         try:
             memory.close()
         except BufferError:
-            # A view is still referenced somewhere: it goes with the last one.
-            log.warning("a region is unmapped late: somebody still looks at it")
+            # The memory is unmapped with the last view.
+            log.warning("a region is unmapped late: a view of it is still referenced")
         os.close(self._fd)
         self.on_unmapped()

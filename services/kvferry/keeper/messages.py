@@ -1,12 +1,11 @@
-"""What an engine and the keeper of its node say to each other, on a Unix stream socket.
+"""The protocol between an engine and the keeper of its node, on a Unix stream socket.
 
-A frame is 4 bytes of length, little-endian, then one of these structs in msgpack. The engine begins with Hello; its
-first bytes carry the descriptor of its region (SCM_RIGHTS). The keeper answers Welcome, the keys it holds in parts, and
-from then on numbered changes and one Done for each job. Nothing is ever unpickled.
+A frame is 4 bytes of length, little-endian, then a struct in msgpack. The engine begins with Hello; its first bytes
+carry the descriptor of its region (SCM_RIGHTS). The keeper sends Welcome, its keys in parts, then numbered changes and
+one Done for each job.
 
-A job owns its rows from the moment it is sent: the keeper may read and write them until it says Done for that job, or
-Bye for all of them, or until its process has ended. The end of the stream alone says nothing: the kernel closes a dead
-process's sockets while its other threads may still be within a read.
+A job owns its rows from sending until Done, Bye, or the end of the keeper's process. The end of the stream alone means
+nothing: the kernel closes a dead process's sockets while its other threads may still read.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import msgspec
 
 from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey
 
-# Raised with every change of what is said here: both ends come from one wheel, and a difference is a half-done upgrade.
+# Increased with every change of the protocol. Both ends come from one wheel; a difference is an unfinished upgrade.
 PROTOCOL = 2
 
 # A snapshot of a million keys is 36 MB; nothing else comes near a megabyte.
 MAX_FRAME_BYTES = 8 << 20
-# 144 KiB a part: whoever else wants the interpreter waits a fraction of a millisecond.
+# 144 KiB per part: encoding it holds the interpreter for a fraction of a millisecond.
 MAX_PART_KEYS = 4096
 
-# The keeper says something at least this often; an engine that hears nothing for SILENCE_S takes it for hung.
+# The keeper sends something at least this often. After SILENCE_S without a message, the engine assumes that it hangs.
 PULSE_S = 1.0
 SILENCE_S = 5.0
 
@@ -35,14 +34,14 @@ _LENGTH_BYTES = 4
 
 
 class ProtocolError(ValueError):
-    """The other end does not keep to this; its connection ends."""
+    """The peer violates the protocol; its connection ends."""
 
 
-# From the engine.
+# From the engine
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Who connects, and the region whose descriptor comes with it: `num_rows` rows of `row_bytes`, from offset 0."""
+    """Introduces an engine and its region, from offset 0 of the file whose descriptor is attached."""
 
     protocol: int
     engine_id: str
@@ -52,7 +51,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
-    """Keep the chunks in these rows. Entry i of keys, route keys and rows speaks of one chunk."""
+    """Store the chunks in these rows. Entry i of each list belongs to chunk i."""
 
     job: int  # chosen by the engine, never used again on this connection
     tenant: str
@@ -63,25 +62,23 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Bring these chunks into these rows."""
+    """Load these chunks into these rows."""
 
     job: int
     tenant: str
     epoch: int
     keys: bytes  # packed
     rows: list[int]
-    volumes: dict[str, list[int]] = {}  # volume id -> indices of chunks that are said to lie there
-    traceparent: str = ""  # W3C trace context, of requests that are traced
+    volumes: dict[str, list[int]] = {}  # volume id -> indices of chunks reported there
+    traceparent: str = ""  # W3C trace context of a traced request
     tracestate: str = ""
 
 
 class Touch(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
-    """These were used again, without a load."""
-
     keys: bytes  # packed
 
 
-# From the keeper.
+# From the keeper
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -90,7 +87,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class SnapshotKeys(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """Part `part` of `num_parts`, from 0, of all keys that can be loaded, after change `sequence`."""
+    """Part `part` of `num_parts`, from 0, of all loadable keys after change `sequence`."""
 
     sequence: int
     part: int
@@ -99,7 +96,7 @@ class SnapshotKeys(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
 
 class ChangedKeys(msgspec.Struct, frozen=True, array_like=True, tag="change"):
-    """Change `sequence`, the one after the last: no key is in both."""
+    """Consecutively numbered. No key is both added and removed."""
 
     sequence: int
     added: bytes  # packed
@@ -107,19 +104,19 @@ class ChangedKeys(msgspec.Struct, frozen=True, array_like=True, tag="change"):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """A job has ended: none of its rows is touched any more."""
+    """A job has ended: none of its rows is in use."""
 
     job: int
-    failed: dict[int, str]  # index of a chunk -> why; a row of a load that failed may hold anything
+    failed: dict[int, str]  # index of a chunk -> cause; the row of a failed load has undefined content
     num_bytes: int  # moved, for chunks that did not fail
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
-    """The keeper lives."""
+    pass
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """The last message: no row is touched any more, and what was not Done has failed."""
+    """The last message: no row is in use, and jobs without Done have failed."""
 
     reason: str
 
@@ -133,40 +130,37 @@ _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine
 
 
 def encode(message: ToKeeper | ToEngine) -> bytes:
-    """A whole frame."""
     payload = _encoder.encode(message)
     return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
 def decode_to_keeper(payload: bytes) -> ToKeeper:
-    """Raises ProtocolError for what is no message of an engine."""
+    """Raises ProtocolError for a message that is no engine's."""
     try:
         return _to_keeper.decode(payload)
-    except ValueError as error:  # msgspec's own, and text that is no UTF-8
+    except ValueError as error:  # msgspec's, or UnicodeDecodeError
         raise ProtocolError(f"a message that cannot be read: {error}") from None
 
 
 def decode_to_engine(payload: bytes) -> ToEngine:
-    """Raises ProtocolError for what is no message of a keeper."""
+    """Raises ProtocolError for a message that is no keeper's."""
     try:
         return _to_engine.decode(payload)
-    except ValueError as error:  # msgspec's own, and text that is no UTF-8
+    except ValueError as error:  # msgspec's, or UnicodeDecodeError
         raise ProtocolError(f"a message that cannot be read: {error}") from None
 
 
 class FrameReader:
-    """Cuts a byte stream into payloads."""
-
     __slots__ = ("_buffer", "_num_wanted")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._num_wanted = _LENGTH_BYTES  # bytes without which nothing can be cut off
+        self._num_wanted = _LENGTH_BYTES  # bytes needed for the next payload
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Every payload that is complete with `data`, which is taken whole even if not all are asked for.
+        """Yield every payload that is complete with `data`. Keeps all of `data` even if the iteration stops early.
 
-        Raises ProtocolError, while iterating, for a frame beyond MAX_FRAME_BYTES.
+        Raises ProtocolError for a frame over MAX_FRAME_BYTES.
         """
         buffer = self._buffer
         buffer += data
@@ -189,12 +183,11 @@ class FrameReader:
 
 
 def pack_chunk_keys(keys: Iterable[ChunkKey]) -> bytes:
-    """Keys one after another: their form in a frame."""
     return b"".join(keys)
 
 
 def unpack_chunk_keys(packed: bytes) -> Sequence[ChunkKey]:
-    """What `pack_chunk_keys` packed. Raises ProtocolError when the length is no multiple of CHUNK_KEY_BYTES."""
+    """Raises ProtocolError for a length that is no multiple of CHUNK_KEY_BYTES."""
     num_keys, rest = divmod(len(packed), CHUNK_KEY_BYTES)
     if rest:
         raise ProtocolError(f"{len(packed)} bytes of keys; a key has {CHUNK_KEY_BYTES}")

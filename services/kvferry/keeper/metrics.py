@@ -1,4 +1,4 @@
-"""The metrics of one keeper: its jobs, its volumes, and what it gets from other nodes and lends to them."""
+"""The metrics of one keeper."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 from kvferry import telemetry
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.remote import ChunkLender, RemoteKeepers
-from kvferry.keeper.volume_io import VolumeIoState
+from kvferry.keeper.remote_reader import RemoteReader
+from kvferry.keeper.volume_io import VolumeIoStats
 from kvferry.telemetry import VERIFICATION_FAILURES, Exporter
 
 _READ = (
@@ -23,12 +24,12 @@ _READ = (
 
 
 class KeeperMetrics:
-    """Reads the keeper and its two ends of the way to other nodes whenever it is scraped."""
+    """Reads the keeper, the remote reader and the lender at each scrape."""
 
     def __init__(
         self,
         keeper: Keeper,
-        remote: RemoteKeepers,
+        remote: RemoteReader,
         lender: ChunkLender,
         *,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
@@ -41,7 +42,6 @@ class KeeperMetrics:
         self.exposition.read(_READ, self._read)
 
     async def render(self) -> bytes:
-        """The text exposition."""
         return self.exposition.render()
 
     def _read(self) -> Iterator[Reading]:
@@ -64,34 +64,35 @@ class KeeperMetrics:
         yield Reading(telemetry.KEEPER_EXPIRED, (), lender.num_expired)
         yield from read_spans(telemetry.KEEPER_SPANS, self._read_span_counts())
         for volume in stats.volumes:
-            yield from _of_volume(volume)
+            yield from _read_volume(volume)
 
 
-def _of_volume(state: VolumeIoState) -> Iterator[Reading]:
+def _read_volume(stats: VolumeIoStats) -> Iterator[Reading]:
+    state = stats.state
     volume = state.volume_id
     yield Reading(telemetry.TIER_PAGES, (volume,), state.num_chunks)
-    yield Reading(telemetry.TIER_USED, (volume,), state.bytes_used)
+    yield Reading(telemetry.TIER_USED, (volume,), state.used_bytes)
     yield Reading(telemetry.TIER_CAPACITY, (volume,), state.capacity_bytes)
-    yield Reading(telemetry.TIER_QUEUE, (volume, "read"), state.queued_read_bytes)
-    yield Reading(telemetry.TIER_QUEUE, (volume, "write"), state.queued_write_bytes)
-    yield Reading(telemetry.TIER_RUNNING, (volume,), state.num_running)
-    yield Reading(telemetry.TIER_OVERDUE, (volume,), state.num_overdue)
-    # At zero: what comes after may say otherwise. Or a volume that nothing happened on would have no series of these.
+    yield Reading(telemetry.TIER_QUEUE, (volume, "read"), state.queue_bytes)
+    yield Reading(telemetry.TIER_QUEUE, (volume, "write"), stats.queued_write_bytes)
+    yield Reading(telemetry.TIER_RUNNING, (volume,), stats.num_running)
+    yield Reading(telemetry.TIER_OVERDUE, (volume,), stats.num_overdue)
+    # Zeros, which later readings replace: an unused volume would have no series of these.
     yield Reading(telemetry.TIER_OPERATIONS, (volume, "read", "ok"), 0)
     yield Reading(telemetry.TIER_VERIFICATION_FAILURES, (volume, VERIFICATION_FAILURES[0]), 0)
-    for (direction, outcome), count in state.outcomes.items():
+    for (direction, outcome), count in stats.outcomes.items():
         if direction not in telemetry.DIRECTIONS:
-            continue  # a look at the folder that hung
+            continue  # a hanging task
         yield Reading(telemetry.TIER_OPERATIONS, (volume, direction, outcome), count)
         if direction == "read" and outcome in VERIFICATION_FAILURES:
             yield Reading(telemetry.TIER_VERIFICATION_FAILURES, (volume, outcome), count)
-    yield Reading(telemetry.TIER_BYTES, (volume, "read"), state.bytes_read)
-    yield Reading(telemetry.TIER_BYTES, (volume, "write"), state.bytes_written)
-    yield Reading(telemetry.TIER_SECONDS, (volume, "read"), state.read_s)
-    yield Reading(telemetry.TIER_SECONDS, (volume, "write"), state.write_s)
+    yield Reading(telemetry.TIER_BYTES, (volume, "read"), stats.bytes_read)
+    yield Reading(telemetry.TIER_BYTES, (volume, "write"), stats.bytes_written)
+    yield Reading(telemetry.TIER_SECONDS, (volume, "read"), stats.read_s)
+    yield Reading(telemetry.TIER_SECONDS, (volume, "write"), stats.write_s)
     yield Reading(telemetry.TIER_READ_RATE, (volume,), state.read_bytes_per_s)
-    yield Reading(telemetry.TIER_QUARANTINED, (volume,), state.quarantined)
-    yield Reading(telemetry.TIER_EVICTED, (volume,), state.evicted)
-    for direction, breaker in (("read", state.breaker), ("write", state.write_breaker)):
+    yield Reading(telemetry.TIER_QUARANTINED, (volume,), stats.quarantined)
+    yield Reading(telemetry.TIER_EVICTED, (volume,), stats.evicted)
+    for direction, breaker in (("read", stats.breaker), ("write", stats.write_breaker)):
         yield Reading(telemetry.TIER_BREAKER, (volume, direction, breaker.value), 1)
-    yield Reading(telemetry.TIER_TRIPS, (volume,), state.num_trips)
+    yield Reading(telemetry.TIER_TRIPS, (volume,), state.trips)

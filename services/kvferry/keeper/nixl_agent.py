@@ -1,7 +1,6 @@
-"""NIXL, in a thread of its own: registering memory, and reading memory that other processes have registered.
+"""NIXL on a thread of its own: registers memory, and reads memory registered by other processes.
 
-An agent is used by one thread only, which looks after transfers while there are any and sleeps otherwise. It has no
-progress thread: NIXL's own spins, and whoever lends memory has one that looks while something is lent.
+The thread polls while transfers run or memory is lent, and sleeps otherwise. NIXL's own progress thread would spin.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from kvferry.errors import TierError
 
 log = logging.getLogger(__name__)
 
-# Between two looks at transfers under way, and at memory that others may be reading. More often costs a tenth of a core
-# and moves no more; a progress thread that waits for data did worse.
+# Periods of polling transfers and lent memory. Shorter ones cost a tenth of a core and move no more bytes; a progress
+# thread that waits for data was worse.
 _POLL_S = 0.0005
 _POLL_LENT_S = 0.001
 _BACKEND = "UCX"
 
 
 class Read(NamedTuple):
-    """One piece: where it lies in the other process, and where it goes in this one."""
+    """One piece of memory."""
 
     remote_address: int
     local_address: int
@@ -33,9 +32,9 @@ class Read(NamedTuple):
 
 
 class NixlAgent:
-    """Nothing is imported and no thread starts before the first use. Its methods belong to one event loop.
+    """Imports NIXL and starts its thread at the first use. Methods belong to one event loop.
 
-    All raise TierError where NIXL is not installed or refuses.
+    All raise TierError if NIXL is not installed or refuses.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,7 +44,7 @@ class NixlAgent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_lent = 0
         self._fault = ""
-        # Of the thread alone.
+        # Used by the thread only.
         self._nixl: Any = None
         self._transfers: dict[Any, asyncio.Future[bool]] = {}
         self._registered: dict[int, Any] = {}
@@ -54,24 +53,19 @@ class NixlAgent:
         state = self._fault or ("idle" if self._thread is None else f"{len(self._transfers)} transfers")
         return f"<NixlAgent {self.name}: {state}>"
 
-    async def warm_up(self) -> None:
-        """Load NIXL now: it takes seconds, which the first chunk of another node would wait."""
-        await self._do(lambda: None)
-
     async def register(self, address: int, num_bytes: int) -> None:
-        """Others may read it, and reads may go there, until `deregister`."""
         await self._do(lambda: self._register(address, num_bytes))
 
     async def deregister(self, address: int) -> None:
-        """May be repeated. Nothing may be under way there."""
+        """Idempotent. No transfer may use this memory."""
         await self._do(lambda: self._deregister(address))
 
     async def metadata(self, address: int) -> bytes:
-        """What another agent needs to read the memory registered at `address`, and nothing else of this process."""
+        """Return what another agent needs to read the memory registered at `address`, and nothing else."""
         return bytes(await self._do(lambda: self._metadata(address)))
 
     async def add_remote(self, metadata: bytes) -> str:
-        """The name of an agent that may be read from now on."""
+        """Return the agent's name."""
         name = await self._do(lambda: self._nixl.add_remote_agent(metadata))
         return name.decode() if isinstance(name, bytes) else str(name)
 
@@ -79,24 +73,23 @@ class NixlAgent:
         await self._do(lambda: self._nixl.remove_remote_agent(name))
 
     async def read(self, remote: str, reads: Sequence[Read]) -> bool:
-        """Read pieces of a remote agent's memory. False when any of them failed.
+        """Read pieces of a remote agent's memory. Returns False if any failed.
 
-        Returns only when nothing is written any more; so it must not be cancelled, and takes as long as it takes.
+        Returns once nothing is being written; must not be cancelled. Without a timeout.
         """
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         await self._do(lambda: self._begin(remote, reads, future))
         return await future
 
-    def lend(self) -> None:
-        """Others may be reading our memory: look after them until `take_back`."""
+    def begin_lending(self) -> None:
         self._num_lent += 1
         self._commands.put((lambda: None, asyncio.get_running_loop().create_future()))
 
-    def take_back(self) -> None:
+    def end_lending(self) -> None:
         self._num_lent -= 1
 
     async def stop(self) -> None:
-        """End the thread; what is under way is left to the process's end. May be repeated."""
+        """End the thread, not the running transfers. Idempotent."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
@@ -116,7 +109,7 @@ class NixlAgent:
         self._commands.put((command, future))
         return await future
 
-    # The thread's side
+    # On the thread
 
     def _run(self) -> None:
         try:
@@ -124,9 +117,9 @@ class NixlAgent:
 
             self._nixl = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
         except ImportError as error:
-            self._fault = f"it is not installed ({error}): pages of other nodes are misses"
+            self._fault = f"it is not installed ({error}): chunks of other nodes are misses"
         except Exception as error:
-            self._fault = f"it does not start ({error}): pages of other nodes are misses"
+            self._fault = f"it does not start ({error}): chunks of other nodes are misses"
         if self._fault:
             log.warning("NIXL: %s", self._fault)
         while True:
@@ -134,7 +127,7 @@ class NixlAgent:
             try:
                 command = self._commands.get(timeout=timeout_s)
             except queue.Empty:
-                self._look()
+                self._poll()
                 continue
             if command is None:
                 break
@@ -166,7 +159,7 @@ class NixlAgent:
         try:
             self._loop.call_soon_threadsafe(settle)
         except RuntimeError:
-            log.debug("the loop is closed: nobody waits for NIXL any more")
+            log.debug("the loop is closed; a result of NIXL is dropped")
 
     def _register(self, address: int, num_bytes: int) -> None:
         if address not in self._registered:
@@ -187,28 +180,28 @@ class NixlAgent:
         here = nixl.get_xfer_descs([(read.local_address, read.num_bytes, 0) for read in reads], "DRAM")
         there = nixl.get_xfer_descs([(read.remote_address, read.num_bytes, 0) for read in reads], "DRAM")
         handle = nixl.initialize_xfer("READ", here, there, remote, backends=[_BACKEND])
-        # From here on something may be written: no more exceptions.
+        # From here on memory may be written: raise nothing.
         self._transfers[handle] = future
         try:
             state = nixl.transfer(handle)
         except Exception:
             log.exception("a NIXL transfer could not be begun")
             state = "ERR"
-        self._look_at(handle, state)
+        self._update(handle, state)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._num_lent > 0:
             self._nixl.get_new_notifs()
         for handle in list(self._transfers):
             try:
                 state = self._nixl.check_xfer_state(handle)
             except Exception as error:
-                # Raised for transfers that have ended in an error, of the connection for instance.
+                # Raised for failed transfers, for instance after a connection error.
                 log.warning("a NIXL transfer failed: %s", error)
                 state = "ERR"
-            self._look_at(handle, state)
+            self._update(handle, state)
 
-    def _look_at(self, handle: Any, state: str) -> None:
+    def _update(self, handle: Any, state: str) -> None:
         if state == "PROC":
             return
         future = self._transfers.pop(handle)

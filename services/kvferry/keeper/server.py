@@ -1,4 +1,4 @@
-"""A keeper's gRPC server: what gateways follow, and what keepers of other nodes fetch."""
+"""A keeper's gRPC server, for gateways and for keepers of other nodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from kvferry import __version__
 from kvferry.addresses import join_host_port
 from kvferry.errors import TierError
 from kvferry.grpc_options import CHANNEL_OPTIONS
-from kvferry.keeper.breaker import BreakerState
+from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.remote import ChunkLender
 from kvferry.keeper.volume_feed import Update
-from kvferry.keeper.volume_io import VolumeIoState
 from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.store.layout import CHUNK_KEY_BYTES
@@ -28,15 +26,13 @@ log = logging.getLogger(__name__)
 
 SERVICE = "kvferry.wire.v1.Keeper"
 
-# Of the time that a caller gives, for the way back.
+# Share of the caller's deadline for the work; the rest is for the reply's way back.
 _ANSWER_SHARE = 0.9
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KeeperServer:
-    """Serves one keeper from `start` to `stop`."""
-
     def __init__(self, keeper: Keeper, lender: ChunkLender, *, node: str) -> None:
         self._keeper = keeper
         self._lender = lender
@@ -73,12 +69,12 @@ class KeeperServer:
         await server.start()
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """End every stream; may be repeated."""
+        """Idempotent."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
 
-    # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector.
+    # Not a generator: gRPC leaves a generator cancelled in a blocked write to the garbage collector.
     async def _follow(self, request: pb.FollowRequest, context: Context) -> None:
         try:
             updates = self._keeper.follow(request.volume_id)
@@ -92,7 +88,7 @@ class KeeperServer:
     async def _fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         span = self._span_of(request, context)
         try:
-            return await self._answer(request, context)
+            return await self._lend(request, context)
         except BaseException as error:
             if span is not None:
                 span.fail(error_type(error))
@@ -111,7 +107,7 @@ class KeeperServer:
         num_chunks = len(request.keys) // CHUNK_KEY_BYTES
         return self.tracing.serve(trace, "keeper lend", {"kvferry.pages": num_chunks})
 
-    async def _answer(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
+    async def _lend(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         remaining_s = context.time_remaining()
         try:
             return await self._lender.fetch(request, None if remaining_s is None else remaining_s * _ANSWER_SHARE)
@@ -133,7 +129,7 @@ class KeeperServer:
             version=__version__,
             node=self._node,
             num_engines=len(stats.engines),
-            volumes=[state_to_wire(volume) for volume in stats.volumes],
+            volumes=[volume.state.to_wire() for volume in stats.volumes],
         )
 
 
@@ -142,22 +138,4 @@ def update_to_wire(update: Update) -> pb.VolumeUpdate:
         return pb.VolumeUpdate(residency=part_to_wire(update))
     if isinstance(update, Delta):
         return pb.VolumeUpdate(residency=delta_to_wire(update))
-    return pb.VolumeUpdate(state=state_to_wire(update))
-
-
-def state_to_wire(state: VolumeIoState) -> pb.VolumeState:
-    return pb.VolumeState(
-        volume_id=state.volume_id,
-        read_bytes_per_s=state.read_bytes_per_s,
-        queue_bytes=state.queued_read_bytes,
-        chunk_bytes=state.chunk_bytes,
-        blocks_per_chunk=state.stride,
-        breaker_open=state.breaker is not BreakerState.CLOSED,
-        capacity_bytes=state.capacity_bytes,
-        used_bytes=state.bytes_used,
-        num_chunks=state.num_chunks,
-        shared=state.is_shared,
-        write_breaker_open=state.write_breaker is not BreakerState.CLOSED,
-        trips=state.num_trips,
-        full=state.is_full,
-    )
+    return pb.VolumeUpdate(state=update.to_wire())

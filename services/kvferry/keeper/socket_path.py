@@ -19,10 +19,7 @@ _MAX_PATH_BYTES = 107
 
 
 def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """The keeper's socket on this node, the same for every process of a user; nothing is made.
-
-    Raises TierError where the path is too long to be an address.
-    """
+    """The same for all processes of a user. Raises TierError for a path too long for a socket."""
     if config.socket_dir is not None:
         folder = config.socket_dir
     elif run_dir := environ.get("KVFERRY_RUN_DIR"):
@@ -37,11 +34,11 @@ def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> 
 
 
 def make_private(folder: Path) -> None:
-    """Make the socket's folder, or see that only this user may enter it. Raises TierError."""
+    """Make the socket's folder. Raises TierError if other users may enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise TierError(f"tier.socket_dir: {folder}: {error.strerror}") from None
-    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise TierError(f"tier.socket_dir: others may enter {folder}; allow it to its owner only (chmod 700)")

@@ -1,4 +1,4 @@
-"""Memory from which chunks are lent to other keepers, in pieces. Pure but for the memory itself."""
+"""Allocator of the memory lent to other keepers. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from kvferry.store.layout import ALIGNMENT
 
 
 class Staging:
-    """Hands out aligned pieces of `num_bytes`, first fit; adjacent free pieces become one again."""
+    """Aligned pieces, first fit; adjacent free pieces are merged."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, length), by start, never adjacent
-        self._taken: dict[int, int] = {}
+        self._allocated: dict[int, int] = {}
 
     def __repr__(self) -> str:
-        return f"<Staging {self.num_free} of {self.num_bytes} bytes free, {len(self._taken)} pieces taken>"
+        return f"<Staging {self.num_free} of {self.num_bytes} bytes free, {len(self._allocated)} pieces allocated>"
 
     @property
     def num_free(self) -> int:
         return sum(length for _, length in self._free)
 
-    def take(self, num_bytes: int) -> int | None:
-        """The start of a piece, or None where none is large enough."""
+    def allocate(self, num_bytes: int) -> int | None:
+        """Return the start of a piece, or None if none is large enough."""
         length = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         for i, (start, free) in enumerate(self._free):
             if free >= length:
@@ -31,13 +31,13 @@ class Staging:
                     del self._free[i]
                 else:
                     self._free[i] = (start + length, free - length)
-                self._taken[start] = length
+                self._allocated[start] = length
                 return start
         return None
 
-    def give_back(self, start: int) -> None:
-        """Raises KeyError for what was not taken."""
-        length = self._taken.pop(start)
+    def free(self, start: int) -> None:
+        """Raises KeyError for a start that was not allocated."""
+        length = self._allocated.pop(start)
         insort(self._free, (start, length))
         i = self._free.index((start, length))
         for left in (i, i - 1):
@@ -45,8 +45,8 @@ class Staging:
                 self._free[left : left + 2] = [(self._free[left][0], self._free[left][1] + self._free[left + 1][1])]
 
     def check(self) -> None:
-        """The laws of this class. Raises AssertionError."""
-        pieces = sorted([*self._free, *self._taken.items()])
+        """Raise AssertionError if an invariant is broken."""
+        pieces = sorted([*self._free, *self._allocated.items()])
         end = 0
         for start, length in pieces:
             assert start == end, f"{start} follows {end}"

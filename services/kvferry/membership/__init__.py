@@ -1,1 +1,1 @@
-"""Who is there: `base` is the contract, `etcd` the real registry, `memory` the shipped twin."""
+"""Registry of processes: the contract (`base`), etcd, and a test double in memory."""

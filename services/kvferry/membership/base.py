@@ -1,8 +1,6 @@
-"""Members under leases: who serves, where, and what they are.
+"""Members of a cluster, registered under leases: their addresses and facts.
 
-Membership says where to dial. It does not say who is alive this second: while the registry is away, for
-minutes or hours, the last known members stay, and liveness comes from the streams between processes. Nobody
-dies with the registry.
+During an outage of the registry the last known members stay. Liveness comes from the streams between processes.
 """
 
 from __future__ import annotations
@@ -24,17 +22,17 @@ class MemberKind(enum.StrEnum):
     KEEPER = "keeper"
 
 
-# Those that have an engine and take requests.
+# Members with an engine, which take requests.
 WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that registered. JSON in the registry; fields that a newer version added are ignored."""
+    """One registered process. JSON in the registry; unknown fields are ignored."""
 
     kind: MemberKind
     member_id: MemberId  # fresh on every start of the process
     address: str  # host:port of its gRPC server (workers, keepers) or HTTP listener (gateways)
-    link_address: str = ""  # host:port where a worker takes links as frames; empty: only over gRPC
+    link_address: str = ""  # host:port where a worker accepts links as frames; empty: only over gRPC
     model: str
     version: str
     node: str = ""
@@ -43,29 +41,29 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0  # tokens per KV page
     page_bytes: int = 0
     kv_cache_dtype: str = ""
-    volumes: tuple[str, ...] = ()  # ids of those that a keeper serves
-    socket_path: str = ""  # where a keeper takes the engines of its node
+    volumes: tuple[str, ...] = ()  # ids of the volumes that a keeper serves
+    socket_path: str = ""  # where engines connect to the keeper of their node
     metrics_address: str = ""  # host:port where it answers Prometheus
     started_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All members there are: replaces what the watcher knew."""
+    """All members. Replaces what the watcher knew."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A member registered, or registered again with other facts."""
+    """A member registered, or changed its record."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A member deregistered or its lease ran out."""
+    """A member deregistered, or its lease expired."""
 
     kind: MemberKind
     member_id: MemberId
@@ -75,58 +73,53 @@ MemberChange = Snapshot | Joined | Left
 
 
 class Registration(Protocol):
-    """A member kept alive under a lease until `revoke`.
-
-    Renewal happens by itself, and so does registering again when the lease ran out or somebody deleted the
-    record.
+    """Keeps a member registered until `revoke`: renews its lease, and registers again after the lease or the record is
+    lost.
     """
 
     @property
     def fenced(self) -> bool:
-        """True while the lease may have run out unseen: no renewal succeeded for its whole time to live.
+        """True if no renewal has succeeded for the lease's time to live, so that the lease may have expired.
 
-        Also True once the lease is known to be gone, until registered again, and after `revoke`.
+        Also True from the known loss of a lease until registered again, and after `revoke`.
         """
         ...
 
     async def update(self, member: Member) -> None:
-        """Replace the record. While the registry is away this returns; the newest one is written later.
+        """Replace the record. During an outage this returns, and the newest record is written later.
 
-        Nothing happens after `revoke`, or once the membership is closed. Raises ValueError when kind or id
-        differ.
+        Does nothing after `revoke` or `close`. Raises ValueError for another kind or id.
         """
         ...
 
     async def revoke(self) -> None:
-        """Deregister now; may be repeated. Raises nothing: when the registry is away, the lease ends it."""
+        """Deregister. Idempotent, never raises: during an outage the lease expires."""
         ...
 
 
 class Membership(Protocol):
-    """Both implementations pass tests/contract/test_membership_contract.py."""
+    """Implementations pass tests/contract/test_membership_contract.py."""
 
     async def register(self, member: Member) -> Registration:
-        """Register under a lease. Raises UnavailableError when the registry cannot be reached now.
+        """Register under a lease. Raises UnavailableError during an outage.
 
-        If it raises or is cancelled, a record that was written nevertheless ends with its lease.
+        If this raises or is cancelled, a record that was written nevertheless expires with its lease.
         """
         ...
 
     async def members(self) -> tuple[Member, ...]:
-        """A linearised read. Raises UnavailableError when the registry cannot be reached."""
+        """A linearised read. Raises UnavailableError during an outage."""
         ...
 
     def watch(self) -> AsyncIterator[MemberChange]:
-        """First a Snapshot, then changes in order, from the first `__anext__` on; `close` ends it.
+        """Yield a Snapshot, then changes in order, until `close`. Starts at the first `__anext__`; never raises.
 
-        It never ends by itself and raises nothing: it is silent during outages, and lists again (a new
-        Snapshot) whenever changes may have been missed. After an outage that Snapshot is the truth of the
-        moment: members that live, but have not registered again yet, are not in it, and Joined follows. A
-        record that cannot be read is logged and passed over. Cancelling a wait for the next change loses
-        nothing.
+        It yields nothing during outages, and a new Snapshot whenever changes may have been missed. After an outage,
+        living members that have not registered again yet are missing from it, and Joined follows. An unreadable record
+        is logged and skipped. A cancelled wait loses no change.
         """
         ...
 
     async def close(self) -> None:
-        """End watches and renewals without revoking; may be repeated."""
+        """End watches and renewals without revoking. Idempotent."""
         ...

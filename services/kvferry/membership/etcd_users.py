@@ -1,9 +1,8 @@
-"""Users and rights of an etcd of ours: members may read and write what is kvferry's, root everything, others nothing.
+"""Set up etcd's users: members may read and write kvferry's keys only, root everything.
 
-    python -m kvferry.membership.etcd_users --config cluster.yaml --root-password-file FILE
+python -m kvferry.membership.etcd_users --config cluster.yaml --root-password-file FILE
 
-May run again: what is there stays, the member's password becomes the one of `membership.password_file`, so this is
-also how it is changed. Waits for etcd.
+Idempotent, and also changes the member's password to `membership.password_file`. Waits for etcd.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from etcd3aio.auth import AuthService, PermissionType
 from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, KvferryError, UnavailableError
-from kvferry.membership.etcd import open_channel, read_password
+from kvferry.membership.etcd_link import open_channel, read_password
 
-ROOT = "root"  # etcd's own name for who may do everything
+ROOT = "root"  # etcd's own name for the user that may do everything
 WAIT_S = 120.0
 RETRY_S = 1.0
 CALL_TIMEOUT_S = 5.0
 
 
 async def ensure_users(config: MembershipConfig, root_password: str, *, wait_s: float = WAIT_S) -> None:
-    """Raises ConfigError when etcd refuses root's password, UnavailableError when it was not there in time."""
+    """Raises ConfigError if etcd refuses root's password, UnavailableError if it does not answer in time."""
     if not config.user:
-        raise ConfigError("membership.user: name the user that members are")
+        raise ConfigError("membership.user: name the user of the members")
     password = read_password("membership.password_file", config.password_file)
     deadline_s = time.monotonic() + wait_s
     while True:
@@ -68,22 +67,22 @@ async def _ensure(channel: grpc.aio.Channel, config: MembershipConfig, password:
         is_enabled = False
     role = config.user
     prefix = config.prefix.rstrip("/") + "/"
-    await _unless_there(auth.user_add(ROOT, root_password, timeout=CALL_TIMEOUT_S))
-    await _unless_there(auth.role_add(ROOT, timeout=CALL_TIMEOUT_S))
+    await _add_if_absent(auth.user_add(ROOT, root_password, timeout=CALL_TIMEOUT_S))
+    await _add_if_absent(auth.role_add(ROOT, timeout=CALL_TIMEOUT_S))
     await auth.user_grant_role(ROOT, ROOT, timeout=CALL_TIMEOUT_S)
-    await _unless_there(auth.role_add(role, timeout=CALL_TIMEOUT_S))
+    await _add_if_absent(auth.role_add(role, timeout=CALL_TIMEOUT_S))
     await auth.role_grant_permission(
         role, prefix, prefix_range_end(prefix), perm_type=PermissionType.READWRITE, timeout=CALL_TIMEOUT_S
     )
-    if not await _unless_there(auth.user_add(config.user, password, timeout=CALL_TIMEOUT_S)):
+    if not await _add_if_absent(auth.user_add(config.user, password, timeout=CALL_TIMEOUT_S)):
         await auth.user_change_password(config.user, password, timeout=CALL_TIMEOUT_S)
     await auth.user_grant_role(config.user, role, timeout=CALL_TIMEOUT_S)
     if not is_enabled:
         await auth.auth_enable(timeout=CALL_TIMEOUT_S)
 
 
-async def _unless_there(call: Awaitable[Any]) -> bool:
-    """False when what was to be added is there."""
+async def _add_if_absent(call: Awaitable[Any]) -> bool:
+    """Return False if the object exists already."""
     try:
         await call
     except (EtcdError, grpc.RpcError) as error:

@@ -1,7 +1,7 @@
-"""The twin of etcd: members of one process, for tests, the simulator and demonstrations.
+"""A test double for etcd: members of one process, for tests, the simulator and demonstrations.
 
-It fails, delays and lets leases run out only when told to. It starts no task and the clock is given to it, so
-a test sees every change in the order in which it caused it. One event loop, no threads.
+It starts no task, and fails, delays and expires leases only when told to, so that a test determines the order of
+changes. One event loop, no threads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ _Key = tuple[MemberKind, MemberId]
 class _Record:
     member: Member
     owner: MemoryRegistration
-    renewed_at_s: float | None  # None: renewed all the time, as its owner lives and the registry answers
+    renewed_at_s: float | None  # None: its owner lives and the registry answers
 
 
 class MemoryRegistry:
-    """What etcd would hold, shared by the memberships of one process.
+    """The registry, shared by the memberships of one process.
 
-    While it answers, the leases of living owners are renewed all the time. A lease ages, by `clock`, once the
-    registry goes out or its owner closes; older than `lease_ttl_s` it ends at `expire_due`, or with the
-    outage.
+    While it answers, leases of living owners do not age. A lease ages, by `clock`, during an outage or after its owner
+    closed. A lease older than `lease_ttl_s` ends at `expire_due`, or with the outage.
     """
 
     def __init__(
@@ -55,19 +54,16 @@ class MemoryRegistry:
 
     @property
     def out(self) -> bool:
-        """True during an outage."""
         return self._num_outages > 0
 
     def members(self) -> tuple[Member, ...]:
-        """What is recorded now, outage or not, by kind and id."""
         return tuple(self._key_to_record[key].member for key in sorted(self._key_to_record))
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """Within it every call fails with UnavailableError and watches are silent.
+        """All calls raise UnavailableError and watches yield nothing.
 
-        At its end, in this order: leases that ran out end, watches get a Snapshot, living owners register
-        again.
+        At the end, in this order: expired leases end, watches get a Snapshot, living owners register again.
         """
         self.begin_outage()
         try:
@@ -76,7 +72,6 @@ class MemoryRegistry:
             self.end_outage()
 
     def begin_outage(self) -> None:
-        """The first half of `outage`."""
         self._num_outages += 1
         if self._num_outages == 1:
             now_s = self._clock()
@@ -85,7 +80,6 @@ class MemoryRegistry:
                     self._key_to_record[key] = _Record(record.member, record.owner, now_s)
 
     def end_outage(self) -> None:
-        """The second half of `outage`."""
         if not self._num_outages:
             raise ValueError("there is no outage to end")
         self._num_outages -= 1
@@ -99,19 +93,19 @@ class MemoryRegistry:
             self._write(registration)
 
     def expire_due(self) -> None:
-        """End the leases that are older than their time to live; nothing ends in an outage."""
+        """Nothing expires during an outage."""
         if not self.out:
             for key in self._due():
                 self._drop(key)
 
     def expire(self, member_id: MemberId) -> None:
-        """End one lease now. Watches see Left, then Joined if its owner lives; after an outage if in one."""
+        """End one lease. Watches get Left, then Joined if its owner lives; after an outage if in one."""
         for key in list(self._key_to_record):
             if key[1] == member_id:
                 self._drop(key)
 
     def check(self) -> None:
-        """The law: while it answers, a living owner's record is what it wrote last. Raises AssertionError."""
+        """Raise AssertionError if, without an outage, a living owner's record is not its last one."""
         if self.out:
             return
         for registration in self._registrations:
@@ -120,7 +114,7 @@ class MemoryRegistry:
             assert record.owner is not registration or record.member == registration._member, registration
         for key, record in self._key_to_record.items():
             living = record.owner in self._registrations
-            assert living == (record.renewed_at_s is None), f"{key} is renewed by nobody, or not by its owner"
+            assert living == (record.renewed_at_s is None), f"{key} is not renewed by its owner"
 
     async def _lag(self) -> None:
         if self.delay_s:
@@ -143,23 +137,23 @@ class MemoryRegistry:
         old = self._key_to_record.get(registration._key)
         self._key_to_record[registration._key] = _Record(registration._member, registration, None)
         if old is None or old.member != registration._member:
-            self._tell(Joined(registration._member))
+            self._notify(Joined(registration._member))
 
     def _drop(self, key: _Key) -> None:
         del self._key_to_record[key]
-        self._tell(Left(*key))
-        if not self.out:  # living owners write a missing record again
+        self._notify(Left(*key))
+        if not self.out:  # living owners register again
             for registration in self._registrations:
                 if registration._key == key:
                     self._write(registration)
 
-    def _tell(self, change: MemberChange) -> None:
-        if not self.out:  # a watch that is away gets a Snapshot on its return instead
+    def _notify(self, change: MemberChange) -> None:
+        if not self.out:  # after the outage, a Snapshot replaces the missed changes
             for watch in self._watches:
                 watch._offer(change)
 
     def _abandon(self, registration: MemoryRegistration) -> None:
-        """Its owner renews no more; the record stays until the lease ends."""
+        """End the renewals; the record stays until the lease ends."""
         if registration not in self._registrations:
             return
         self._registrations.remove(registration)
@@ -175,8 +169,6 @@ class MemoryRegistry:
 
 
 class MemoryMembership:
-    """Membership over a MemoryRegistry; several may share one, as processes share etcd."""
-
     def __init__(self, registry: MemoryRegistry) -> None:
         self._registry = registry
         self._registrations: list[MemoryRegistration] = []
@@ -187,7 +179,6 @@ class MemoryMembership:
         return f"<MemoryMembership {len(self._registrations)} registrations, {len(self._watches)} watches>"
 
     async def register(self, member: Member) -> MemoryRegistration:
-        """See Membership."""
         await self._registry._answer()
         if self._closed:
             raise UnavailableError("membership is closed")
@@ -198,12 +189,10 @@ class MemoryMembership:
         return registration
 
     async def members(self) -> tuple[Member, ...]:
-        """See Membership."""
         await self._registry._answer()
         return self._registry.members()
 
     def watch(self) -> MemoryWatch:
-        """See Membership."""
         watch = MemoryWatch(self._registry)
         if self._closed:
             watch._end()
@@ -212,7 +201,6 @@ class MemoryMembership:
         return watch
 
     async def close(self) -> None:
-        """See Membership."""
         self._closed = True
         for watch in self._watches:
             watch._end()
@@ -221,8 +209,6 @@ class MemoryMembership:
 
 
 class MemoryRegistration:
-    """Registration with a MemoryRegistry."""
-
     def __init__(self, registry: MemoryRegistry, member: Member) -> None:
         self._registry = registry
         self._member = member
@@ -233,11 +219,9 @@ class MemoryRegistration:
 
     @property
     def fenced(self) -> bool:
-        """See Registration."""
         return self._registry._fenced(self)
 
     async def update(self, member: Member) -> None:
-        """See Registration."""
         if (member.kind, member.member_id) != self._key:
             raise ValueError(f"an update keeps kind and id: {self._key[0]}/{self._key[1]}")
         if self not in self._registry._registrations:
@@ -248,7 +232,6 @@ class MemoryRegistration:
             self._registry._write(self)
 
     async def revoke(self) -> None:
-        """See Registration."""
         self._registry._abandon(self)
         await self._registry._lag()
         record = self._registry._key_to_record.get(self._key)
@@ -257,7 +240,7 @@ class MemoryRegistration:
 
 
 class MemoryWatch(AsyncIterator[MemberChange]):
-    """Changes of a MemoryRegistry, from the first call of `__anext__` on. A cancelled wait loses nothing."""
+    """Starts at the first `__anext__`. A cancelled wait loses no change."""
 
     def __init__(self, registry: MemoryRegistry) -> None:
         self._registry = registry
@@ -276,12 +259,12 @@ class MemoryWatch(AsyncIterator[MemberChange]):
         await self._registry._lag()
         change = await self._changes.get()
         if change is None:
-            self._changes.put_nowait(None)  # whoever else waits ends too
+            self._changes.put_nowait(None)  # other waiting readers end too
             raise StopAsyncIteration
         return change
 
     async def aclose(self) -> None:
-        """End this watch; may be repeated."""
+        """Idempotent."""
         self._end()
 
     def _offer(self, change: MemberChange) -> None:

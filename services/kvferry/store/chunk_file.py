@@ -1,31 +1,6 @@
-"""The bytes of a chunk file: a header of one sector, then the payload. Pure.
+"""Bytes of a chunk file: a header of one sector, then the payload. Pure.
 
-The header names the chunk, its layout and its owner, and holds the payload's checksum; a checksum over the whole header
-binds all of that together. So a chunk under a wrong name, of another model, torn, flipped, or put together from two
-chunks is seen, whichever byte it is. A chunk is *plain* (xxh3-128: integrity, no secret; whoever writes the folder may
-forge chunks) or *sealed* (AES-256-GCM under a key per tenant and epoch, with the header as associated data).
-
-    offset  bytes
-         0      8  magic
-         8      2  version
-        10      1  algorithm: 1 plain, 2 sealed
-        11      1  length of the tenant
-        12      4  zero
-        16      8  payload bytes
-        24     36  chunk key
-        60      4  zero
-        64      8  route key
-        72     16  layout digest
-        88     64  tenant, filled up with zeros
-       152      8  epoch
-       160      8  created, in nanoseconds since 1970
-       168      8  fingerprint of the key it is sealed with, else zeros
-       176     12  nonce, else zeros
-       188   3876  zeros
-      4064     16  xxh3-128 of the payload, or the GCM tag
-      4080     16  xxh3-128 of all before
-
-Numbers are little-endian.
+A chunk is *plain* (xxh3-128: integrity without a secret) or *sealed* (AES-256-GCM with a key per tenant and epoch).
 """
 
 from __future__ import annotations
@@ -40,7 +15,7 @@ from typing import Protocol
 
 import xxhash
 
-from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, LayoutDigest, check_payload_bytes
+from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, LayoutDigest, validate_payload_bytes
 from kvferry.store.outcome import Outcome
 from kvferry.tenancy.namespace import Namespace
 
@@ -49,40 +24,57 @@ SEALING_KEY_BYTES = 32
 
 _MAGIC = b"KVFERRY\n"
 _VERSION = 1
-_FACTS = struct.Struct("<8sHBB4xQ36s4xQ16s64sQQ8s12s")
+# The header, little-endian. Its checksum binds all fields together, so a wrong name, another model, a torn write, a
+# flipped bit or a mix of two chunks is detected. Any process that can write the folder can forge plain chunks.
+#
+#     offset  bytes
+#          0      8  magic
+#          8      2  version
+#         10      1  algorithm: 1 plain, 2 sealed
+#         11      1  length of the tenant
+#         12      4  zero
+#         16      8  payload bytes
+#         24     36  chunk key
+#         60      4  zero
+#         64      8  route key
+#         72     16  layout digest
+#         88     64  tenant, padded with zeros
+#        152      8  epoch
+#        160      8  created, in nanoseconds since 1970
+#        168      8  fingerprint of the sealing key, else zeros
+#        176     12  nonce, else zeros
+#        188   3876  zeros
+#       4064     16  xxh3-128 of the payload, or the GCM tag (the header before it is associated data)
+#       4080     16  xxh3-128 of all before
+_FIELDS = struct.Struct("<8sHBB4xQ36s4xQ16s64sQQ8s12s")
 _CHECK_AT = HEADER_BYTES - 32
 _HEADER_CHECK_AT = HEADER_BYTES - 16
 _ZEROS = bytes(HEADER_BYTES)
-_NOTHING = bytes(8)
+_NO_FINGERPRINT = bytes(8)
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
-# Enough for any payload, and a length that GCM takes in one piece.
+# Enough for any payload, and one GCM call can process it.
 _MAX_PAYLOAD_BYTES = 1 << 30
 
 
 class Algorithm(enum.IntEnum):
-    """How a payload is checked. The value stands in the header."""
-
     PLAIN = 1
     SEALED = 2
 
 
 class Keyring(Protocol):
-    """Who may read what. With a keyring, nothing is ever written or accepted unsealed."""
+    """With a keyring, only sealed chunks are written and accepted."""
 
     def key(self, namespace: Namespace) -> bytes | None:
-        """SEALING_KEY_BYTES of this tenant and epoch, or None where there is no key, or none any more.
+        """Return SEALING_KEY_BYTES, different for every namespace, or None if there is no key.
 
-        Never the same key for two namespaces. Chunks of one key have random nonces of 96 bits: up to 2^32 chunks are
-        written under it before a repeated one has odds of more than 2^-33, and raising the epoch starts anew.
+        Nonces are 96 random bits: 2^32 chunks under one key give odds of 2^-33 for a repeated one.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a whole header says."""
-
     algorithm: Algorithm
     chunk: ChunkId
     layout: LayoutDigest
@@ -94,16 +86,14 @@ class Header:
 
 
 def chunk_file_bytes(payload_bytes: int) -> int:
-    """The size of a chunk's file."""
     return HEADER_BYTES + payload_bytes
 
 
 def write_plain_header(
     header: memoryview, payload: memoryview, layout: LayoutDigest, chunk: ChunkId, created_s: float
 ) -> None:
-    """Fill `header` (HEADER_BYTES) for `payload` as it is."""
     check = xxhash.xxh3_128_digest(payload)
-    _write_facts(header, Algorithm.PLAIN, len(payload), layout, chunk, created_s)
+    _write_fields(header, Algorithm.PLAIN, len(payload), layout, chunk, created_s)
     _write_checks(header, check)
 
 
@@ -117,12 +107,12 @@ def seal(
     key: bytes,
     random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> None:
-    """Encrypt `payload` into `sealed`, which is as long, and fill `header` (HEADER_BYTES) for it."""
-    # Slow to import, and a keeper without keys needs none of it.
+    """Encrypt `payload` into `sealed`, of the same length, and fill `header`."""
+    # Slow to import, and not needed by a keeper without keys.
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     nonce = random_bytes(_NONCE_BYTES)
-    _write_facts(header, Algorithm.SEALED, len(payload), layout, chunk, created_s, _fingerprint(key), nonce)
+    _write_fields(header, Algorithm.SEALED, len(payload), layout, chunk, created_s, _fingerprint(key), nonce)
     encryptor = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
     encryptor.authenticate_additional_data(header[:_CHECK_AT])
     encryptor.update_into(payload, sealed)
@@ -131,7 +121,7 @@ def seal(
 
 
 def parse_header(header: memoryview) -> Header | None:
-    """What a header says, or None where it is not one, whole, of this version."""
+    """Return None unless the header is whole and of this version."""
     if bytes(header[_HEADER_CHECK_AT:]) != xxhash.xxh3_128_digest(header[:_HEADER_CHECK_AT]):
         return None
     (
@@ -148,13 +138,13 @@ def parse_header(header: memoryview) -> Header | None:
         created_ns,
         fingerprint,
         nonce,
-    ) = _FACTS.unpack_from(header)
+    ) = _FIELDS.unpack_from(header)
     if magic != _MAGIC or version != _VERSION:
         return None
-    # Under a right checksum this is what somebody made on purpose, and it may still be nonsense.
+    # A header with a valid checksum may still be forged, with invalid fields.
     try:
         namespace = Namespace(tenant[:tenant_bytes].decode("ascii"), epoch)
-        check_payload_bytes(payload_bytes)
+        validate_payload_bytes(payload_bytes)
         return Header(
             Algorithm(algorithm),
             ChunkId(ChunkKey(key), route_key, namespace),
@@ -169,8 +159,8 @@ def parse_header(header: memoryview) -> Header | None:
         return None
 
 
-def check_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload_bytes: int) -> Outcome:
-    """Whether this is the chunk that was asked for: OK, WRONG_KEY, WRONG_LAYOUT or WRONG_NAMESPACE."""
+def verify_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload_bytes: int) -> Outcome:
+    """Return OK, WRONG_KEY, WRONG_LAYOUT or WRONG_NAMESPACE."""
     if header.chunk.key != chunk.key or header.chunk.route_key != chunk.route_key:
         return Outcome.WRONG_KEY
     if header.layout != layout or header.payload_bytes != payload_bytes:
@@ -180,17 +170,17 @@ def check_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload
     return Outcome.OK
 
 
-def check_plain(header: Header, payload: memoryview) -> Outcome:
-    """Whether the payload is the one that was written: OK, CORRUPT_PAYLOAD, or UNDECRYPTABLE for a sealed chunk."""
+def verify_plain(header: Header, payload: memoryview) -> Outcome:
+    """Return OK, CORRUPT_PAYLOAD, or UNDECRYPTABLE for a sealed chunk."""
     if header.algorithm is not Algorithm.PLAIN:
         return Outcome.UNDECRYPTABLE
     return Outcome.OK if xxhash.xxh3_128_digest(payload) == header.check else Outcome.CORRUPT_PAYLOAD
 
 
 def unseal(header: Header, raw_header: memoryview, sealed: memoryview, payload: memoryview, key: bytes) -> Outcome:
-    """Decrypt `sealed` into `payload`, which holds anything at all unless the answer is OK.
+    """Decrypt `sealed` into `payload`, whose content is undefined unless the outcome is OK.
 
-    CORRUPT_PAYLOAD for bytes that were changed; UNDECRYPTABLE for a chunk that is plain, or sealed with another key.
+    CORRUPT_PAYLOAD: changed bytes. UNDECRYPTABLE: a plain chunk, or another key.
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -207,21 +197,21 @@ def unseal(header: Header, raw_header: memoryview, sealed: memoryview, payload: 
     return Outcome.OK
 
 
-def _write_facts(
+def _write_fields(
     header: memoryview,
     algorithm: Algorithm,
     payload_bytes: int,
     layout: LayoutDigest,
     chunk: ChunkId,
     created_s: float,
-    fingerprint: bytes = _NOTHING,
+    fingerprint: bytes = _NO_FINGERPRINT,
     nonce: bytes = bytes(_NONCE_BYTES),
 ) -> None:
     if payload_bytes > _MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload of {payload_bytes} bytes; at most {_MAX_PAYLOAD_BYTES}")
     header[:] = _ZEROS
     tenant = chunk.namespace.tenant.encode("ascii")
-    _FACTS.pack_into(
+    _FIELDS.pack_into(
         header,
         0,
         _MAGIC,
@@ -246,7 +236,7 @@ def _write_checks(header: memoryview, check: bytes) -> None:
 
 
 def _fingerprint(key: bytes) -> bytes:
-    """Tells a chunk that was changed from one of another key; says nothing about a random key of 256 bits."""
+    """Tell a wrong key from changed bytes, without revealing a random key."""
     if len(key) != SEALING_KEY_BYTES:
         raise ValueError(f"a sealing key of {len(key)} bytes instead of {SEALING_KEY_BYTES}")
     return hashlib.blake2b(key, digest_size=8, person=b"kvferry-page-key").digest()

@@ -1,9 +1,4 @@
-"""Files without the page cache, where the file system allows it; and a twin that fails on demand.
-
-Chunk files are read into, and written from, memory that engines share with the keeper, so the kernel's own copy would
-only cost time and memory. `DirectIo` is the one place of the tier that touches chunks' files while they are served;
-`FaultyIo` behaves like a drive that is full, broken, slow or torn.
-"""
+"""File I/O without the page cache where the file system allows it, and a test double that injects faults."""
 
 from __future__ import annotations
 
@@ -23,12 +18,12 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Zeroed memory that O_DIRECT takes: it starts at a chunk of the machine. Freed with its last view."""
+    """Return zeroed, page-aligned memory, as O_DIRECT needs. Freed with its last view."""
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
 class DirectIo:
-    """Thread-safe. All paths are whole; all methods raise OSError as the kernel says."""
+    """Thread-safe. Paths are absolute. All methods raise the kernel's OSError."""
 
     def __init__(self) -> None:
         self.is_direct = False
@@ -37,15 +32,13 @@ class DirectIo:
         return f"<{type(self).__name__} {'direct' if self.is_direct else 'buffered'}>"
 
     def probe(self, folder: Path) -> bool:
-        """Find out whether O_DIRECT works below `folder`; otherwise all goes through the page cache from now on.
-
-        Overlays, some network mounts and older tmpfs refuse it. Raises OSError where nothing can be written.
-        """
+        """Return whether O_DIRECT works below `folder`; if not, all I/O uses the page cache from now on."""
         file = folder / f".probe-{os.getpid()}-{threading.get_ident()}"
         self.is_direct = bool(_O_DIRECT)
         try:
             self._try_one_sector(str(file))
         except OSError as error:
+            # Overlays, some network mounts and older tmpfs refuse O_DIRECT.
             if not self.is_direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             self.is_direct = False
@@ -53,7 +46,7 @@ class DirectIo:
         return self.is_direct
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor, direct where that works, closed at exec; never through a symbolic link."""
+        """Direct if possible, closed at exec. Follows no symbolic link."""
         direct = _O_DIRECT if self.is_direct else 0
         return os.open(path, flags | direct | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
@@ -64,18 +57,17 @@ class DirectIo:
         return os.pwritev(fd, buffers, offset)
 
     def rename(self, source: str, target: str) -> None:
-        """Replaces what stands there."""
         os.rename(source, target)  # noqa: PTH104
 
     def unlink(self, path: str) -> None:
         os.unlink(path)  # noqa: PTH108
 
     def read(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` from the file's start. Returns their bytes, or fewer where the file ends before."""
+        """Read from the file's start. Returns the bytes read, fewer at the end of the file."""
         return self._move(self.preadv, fd, buffers)
 
     def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Write all of `buffers` to the file's start. Raises OSError (EIO) where the kernel takes nothing more."""
+        """Write to the file's start. Raises OSError (EIO) if the kernel writes less."""
         num_bytes = self._move(self.pwritev, fd, buffers)
         if num_bytes != sum(map(len, buffers)):
             raise OSError(errno.EIO, f"wrote {num_bytes} bytes and no more")
@@ -90,7 +82,7 @@ class DirectIo:
             try:
                 moved = move(fd, left, offset)
             except OSError as error:
-                # Memory that is not aligned, or the rest after a short transfer: this descriptor goes on without.
+                # Unaligned memory, or the rest after a short transfer: go on without O_DIRECT.
                 if error.errno != errno.EINVAL or not _leave_direct(fd):
                     raise
                 continue
@@ -115,7 +107,6 @@ class DirectIo:
 
 
 def _leave_direct(fd: int) -> bool:
-    """Whether the descriptor was direct; it is not any more."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if not flags & _O_DIRECT:
         return False
@@ -124,8 +115,6 @@ def _leave_direct(fd: int) -> bool:
 
 
 class Operation(StrEnum):
-    """What `FaultyIo` can spoil."""
-
     OPEN = "open"
     READ = "read"
     WRITE = "write"
@@ -135,7 +124,7 @@ class Operation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens instead. In this order: wait for `until`, move `num_bytes` at most, raise `error` (an errno)."""
+    """In this order: wait for `until`, move at most `num_bytes`, raise `error` (an errno)."""
 
     error: int | None = None
     num_bytes: int | None = None
@@ -146,20 +135,19 @@ Choose = Callable[[Operation, str], Fault | None]
 
 
 class FaultyIo(DirectIo):
-    """The twin: real files, and whatever `choose(operation, path)` says instead of the next operation.
+    """Real I/O, except for the faults that `choose(operation, path)` returns, on any thread.
 
-    A fault with both `num_bytes` and `error` moves that many bytes, then raises: a torn write. `choose` is called from
-    every thread that does I/O. For RENAME the path is the source.
+    A fault with `num_bytes` and `error` is a torn write. The path of a RENAME is its source.
     """
 
     def __init__(self, choose: Choose) -> None:
         super().__init__()
         self.choose = choose
-        # Numbers of descriptors are used again at once, by the next open, which writes its own path here.
+        # A closed descriptor's number is reused by a later open, which replaces its path here.
         self._fd_to_path: dict[int, str] = {}
 
     def open(self, path: str, flags: int) -> int:
-        self._spoil(Operation.OPEN, path)
+        self._inject(Operation.OPEN, path)
         fd = super().open(path, flags)
         self._fd_to_path[fd] = path
         return fd
@@ -171,14 +159,14 @@ class FaultyIo(DirectIo):
         return self._cut(Operation.WRITE, super().pwritev, fd, buffers, offset)
 
     def rename(self, source: str, target: str) -> None:
-        self._spoil(Operation.RENAME, source)
+        self._inject(Operation.RENAME, source)
         super().rename(source, target)
 
     def unlink(self, path: str) -> None:
-        self._spoil(Operation.UNLINK, path)
+        self._inject(Operation.UNLINK, path)
         super().unlink(path)
 
-    def _spoil(self, operation: Operation, path: str) -> Fault | None:
+    def _inject(self, operation: Operation, path: str) -> Fault | None:
         fault = self.choose(operation, path)
         if fault is not None:
             if fault.until is not None:
@@ -196,17 +184,17 @@ class FaultyIo(DirectIo):
         offset: int,
     ) -> int:
         path = self._fd_to_path.get(fd, "")
-        fault = self._spoil(operation, path)
+        fault = self._inject(operation, path)
         if fault is None or fault.num_bytes is None:
             return move(fd, buffers, offset)
-        kept: list[memoryview] = []
+        cut: list[memoryview] = []
         left = fault.num_bytes
         for buffer in buffers:
-            kept.append(buffer[:left])
-            left -= len(kept[-1])
+            cut.append(buffer[:left])
+            left -= len(cut[-1])
             if not left:
                 break
-        moved = move(fd, kept, offset) if fault.num_bytes else 0
+        moved = move(fd, cut, offset) if fault.num_bytes else 0
         if fault.error is not None:
             raise OSError(fault.error, os.strerror(fault.error), path)
         return moved

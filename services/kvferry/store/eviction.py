@@ -1,4 +1,4 @@
-"""Which chunk goes next. Pure: the time is passed in, and whoever asks does what is answered."""
+"""Policies that choose the chunks to evict. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.tenancy.namespace import Namespace
 
 
 class EvictableChunk(Protocol):
-    """A chunk that takes room; told apart from others by identity."""
+    """Compared by identity."""
 
     @property
     def layout(self) -> LayoutDigest: ...
@@ -20,43 +20,39 @@ class EvictableChunk(Protocol):
     def chunk(self) -> ChunkId: ...
 
     @property
-    def num_bytes(self) -> int:
-        """Its whole file."""
-        ...
+    def num_bytes(self) -> int: ...
 
 
 class EvictionPolicy(Protocol):
-    """The order of eviction. Not thread-safe: a volume asks under its own lock. `now_s` never goes back."""
+    """Not thread-safe: the index calls it under its lock. `now_s` never decreases."""
 
     def admits(self, namespace: Namespace, num_bytes: int, now_s: float) -> bool:
-        """Whether a chunk of this size may be kept at all; otherwise the write is refused."""
+        """False: refuse the write."""
         ...
 
     def add(self, chunk: EvictableChunk, now_s: float) -> None:
-        """It is kept from now on, as the most recently used."""
+        """As the most recently used."""
         ...
 
     def touch(self, chunk: EvictableChunk, now_s: float) -> None:
-        """It was used. Nothing where it is not kept."""
+        """Ignores unknown chunks."""
         ...
 
     def discard(self, chunk: EvictableChunk) -> None:
-        """It is not kept any more. May be repeated."""
+        """Idempotent."""
         ...
 
     def victims(self, namespace: Namespace, now_s: float) -> Iterator[EvictableChunk]:
-        """Chunks that may go to make room for one of `namespace`, first to last. Nothing is called while it is read."""
+        """Iterate over chunks to evict for one of `namespace`, first to last. Nothing is called meanwhile."""
         ...
 
 
 class Lru:
-    """The least recently used chunk goes first, whoever it belongs to."""
-
     def __init__(self) -> None:
         self._chunks: OrderedDict[EvictableChunk, None] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<Lru of {len(self._chunks)} pages>"
+        return f"<Lru of {len(self._chunks)} chunks>"
 
     def __len__(self) -> int:
         return len(self._chunks)

@@ -1,4 +1,4 @@
-"""A volume's folder: its description, its locks, its layouts, and what lies in it."""
+"""Files and folders of a volume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VERSION = 1
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`volume.json`. Raises nothing by itself; `read_description` checks it."""
+    """Content of `volume.json`."""
 
     volume_id: str
     version: int
@@ -31,7 +31,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class FoundChunk:
-    """A chunk's file as a walk saw it: whole or not, nobody has read it."""
+    """Unread."""
 
     folder: str
     name: str
@@ -48,13 +48,11 @@ class FoundChunk:
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:
-    """Something among the chunks that is no chunk's file."""
-
     path: str
 
 
 def read_description(path: Path) -> Description:
-    """Raises TierError where `path` is no volume."""
+    """Raises TierError if `path` is no volume."""
     file = path / paths.DESCRIPTION
     try:
         description = msgspec.json.decode(file.read_bytes(), type=Description)
@@ -68,11 +66,11 @@ def read_description(path: Path) -> Description:
 
 
 def make_description(path: Path, now_s: float) -> Description:
-    """Read it, or make it; of several who make it at once all get the same. Raises TierError, OSError."""
+    """Read or make it; concurrent makers get the same one. Raises TierError, OSError."""
     file = path / paths.DESCRIPTION
     if not file.exists():
         made = Description(volume_id=f"v-{secrets.token_hex(8)}", version=_VERSION, created_s=now_s)
-        # Under a name of our own until it is whole: a link, unlike a rename, leaves the first one where it is.
+        # Written under a name of our own first. A link, unlike a rename, never replaces another process's file.
         draft = path / f".{paths.DESCRIPTION}-{secrets.token_hex(4)}"
         try:
             with draft.open("wb") as out:
@@ -87,7 +85,7 @@ def make_description(path: Path, now_s: float) -> Description:
 
 
 def lock(file: Path, *, shared: bool) -> int | None:
-    """A descriptor that holds `file` until it is closed, or until its process ends; None where others hold it."""
+    """Return a descriptor that locks `file` until it is closed; None if another process holds the lock."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -110,7 +108,7 @@ def save_layout(path: Path, layout: ChunkLayout) -> None:
 
 
 def load_layouts(path: Path) -> dict[LayoutDigest, ChunkLayout]:
-    """Those whose file says what its name says; others are as good as none."""
+    """Return the layouts whose content matches their file name; skip the rest."""
     layouts: dict[LayoutDigest, ChunkLayout] = {}
     for file in (path / paths.LAYOUTS).glob("*.json"):
         with contextlib.suppress(ValueError, OSError):
@@ -121,15 +119,14 @@ def load_layouts(path: Path) -> dict[LayoutDigest, ChunkLayout]:
 
 
 def writers(path: Path) -> list[str]:
-    """Who ever kept chunks here. Raises OSError."""
+    """Raises OSError."""
     return sorted(entry.name for entry in os.scandir(path / paths.CHUNKS) if entry.is_dir(follow_symlinks=False))
 
 
 def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[FoundChunk | ForeignFile]:
-    """All files of a writer, folder by folder, with one stat each, of one namespace or all. What vanishes meanwhile
-    is left out.
+    """Yield the files of a writer, of one namespace or of all.
 
-    A second for 100,000 chunks. Raises OSError where the writer's folder itself cannot be read.
+    Takes a second for 100,000 chunks. Raises OSError if the writer's own folder cannot be read.
     """
     top = path / paths.CHUNKS / writer
     for layout_folder in _folders(top, must_exist=True):
@@ -152,17 +149,17 @@ def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[
                         yield ForeignFile(entry.path)
                         continue
                     try:
-                        facts = entry.stat(follow_symlinks=False)
+                        status = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
-                    if stat.S_ISREG(facts.st_mode):
-                        yield FoundChunk(where, entry.name, writer, layout, chunk, facts.st_size, facts.st_mtime)
+                    if stat.S_ISREG(status.st_mode):
+                        yield FoundChunk(where, entry.name, writer, layout, chunk, status.st_size, status.st_mtime)
                     else:
                         yield ForeignFile(entry.path)
 
 
 def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
-    """What lies in a writer's quarantine, by the names it had. `modified_s` is when it was put there."""
+    """Yield quarantined chunks under their former names. `modified_s` is the time of quarantine."""
     for layout_folder in _folders(path / paths.QUARANTINE / writer):
         layout = paths.parse_layout_name(layout_folder.name)
         for namespace_folder in _folders(layout_folder.path):
@@ -170,19 +167,18 @@ def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
             for entry in _entries(namespace_folder.path):
                 chunk = None if namespace is None else paths.parse_quarantine_name(entry.name, namespace)
                 if layout is not None and chunk is not None and entry.is_file(follow_symlinks=False):
-                    facts = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                     where = namespace_folder.path
-                    yield FoundChunk(where, entry.name, writer, layout, chunk, facts.st_size, facts.st_ctime)
+                    yield FoundChunk(where, entry.name, writer, layout, chunk, status.st_size, status.st_ctime)
 
 
 def files_of(path: Path, writer: str) -> list[Path]:
-    """Everything that takes room for a writer: chunks, quarantine, temporary and foreign files."""
     roots = [path / name / writer for name in (paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY)]
     return [file for root in roots for file in root.rglob("*") if not file.is_dir()]
 
 
 def remove_namespace(path: Path, namespace: Namespace) -> int:
-    """Remove a namespace's folders with all in them; returns the number of chunks. Raises OSError."""
+    """Return the number of removed chunks. Raises OSError."""
     num_chunks = 0
     for writer in writers(path):
         for found in walk(path, writer, only=namespace):
@@ -196,14 +192,14 @@ def remove_namespace(path: Path, namespace: Namespace) -> int:
             for layout_folder in _folders(root):
                 namespace_folder = Path(layout_folder.path) / str(namespace)
                 for emptied in (*(Path(keys.path) for keys in _folders(namespace_folder)), namespace_folder):
-                    # A chunk that was put there meanwhile stays, and its folders with it.
+                    # A chunk written meanwhile stays, and so does its folder.
                     with contextlib.suppress(OSError):
                         emptied.rmdir()
     return num_chunks
 
 
 def _folders(path: str | os.PathLike[str], *, must_exist: bool = False) -> Iterator[os.DirEntry[str]]:
-    # Folders only: a file among them has no business there, but no chunk can hide behind it either.
+    # A file between the folders is no chunk and is ignored.
     for entry in _entries(path, must_exist=must_exist):
         if entry.is_dir(follow_symlinks=False):
             yield entry

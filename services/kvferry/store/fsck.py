@@ -1,7 +1,6 @@
-"""Look at a volume's folder from outside: check every chunk, list chunks, add up what takes room.
+"""Verify, list and measure the chunks of a volume's folder without a keeper.
 
-Nothing here needs a keeper, and a keeper may be running: a chunk that changes meanwhile is read again, and one that is
-gone is left out. Only mending, which moves bad files to quarantine, wants the folder alone.
+A keeper may be running, except for mending: a chunk that changes meanwhile is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvferry.store.layout import ChunkLayout, LayoutDigest
 from kvferry.store.outcome import Outcome
 from kvferry.tenancy.namespace import Namespace
 
-# What a fault that is no chunk's outcome is called.
+# Causes of faults that are no Outcome.
 FOREIGN = "foreign"
 LEFT_OVER = "left_over"
 
@@ -35,8 +34,6 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A file that is not what its name says, or that has no name here."""
-
     path: str
     cause: str
     num_bytes: int
@@ -45,12 +42,10 @@ class Fault:
 
 @dataclass(slots=True)
 class Report:
-    """What `check` found. A sealed chunk whose key is not at hand is whole as far as its header says: unchecked."""
-
     volume_id: str
     num_chunks: int = 0
     num_bytes: int = 0
-    num_unchecked: int = 0
+    num_unchecked: int = 0  # sealed chunks without a key at hand: only their header was verified
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -73,9 +68,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """What the chunks of a writer, a layout and a namespace take."""
-
+class Usage:
     writer: str
     layout: LayoutDigest
     namespace: Namespace
@@ -84,26 +77,26 @@ class Use:
 
 
 def count_files(path: Path) -> int:
-    """How many files `check` is going to look at, about. Raises TierError where `path` is no volume."""
+    """Estimate the files of `verify_volume`. Raises TierError if `path` is no volume."""
     folder.read_description(path)
     return sum(1 for writer in _writers(path) for _ in folder.walk(path, writer))
 
 
-def check(
+def verify_volume(
     path: Path,
     *,
     keyring: Keyring | None = None,
     mend: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Read and verify every chunk. With `mend`, bad files go to the quarantine of their writer.
+    """Read and verify every chunk. With `mend`, move bad files to the quarantine of their writer.
 
-    `advance` is called for every file. Raises TierError where `path` is no volume, or where it is to be mended and a
-    keeper has it.
+    `advance` is called for every file. Raises TierError if `path` is no volume, or for mending while a keeper serves
+    it.
     """
     report = Report(folder.read_description(path).volume_id)
-    held = folder.lock(path / paths.LOCK, shared=False) if mend else None
-    if mend and held is None:
+    lock_fd = folder.lock(path / paths.LOCK, shared=False) if mend else None
+    if mend and lock_fd is None:
         raise TierError(f"volume {path} is served by a keeper; it can be mended when that has stopped")
     reader = _Reader(path, keyring)
     try:
@@ -112,20 +105,20 @@ def check(
                 files = folder.walk(path, writer)
                 while batch := list(itertools.islice(files, _BATCH)):
                     for found, (outcome, is_checked) in zip(batch, threads.map(reader.verify, batch), strict=True):
-                        _take_down(path, writer, found, outcome, report, is_checked=is_checked, mend=mend)
+                        _record(path, writer, found, outcome, report, is_checked=is_checked, mend=mend)
                         advance()
         if mend:
-            _mend_left_overs(path, report)
+            _remove_left_overs(path, report)
     except OSError as error:
         raise TierError(f"volume {path}: {error.filename or ''}: {error.strerror}") from error
     finally:
-        if held is not None:
-            os.close(held)
+        if lock_fd is not None:
+            os.close(lock_fd)
     return report
 
 
-def chunks(path: Path) -> Iterator[FoundChunk]:
-    """Every chunk's file, unread. Raises TierError where `path` is no volume."""
+def list_chunks(path: Path) -> Iterator[FoundChunk]:
+    """Raises TierError if `path` is no volume."""
     folder.read_description(path)
     for writer in _writers(path):
         for found in folder.walk(path, writer):
@@ -133,41 +126,39 @@ def chunks(path: Path) -> Iterator[FoundChunk]:
                 yield found
 
 
-def use(path: Path) -> tuple[list[Use], dict[LayoutDigest, ChunkLayout], int]:
-    """What takes room, the layouts that are described, and the bytes in quarantine.
+def disk_usage(path: Path) -> tuple[list[Usage], dict[LayoutDigest, ChunkLayout], int]:
+    """Return usages, largest first, described layouts, and bytes in quarantine.
 
-    Raises TierError where `path` is no volume.
+    Raises TierError if `path` is no volume.
     """
     counts: defaultdict[tuple[str, LayoutDigest, Namespace], list[int]] = defaultdict(lambda: [0, 0])
-    for found in chunks(path):
+    for found in list_chunks(path):
         count = counts[found.writer, found.layout, found.chunk.namespace]
         count[0] += 1
         count[1] += found.num_bytes
     quarantined = sum(bad.num_bytes for writer in _writers(path) for bad in folder.walk_quarantine(path, writer))
-    uses = [Use(*what, num_chunks, num_bytes) for what, (num_chunks, num_bytes) in counts.items()]
-    return sorted(uses, key=lambda one: -one.num_bytes), folder.load_layouts(path), quarantined
+    usages = [Usage(*group, num_chunks, num_bytes) for group, (num_chunks, num_bytes) in counts.items()]
+    return sorted(usages, key=lambda usage: -usage.num_bytes), folder.load_layouts(path), quarantined
 
 
 class _Reader:
-    """Verifies chunks of any size, on any thread."""
-
     def __init__(self, path: Path, keyring: Keyring | None) -> None:
         self._keyring = keyring
         self._io = DirectIo()
         self._io.is_direct = _can_read_direct(path / paths.DESCRIPTION)
-        self._buffers = _Buffers()
+        self._buffers = _ThreadBuffers()
         self._layout_to_payload_bytes = {
             digest: layout.payload_bytes for digest, layout in folder.load_layouts(path).items()
         }
 
     def verify(self, found: FoundChunk | ForeignFile) -> tuple[Outcome | None, bool]:
-        """How it ended, and whether the payload was checked too. None for what is no chunk's file."""
+        """Return the outcome (None for a foreign file), and whether the payload was verified too."""
         if isinstance(found, ForeignFile):
             return None, False
         outcome, is_checked, inode = self._read(found)
         if outcome in (Outcome.OK, Outcome.GONE):
             return outcome, is_checked
-        # A keeper may have been at it.
+        # A keeper may have replaced the file meanwhile.
         again, is_checked, inode_again = self._read(found)
         return (again, is_checked) if inode == inode_again else (Outcome.GONE, False)
 
@@ -179,39 +170,39 @@ class _Reader:
         except OSError:
             return Outcome.IO_ERROR, False, 0
         try:
-            facts = os.fstat(fd)
-            payload_bytes = self._layout_to_payload_bytes.get(found.layout, facts.st_size - HEADER_BYTES)
-            if facts.st_size != chunk_file.chunk_file_bytes(payload_bytes) or payload_bytes <= 0:
-                return Outcome.TRUNCATED, False, facts.st_ino
-            whole, spare = self._buffers.pair(facts.st_size)
-            if self._io.read(fd, [whole]) != facts.st_size:
-                return Outcome.TRUNCATED, False, facts.st_ino
+            status = os.fstat(fd)
+            payload_bytes = self._layout_to_payload_bytes.get(found.layout, status.st_size - HEADER_BYTES)
+            if status.st_size != chunk_file.chunk_file_bytes(payload_bytes) or payload_bytes <= 0:
+                return Outcome.TRUNCATED, False, status.st_ino
+            whole, spare = self._buffers.pair(status.st_size)
+            if self._io.read(fd, [whole]) != status.st_size:
+                return Outcome.TRUNCATED, False, status.st_ino
         except OSError:
             return Outcome.IO_ERROR, False, 0
         finally:
             os.close(fd)
         outcome, is_checked = self._verify(whole, spare, found)
-        return outcome, is_checked, facts.st_ino
+        return outcome, is_checked, status.st_ino
 
     def _verify(self, whole: memoryview, spare: memoryview, found: FoundChunk) -> tuple[Outcome, bool]:
         raw_header, payload = whole[:HEADER_BYTES], whole[HEADER_BYTES:]
         header = chunk_file.parse_header(raw_header)
         if header is None:
             return Outcome.CORRUPT_HEADER, False
-        outcome = chunk_file.check_identity(header, found.layout, found.chunk, len(payload))
+        outcome = chunk_file.verify_identity(header, found.layout, found.chunk, len(payload))
         if outcome is not Outcome.OK:
             return outcome, False
         if self._keyring is None:
             is_plain = header.algorithm is Algorithm.PLAIN
-            return (chunk_file.check_plain(header, payload) if is_plain else Outcome.OK), is_plain
+            return (chunk_file.verify_plain(header, payload) if is_plain else Outcome.OK), is_plain
         key = self._keyring.key(found.chunk.namespace)
         if key is None:
             return Outcome.OK, False
         return chunk_file.unseal(header, raw_header, payload, spare[: len(payload)], key), True
 
 
-class _Buffers(threading.local):
-    """Two of one thread, for a file and for what is unsealed."""
+class _ThreadBuffers(threading.local):
+    """One for a file, one for an unsealed payload."""
 
     def __init__(self) -> None:
         self._both = memoryview(b"")
@@ -223,7 +214,7 @@ class _Buffers(threading.local):
 
 
 def _can_read_direct(file: Path) -> bool:
-    """Without writing anything: the drive may be mounted for reading only."""
+    """Try O_DIRECT without writing: the drive may be mounted read-only."""
     io = DirectIo()
     io.is_direct = True
     try:
@@ -233,7 +224,7 @@ def _can_read_direct(file: Path) -> bool:
     return True
 
 
-def _take_down(
+def _record(
     path: Path,
     writer: str,
     found: FoundChunk | ForeignFile,
@@ -258,7 +249,7 @@ def _take_down(
         cause, num_bytes = outcome.value, found.num_bytes
         target = path / paths.quarantine_path(writer, found.layout, found.chunk, cause)
     mended_to = None
-    # A drive that cannot be read now says nothing about the chunk.
+    # A failing drive says nothing about the chunk.
     if mend and outcome is not Outcome.IO_ERROR:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(found.path).rename(target)
@@ -266,8 +257,7 @@ def _take_down(
     report.faults.append(Fault(found.path, cause, num_bytes, mended_to))
 
 
-def _mend_left_overs(path: Path, report: Report) -> None:
-    """Temporary files: nobody is writing them."""
+def _remove_left_overs(path: Path, report: Report) -> None:
     for entry in sorted((path / paths.TEMPORARY).glob("*/*")):
         report.faults.append(Fault(str(entry), LEFT_OVER, _size_of(str(entry)), "removed"))
         entry.unlink()

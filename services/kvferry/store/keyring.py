@@ -1,8 +1,7 @@
-"""Sealing keys from a file of secrets.
+"""Sealing keys, derived from a file of secrets.
 
-The file is JSON: an object from tenant, or "*" for all that are not named, to 64 hexadecimal digits or more. The key of
-a namespace is HKDF-SHA-256 of its tenant's secret, so no two namespaces share one. Taking a tenant's secret away makes
-all its chunks unreadable; raising its epoch those written before, to everyone but whoever holds the secret.
+JSON: from tenant, or "*" for all others, to at least 64 hexadecimal digits. A key is HKDF-SHA-256 of the tenant's
+secret. Removing the secret makes the tenant's chunks unreadable; raising the epoch, the earlier ones.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ _MIN_SECRET_BYTES = 32
 
 
 class SecretsKeyring:
-    """A `chunk_file.Keyring` that derives keys from a secret per tenant."""
-
     def __init__(self, tenant_to_secret: Mapping[str, bytes]) -> None:
-        """Raises ValueError for a tenant that cannot be one, or a secret of fewer than 32 bytes."""
+        """Raises ValueError for an invalid tenant, or a secret of fewer than 32 bytes."""
         for tenant, secret in tenant_to_secret.items():
             if tenant != ANY_TENANT:
                 Namespace(tenant)
@@ -48,19 +45,19 @@ class SecretsKeyring:
         secret = self._tenant_to_secret.get(namespace.tenant, self._tenant_to_secret.get(ANY_TENANT))
         if secret is None:
             return None
-        # A namespace's text names it alone: tenants hold no dot.
+        # The text is unique to the namespace: tenants contain no dot.
         info = b"kvferry page " + str(namespace).encode("ascii")
         return HKDF(hashes.SHA256(), SEALING_KEY_BYTES, salt=None, info=info).derive(secret)
 
 
 def load_keyring(file: Path) -> SecretsKeyring:
-    """Raises ConfigError for a file that is absent, readable for others, or not as the module says."""
+    """Raises ConfigError if the file is absent, readable by others, or malformed."""
     try:
         with file.open("rb") as opened:
-            facts = os.fstat(opened.fileno())
-            # A secret that Kubernetes mounts belongs to root, and is read through the pod's group.
-            refused = 0o077 if facts.st_uid == os.geteuid() else 0o027
-            if stat.S_IMODE(facts.st_mode) & refused:
+            status = os.fstat(opened.fileno())
+            # A secret mounted by Kubernetes belongs to root and is readable through the pod's group.
+            refused = 0o077 if status.st_uid == os.geteuid() else 0o027
+            if stat.S_IMODE(status.st_mode) & refused:
                 raise ConfigError(f"{file}: others may read these secrets; allow it to its owner only (chmod 600)")
             secrets = json.load(opened)
         if not isinstance(secrets, dict) or not all(isinstance(secret, str) for secret in secrets.values()):
@@ -73,5 +70,5 @@ def load_keyring(file: Path) -> SecretsKeyring:
 
 
 def _without_secrets(error: ValueError) -> str:
-    # The decoder of JSON would show the line it stopped at.
+    # JSONDecodeError would show the line, which may contain a secret.
     return f"not JSON, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -1,9 +1,4 @@
-"""What a chunk on disk is called and what its bytes mean.
-
-Two engines may exchange a chunk only when every field of their `ChunkLayout` is the same: the bytes of a chunk carry no
-shape of their own, so a chunk of another model, dtype or block size is as wrong as a flipped bit and looks just as
-good. The digest of the layout stands in every chunk's header and in its path.
-"""
+"""Names of chunks, and what the bytes of a chunk mean."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 # 32 bytes of the engine's block hash and 4 of its KV cache group: vLLM's OffloadKey.
 CHUNK_KEY_BYTES = 36
 LAYOUT_DIGEST_BYTES = 16
-# What O_DIRECT wants of addresses, offsets and lengths, on every drive there is.
+# O_DIRECT needs multiples of this as addresses, offsets and lengths, on every drive.
 ALIGNMENT = 4096
 
 ChunkKey = NewType("ChunkKey", bytes)
@@ -30,30 +25,26 @@ _U64_END = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkId:
-    """Everything that names one chunk of one layout.
-
-    `key` tells it from all other chunks of the layout, of any tenant; `route_key` (chunks/keys.py) travels with it so
-    that gateways can be told of it, and 0 means that nobody knows it. Raises ValueError for a key of another length,
-    which a header's fixed field would cut or fill up to another chunk's key.
-    """
+    """`key` is unique within the layout, over all tenants. `route_key` (pages/keys.py) is for gateways; 0: unknown."""
 
     key: ChunkKey
     route_key: int = 0
     namespace: Namespace = DEFAULT_NAMESPACE
 
     def __post_init__(self) -> None:
+        # The header's fixed field would turn a key of another length into another chunk's key.
         if len(self.key) != CHUNK_KEY_BYTES:
-            raise ValueError(f"a page key of {len(self.key)} bytes instead of {CHUNK_KEY_BYTES}")
+            raise ValueError(f"a chunk key of {len(self.key)} bytes instead of {CHUNK_KEY_BYTES}")
         if not 0 <= self.route_key < _U64_END:
             raise ValueError(f"route key {self.route_key} is no unsigned 64-bit number")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """What the bytes of a chunk mean; chunks of equal layouts are interchangeable between engines.
+    """The bytes of a chunk carry no shape: engines exchange chunks only if all fields are equal.
 
-    `payload_bytes` is the row of the engine's CPU tier, a multiple of ALIGNMENT. `isa` is there because CPU engines lay
-    chunks out by the instructions they found (AVX-512 and AMX tiles differ).
+    `payload_bytes` is the row size of the engine's CPU tier, a multiple of ALIGNMENT. `isa` matters because CPU engines
+    order a chunk's bytes by instruction set (AVX-512 and AMX tiles differ).
     """
 
     model: str
@@ -73,37 +64,36 @@ class ChunkLayout:
     _digest: LayoutDigest = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_payload_bytes(self.payload_bytes)
+        validate_payload_bytes(self.payload_bytes)
         digest = hashlib.blake2b(self.to_json(), digest_size=LAYOUT_DIGEST_BYTES).digest()
         object.__setattr__(self, "_digest", LayoutDigest(digest))
 
     @property
     def digest(self) -> LayoutDigest:
-        """blake2b-128 of `to_json`."""
         return self._digest
 
     def to_json(self) -> bytes:
-        """Canonical: sorted keys, no spaces, ASCII; the same layout is the same bytes everywhere."""
+        """Return canonical JSON: equal layouts give equal bytes everywhere."""
         fields = {name: getattr(self, name) for name in _TEXTS | _NUMBERS}
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes | str) -> ChunkLayout:
-        """Raises ValueError for anything but the fields of this class."""
+        """Raises ValueError unless the text has exactly the fields of this class."""
         try:
             fields = msgspec.json.decode(text, type=dict[str, str | int])
         except msgspec.MsgspecError as error:
-            raise ValueError(f"no page layout: {error}") from None
+            raise ValueError(f"no chunk layout: {error}") from None
         if fields.keys() != _TEXTS | _NUMBERS:
-            raise ValueError(f"no page layout: missing or unknown {sorted(fields.keys() ^ (_TEXTS | _NUMBERS))}")
+            raise ValueError(f"no chunk layout: missing or unknown {sorted(fields.keys() ^ (_TEXTS | _NUMBERS))}")
         for name, value in fields.items():
             if not isinstance(value, str if name in _TEXTS else int):
-                raise ValueError(f"no page layout: {name} is {value!r}")
+                raise ValueError(f"no chunk layout: {name} is {value!r}")
         return cls(**fields)  # type: ignore[arg-type]
 
 
-def check_payload_bytes(payload_bytes: int) -> None:
-    """Raises ValueError for what O_DIRECT could not move."""
+def validate_payload_bytes(payload_bytes: int) -> None:
+    """Raises ValueError for a size that O_DIRECT cannot move."""
     if payload_bytes < ALIGNMENT or payload_bytes % ALIGNMENT:
         raise ValueError(f"a payload of {payload_bytes} bytes is no multiple of {ALIGNMENT}")
 

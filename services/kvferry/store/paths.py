@@ -1,15 +1,4 @@
-"""What the paths of a volume say.
-
-    volume.json                                     its id
-    volume.lock                                     held by every keeper that serves it
-    layouts/<layout digest>.json                    what the chunks of a layout are
-    chunks/<writer>/<layout digest>/<tenant>.<epoch>/<2 hex>/<chunk key>-<route key>.chunk
-    quarantine/<writer>/<layout digest>/<tenant>.<epoch>/<chunk key>-<route key>.chunk.<outcome>.<nanoseconds>
-    tmp/<writer>/                                   chunks being written
-
-Digests and keys are hexadecimal, lower case. Two hex digits of the key keep a folder below a few thousand files. Every
-writer has folders of its own, so that a volume that many nodes mount needs no agreement about who evicts what.
-"""
+"""Paths inside a volume."""
 
 from __future__ import annotations
 
@@ -19,6 +8,15 @@ import time
 from kvferry.store.layout import CHUNK_KEY_BYTES, LAYOUT_DIGEST_BYTES, ChunkId, ChunkKey, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
 
+# volume.json                    description, with the volume's id
+# volume.lock                    locked by every keeper that serves it
+# layouts/<layout digest>.json   descriptions of layouts
+# pages/<writer>/<layout digest>/<tenant>.<epoch>/<2 hex>/<chunk key>-<route key>.page
+# quarantine/<writer>/<layout digest>/<tenant>.<epoch>/<chunk key>-<route key>.page.<outcome>.<nanoseconds>
+# tmp/<writer>/                  chunks being written
+#
+# Digests and keys are lower-case hexadecimal. Two hex digits of the key keep folders below a few thousand files. Each
+# writer has its own folders, so that nodes that mount the same volume need not agree on evictions.
 DESCRIPTION = "volume.json"
 LOCK = "volume.lock"
 LAYOUTS = "layouts"
@@ -32,25 +30,23 @@ _LAYOUT_NAME = re.compile(rf"[0-9a-f]{{{2 * LAYOUT_DIGEST_BYTES}}}")
 _WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def check_writer(writer: str) -> str:
-    """Raises ValueError for what could not be a folder's name."""
+def validate_writer(writer: str) -> str:
+    """Raises ValueError for a name that cannot be a folder's."""
     if not _WRITER.fullmatch(writer):
         raise ValueError(f"writer {writer!r}: letters, digits, dots, dashes and underscores, at most 100")
     return writer
 
 
 def chunk_folder(writer: str, layout: LayoutDigest, chunk: ChunkId) -> str:
-    """Relative to the volume."""
     return f"{CHUNKS}/{writer}/{layout.hex()}/{chunk.namespace}/{fan_out(chunk.key)}"
 
 
 def chunk_path(writer: str, layout: LayoutDigest, chunk: ChunkId) -> str:
-    """Relative to the volume."""
     return f"{chunk_folder(writer, layout, chunk)}/{chunk_name(chunk)}"
 
 
 def quarantine_path(writer: str, layout: LayoutDigest, chunk: ChunkId, cause: str) -> str:
-    """Relative to the volume. Another one every time: a chunk that is bad again must not replace what is in hand."""
+    """Return a new path on every call: no quarantined file may replace another."""
     return f"{QUARANTINE}/{writer}/{layout.hex()}/{chunk.namespace}/{chunk_name(chunk)}.{cause}.{time.monotonic_ns()}"
 
 
@@ -63,7 +59,7 @@ def chunk_name(chunk: ChunkId) -> str:
 
 
 def parse_chunk_name(name: str, namespace: Namespace) -> ChunkId | None:
-    """What `chunk_name` made, or None for a foreign file."""
+    """Return None for a foreign file."""
     found = _CHUNK_NAME.fullmatch(name)
     if found is None:
         return None
@@ -71,7 +67,7 @@ def parse_chunk_name(name: str, namespace: Namespace) -> ChunkId | None:
 
 
 def parse_quarantine_name(name: str, namespace: Namespace) -> ChunkId | None:
-    """The chunk that `quarantine_path` was given, or None for a foreign file."""
+    """Return None for a foreign file."""
     start, suffix, _ = name.partition(f"{_SUFFIX}.")
     return parse_chunk_name(start + _SUFFIX, namespace) if suffix else None
 

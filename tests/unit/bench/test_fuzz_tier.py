@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from kvferry.store.chunk_index import Kept
+from kvferry.store.chunk_index import IndexEntry
 from kvferry.store.volume import Outcome, Volume
 from support.child_imports import import_environment
 
@@ -22,14 +23,19 @@ def fuzzer() -> ModuleType:
 
 
 class Unverified(Volume):
-    """As most chunk stores are."""
+    """Delivers chunks without verifying them."""
 
-    def _verify(
-        self, raw_header: memoryview, payload: memoryview, kept: Kept, into: memoryview, key: bytes | None
-    ) -> Outcome:
-        if key is not None:
-            into[:] = payload
-        return Outcome.OK
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._chunk_reader._verify = _deliver  # type: ignore[method-assign]
+
+
+def _deliver(
+    raw_header: memoryview, payload: memoryview, entry: IndexEntry, into: memoryview, key: bytes | None
+) -> Outcome:
+    if key is not None:
+        into[:] = payload
+    return Outcome.OK
 
 
 def test_no_mutation_of_a_chunk_gets_a_wrong_byte_out_of_a_volume(fuzzer: ModuleType, memory_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When a volume is left alone, and what may be written to it."""
+"""The circuit breaker and the write budget of a volume."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_was_not_written_is_given_back() -> None:
     budget = WriteBudget(24_000, 0)
     budget.spend(5000)
     assert not budget.allows(0)
-    budget.give_back(5000)
+    budget.refund(5000)
     assert budget.allows(0)
     # And does not vanish for being more than the bucket holds: it was taken from there.
     budget.spend(1000)

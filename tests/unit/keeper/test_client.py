@@ -98,7 +98,7 @@ def rows() -> Iterator[Rows]:
 @pytest.fixture(autouse=True)
 def short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most keepers here never say Bye."""
-    monkeypatch.setattr("kvferry.keeper.client._GOODBYE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvferry.keeper.client_thread._GOODBYE_TIMEOUT_S", 0.05)
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def test_jobs_go_out_and_come_back_once(keeper: Keeper, rows: Rows) -> None:
         assert (done.job, done.is_load, done.num_bytes) == (2, True, 2 * 8192)
         assert done.succeeded == {a, c}
         assert done.failed == {b: "corrupt_payload"}
-        assert not client.contains(b), "what failed is not found again, by nobody who has heard of the failure"
+        assert not client.contains(b), "a failed chunk is not found again"
         assert client.contains(a)
         connection.say(messages.Done(1, {}, 8192))
         assert client.wait_idle(10)
@@ -285,9 +285,9 @@ def test_bye_ends_what_is_left(keeper: Keeper, rows: Rows) -> None:
         wait_until(lambda: client.connected)
         client.load(1, TENANT, [(key_of(0), 0)])
         client.load(2, TENANT, [(key_of(0), 1)])
-        connection.read()
+        assert [connection.read().job, connection.read().job] == [1, 2]  # type: ignore[union-attr]
         connection.say(messages.Done(2, {}, 8192), messages.Bye("it stops"))
-        wait_until(lambda: not client._unfinished)
+        wait_until(lambda: not client._jobs._unfinished)
         assert [(each.job, list(each.failed.values())) for each in client.finished()] == [(2, []), (1, [AWAY])]
 
 
@@ -336,7 +336,7 @@ def test_a_keeper_that_talks_nonsense_is_left(keeper: Keeper, rows: Rows, nonsen
 
 def test_a_silent_keeper_is_hidden_until_it_speaks(keeper: Keeper, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SILENCE_S", 0.2)
-    monkeypatch.setattr("kvferry.keeper.client._TICK_S", 0.05)
+    monkeypatch.setattr("kvferry.keeper.client_thread._TICK_S", 0.05)
     with client_of(keeper.path, rows) as client:
         connection = keeper.accept()
         connection.welcome([key_of(0)])
@@ -393,9 +393,9 @@ def test_the_end_of_its_process_ends_its_jobs(tmp_path: Path, rows: Rows, how: s
             if how == "closes":
                 assert process.stdout.readline() == "closed\n"
                 wait_until(lambda: not client.connected)
-                assert 2 in client._unfinished, "it may still be writing"
+                assert 2 in client._jobs._unfinished, "it may still be writing"
             process.send_signal(signal.SIGKILL)
-            wait_until(lambda: not client._unfinished)
+            wait_until(lambda: not client._jobs._unfinished)
             assert [(each.job, list(each.failed.values())) for each in client.finished()] == [(1, []), (2, [AWAY])]
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""Rows of somebody else's memory."""
+"""Rows of an engine's memory."""
 
 from __future__ import annotations
 

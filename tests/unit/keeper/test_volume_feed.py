@@ -1,4 +1,4 @@
-"""What gateways hear of a volume."""
+"""Updates of a volume for gateways."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_snapshot_then_changes() -> None:
     await until(lambda: gateway.keys == {2, 3})
     assert gateway.follower.num_gaps == 0
     assert gateway.states == [0]
-    feed.tell_state()
+    feed.send_state()
     await until(lambda: gateway.states == [0, 1])
     await gateway.leave()
     assert not feed.num_followers
@@ -85,13 +85,13 @@ async def test_a_volume_that_is_left_alone_holds_nothing() -> None:
     feed.load([chunk(1), chunk(2)])
     gateway = Gateway(feed)
     await until(lambda: gateway.keys == {1, 2})
-    feed.show(False)
-    feed.show(False)
+    feed.set_visible(False)
+    feed.set_visible(False)
     await until(lambda: not gateway.keys)
     feed.change([chunk(3)], [chunk(1)])
     late = Gateway(feed)
     await until(lambda: late.num_parts == 1)
-    feed.show(True)
+    feed.set_visible(True)
     await until(lambda: gateway.keys == late.keys == {2, 3})
     assert gateway.follower.num_gaps == late.follower.num_gaps == 0
     await gateway.leave()
@@ -117,7 +117,7 @@ async def test_followers_agree_with_the_chunks_whatever_happens(monkeypatch: pyt
             feed.change([chunk(i + 1)], [])
         if rng.random() < 0.01:
             is_visible = not is_visible
-            feed.show(is_visible)
+            feed.set_visible(is_visible)
         if rng.random() < 0.01 and len(gateways) < 5:
             gateways.append(Gateway(feed))
         if rng.random() < 0.3:

@@ -1,4 +1,4 @@
-"""The pure parts: what a watcher is told, and how long it pauses."""
+"""A watcher's view of the records, and the pauses between attempts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
-from kvferry.membership.etcd import Listing, MemberView, RetryPolicy, decode_record, record_key
+from kvferry.membership.etcd_records import Listing, MemberView, decode_record, record_key
+from kvferry.membership.retry import RetryPolicy
 
 PREFIX = "/kvferry"
 

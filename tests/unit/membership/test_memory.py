@@ -1,4 +1,4 @@
-"""The switches of the twin, and that a watch always leads to what the registry holds."""
+"""The switches of the test double, and watches that always end with the registry's content."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _apply(watch: MemoryWatch, view: dict[tuple[MemberKind, MemberId], Member]) 
                 view.clear()
                 view.update({(each.kind, each.member_id): each for each in members})
             case Joined(each):
-                assert view.get((each.kind, each.member_id)) != each, "nothing new was told"
+                assert view.get((each.kind, each.member_id)) != each, "a change without news"
                 view[each.kind, each.member_id] = each
             case Left(kind, member_id):
                 del view[kind, member_id]

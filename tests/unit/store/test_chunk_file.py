@@ -36,11 +36,11 @@ def read(file: memoryview, key: bytes | None = None, of: ChunkId = CHUNK) -> tup
     header = chunk_file.parse_header(file[:HEADER_BYTES])
     if header is None:
         return Outcome.CORRUPT_HEADER, b""
-    outcome = chunk_file.check_identity(header, LAYOUT.digest, of, LAYOUT.payload_bytes)
+    outcome = chunk_file.verify_identity(header, LAYOUT.digest, of, LAYOUT.payload_bytes)
     if outcome is not Outcome.OK:
         return outcome, b""
     if key is None:
-        return chunk_file.check_plain(header, file[HEADER_BYTES:]), bytes(file[HEADER_BYTES:])
+        return chunk_file.verify_plain(header, file[HEADER_BYTES:]), bytes(file[HEADER_BYTES:])
     into = empty()
     return chunk_file.unseal(header, file[:HEADER_BYTES], file[HEADER_BYTES:], into, key), bytes(into)
 
@@ -98,8 +98,8 @@ def test_a_whole_chunk_of_another_name_is_seen(key: bytes | None, asked: ChunkId
 def test_a_chunk_of_another_layout_is_seen() -> None:
     header = chunk_file.parse_header(written()[:HEADER_BYTES])
     assert header is not None
-    assert chunk_file.check_identity(header, LARGER.digest, CHUNK, LAYOUT.payload_bytes) is Outcome.WRONG_LAYOUT
-    assert chunk_file.check_identity(header, LAYOUT.digest, CHUNK, LARGER.payload_bytes) is Outcome.WRONG_LAYOUT
+    assert chunk_file.verify_identity(header, LARGER.digest, CHUNK, LAYOUT.payload_bytes) is Outcome.WRONG_LAYOUT
+    assert chunk_file.verify_identity(header, LAYOUT.digest, CHUNK, LARGER.payload_bytes) is Outcome.WRONG_LAYOUT
 
 
 def test_where_chunks_are_sealed_a_plain_one_is_refused_and_the_other_way_round() -> None:

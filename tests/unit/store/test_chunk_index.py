@@ -1,4 +1,4 @@
-"""A volume's books, against a drive that is modelled: whatever order threads take, every byte is counted."""
+"""The chunk index against a model of threads and a drive: every byte is counted, in any order of steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.store.chunk_index import ChunkIndex, File, Kept, Room
+from kvferry.store.chunk_index import ChunkIndex, IndexEntry, Reservation
 from kvferry.store.eviction import Lru
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome
+from kvferry.store.space_ledger import File
 from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT, chunk
 
@@ -28,7 +29,7 @@ DIGEST_TO_BYTES = {LayoutDigest(bytes([n]) * 16): n * UNIT for n in (1, 2, 3)}
 class Writer:
     """A thread that writes a chunk, at one of its steps."""
 
-    room: Room
+    reservation: Reservation
     is_written: bool = False
 
 
@@ -41,7 +42,7 @@ class Remover:
 
 @dataclass
 class Quarantiner:
-    kept: Kept
+    entry: IndexEntry
     file: File
 
 
@@ -50,12 +51,12 @@ class Drive:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self.books = ChunkIndex("/v", "me", CAPACITY, Lru())
-        self.books.begin_telling()
+        self.index = ChunkIndex("/v", "me", CAPACITY, Lru())
+        self.index.changes.begin()
         self.files: dict[str, int] = {}
         self._at_work: list[Writer | Remover | Quarantiner] = []
-        self._pinned: list[Kept] = []
-        self._told: set[tuple[LayoutDigest, ChunkId]] = set()
+        self._pinned: list[IndexEntry] = []
+        self._readable: set[tuple[LayoutDigest, ChunkId]] = set()
         self._number = 0
 
     def step(self) -> None:
@@ -63,10 +64,10 @@ class Drive:
         if self._at_work and self._random.random() < 0.6:
             self._go_on(self._at_work.pop(self._random.randrange(len(self._at_work))))
         elif self._pinned and self._random.random() < 0.2:
-            self.books.unpin(self._pinned.pop(self._random.randrange(len(self._pinned))))
+            self.index.unpin(self._pinned.pop(self._random.randrange(len(self._pinned))))
         elif self._random.random() < 0.05:
-            for file in self.books.take_abandoned():
-                self.books.put_down(file, is_removed=self._unlink(file.path))
+            for file in self.index.withdraw_abandoned():
+                self.index.end_removal(file, is_removed=self._unlink(file.path))
         else:
             self._random.choice(begin)()
         self._check()
@@ -75,138 +76,142 @@ class Drive:
         while self._at_work:
             self._go_on(self._at_work.pop())
             self._check()
-        for kept in self._pinned:
-            self.books.unpin(kept)
+        for entry in self._pinned:
+            self.index.unpin(entry)
         self._tell()
-        assert self.books.check(0.0) == self.files
-        assert self._told == {(kept.layout, kept.chunk) for kept in self.books.all_kept()}
-        assert self.books.num_chunks == len(self._told)
+        assert self.index.check(0.0) == self.files
+        assert self._readable == {(entry.layout, entry.chunk) for entry in self.index.entries()}
+        assert self.index.num_chunks == len(self._readable)
 
     def _check(self) -> None:
         on_drive = sum(self.files.values())
-        assert on_drive <= self.books.bytes_used <= CAPACITY, f"{on_drive} {self.books!r}"
-        kept_paths = {self.books.path_of(kept) for kept in self.books.all_kept()}
-        assert kept_paths <= self.files.keys(), "a page without its file"
+        assert on_drive <= self.index.bytes_used <= CAPACITY, f"{on_drive} {self.index!r}"
+        entry_paths = {self.index.path_of(entry) for entry in self.index.entries()}
+        assert entry_paths <= self.files.keys(), "a chunk without its file"
 
     def _some(self) -> tuple[LayoutDigest, ChunkId]:
         layout = self._random.choice(list(DIGEST_TO_BYTES))
         return layout, chunk(self._random.randrange(6), self._random.choice(TENANTS))
 
-    def _some_kept(self) -> Kept | None:
-        kept_chunks = self.books.all_kept()
-        return self._random.choice(kept_chunks) if kept_chunks else None
+    def _some_entry(self) -> IndexEntry | None:
+        entries = self.index.entries()
+        return self._random.choice(entries) if entries else None
 
     def _write(self) -> None:
         layout, of = self._some()
-        # One that was removed meanwhile is nobody's any more: its reader finds it gone.
-        kept_chunks = self.books.all_kept()
-        pinned = {self.books.path_of(kept) for kept in self._pinned if kept in kept_chunks}
-        room = self.books.begin_write(layout, of, DIGEST_TO_BYTES[layout], 0.0)
-        if isinstance(room, Room):
-            assert room.recycled is None or room.recycled.path not in pinned, "a page that is being read is recycled"
-            self._at_work.append(Writer(room))
+        # A pinned chunk that was removed meanwhile does not count: its reader finds it gone.
+        entries = self.index.entries()
+        pinned = {self.index.path_of(entry) for entry in self._pinned if entry in entries}
+        reservation = self.index.reserve(layout, of, DIGEST_TO_BYTES[layout], 0.0)
+        if isinstance(reservation, Reservation):
+            assert reservation.recycled is None or reservation.recycled.path not in pinned, (
+                "a chunk that is being read is recycled"
+            )
+            self._at_work.append(Writer(reservation))
         else:
-            assert room in (Outcome.EXISTS, Outcome.REFUSED)
+            assert reservation in (Outcome.EXISTS, Outcome.REFUSED)
 
     def _remove(self) -> None:
         layout, of = self._some()
-        file = self.books.begin_remove(layout, of)
+        file = self.index.begin_remove(layout, of)
         if file is not None:
             self._at_work.append(Remover(layout, of, file))
 
     def _pin(self) -> None:
         layout, of = self._some()
-        kept = self.books.pin(layout, of.key)
-        if kept is not None:
-            self._pinned.append(kept)
+        entry = self.index.pin(layout, of.key)
+        if entry is not None:
+            self._pinned.append(entry)
 
     def _quarantine(self) -> None:
-        kept = self._some_kept()
-        if kept is not None:
-            file = self.books.begin_quarantine(kept)
+        entry = self._some_entry()
+        if entry is not None:
+            file = self.index.begin_quarantine(entry)
             assert file is not None
-            self._at_work.append(Quarantiner(kept, file))
+            self._at_work.append(Quarantiner(entry, file))
 
     def _forget(self) -> None:
-        kept = self._some_kept()
-        if kept is not None:
-            del self.files[self.books.path_of(kept)]
-            self.books.forget(kept)
-            self.books.forget(kept)
+        entry = self._some_entry()
+        if entry is not None:
+            del self.files[self.index.path_of(entry)]
+            self.index.forget(entry)
+            self.index.forget(entry)
 
     def _go_on(self, work: Writer | Remover | Quarantiner) -> None:
         match work:
             case Remover(layout, of, file):
-                self.books.end_remove(layout, of, file, is_removed=self._unlink(file.path))
-            case Quarantiner(kept, file):
+                self.index.end_remove(layout, of, file, is_removed=self._unlink(file.path))
+            case Quarantiner(entry, file):
                 self._number += 1
-                target = f"/v/quarantine/{kept.chunk.namespace}/{self._number}"
+                target = f"/v/quarantine/{entry.chunk.namespace}/{self._number}"
                 is_moved = self._rename(file.path, target)
-                moved = File(target, kept.num_bytes) if is_moved else None
-                for old in self.books.end_quarantine(kept, file, moved):
-                    self.books.put_down(old, is_removed=self._unlink(old.path))
-            case Writer(room, False):
-                self._clear(work, room)
-            case Writer(room, True):
-                self.files[f"/v/{id(room)}.tmp"] = room.chunk_bytes
+                moved = File(target, entry.num_bytes) if is_moved else None
+                for old in self.index.end_quarantine(entry, file, moved):
+                    self.index.end_removal(old, is_removed=self._unlink(old.path))
+            case Writer(reservation, False):
+                self._clear(work, reservation)
+            case Writer(reservation, True):
+                self.files[f"/v/{id(reservation)}.tmp"] = reservation.chunk_bytes
                 if self._random.random() < 0.2:
-                    self._fail(work, room)
+                    self._fail(work, reservation)
                 else:
-                    kept = Kept(room.layout, room.chunk, "me", room.chunk_bytes)
-                    assert self._rename(f"/v/{id(room)}.tmp", self.books.path_of(kept), always=True)
-                    self.books.commit(room, 0.0)
+                    entry = IndexEntry(reservation.layout, reservation.chunk, "me", reservation.chunk_bytes)
+                    assert self._rename(f"/v/{id(reservation)}.tmp", self.index.path_of(entry), always=True)
+                    self.index.commit(reservation, 0.0)
         self._tell()
 
-    def _clear(self, work: Writer, room: Room) -> None:
-        left = [file for file in room.removed if not self._unlink(file.path)]
-        if room.recycled is not None and not self._rename(room.recycled.path, f"/v/{id(room)}.tmp"):
-            left.append(room.recycled)
-        self.books.clear(room, left)
+    def _clear(self, work: Writer, reservation: Reservation) -> None:
+        left = [file for file in reservation.removed if not self._unlink(file.path)]
+        if reservation.recycled is not None and not self._rename(
+            reservation.recycled.path, f"/v/{id(reservation)}.tmp"
+        ):
+            left.append(reservation.recycled)
+        self.index.finish_eviction(reservation, left)
         if left:
-            self.books.empty(room)
-            self.books.give_up(room)
+            self.index.roll_back(reservation)
+            self.index.cancel(reservation)
         else:
             work.is_written = True
             self._at_work.append(work)
 
-    def _fail(self, work: Writer, room: Room) -> None:
-        temporary = f"/v/{id(room)}.tmp"
+    def _fail(self, work: Writer, reservation: Reservation) -> None:
+        temporary = f"/v/{id(reservation)}.tmp"
         if self._unlink(temporary):
-            self.books.empty(room)
+            self.index.roll_back(reservation)
         else:
             # Names of rooms are used again in this model, those of temporary files are not.
             self._number += 1
             self.files[f"{temporary}{self._number}"] = self.files.pop(temporary)
-            self.books.empty(room, File(f"{temporary}{self._number}", room.chunk_bytes))
-        if self.books.recycle_instead(room, 0.0):
+            self.index.roll_back(reservation, File(f"{temporary}{self._number}", reservation.chunk_bytes))
+        if self.index.reserve_by_recycling(reservation, 0.0):
             work.is_written = False
             self._at_work.append(work)
         else:
-            self.books.give_up(room)
+            self.index.cancel(reservation)
 
     def _unlink(self, path: str) -> bool:
-        assert path in self.files, "somebody else moved what is in hand"
+        assert path in self.files, "another thread moved a file in transit"
         if self._random.random() < 0.1:
             return False
         del self.files[path]
         return True
 
     def _rename(self, source: str, target: str, *, always: bool = False) -> bool:
-        assert source in self.files, "somebody else moved what is in hand"
+        assert source in self.files, "another thread moved a file in transit"
         if not always and self._random.random() < 0.1:
             return False
         self.files[target] = self.files.pop(source)
         return True
 
     def _tell(self) -> None:
-        while (change := self.books.next_change()) is not None:
-            assert self.books.next_change() is None, "two tell at once"
+        while (change := self.index.changes.next()) is not None:
+            assert self.index.changes.next() is None, "two deliveries at once"
             for added in change.added:
-                assert (change.layout, added) not in self._told
-                self._told.add((change.layout, added))
+                assert (change.layout, added) not in self._readable
+                self._readable.add((change.layout, added))
             for removed in change.removed:
-                self._told.remove((change.layout, removed))
-            self.books.told()
+                self._readable.remove((change.layout, removed))
+            self.index.changes.end_delivery()
 
 
 @given(st.integers(0, 2**32))
@@ -218,111 +223,111 @@ def test_every_byte_is_counted_whatever_order_threads_take(seed: int) -> None:
     drive.finish()
 
 
-def books_with(*chunks: ChunkId) -> ChunkIndex:
-    books = ChunkIndex("/v", "me", CAPACITY, Lru())
+def index_with(*chunks: ChunkId) -> ChunkIndex:
+    index = ChunkIndex("/v", "me", CAPACITY, Lru())
     for of in chunks:
-        assert not books.add([Kept(DIGEST, of, "me", UNIT)], 0.0)
-    return books
+        assert not index.add([IndexEntry(DIGEST, of, "me", UNIT)], 0.0)
+    return index
 
 
 def test_the_only_file_of_the_right_size_is_recycled() -> None:
-    books = books_with(*map(chunk, range(10)))
-    room = books.begin_write(DIGEST, chunk(11), UNIT, 0.0)
-    assert isinstance(room, Room)
-    assert room.recycled is not None
-    assert chunk(0).key.hex() in room.recycled.path
-    assert not room.removed
+    index = index_with(*map(chunk, range(10)))
+    reservation = index.reserve(DIGEST, chunk(11), UNIT, 0.0)
+    assert isinstance(reservation, Reservation)
+    assert reservation.recycled is not None
+    assert chunk(0).key.hex() in reservation.recycled.path
+    assert not reservation.removed
 
 
 def test_files_of_another_size_are_removed() -> None:
-    books = books_with(*map(chunk, range(10)))
-    room = books.begin_write(DIGEST, chunk(11), 2 * UNIT, 0.0)
-    assert isinstance(room, Room)
-    assert room.recycled is None
-    assert len(room.removed) == 2
+    index = index_with(*map(chunk, range(10)))
+    reservation = index.reserve(DIGEST, chunk(11), 2 * UNIT, 0.0)
+    assert isinstance(reservation, Reservation)
+    assert reservation.recycled is None
+    assert len(reservation.removed) == 2
 
 
 def test_a_chunk_larger_than_the_capacity_evicts_nobody() -> None:
-    books = books_with(chunk(1))
-    assert books.begin_write(DIGEST, chunk(2), CAPACITY + UNIT, 0.0) is Outcome.REFUSED
-    assert books.contains(DIGEST, chunk(1).key)
+    index = index_with(chunk(1))
+    assert index.reserve(DIGEST, chunk(2), CAPACITY + UNIT, 0.0) is Outcome.REFUSED
+    assert index.contains(DIGEST, chunk(1).key)
 
 
 def test_where_all_chunks_are_being_read_there_is_no_room() -> None:
-    books = books_with(*map(chunk, range(10)))
-    pinned = [books.pin(DIGEST, chunk(number).key) for number in range(10)]
-    assert books.begin_write(DIGEST, chunk(11), UNIT, 0.0) is Outcome.REFUSED
+    index = index_with(*map(chunk, range(10)))
+    pinned = [index.pin(DIGEST, chunk(number).key) for number in range(10)]
+    assert index.reserve(DIGEST, chunk(11), UNIT, 0.0) is Outcome.REFUSED
     assert pinned[3] is not None
-    books.unpin(pinned[3])
-    room = books.begin_write(DIGEST, chunk(11), UNIT, 0.0)
-    assert isinstance(room, Room)
-    assert room.recycled is not None
-    assert chunk(3).key.hex() in room.recycled.path
+    index.unpin(pinned[3])
+    reservation = index.reserve(DIGEST, chunk(11), UNIT, 0.0)
+    assert isinstance(reservation, Reservation)
+    assert reservation.recycled is not None
+    assert chunk(3).key.hex() in reservation.recycled.path
 
 
 def test_a_chunk_of_another_epoch_makes_way_for_the_new_one() -> None:
     old, new = chunk(1, Namespace("a", 1)), chunk(1, Namespace("a", 2))
-    books = books_with(old)
-    room = books.begin_write(DIGEST, new, UNIT, 0.0)
-    assert isinstance(room, Room)
-    assert room.recycled == File(books.path_of(Kept(DIGEST, old, "me", UNIT)), UNIT)
-    assert not books.contains(DIGEST, old.key)
+    index = index_with(old)
+    reservation = index.reserve(DIGEST, new, UNIT, 0.0)
+    assert isinstance(reservation, Reservation)
+    assert reservation.recycled == File(index.path_of(IndexEntry(DIGEST, old, "me", UNIT)), UNIT)
+    assert not index.contains(DIGEST, old.key)
 
 
 def test_a_chunk_that_comes_or_goes_is_nobody_elses() -> None:
-    books = books_with(chunk(1))
-    room = books.begin_write(DIGEST, chunk(2), UNIT, 0.0)
-    assert isinstance(room, Room)
-    assert books.begin_write(DIGEST, chunk(2), UNIT, 0.0) is Outcome.EXISTS
-    assert books.add([Kept(DIGEST, chunk(2), "other", UNIT)], 0.0)
-    assert books.begin_remove(DIGEST, chunk(2)) is None
-    assert books.begin_remove(DIGEST, chunk(1)) is not None
-    assert books.begin_write(DIGEST, chunk(1), UNIT, 0.0) is Outcome.REFUSED
+    index = index_with(chunk(1))
+    reservation = index.reserve(DIGEST, chunk(2), UNIT, 0.0)
+    assert isinstance(reservation, Reservation)
+    assert index.reserve(DIGEST, chunk(2), UNIT, 0.0) is Outcome.EXISTS
+    assert index.add([IndexEntry(DIGEST, chunk(2), "other", UNIT)], 0.0)
+    assert index.begin_remove(DIGEST, chunk(2)) is None
+    assert index.begin_remove(DIGEST, chunk(1)) is not None
+    assert index.reserve(DIGEST, chunk(1), UNIT, 0.0) is Outcome.REFUSED
 
 
 def test_chunks_of_other_writers_take_no_room_and_are_no_victims() -> None:
-    books = books_with(*map(chunk, range(9)))
-    assert not books.add([Kept(DIGEST, chunk(100), "other", UNIT)], 0.0)
-    assert books.bytes_used == 9 * UNIT
+    index = index_with(*map(chunk, range(9)))
+    assert not index.add([IndexEntry(DIGEST, chunk(100), "other", UNIT)], 0.0)
+    assert index.bytes_used == 9 * UNIT
     for number in range(20, 40):
-        room = books.begin_write(DIGEST, chunk(number), UNIT, 0.0)
-        assert isinstance(room, Room)
-        books.clear(room, [])
-        books.commit(room, 0.0)
-    assert books.contains(DIGEST, chunk(100).key)
-    assert books.bytes_used == CAPACITY
+        reservation = index.reserve(DIGEST, chunk(number), UNIT, 0.0)
+        assert isinstance(reservation, Reservation)
+        index.finish_eviction(reservation, [])
+        index.commit(reservation, 0.0)
+    assert index.contains(DIGEST, chunk(100).key)
+    assert index.bytes_used == CAPACITY
 
 
 def test_quarantine_takes_a_sixteenth_but_always_the_newest() -> None:
-    books = ChunkIndex("/v", "me", 32 * UNIT, Lru())
+    index = ChunkIndex("/v", "me", 32 * UNIT, Lru())
     for number in range(10):
-        kept = Kept(DIGEST, chunk(number), "me", UNIT)
-        assert not books.add([kept], 0.0)
-        file = books.begin_quarantine(kept)
+        entry = IndexEntry(DIGEST, chunk(number), "me", UNIT)
+        assert not index.add([entry], 0.0)
+        file = index.begin_quarantine(entry)
         assert file is not None
-        surplus = books.end_quarantine(kept, file, File(f"/v/quarantine/{number}", UNIT))
+        surplus = index.end_quarantine(entry, file, File(f"/v/quarantine/{number}", UNIT))
         assert [old.path for old in surplus] == ([f"/v/quarantine/{number - 2}"] if number >= 2 else [])
         for old in surplus:
-            books.put_down(old, is_removed=True)
-    assert books.bytes_used == 2 * UNIT
+            index.end_removal(old, is_removed=True)
+    assert index.bytes_used == 2 * UNIT
 
 
 def test_a_capacity_that_shrank_is_made_true() -> None:
-    books = books_with(*map(chunk, range(8)))
-    books.capacity_bytes = 3 * UNIT
+    index = index_with(*map(chunk, range(8)))
+    index._space.capacity_bytes = 3 * UNIT
     gone = []
-    while (file := books.take_excess(0.0)) is not None:
+    while (file := index.withdraw_over_capacity(0.0)) is not None:
         gone.append(file.path)
-        books.put_down(file, is_removed=True)
+        index.end_removal(file, is_removed=True)
     assert len(gone) == 5
     assert all(chunk(number).key.hex() in path for number, path in enumerate(gone))
-    assert books.bytes_used == 3 * UNIT
+    assert index.bytes_used == 3 * UNIT
 
 
-@pytest.mark.parametrize("law", ["_kept_bytes", "_bytes_in_hand", "_num_chunks", "_abandoned_bytes"])
-def test_a_broken_law_is_named(law: str) -> None:
-    books = books_with(chunk(1))
-    books.check(0.0)
-    setattr(books, law, 5)
+@pytest.mark.parametrize("counter", ["stored_bytes", "bytes_in_transit", "_num_chunks", "_abandoned_bytes"])
+def test_a_wrong_counter_is_detected(counter: str) -> None:
+    index = index_with(chunk(1))
+    index.check(0.0)
+    setattr(index if counter == "_num_chunks" else index._space, counter, 5)
     with pytest.raises(AssertionError):
-        books.check(0.0)
+        index.check(0.0)

@@ -1,4 +1,4 @@
-"""Reading and writing around the page cache, and the twin that fails on demand."""
+"""I/O without the page cache, and the test double that injects faults."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def run(*arguments: str | Path) -> Result:
 @pytest.mark.parametrize("keyring", [None, KEYRING], ids=["plain", "sealed"])
 def test_a_clean_volume_has_no_faults(tmp_path: Path, keyring: SecretsKeyring | None) -> None:
     looked: list[None] = []
-    report = fsck.check(made(tmp_path / "v", keyring), keyring=keyring, advance=lambda: looked.append(None))
+    report = fsck.verify_volume(made(tmp_path / "v", keyring), keyring=keyring, advance=lambda: looked.append(None))
     assert (report.num_chunks, report.num_unchecked, report.faults) == (NUM_CHUNKS, 0, [])
     assert report.num_bytes == sum(file.stat().st_size for file in chunk_files(tmp_path / "v"))
     assert len(looked) == NUM_CHUNKS == fsck.count_files(tmp_path / "v")
@@ -76,7 +76,7 @@ def test_every_fault_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
     path = made(tmp_path / "v")
     causes = spoiled(path)
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
-    report = fsck.check(path)
+    report = fsck.verify_volume(path)
     assert report.by_cause == causes
     assert not any(fault.mended_to for fault in report.faults)
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
@@ -86,10 +86,10 @@ def test_mending_moves_what_is_bad_and_leaves_a_clean_volume(tmp_path: Path) -> 
     path = made(tmp_path / "v")
     causes = spoiled(path)
     (path / "tmp" / "local" / "5.page").write_bytes(b"half")
-    report = fsck.check(path, mend=True)
+    report = fsck.verify_volume(path, mend=True)
     assert report.by_cause == causes | {"left_over": 1}
     assert all(fault.mended_to for fault in report.faults)
-    again = fsck.check(path)
+    again = fsck.verify_volume(path)
     assert (again.num_chunks, again.faults) == (5, [])
     assert len(quarantined(path)) == 5  # four chunks, and what was written beside them
     assert any(file.read_bytes() == b"mine" for file in quarantined(path))
@@ -105,17 +105,17 @@ def test_without_its_key_a_sealed_chunk_is_checked_by_its_header(tmp_path: Path)
     files = chunk_files(path)
     flip(files[0], 8 * 100)
     flip(files[1], 8 * 6000)
-    report = fsck.check(path)
+    report = fsck.verify_volume(path)
     assert report.by_cause == {"corrupt_header": 1}
     assert report.num_unchecked == NUM_CHUNKS - 1
-    assert fsck.check(path, keyring=KEYRING).by_cause == {"corrupt_header": 1, "corrupt_payload": 1}
-    assert fsck.check(path, keyring=SecretsKeyring({"acme": SECRET})).num_unchecked == 6
+    assert fsck.verify_volume(path, keyring=KEYRING).by_cause == {"corrupt_header": 1, "corrupt_payload": 1}
+    assert fsck.verify_volume(path, keyring=SecretsKeyring({"acme": SECRET})).num_unchecked == 6
     another = SecretsKeyring({"*": SECRET[::-1]})
-    assert fsck.check(path, keyring=another).by_cause == {"corrupt_header": 1, "undecryptable": NUM_CHUNKS - 1}
+    assert fsck.verify_volume(path, keyring=another).by_cause == {"corrupt_header": 1, "undecryptable": NUM_CHUNKS - 1}
 
 
 def test_a_plain_chunk_where_chunks_are_sealed_is_a_fault(tmp_path: Path) -> None:
-    assert fsck.check(made(tmp_path / "v"), keyring=KEYRING).by_cause == {"undecryptable": NUM_CHUNKS}
+    assert fsck.verify_volume(made(tmp_path / "v"), keyring=KEYRING).by_cause == {"undecryptable": NUM_CHUNKS}
 
 
 def test_a_volume_in_use_is_read_but_not_mended(tmp_path: Path) -> None:
@@ -123,16 +123,16 @@ def test_a_volume_in_use_is_read_but_not_mended(tmp_path: Path) -> None:
     for shared in (False, True):
         keeper = Volume(path, capacity_bytes=64 * CHUNK_BYTES, shared=shared)
         keeper.open()
-        assert fsck.check(path).faults == []
+        assert fsck.verify_volume(path).faults == []
         with pytest.raises(TierError, match="served by a keeper"):
-            fsck.check(path, mend=True)
+            fsck.verify_volume(path, mend=True)
         assert keeper.read(LAYOUT.digest, chunk(1), empty()) is Outcome.OK
         keeper.close()
-    assert fsck.check(path, mend=True).faults == []
+    assert fsck.verify_volume(path, mend=True).faults == []
 
 
 def test_what_is_no_volume_is_said(tmp_path: Path) -> None:
-    for look in (fsck.check, fsck.count_files, fsck.use, lambda path: list(fsck.chunks(path))):
+    for look in (fsck.verify_volume, fsck.count_files, fsck.disk_usage, lambda path: list(fsck.list_chunks(path))):
         with pytest.raises(TierError, match="no volume"):
             look(tmp_path)
 
@@ -204,7 +204,7 @@ def test_ls_lists_chunks_newest_first(tmp_path: Path) -> None:
 def test_du_adds_up(tmp_path: Path) -> None:
     path = made(tmp_path / "v")
     flip(chunk_files(path)[0], 77)
-    fsck.check(path, mend=True)
+    fsck.verify_volume(path, mend=True)
     used = json.loads(run("du", "--json", path).output)
     assert sum(use["pages"] for use in used["uses"]) == NUM_CHUNKS - 1
     assert sum(use["bytes"] for use in used["uses"]) == sum(file.stat().st_size for file in chunk_files(path))

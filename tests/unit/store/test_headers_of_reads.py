@@ -1,4 +1,4 @@
-"""What goes with a chunk to whoever verifies it again."""
+"""Headers that go with a chunk to a reader that verifies it again."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_the_header_fits_what_was_delivered(tmp_path: Path, keyring: SecretsKeyr
         parsed = chunk_file.parse_header(header)
         assert parsed is not None
         assert parsed.algorithm is Algorithm.PLAIN
-        assert chunk_file.check_identity(parsed, LAYOUT.digest, first, len(into)) is Outcome.OK
-        assert chunk_file.check_plain(parsed, into) is Outcome.OK
+        assert chunk_file.verify_identity(parsed, LAYOUT.digest, first, len(into)) is Outcome.OK
+        assert chunk_file.verify_plain(parsed, into) is Outcome.OK
         # It stays what it was when the next chunk is read.
         assert volume.read(LAYOUT.digest, second, empty()) is Outcome.OK
         assert chunk_file.parse_header(header) == parsed

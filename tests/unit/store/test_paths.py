@@ -57,4 +57,4 @@ def test_a_foreign_folder_is_none(name: str) -> None:
 @pytest.mark.parametrize("writer", ["", ".", "..", "a/b", "-a", "a" * 101, "ä", "a\n"])
 def test_a_writer_is_a_folders_name(writer: str) -> None:
     with pytest.raises(ValueError, match="writer"):
-        paths.check_writer(writer)
+        paths.validate_writer(writer)

@@ -42,7 +42,7 @@ Opened = Callable[..., Volume]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
-    """Opens volumes below the test's folder; their laws are checked and they are closed in the end."""
+    """Opens volumes below the test's folder; their invariants are checked and they are closed at the end."""
     volumes: list[Volume] = []
 
     def open_volume(name: str = "v", *, chunks: int = 8, **kwargs: Any) -> Volume:
@@ -129,7 +129,7 @@ def test_a_chunk_comes_back_from_this_volume_and_from_the_next_on_its_folder(
 def test_what_is_delivered_is_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], is_sealed: bool
 ) -> None:
-    """Whatever is done: chunks of two layouts, two tenants and two epochs, twelve of them, in room for about five."""
+    """Any sequence of operations on twelve chunks of two layouts, tenants and epochs, with space for about five."""
     path = tmp_path_factory.mktemp("volume")
 
     def opened() -> tuple[Volume, ChunkMirror]:
@@ -158,7 +158,9 @@ def test_what_is_delivered_is_what_was_written(
                 assert of not in volume.keys(layout)
             case "purge":
                 volume.purge(of.namespace)
-                assert not any(kept.namespace == of.namespace for one in volume.layouts() for kept in volume.keys(one))
+                assert not any(
+                    other.namespace == of.namespace for one in volume.layouts() for other in volume.keys(one)
+                )
             case "touch":
                 volume.touch(layout, [of.key])
             case "reopen":
@@ -245,8 +247,8 @@ def test_a_bad_chunk_is_a_miss_and_quarantined(
     assert get(volume, chunk(1)) is Outcome.MISSING
     assert not mirror.chunks
     assert chunk_files(volume.path) == []
-    [kept] = quarantined(volume.path)
-    assert f".{outcome}." in kept.name
+    [bad] = quarantined(volume.path)
+    assert f".{outcome}." in bad.name
     assert volume.stats.quarantined == 1
     assert volume.stats.reads == {outcome: 1, Outcome.MISSING: 1}
     put(volume, chunk(1))
@@ -722,7 +724,7 @@ def test_without_a_key_nothing_is_written_or_read(opened: Opened) -> None:
     volume.close()
     volume = opened(keyring=SecretsKeyring({"other": SECRET}))
     assert get(volume, chunk(1, Namespace("bank"))) is Outcome.UNDECRYPTABLE
-    # Not the chunk's fault: whoever brings the key gets it.
+    # Not the chunk's fault: it can be read with the key.
     volume.check()
     volume.close()
     volume = opened(keyring=SecretsKeyring({"bank": SECRET}))

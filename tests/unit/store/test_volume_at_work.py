@@ -83,7 +83,7 @@ class Threads:
         self._num_operations = num_operations
         self.wrong: list[ChunkId] = []
         self.outcomes: Counter[Outcome] = Counter()
-        self.told: set[tuple[LayoutDigest, ChunkId]] = set()
+        self.reported: set[tuple[LayoutDigest, ChunkId]] = set()
         volume.on_change = self._told
 
     def run(self) -> None:
@@ -94,8 +94,8 @@ class Threads:
             thread.join()
 
     def _told(self, layout: LayoutDigest, added: Sequence[ChunkId], removed: Sequence[ChunkId]) -> None:
-        self.told.update((layout, of) for of in added)
-        self.told.difference_update((layout, of) for of in removed)
+        self.reported.update((layout, of) for of in added)
+        self.reported.difference_update((layout, of) for of in removed)
 
     def _work(self, seed: int) -> None:
         seeded = random.Random(seed)
@@ -153,7 +153,7 @@ def test_capacity_is_kept_at_every_moment_of_100_000_operations(memory_path: Pat
     assert not quarantined(volume.path)
     volume.check()
     assert sum(io.sizes.values()) == volume.stats.bytes_used
-    assert threads.told == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
+    assert threads.reported == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
     volume.close()
 
 
@@ -183,7 +183,7 @@ def test_capacity_is_kept_on_a_drive_that_keeps_failing(tmp_path: Path) -> None:
     assert threads.outcomes[Outcome.IO_ERROR]
     volume.rescan()
     volume.check()
-    assert threads.told == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
+    assert threads.reported == {(layout, of) for layout in volume.layouts() for of in volume.keys(layout)}
     for number in range(30):
         of = chunk(number + 1000)
         assert volume.write(DIGEST, of, payload(of)) is Outcome.OK
@@ -272,17 +272,17 @@ def test_on_a_shared_volume_everyone_reads_what_anyone_wrote(tmp_path: Path) -> 
     b.open()
     assert a.volume_id == b.volume_id
     assert a.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.OK
-    told: list[ChunkId] = []
-    b.on_change = lambda layout, added, removed: told.extend(added)
+    reported: list[ChunkId] = []
+    b.on_change = lambda layout, added, removed: reported.extend(added)
     into = empty()
     assert not b.contains(DIGEST, chunk(1).key)
     assert b.read(DIGEST, ChunkId(chunk(1).key), into) is Outcome.OK  # before any rescan
     assert bytes(into) == truth(chunk(1))
-    assert told == [chunk(1)]
+    assert reported == [chunk(1)]
     assert b.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.EXISTS
     assert a.write(DIGEST, chunk(2), payload(chunk(2))) is Outcome.OK
     b.rescan()
-    assert told == [chunk(1), chunk(2)]
+    assert reported == [chunk(1), chunk(2)]
     assert b.stats.bytes_used == 0
     assert b.remove(DIGEST, chunk(1))
     assert a.read(DIGEST, chunk(1), into) is Outcome.GONE

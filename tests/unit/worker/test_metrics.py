@@ -15,9 +15,10 @@ from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, Finish
 from kvferry.engine.sim import SimEngine
 from kvferry.errors import EngineDead
 from kvferry.exposition import SpanCounts
+from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
-from kvferry.keeper.remote import ChunkLender, RemoteKeepers, RemoteStats
+from kvferry.keeper.remote_reader import RemoteReader, RemoteStats
 from kvferry.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.server import WorkerServer
@@ -94,7 +95,7 @@ async def test_a_keeper_has_all_its_metrics(tmp_path: Path) -> None:
     keeper = Keeper(TierConfig(), [], keeper_id="k-1")
     remote = SimpleNamespace(stats=RemoteStats(2, {}, 8192, 0.5, 0.25))
     lender = SimpleNamespace(num_lent=3, num_expired=1)
-    metrics = KeeperMetrics(keeper, cast("RemoteKeepers", remote), cast("ChunkLender", lender))
+    metrics = KeeperMetrics(keeper, cast("RemoteReader", remote), cast("ChunkLender", lender))
     assert metrics.exposition.missing == frozenset()
     text = await metrics.render()
     assert names_of(text) == {metric.name for metric in CATALOGUE if metric.exporter is Exporter.KEEPER}

@@ -1,0 +1,15 @@
+"""Causes of failed chunks other than an answer of their volume."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Cause(enum.StrEnum):
+    """Metric labels, beside those of Outcome."""
+
+    TIMEOUT = "timeout"  # waited or ran for longer than the deadline
+    UNAVAILABLE = "unavailable"  # the volume's breaker is open, or the volume is unknown
+    QUEUE_FULL = "queue_full"
+    ENGINE_GONE = "engine_gone"
+    FAULT = "fault"  # a bug of ours, with a traceback in the log

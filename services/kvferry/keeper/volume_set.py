@@ -1,0 +1,66 @@
+"""The volumes of a keeper, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvferry.keeper.cause import Cause
+from kvferry.keeper.volume_io import VolumeIo
+from kvferry.store.layout import ChunkKey, LayoutDigest
+from kvferry.store.outcome import Outcome
+
+
+class VolumeSet:
+    """`max_queued_write_bytes` bounds the writes that wait for all volumes."""
+
+    def __init__(self, max_queued_write_bytes: int, clock: Callable[[], float]) -> None:
+        self._max_queued_write_bytes = max_queued_write_bytes
+        self._clock = clock
+        self._volumes: dict[str, VolumeIo] = {}
+
+    def __repr__(self) -> str:
+        return f"<VolumeSet {list(self._volumes.values())}>"
+
+    def __iter__(self) -> Iterator[VolumeIo]:
+        return iter(self._volumes.values())
+
+    def add(self, volume: VolumeIo) -> None:
+        self._volumes[volume.volume_id] = volume
+
+    def get(self, volume_id: str) -> VolumeIo | None:
+        return self._volumes.get(volume_id)
+
+    def payload_bytes(self, layout: LayoutDigest) -> int | None:
+        """None: neither an engine nor a volume has described the layout."""
+        for volume in self:
+            num_bytes = volume.layout_to_payload_bytes.get(layout)
+            if num_bytes is not None:
+                return num_bytes
+        return None
+
+    def loadable_keys(self, layout: LayoutDigest) -> list[ChunkKey]:
+        return [chunk.key for volume in self if volume.is_visible for chunk in volume.volume.keys(layout)]
+
+    def is_loadable(self, layout: LayoutDigest, key: ChunkKey) -> bool:
+        return any(volume.is_visible and volume.volume.contains(layout, key) for volume in self)
+
+    def with_chunk(self, layout: LayoutDigest, key: ChunkKey) -> VolumeIo | None:
+        """The shortest queue wins."""
+        holders = [volume for volume in self if volume.is_visible and volume.volume.contains(layout, key)]
+        return min(holders, key=lambda volume: volume.queued_bytes, default=None)
+
+    def for_new_chunk(self, num_bytes: int) -> VolumeIo | Cause | Outcome:
+        """Return a volume, or why there is none."""
+        now_s = self._clock()
+        volumes = [volume for volume in self if volume.accepts_writes(now_s)]
+        if not volumes:
+            return Cause.UNAVAILABLE
+        volumes = [volume for volume in volumes if volume.budget.allows(now_s)]
+        if not volumes:
+            return Outcome.REFUSED
+        if sum(volume.queued_write_bytes for volume in self) + num_bytes > self._max_queued_write_bytes:
+            return Cause.QUEUE_FULL
+        if len(volumes) == 1:
+            return volumes[0]
+        levels = {volume: volume.fill_level(num_bytes) for volume in volumes}
+        return min(volumes, key=lambda volume: (levels[volume] > 1, volume.queued_bytes, levels[volume]))

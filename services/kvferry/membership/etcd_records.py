@@ -1,0 +1,70 @@
+"""Records of members in etcd, and a watcher's view of them. Pure."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All records at one revision; a watch continues at `revision` + 1."""
+
+    key_to_value: dict[str, bytes]
+    revision: int
+
+
+class MemberView:
+    """The members that a watcher knows."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._key_to_member: dict[str, Member] = {}
+
+    def replace(self, listing: Listing) -> Snapshot:
+        self._key_to_member = {
+            key: member
+            for key, value in sorted(listing.key_to_value.items())
+            if (member := decode_record(self._prefix, key, value)) is not None
+        }
+        return Snapshot(tuple(self._key_to_member.values()))
+
+    def put(self, key: str, value: bytes) -> Joined | None:
+        """Return None for an unchanged or unreadable record; the known one stays."""
+        member = decode_record(self._prefix, key, value)
+        if member is None or self._key_to_member.get(key) == member:
+            return None
+        self._key_to_member[key] = member
+        return Joined(member)
+
+    def delete(self, key: str) -> Left | None:
+        """Return None for an unknown record."""
+        member = self._key_to_member.pop(key, None)
+        return None if member is None else Left(member.kind, member.member_id)
+
+
+def record_prefix(prefix: str) -> str:
+    return f"{prefix.rstrip('/')}/members/"
+
+
+def record_key(prefix: str, kind: MemberKind, member_id: MemberId) -> str:
+    return f"{record_prefix(prefix)}{kind}/{member_id}"
+
+
+def decode_record(prefix: str, key: str, value: bytes) -> Member | None:
+    """Return None, and log, for an unreadable record or one under another's key."""
+    try:
+        member = msgspec.json.decode(value, type=Member)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        log.warning(f"passing over {key}: {error}")
+        return None
+    if key != record_key(prefix, member.kind, member.member_id):
+        log.warning(f"passing over {key}: it holds the record of {member.kind}/{member.member_id}")
+        return None
+    return member

@@ -1,0 +1,95 @@
+"""Watches the members in etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Final
+
+from kvferry.membership.base import MemberChange
+from kvferry.membership.etcd_link import EtcdConnector, EtcdLink, Interrupted, log_fault, wait_for_cancelled
+from kvferry.membership.etcd_records import Listing, MemberView, record_prefix
+
+log = logging.getLogger(__name__)
+
+_MAX_BACKLOG: Final = 4096  # changes; a slower reader gets a Snapshot instead
+
+
+class EtcdWatch(AsyncIterator[MemberChange]):
+    """Read by a task of its own, so that a cancelled wait loses no change."""
+
+    def __init__(
+        self,
+        prefix: str,
+        connector: EtcdConnector,
+        list_records: Callable[[EtcdLink], Awaitable[Listing]],
+        *,
+        pause_s: Callable[[int], float],
+        on_ended: Callable[[EtcdWatch], None],
+    ) -> None:
+        self._prefix = prefix
+        self._connector = connector
+        self._list_records = list_records
+        self._pause_s = pause_s
+        self._on_ended = on_ended
+        self._view = MemberView(prefix)
+        self._changes: asyncio.Queue[MemberChange | None] = asyncio.Queue()  # None: the end
+        self._task: asyncio.Task[None] | None = None
+        self._ended = False
+
+    async def __anext__(self) -> MemberChange:
+        if self._ended:
+            raise StopAsyncIteration
+        if self._task is None:
+            self._task = asyncio.create_task(self._follow(), name="watch members")
+        change = await self._changes.get()
+        if change is None:
+            self._changes.put_nowait(None)  # other waiting readers end too
+            raise StopAsyncIteration
+        return change
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        await wait_for_cancelled([self.cancel()])
+
+    def cancel(self) -> asyncio.Task[None] | None:
+        if not self._ended:
+            self._ended = True
+            self._changes.put_nowait(None)
+        if self._task is not None:
+            self._task.cancel()
+        self._on_ended(self)
+        return self._task
+
+    async def _follow(self) -> None:
+        num_failures = 0
+        while True:
+            try:
+                async with self._connector.link() as link:
+                    listing = await self._list_records(link)
+                    self._drain()  # the Snapshot replaces unread changes
+                    self._changes.put_nowait(self._view.replace(listing))
+                    async with link.watch(record_prefix(self._prefix), listing.revision + 1) as stream:
+                        if num_failures:
+                            log.info("members are watched again")
+                        num_failures = 0
+                        while True:
+                            self._put(await stream.events())
+            except Exception as error:
+                num_failures += 1
+                log_fault("members cannot be watched, the last known stay", error, num_failures)
+            await asyncio.sleep(self._pause_s(num_failures))
+
+    def _put(self, events: Iterable[Any]) -> None:
+        for event in events:
+            key = event.kv.key.decode(errors="replace")
+            change = self._view.delete(key) if event.type == event.DELETE else self._view.put(key, event.kv.value)
+            if change is not None:
+                if self._changes.qsize() >= _MAX_BACKLOG:
+                    raise Interrupted(f"the reader is {_MAX_BACKLOG} changes behind")
+                self._changes.put_nowait(change)
+
+    def _drain(self) -> None:
+        while not self._changes.empty():
+            self._changes.get_nowait()

@@ -1,0 +1,155 @@
+"""Reads and verifies chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from kvferry.store import chunk_file, folder, paths
+from kvferry.store.chunk_file import HEADER_BYTES, Keyring
+from kvferry.store.chunk_index import ChunkIndex, IndexEntry
+from kvferry.store.layout import ChunkId, LayoutDigest
+from kvferry.store.outcome import Outcome
+from kvferry.store.quarantine import Quarantine
+from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
+
+
+class ChunkReader:
+    """Thread-safe. `shared`: searches for chunks that other writers added since the last scan."""
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        files: VolumeFiles,
+        quarantine: Quarantine,
+        keyring: Keyring | None,
+        *,
+        shared: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._files = files
+        self._quarantine = quarantine
+        self._keyring = keyring
+        self._shared = shared
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.outcomes: Counter[Outcome] = Counter()
+        self.bytes_read = 0
+
+    def __repr__(self) -> str:
+        return f"<ChunkReader {dict(self.outcomes)}>"
+
+    def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None) -> Outcome:
+        outcome = self._read(layout, chunk, into)
+        if header is not None and outcome is Outcome.OK:
+            if self._keyring is None:
+                header[:] = self._files.buffers.header  # as this thread has read it
+            else:
+                chunk_file.write_plain_header(header, into, layout, chunk, self._clock())
+        with self._lock:
+            self.outcomes[outcome] += 1
+            if outcome is Outcome.OK:
+                self.bytes_read += len(into)
+        return outcome
+
+    def _read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview) -> Outcome:
+        entry = self._index.pin(layout, chunk.key)
+        if entry is None and self._shared and self._find_elsewhere(layout, chunk):
+            entry = self._index.pin(layout, chunk.key)
+        if entry is None:
+            return Outcome.MISSING
+        try:
+            if entry.chunk.namespace != chunk.namespace:
+                return Outcome.WRONG_NAMESPACE
+            key = None
+            if self._keyring is not None:
+                key = self._keyring.key(chunk.namespace)
+                if key is None:
+                    return Outcome.UNDECRYPTABLE
+            outcome = self._read_entry(entry, into, key)
+        finally:
+            self._index.unpin(entry)
+        if outcome is Outcome.OK:
+            self._index.touch(layout, [chunk.key], self._clock())
+        return outcome
+
+    def _read_entry(self, entry: IndexEntry, into: memoryview, key: bytes | None) -> Outcome:
+        path = self._index.path_of(entry)
+        # Another process may overwrite its file during our read, even with the same chunk as before. So a chunk counts
+        # as bad only if it fails twice under the same inode.
+        for _ in range(2):
+            outcome, inode = self._read_file(path, entry, into, key)
+            if outcome in (Outcome.OK, Outcome.IO_ERROR):
+                return outcome
+            current = self._files.inode_at(path)
+            if current is None:
+                return Outcome.IO_ERROR
+            if current == NO_INODE:
+                self._index.forget(entry)
+                return Outcome.GONE
+            if current != inode:
+                return Outcome.GONE
+        return outcome if self._quarantine.add(entry, outcome) else Outcome.GONE
+
+    def _read_file(self, path: str, entry: IndexEntry, into: memoryview, key: bytes | None) -> tuple[Outcome, Inode]:
+        inode = NO_INODE
+        files = self._files
+        try:
+            fd = files.io.open(path, os.O_RDONLY)
+            try:
+                status = os.fstat(fd)
+                inode = (status.st_dev, status.st_ino)
+                if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
+                    return Outcome.TRUNCATED, inode
+                header = files.buffers.header
+                payload = into if key is None else files.buffers.bounce(len(into))
+                if files.io.read(fd, [header, payload]) != status.st_size:
+                    return Outcome.TRUNCATED, inode
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                # A symbolic link is never a chunk's file, wherever it leads.
+                return Outcome.TRUNCATED, files.inode_at(path) or inode
+            return (Outcome.GONE if error.errno == errno.ENOENT else Outcome.IO_ERROR), inode
+        return self._verify(header, payload, entry, into, key), inode
+
+    def _verify(
+        self, raw_header: memoryview, payload: memoryview, entry: IndexEntry, into: memoryview, key: bytes | None
+    ) -> Outcome:
+        """A sealed payload is decrypted into `into`."""
+        header = chunk_file.parse_header(raw_header)
+        if header is None:
+            return Outcome.CORRUPT_HEADER
+        outcome = chunk_file.verify_identity(header, entry.layout, entry.chunk, len(payload))
+        if outcome is not Outcome.OK:
+            return outcome
+        if key is None:
+            return chunk_file.verify_plain(header, payload)
+        return chunk_file.unseal(header, raw_header, payload, into, key)
+
+    def _find_elsewhere(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
+        start = f"{chunk.key.hex()}-"
+        files = self._files
+        with contextlib.suppress(OSError):
+            for writer in folder.writers(files.path):
+                if writer == files.writer:
+                    continue
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    os.scandir(f"{files.root}/{paths.chunk_folder(writer, layout, chunk)}") as candidates,
+                ):
+                    for candidate in candidates:
+                        found = paths.parse_chunk_name(candidate.name, chunk.namespace)
+                        if candidate.name.startswith(start) and found is not None:
+                            num_bytes = candidate.stat(follow_symlinks=False).st_size
+                            entry = IndexEntry(layout, found, writer, num_bytes, self._index.next_number())
+                            self._index.add([entry], self._clock())
+                            return True
+        return False

@@ -1,0 +1,125 @@
+"""Writes chunks into a volume.
+
+Evicted files are recycled: renamed, overwritten in place, renamed again. Allocating fresh blocks takes several times
+the processor time of writing them. Nothing is synced: after a crash, checksum or size show a torn file.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from kvferry.store import chunk_file, paths
+from kvferry.store.chunk_file import Keyring
+from kvferry.store.chunk_index import ChunkIndex, Reservation
+from kvferry.store.layout import ChunkId, LayoutDigest
+from kvferry.store.outcome import Outcome
+from kvferry.store.space_ledger import File
+from kvferry.store.volume_files import VolumeFiles
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class ChunkWriter:
+    """Thread-safe. `notify` is called after evictions, before their space is written."""
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        files: VolumeFiles,
+        keyring: Keyring | None,
+        *,
+        notify: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._files = files
+        self._keyring = keyring
+        self._notify = notify
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.outcomes: Counter[Outcome] = Counter()
+        self.bytes_written = 0
+
+    def __repr__(self) -> str:
+        return f"<ChunkWriter {dict(self.outcomes)}>"
+
+    def write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
+        outcome = self._write(layout, chunk, payload)
+        with self._lock:
+            self.outcomes[outcome] += 1
+            if outcome is Outcome.OK:
+                self.bytes_written += len(payload)
+        return outcome
+
+    def _write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
+        key = None
+        if self._keyring is not None:
+            key = self._keyring.key(chunk.namespace)
+            if key is None:
+                return Outcome.REFUSED
+        now_s = self._clock()
+        reservation = self._index.reserve(layout, chunk, chunk_file.chunk_file_bytes(len(payload)), now_s)
+        if isinstance(reservation, Outcome):
+            return reservation
+        self._notify()
+        header = self._files.buffers.header
+        if key is None:
+            chunk_file.write_plain_header(header, payload, layout, chunk, now_s)
+        else:
+            sealed = self._files.buffers.bounce(len(payload))
+            chunk_file.seal(header, payload, sealed, layout, chunk, now_s, key)
+            payload = sealed
+        parts = [header, payload]
+        outcome = self._fill(reservation, parts)
+        # A drive may be full below our capacity. Overwriting a file needs no more of its space.
+        if outcome is Outcome.NO_SPACE and self._index.reserve_by_recycling(reservation, now_s):
+            self._notify()
+            outcome = self._fill(reservation, parts)
+        if outcome is not Outcome.OK:
+            self._index.cancel(reservation)
+        return outcome
+
+    def _fill(self, reservation: Reservation, parts: list[memoryview]) -> Outcome:
+        files = self._files
+        temporary = files.temporary_path()
+        is_begun = False
+        try:
+            is_recycled = self._evict(reservation, temporary)
+            is_begun = True
+            files.write(temporary, parts, reservation.chunk_bytes, is_recycled=is_recycled)
+            target = paths.chunk_path(files.writer, reservation.layout, reservation.chunk)
+            files.rename(temporary, f"{files.root}/{target}")
+        except OSError as error:
+            is_left = is_begun and not files.remove(temporary)
+            self._index.roll_back(reservation, File(temporary, reservation.chunk_bytes) if is_left else None)
+            return Outcome.NO_SPACE if error.errno in _NO_SPACE else Outcome.IO_ERROR
+        self._index.commit(reservation, self._clock())
+        return Outcome.OK
+
+    def _evict(self, reservation: Reservation, temporary: str) -> bool:
+        """Return whether a recycled file is at `temporary` now.
+
+        Raises OSError if a file could not be removed; such files are abandoned.
+        """
+        is_recycled = False
+        failure: OSError | None = None
+        left: list[File] = []
+        for file in reservation.removed:
+            if not self._files.remove(file.path):
+                failure = OSError(errno.EIO, "not removed", file.path)
+                left.append(file)
+        if reservation.recycled is not None:
+            try:
+                self._files.io.rename(reservation.recycled.path, temporary)
+                is_recycled = True
+            except OSError as error:
+                if not self._files.is_absent(error):
+                    failure = error
+                    left.append(reservation.recycled)
+        self._index.finish_eviction(reservation, left)
+        if failure is not None:
+            raise failure
+        return is_recycled

@@ -1,0 +1,108 @@
+"""One writer's file operations in a volume's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import stat
+import threading
+from pathlib import Path
+
+from kvferry.store import paths
+from kvferry.store.chunk_file import HEADER_BYTES
+from kvferry.store.direct_io import DirectIo, aligned_buffer
+
+Inode = tuple[int, int]  # device and number
+NO_INODE: Inode = (0, 0)
+
+
+class ThreadBuffers(threading.local):
+    def __init__(self) -> None:
+        self.header = aligned_buffer(HEADER_BYTES)
+        self._bounce = memoryview(b"")
+
+    def bounce(self, num_bytes: int) -> memoryview:
+        """For a sealed payload; the content is undefined."""
+        if len(self._bounce) < num_bytes:
+            self._bounce = aligned_buffer(num_bytes)
+        return self._bounce[:num_bytes]
+
+
+class VolumeFiles:
+    """Thread-safe. Paths are absolute."""
+
+    def __init__(self, path: Path, writer: str, io: DirectIo) -> None:
+        self.path = path
+        self.root = str(path)
+        self.writer = writer
+        self.io = io
+        self.buffers = ThreadBuffers()
+        self.temporary = f"{self.root}/{paths.TEMPORARY}/{writer}"
+        self.writer_lock = Path(f"{self.temporary}.lock")
+        self._temporary_numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<VolumeFiles of {self.writer} at {self.root}>"
+
+    def temporary_path(self) -> str:
+        return f"{self.temporary}/{next(self._temporary_numbers):x}.page"
+
+    def remove(self, path: str) -> bool:
+        """Return whether the file certainly does not exist any more."""
+        try:
+            self.io.unlink(path)
+        except OSError as error:
+            return self.is_absent(error)
+        return True
+
+    def is_absent(self, error: OSError) -> bool:
+        """Return whether the file does not exist, on a mounted volume."""
+        return error.errno == errno.ENOENT and self.is_mounted()
+
+    def is_mounted(self) -> bool:
+        """While the drive is unmounted, all chunks seem to be gone, but none is."""
+        return self.writer_lock.exists()
+
+    def inode_at(self, path: str) -> Inode | None:
+        """Return NO_INODE if there is no file, None if that cannot be determined."""
+        try:
+            status = os.lstat(path)
+        except OSError as error:
+            return NO_INODE if self.is_absent(error) else None
+        return (status.st_dev, status.st_ino)
+
+    def rename(self, source: str, target: str) -> None:
+        """Make the target's folder too. Another process may remove it while it is empty."""
+        for _ in range(3):
+            try:
+                return self.io.rename(source, target)
+            except FileNotFoundError:
+                self._make_folder_of(target)
+        return self.io.rename(source, target)
+
+    def write(self, path: str, parts: list[memoryview], num_bytes: int, *, is_recycled: bool) -> None:
+        fd = self.io.open(path, os.O_WRONLY if is_recycled else os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            if is_recycled and os.fstat(fd).st_size != num_bytes:
+                os.ftruncate(fd, num_bytes)
+            self.io.write(fd, parts)
+        finally:
+            os.close(fd)
+
+    def truncate(self, path: str, num_bytes: int) -> int:
+        """Returns the file's size."""
+        status = os.lstat(path)
+        if status.st_size <= num_bytes or not stat.S_ISREG(status.st_mode):
+            return status.st_size
+        os.truncate(path, num_bytes)
+        return num_bytes
+
+    def _make_folder_of(self, path: str) -> None:
+        # A writer's own folders exist since `open`. They are missing if the volume is unmounted; making them then
+        # would fill the drive below the mount point.
+        *folders, _ = path.removeprefix(f"{self.root}/").split("/")
+        for depth in range(3, len(folders) + 1):
+            with contextlib.suppress(FileExistsError):
+                Path(self.root, *folders[:depth]).mkdir(0o700)
