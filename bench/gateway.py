@@ -138,10 +138,10 @@ async def run_gateway(config: ClusterConfig, members: Sequence[dict[str, Any]], 
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while not all(
-                len(host.roster.usable(kind)) == role.replicas
+                len(host.worker_pool.usable(kind)) == role.replicas
                 for kind, role in ((MemberKind.PREFILL, config.prefill), (MemberKind.DECODE, config.decode))
             ):
-                await host.roster.change()
+                await host.worker_pool.change()
         say({"port": host.port, "loop": type(asyncio.get_running_loop()).__module__})
         await told_to_end()
     finally:

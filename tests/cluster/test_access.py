@@ -334,7 +334,7 @@ async def test_a_gateway_does_not_start_without_the_files_it_is_told_of(
 
 
 def refused_by_all(gateway: GatewayHost) -> bool:
-    links = [link for kind in MemberKind for link in gateway.roster.links(kind)]
+    links = [link for kind in MemberKind for link in gateway.worker_pool.links(kind)]
     return len(links) == 2 and all(link._why_not for link in links)
 
 

@@ -463,7 +463,7 @@ async def relayed(cluster: SimCluster, host: WorkerHost) -> TcpRelay:
         lambda: any(
             link.usable and link.member.link_address == relay.address
             for kind in (MemberKind.PREFILL, MemberKind.DECODE)
-            for link in gateway.roster.links(kind)
+            for link in gateway.worker_pool.links(kind)
         ),
         what="the gateway dials the relay",
     )
@@ -511,7 +511,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(
             prefill.faults = Faults()
         await cluster.until_quiet()
         for kind in (MemberKind.PREFILL, MemberKind.DECODE):
-            for link in gateway.roster.links(kind):
+            for link in gateway.worker_pool.links(kind):
                 assert link.num_requests == 0
         assert cluster.metric("kvferry_requests_cancelled_total") == 1
     finally:

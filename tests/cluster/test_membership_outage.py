@@ -74,7 +74,7 @@ async def finished_well(pieces: AsyncIterator[str]) -> bool:
 
 def links(cluster: SimCluster, kind: MemberKind) -> list[WorkerLink]:
     assert cluster.gateway is not None
-    return cluster.gateway.roster.links(kind)
+    return cluster.gateway.worker_pool.links(kind)
 
 
 def forget(cluster: SimCluster, host: WorkerHost, clock: Clock) -> None:
@@ -105,7 +105,7 @@ async def test_a_member_that_the_registry_forgot_is_kept_while_its_stream_lives(
         (host,) = cluster.hosts(MemberKind.DECODE)
         forget(cluster, host, clock)
         assert cluster.gateway is not None
-        gone = cluster.gateway.roster._gone
+        gone = cluster.gateway.worker_pool._gone
         await until(lambda: host.worker_id in gone, what="the gateway heard that the member left")
         assert (await journey_of(cluster))["decode_worker"] == host.worker_id
         await host.server.stop()

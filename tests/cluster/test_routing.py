@@ -44,7 +44,7 @@ async def journey(url: str, prompt: list[int], *, debug: str = "1", max_tokens: 
 
 
 def told(gateway: GatewayHost, host: WorkerHost) -> frozenset[int]:
-    return gateway.residents.index.keys_of(Holder(host.worker_id, Tier.GPU))
+    return gateway.residency.index.keys_of(Holder(host.worker_id, Tier.GPU))
 
 
 def computed(engines: list[SimEngine]) -> int:
@@ -77,13 +77,13 @@ async def test_gateways_hear_what_engines_hold() -> None:
         held = frozenset().union(*(told(first, host) for host, _ in cluster.workers))
         for prompt in prompts:
             assert set(route_keys(prompt, 16, seed_of(""))) <= held
-        first.residents.index.check()
+        first.residency.index.check()
 
         # A gateway that comes later gets it all as a snapshot.
         second = await cluster.add_gateway()
         await cluster.ready()
         await until(lambda: all_is_told(second), what="the second gateway knows as much")
-        assert second.residents.num_gaps == 0
+        assert second.residency.num_gaps == 0
         # A worker that leaves is forgotten at once.
         host, engine = cluster.workers[0]
         engine.kill()

@@ -115,11 +115,11 @@ async def until_known(cluster: SimCluster, num_pages: int) -> None:
     assert gateway is not None
     await until(
         lambda: (
-            bool(gateway.keepers.costs())
-            and sum(state.num_chunks for state in gateway.keepers.states().values()) >= num_pages
+            bool(gateway.volume_pool.costs())
+            and sum(state.num_chunks for state in gateway.volume_pool.states().values()) >= num_pages
         )
     )
-    index = gateway.residents.index
+    index = gateway.residency.index
     await until(lambda: any(holder.tier.value == "volume" for holder in index.holders()))
 
 
@@ -248,8 +248,8 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
         await until_known(cluster, num_prompt // PAGE)
         await end_workers(cluster)
-        (name,) = gateway.keepers.costs()
-        slow = {name: gateway.keepers.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
+        (name,) = gateway.volume_pool.costs()
+        slow = {name: gateway.volume_pool.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
         dispatcher = gateway.app.openai._dispatcher  # type: ignore[union-attr]
         monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda: slow))
         _, fresh = await add_worker(cluster, kept)
@@ -337,7 +337,7 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(t
                 await until(lambda: loaded() > before, what="pages loaded from the volume")
                 await until(lambda: shown("readable") == shown("writable") == 1, what="metrics of a volume of use")
 
-            await until(lambda: bool(gateway.keepers.states()))
+            await until(lambda: bool(gateway.volume_pool.states()))
             await is_of_use()
 
             hanging = Fault(until=threading.Event())

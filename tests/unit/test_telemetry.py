@@ -17,6 +17,7 @@ from kvferry.exposition import Exposition, Reading
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.keeper.breaker import BreakerState
 from kvferry.keeper.cause import Cause
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.router.placement import Reason
 from kvferry.store.outcome import Outcome
 from kvferry.telemetry import (
@@ -190,8 +191,20 @@ def test_what_a_worker_reports_is_read_when_scraped() -> None:
     assert not any("decode-1" in name for name in rows(metrics)), "a worker that left is no series"
 
 
+SEEN_VOLUME = VolumeState(
+    volume_id="v-1",
+    breaker_open=True,
+    trips=2,
+    num_chunks=3,
+    used_bytes=4096,
+    capacity_bytes=8192,
+    queue_bytes=10,
+    read_bytes_per_s=2.5,
+)
+
+
 def test_what_keepers_report_is_read_when_scraped() -> None:
-    metrics = GatewayMetrics(read_volumes=lambda: [VolumeSample("v-1", "k-1", False, True, 2, 3, 4096, 8192, 10, 2.5)])
+    metrics = GatewayMetrics(read_volumes=lambda: [VolumeSample("k-1", SEEN_VOLUME)])
     seen, labels = rows(metrics), 'keeper="k-1",volume="v-1"'
     assert seen[f"kvferry_volume_readable{{{labels}}}"] == 0
     assert seen[f"kvferry_volume_writable{{{labels}}}"] == 1

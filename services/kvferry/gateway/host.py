@@ -41,7 +41,7 @@ from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.residency_subscriber import ResidencySubscriber
-from kvferry.router.volume_pool import VolumePool, keeper_of, volume_of
+from kvferry.router.volume_pool import VolumePool, keeper_of
 from kvferry.router.volume_stream import follow_over
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.tracing import Tracing, start_tracing
@@ -114,19 +114,19 @@ class GatewayHost:
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
         targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
-        self.residents = ResidencySubscriber(ResidencyIndex())
+        self.residency = ResidencySubscriber(ResidencyIndex())
         priced = config.gateway.placement == "priced"
-        self.policy: Policy = PricedPolicy(self.residents.index) if priced else RoundRobinPolicy()
-        self.roster = WorkerPool(
+        self.policy: Policy = PricedPolicy(self.residency.index) if priced else RoundRobinPolicy()
+        self.worker_pool = WorkerPool(
             membership,
             self.gateway_id,
             config.worker,
-            on_up=self.residents.linked,
-            on_down=self.residents.gone,
+            on_up=self.residency.linked,
+            on_down=self.residency.gone,
             on_gone=self.policy.forget,
             on_change=self._note_readiness,
         )
-        self.keepers = VolumePool(membership, self.residents.index, follow_over(config.worker.tls))
+        self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
         access = Access(config.gateway)
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         name = config.served_name
@@ -159,11 +159,11 @@ class GatewayHost:
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
             self._notifier = asyncio.create_task(self._notify_readiness())
-        self.roster.start()
-        self.keepers.start()
+        self.worker_pool.start()
+        self.volume_pool.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         dispatcher = Dispatcher(
-            self.roster, self.policy, self.metrics, self._config.gateway, volumes=self.keepers.costs
+            self.worker_pool, self.policy, self.metrics, self._config.gateway, volumes=self.volume_pool.costs
         )
         self.app.max_model_len = renderer.max_model_len()
         self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
@@ -195,15 +195,15 @@ class GatewayHost:
         if self.app.openai is None:
             waiting.append("renderer")
         for kind, num_expected in self._num_expected.items():
-            missing = num_expected - len(self.roster.usable(kind))
+            missing = num_expected - len(self.worker_pool.usable(kind))
             if missing > 0:
                 waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
         return Readiness(
             ready=self.app.openai is not None
-            and bool(self.roster.usable(MemberKind.DECODE))
+            and bool(self.worker_pool.usable(MemberKind.DECODE))
             and not (self.app.is_leaving or self.admission.draining),
             waiting_for=waiting,
-            members=[link.member.member_id for kind in WORKER_KINDS for link in self.roster.usable(kind)],
+            members=[link.member.member_id for kind in WORKER_KINDS for link in self.worker_pool.usable(kind)],
         )
 
     async def drain(self) -> None:
@@ -235,8 +235,8 @@ class GatewayHost:
         self._server.force_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
-        await self.roster.close()
-        await self.keepers.close()
+        await self.worker_pool.close()
+        await self.volume_pool.close()
         # Requests end with their workers' links; whoever waits for a client that does not read would stay.
         left = list(self._server.server_state.tasks)
         for task in left:
@@ -310,22 +310,8 @@ class GatewayHost:
                 num_generated_tokens=link.stats.num_generated_tokens,
             )
             for kind in WORKER_KINDS
-            for link in self.roster.links(kind)
+            for link in self.worker_pool.links(kind)
         ]
 
     def _sample_volumes(self) -> Sequence[VolumeSample]:
-        return [
-            VolumeSample(
-                volume_id=volume_of(name),
-                keeper_id=keeper_of(name),
-                readable=state.is_readable,
-                writable=state.is_writable,
-                num_trips=state.trips,
-                num_pages=state.num_chunks,
-                used_bytes=state.used_bytes,
-                capacity_bytes=state.capacity_bytes,
-                queued_read_bytes=state.queue_bytes,
-                read_bytes_per_s=state.read_bytes_per_s,
-            )
-            for name, state in sorted(self.keepers.states().items())
-        ]
+        return [VolumeSample(keeper_of(name), state) for name, state in sorted(self.volume_pool.states().items())]

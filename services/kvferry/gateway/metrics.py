@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.router.metrics import RouterMetrics
 from kvferry.telemetry import (
     ENDPOINTS,
@@ -64,18 +65,8 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class VolumeSample:
-    """The last report of one keeper about one volume."""
-
-    volume_id: str
     keeper_id: str
-    readable: bool
-    writable: bool
-    num_trips: int
-    num_pages: int
-    used_bytes: int
-    capacity_bytes: int
-    queued_read_bytes: int
-    read_bytes_per_s: float
+    state: VolumeState  # the last report of this keeper
 
 
 class GatewayMetrics(RouterMetrics):
@@ -132,12 +123,13 @@ def _of_workers(workers: Iterable[WorkerSample]) -> Iterator[Reading]:
 
 def _of_volumes(volumes: Iterable[VolumeSample]) -> Iterator[Reading]:
     for volume in volumes:
-        key = (volume.volume_id, volume.keeper_id)
-        yield Reading(VOLUME_READABLE, key, float(volume.readable))
-        yield Reading(VOLUME_WRITABLE, key, float(volume.writable))
-        yield Reading(VOLUME_TRIPS, key, volume.num_trips)
-        yield Reading(VOLUME_PAGES, key, volume.num_pages)
-        yield Reading(VOLUME_USED, key, volume.used_bytes)
-        yield Reading(VOLUME_CAPACITY, key, volume.capacity_bytes)
-        yield Reading(VOLUME_QUEUED, key, volume.queued_read_bytes)
-        yield Reading(VOLUME_RATE, key, volume.read_bytes_per_s)
+        state = volume.state
+        key = (state.volume_id, volume.keeper_id)
+        yield Reading(VOLUME_READABLE, key, float(state.is_readable))
+        yield Reading(VOLUME_WRITABLE, key, float(state.is_writable))
+        yield Reading(VOLUME_TRIPS, key, state.trips)
+        yield Reading(VOLUME_PAGES, key, state.num_chunks)
+        yield Reading(VOLUME_USED, key, state.used_bytes)
+        yield Reading(VOLUME_CAPACITY, key, state.capacity_bytes)
+        yield Reading(VOLUME_QUEUED, key, state.queue_bytes)
+        yield Reading(VOLUME_RATE, key, state.read_bytes_per_s)

@@ -16,7 +16,7 @@ import grpc
 from kvferry import __version__, mutual_tls
 from kvferry.addresses import is_loopback, join_host_port
 from kvferry.config import ClusterConfig
-from kvferry.errors import KvferryError, TierError
+from kvferry.errors import TierError
 from kvferry.exposition import SpanCounts
 from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.keeper.chunk_lender import ChunkLender
@@ -25,17 +25,8 @@ from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.nixl_agent import NixlAgent
 from kvferry.keeper.remote_reader import RemoteReader
 from kvferry.keeper.server import KeeperServer
-from kvferry.membership.base import (
-    Joined,
-    Left,
-    Member,
-    MemberChange,
-    MemberId,
-    MemberKind,
-    Membership,
-    Registration,
-    Snapshot,
-)
+from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
+from kvferry.membership.follower import MemberFollower
 from kvferry.metrics_listener import MetricsListener
 from kvferry.store.keyring import load_keyring
 from kvferry.store.volume import Volume
@@ -43,7 +34,6 @@ from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
 
-_REWATCH_S = 1.0
 _STOP_GRACE_S = 5.0
 
 
@@ -58,11 +48,11 @@ class KeeperHost:
         self._node = node or socket.gethostname()
         self._tls = config.worker.tls if config.worker.tls.enabled else None
         self._registration: Registration | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
-        self._others = _OtherKeepers()
         self._is_stopped = False
         self.keeper_id = MemberId(f"{MemberKind.KEEPER.value}-{secrets.token_hex(4)}")
+        self._follower = MemberFollower(membership, {MemberKind.KEEPER}, on_change=self._on_members_changed)
+        self._others = _OtherKeepers(self._follower, self.keeper_id)
         keyring = load_keyring(tier.encryption_keys_file) if tier.encryption_keys_file is not None else None
         writer = re.sub(r"[^A-Za-z0-9._-]", "-", self._node).lstrip("._-")[:100] or "node"
         self._volumes = [
@@ -118,7 +108,7 @@ class KeeperHost:
         await self.server.start(
             self._config.tier.host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None
         )
-        self._watch = asyncio.create_task(self._follow_others())
+        self._follower.start()
         self._registration = await self._membership.register(self.member)
         log.info("%s serves %s", self.keeper_id, ", ".join(self.keeper.volume_ids) or "no volumes")
 
@@ -131,7 +121,8 @@ class KeeperHost:
         if self._is_stopped:
             return
         self._is_stopped = True
-        tasks = [task for task in (self._watch, self._warming) if task is not None]
+        await self._follower.close()
+        tasks = [self._warming] if self._warming is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -169,20 +160,11 @@ class KeeperHost:
             address, self._config.worker.tls, (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0))
         )
 
-    async def _follow_others(self) -> None:
-        while True:
-            try:
-                async for change in self._membership.watch():
-                    self._others.apply(change, self.keeper_id)
-                    self.remote.keep_only(self._others.addresses)
-                    if self._others.addresses and self._warming is None:
-                        self._warming = asyncio.create_task(self._warm_up())
-            except KvferryError as error:
-                log.warning("the other keepers cannot be followed: %s", error.message)
-            except Exception:
-                # A bug of ours must not leave this keeper with outdated members.
-                log.exception("following the other keepers failed; trying again")
-            await asyncio.sleep(_REWATCH_S)
+    def _on_members_changed(self) -> None:
+        addresses = self._others.addresses
+        self.remote.keep_only(addresses)
+        if addresses and self._warming is None:
+            self._warming = asyncio.create_task(self._warm_up())
 
     async def _warm_up(self) -> None:
         with contextlib.suppress(TierError):  # it has logged the reason
@@ -190,32 +172,21 @@ class KeeperHost:
 
 
 class _OtherKeepers:
-    def __init__(self) -> None:
-        self._members: dict[MemberId, Member] = {}
+    def __init__(self, follower: MemberFollower, own: MemberId) -> None:
+        self._follower = follower
+        self._own = own
 
     def __repr__(self) -> str:
-        return f"{sorted(self._members)}"
+        return f"{sorted(member.member_id for member in self._members())}"
 
     @property
     def addresses(self) -> set[str]:
-        return {member.address for member in self._members.values()}
-
-    def apply(self, change: MemberChange, own: MemberId) -> None:
-        match change:
-            case Snapshot(members):
-                self._members.clear()
-                for member in members:
-                    self._joined(member, own)
-            case Joined(member):
-                self._joined(member, own)
-            case Left(_, member_id):
-                self._members.pop(member_id, None)
-
-    def _joined(self, member: Member, own: MemberId) -> None:
-        if member.kind is MemberKind.KEEPER and member.member_id != own:
-            self._members[member.member_id] = member
+        return {member.address for member in self._members()}
 
     def locate(self, volume_id: str) -> str | None:
         # The youngest: an older one may have been killed while its lease still runs.
-        serving = [member for member in self._members.values() if volume_id in member.volumes]
+        serving = [member for member in self._members() if volume_id in member.volumes]
         return max(serving, key=lambda member: member.started_unix_s).address if serving else None
+
+    def _members(self) -> list[Member]:
+        return [member for member in self._follower.members if member.member_id != self._own]

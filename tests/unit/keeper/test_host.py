@@ -12,6 +12,7 @@ import pytest
 from kvferry.errors import ConfigError, TierError
 from kvferry.keeper.host import KeeperHost, _OtherKeepers
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
+from kvferry.membership.follower import MemberFollower
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
@@ -76,17 +77,18 @@ async def test_keys_that_others_may_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_youngest_of_a_volumes_keepers_is_asked() -> None:
-    others = _OtherKeepers()
+    follower = MemberFollower(MemoryMembership(MemoryRegistry()), {MemberKind.KEEPER})
+    others = _OtherKeepers(follower, MemberId("own"))
     own, old, young = member("own", 9.0), member("old", 1.0), member("young", 2.0)
-    others.apply(Snapshot((own, old, member("w", 5.0, MemberKind.DECODE))), own.member_id)
+    follower._apply(Snapshot((own, old, member("w", 5.0, MemberKind.DECODE))))
     assert others.locate("v") == "old"
-    others.apply(Joined(young), own.member_id)
+    follower._apply(Joined(young))
     assert others.locate("v") == "young"
     assert others.locate("w") is None
-    others.apply(Left(MemberKind.KEEPER, young.member_id), own.member_id)
+    follower._apply(Left(MemberKind.KEEPER, young.member_id))
     assert others.locate("v") == "old"
     assert others.addresses == {"old"}
-    others.apply(Snapshot(()), own.member_id)
+    follower._apply(Snapshot(()))
     assert others.locate("v") is None
 
 
