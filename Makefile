@@ -17,7 +17,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck helm-check check fmt proto metrics-doc build ci
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,11 @@ check: $(STAMP) ## Lint, format, types, import contract, generated code and page
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/generate_wire.py --check
 	@$(BIN)/python tools/generate_metrics_doc.py --check
+	@$(BIN)/python tools/check_unused.py
+	@$(BIN)/python tools/structure.py --check
+
+structure: $(STAMP) ## Measure the sources: sizes, docstrings, the files on a request's way
+	@$(BIN)/python tools/structure.py $(ARGS)
 
 helm-check: $(STAMP) ## Check the chart and the manifests without a cluster; ARGS="--update" writes what follows from them
 	@$(BIN)/python tools/helm_check.py $(ARGS)
