@@ -3,10 +3,15 @@
     make structure                  a table, the ten largest, and one JSON line
     make structure ARGS="--check"   exit code 1 if a limit is exceeded
 
-Generated code is left out. `docstring_words_per_100` is words in docstrings per 100 lines of other code. The files of a
-request are measured: a streamed chat is sent through a simulated cluster in this process (one gateway, one prefill and
-one decode worker), and every file below services/kvferry counts of which a function is called meanwhile, except for the
-leaves of the import contract (configuration, errors, telemetry, tracing and the like).
+Generated code is left out. `docstring_words_per_100` is words in docstrings per 100 lines of other code.
+
+The files of a request are those that a reader opens to follow one: the files that hand it on, and the files in which it
+changes its form. The first are measured: a streamed chat is sent through a simulated cluster in this process (one
+gateway, one prefill and one decode worker), and a file counts if one of its functions is on the stack when a transport
+or the engine is reached (HANDOVERS). The second are listed (CHANGES); each has to be called meanwhile. What an engine
+does inside is left out. `files_called` counts every file of which any function is called meanwhile, the simulated
+engine, statistics and residency included, except for the leaves of the import contract (configuration, errors, tracing,
+...).
 """
 
 from __future__ import annotations
@@ -40,6 +45,20 @@ LIMITS = {
     "files_of_a_request": 20,
 }
 _LONG_FUNCTION = 60
+
+# Files whose functions pass a request, or a part of its answer, to another process, to the engine, or to the client.
+HANDOVERS = ("gateway/connection.py", "link/frame_connection.py", "link/frame_server.py", "engine/sim/engine.py")
+# Files in which a request changes its form, and into what.
+CHANGES = {
+    "gateway/admission.py": "an admitted request",
+    "gateway/openai_bodies.py": "validated fields",
+    "engine/sim/renderer.py": "tokens (with vLLM: engine/vllm/renderer.py)",
+    "router/placer.py": "a placement",
+    "router/pricing.py": "the prices behind it",
+    "link/codec.py": "messages to and from a worker",
+    "gateway/answers.py": "the bytes of an answer",
+}
+_INSIDE_THE_ENGINE = "engine/sim/"
 
 
 @dataclass
@@ -95,8 +114,28 @@ def leaves() -> set[str]:
     return set(layers[-1].replace(" ", "").split(":"))
 
 
-async def files_of_a_request() -> list[str]:
-    """Send a streamed chat through a simulated cluster; return the files whose functions it calls, in order."""
+@dataclass
+class Passage:
+    """Files of one request, in the order of their first call."""
+
+    called: dict[str, None] = field(default_factory=dict)
+    handing_on: dict[str, None] = field(default_factory=dict)
+
+    def files(self) -> list[str]:
+        """Raises LookupError for an entry of CHANGES that was not called."""
+        if missing := CHANGES.keys() - self.called.keys():
+            raise LookupError(f"a request does not pass {', '.join(sorted(missing))}: mend CHANGES")
+        return [
+            name
+            for name in self.called
+            if name in CHANGES
+            or name in HANDOVERS
+            or (name in self.handing_on and not name.startswith(_INSIDE_THE_ENGINE))
+        ]
+
+
+async def follow_a_request() -> Passage:
+    """Send a streamed chat through a simulated cluster."""
     import httpx
 
     from kvferry import config as configuration
@@ -136,8 +175,8 @@ async def files_of_a_request() -> list[str]:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
             debug = {"x-kvferry-debug": "disaggregate"}
             (await client.post("/v1/chat/completions", json=body)).raise_for_status()  # connections are open now
-            seen: dict[str, None] = {}
-            sys.setprofile(_recorder(seen))
+            passage = Passage()
+            sys.setprofile(_recorder(passage))
             try:
                 (await client.post("/v1/chat/completions", json=body, headers=debug)).raise_for_status()
             finally:
@@ -146,20 +185,31 @@ async def files_of_a_request() -> list[str]:
         for host in reversed(hosts):
             await host.stop()
     excluded = leaves()
-    return [name for name in seen if name.partition("/")[0].removesuffix(".py") not in excluded]
+    for files in (passage.called, passage.handing_on):
+        for name in [name for name in files if name.partition("/")[0].removesuffix(".py") in excluded]:
+            del files[name]
+    return passage
 
 
-def _recorder(seen: dict[str, None]) -> Any:
+def _recorder(passage: Passage) -> Any:
     prefix = f"{PACKAGE}/"
 
     def record(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(prefix):
-            seen.setdefault(frame.f_code.co_filename.removeprefix(prefix))
+        if event != "call" or not frame.f_code.co_filename.startswith(prefix):
+            return
+        name = frame.f_code.co_filename.removeprefix(prefix)
+        passage.called.setdefault(name)
+        if name in HANDOVERS:
+            caller: FrameType | None = frame
+            while caller is not None:
+                if caller.f_code.co_filename.startswith(prefix):
+                    passage.handing_on.setdefault(caller.f_code.co_filename.removeprefix(prefix))
+                caller = caller.f_back
 
     return record
 
 
-def figures(sizes: Sizes, request_files: list[str]) -> dict[str, Any]:
+def figures(sizes: Sizes, passage: Passage) -> dict[str, Any]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     return {
         "files": sizes.num_files,
@@ -169,8 +219,9 @@ def figures(sizes: Sizes, request_files: list[str]) -> dict[str, Any]:
         "largest_class": sizes.classes[0][0],
         "docstring_words_per_100": round(100 * sizes.docstring_words / sizes.code_lines),
         "readme_words": len(re.findall(r"\S+", readme)),
-        "files_of_a_request": len(request_files),
-        "packages_of_a_request": len({name.partition("/")[0] for name in request_files}),
+        "files_of_a_request": len(passage.files()),
+        "packages_of_a_request": len({name.partition("/")[0] for name in passage.files()}),
+        "files_called": len(passage.called),
     }
 
 
@@ -186,8 +237,8 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     sizes = measure(PACKAGE)
-    request_files = asyncio.run(files_of_a_request())
-    results = figures(sizes, request_files)
+    passage = asyncio.run(follow_a_request())
+    results = figures(sizes, passage)
     console = Console(stderr=True)
     if not arguments.check:
         table = Table("", "figure", "at most")
@@ -196,7 +247,7 @@ def main() -> int:
         console.print(table)
         for title, entries in (("largest classes", sizes.classes), ("longest functions", sizes.functions)):
             console.print(f"[bold]{title}[/]: " + ", ".join(f"{name} {lines}" for lines, name in entries[:10]))
-        console.print("[bold]files that a request passes[/]: " + ", ".join(request_files))
+        console.print("[bold]files that a request passes[/]: " + ", ".join(passage.files()))
     print(json.dumps(results))
     faults = list(exceeded(results))
     for fault in faults:
