@@ -19,8 +19,6 @@ class Usage:
 
 @dataclass(slots=True)
 class Choice:
-    """A choice of which tokens and text are kept."""
-
     text: list[str] = field(default_factory=list)
     logprobs: list[Sequence[TokenLogprob]] = field(default_factory=list)
     num_tokens: int = 0
@@ -28,7 +26,6 @@ class Choice:
     stop_reason: str | int | None = None
 
     def add(self, output: EngineOutput) -> None:
-        """Keep tokens, text and logprobs, for an answer that is sent whole."""
         if output.text:
             self.text.append(output.text)
         if output.logprobs is not None:
@@ -56,8 +53,6 @@ class GatheredCall:
 
 @dataclass(slots=True)
 class ParsedChoice(Choice):
-    """A choice joined from parsed deltas; its raw text is not kept."""
-
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, GatheredCall] = field(default_factory=dict)  # index -> call
     made_calls: bool = False

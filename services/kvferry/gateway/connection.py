@@ -38,8 +38,6 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class Exchange:
-    """A request and its response on one connection."""
-
     __slots__ = ("_cycle", "_flow", "_head", "_protocol", "_transport")
 
     def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
@@ -84,7 +82,6 @@ class Exchange:
         return body
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole response in one write; `headers` include its length."""
         cycle = self._cycle
         cycle.transport = cast(asyncio.Transport, _HeadBuffer(self._transport))
         await cycle.send({"type": "http.response.start", "status": status, "headers": headers})

@@ -101,7 +101,6 @@ class Generation:
         self._settle()
 
     def note_first_token(self) -> None:
-        """Record a choice's first token; the earliest one of the answer counts."""
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)

@@ -70,7 +70,6 @@ class GrpcEndpoint:
         return f"<GrpcEndpoint port={self.port} {self._admission!r}>"
 
     async def start(self, credentials: grpc.ServerCredentials | None) -> None:
-        """Raises ConfigError for a port that is taken."""
         config = self._config
         assert config.grpc_port is not None
         server = grpc.aio.server(options=_options(config))
@@ -114,7 +113,6 @@ class GrpcEndpoint:
         await self._health.notify()
 
     async def stop(self) -> None:
-        """End every call. Idempotent."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(None)
@@ -218,7 +216,6 @@ class GrpcEndpoint:
         return begin_trace(tracing, metadata, endpoint, self._served_name, attributes)
 
     async def _in_time(self, answer: Awaitable[R], remaining_s: float | None) -> R:
-        """Raises DeadlineExceeded when the gateway's or the call's time is over."""
         timeout_s = self._config.request_timeout_s
         is_ours = remaining_s is None or remaining_s > timeout_s
         try:

@@ -179,7 +179,6 @@ class GatewayHost:
         )
 
     async def check_health(self) -> None:
-        """Raises KvferryError when the listener is gone."""
         if self._serving is None or self._serving.done():
             cause = None
             if self._serving is not None and not self._serving.cancelled():
@@ -225,7 +224,6 @@ class GatewayHost:
                 await self.admission.idle.wait()
 
     async def stop(self) -> None:
-        """End everything. Idempotent."""
         self._refuse_new()
         if self._notifier is not None:
             self._notifier.cancel()

@@ -27,8 +27,6 @@ _LOGPROB_BYTES = 24
 
 
 class Inference:
-    """Turns request messages into answers, for one served model."""
-
     def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: GatewayMetrics, served_name: str) -> None:
         self._renderer = renderer
         self._dispatcher = dispatcher
@@ -169,7 +167,6 @@ class Chunks:
         await self._there.wait()
 
     def pop_all(self) -> list[pb.GenerateChunk]:
-        """Remove and return all waiting chunks."""
         self._there.clear()
         popped = list(self._choice_to_chunk.values())
         self._choice_to_chunk.clear()

@@ -51,8 +51,6 @@ class ApiKey:
 
 
 class KeyFile:
-    """The keys of a file, kept up to date."""
-
     def __init__(self, file: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError for a file that is not a key file."""
         self._file = file

@@ -50,7 +50,6 @@ class OpenAI:
         self._served_name = served_name
 
     async def chat(self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None) -> Answer:
-        """Raises a RequestError for a bad body."""
         begun_ns = time.time_ns()
         body = read_chat(raw)
         require_model(body.model, self._served_name)
@@ -71,7 +70,6 @@ class OpenAI:
     async def completion(
         self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
     ) -> Answer:
-        """Raises a RequestError for a bad body."""
         begun_ns = time.time_ns()
         body = read_completion(raw)
         require_model(body.model, self._served_name)
@@ -255,8 +253,6 @@ class _Streamed:
 
 
 class _StreamedParsed(_Streamed):
-    """Sink of a choice that a worker parses."""
-
     __slots__ = ()
 
     def on_text(self, token_ids: Sequence[int], text: str) -> None:

@@ -152,7 +152,6 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 
 
 def read_chat(raw: bytes) -> ChatBody:
-    """Raises InvalidRequest naming the first fault and its place."""
     return chat_of(_object(raw))
 
 
@@ -167,7 +166,6 @@ def chat_of(values: Mapping[str, Any]) -> ChatBody:
 
 
 def read_completion(raw: bytes) -> CompletionBody:
-    """Raises InvalidRequest naming the first fault and its place."""
     return completion_of(_object(raw))
 
 

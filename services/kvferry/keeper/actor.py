@@ -26,8 +26,6 @@ MAX_MISSES = 3
 
 
 class KeeperActor:
-    """A start that fails is tried again every RETRY_S."""
-
     async def __init__(  # type: ignore[misc]
         self,
         values: dict[str, Any],

@@ -52,7 +52,6 @@ class ChunkLender:
         timeout_s: float = 10.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`timeout_s` bounds the read of one chunk."""
         self._local = local
         self._agent = agent
         self._staging = Staging(staging_bytes)
@@ -137,7 +136,6 @@ class ChunkLender:
             self._metadata = None
 
     async def _ready(self) -> bytes:
-        """Return NIXL's metadata of the registered memory."""
         if self._metadata is None or (self._metadata.done() and self._metadata.exception() is not None):
             self._metadata = asyncio.create_task(self._prepare())
         return await asyncio.shield(self._metadata)
@@ -221,7 +219,6 @@ class _Lent:
 
 
 def _keys_of(request: pb.FetchRequest) -> Sequence[ChunkKey]:
-    """Raises ValueError."""
     if len(request.layout) != LAYOUT_DIGEST_BYTES:
         raise ValueError(f"a layout digest of {len(request.layout)} bytes")
     try:

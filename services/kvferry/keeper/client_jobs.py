@@ -35,8 +35,6 @@ class JobDone:
 
 @dataclass(slots=True)
 class ClientStats:
-    """Totals since the start, of chunks unless the name says otherwise."""
-
     hits: int = 0
     misses: int = 0
     load_jobs: int = 0
@@ -136,7 +134,6 @@ class ClientJobs:
             return True
 
     def pop_waiting(self, sent: dict[int, ClientJob]) -> messages.ToKeeper | None:
-        """A job moves to `sent` in the same step."""
         with self._lock:
             if not self._waiting:
                 return None

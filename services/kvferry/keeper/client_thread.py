@@ -169,7 +169,6 @@ class ClientThread:
     # Messages
 
     def _receive(self, connection: KeeperConnection) -> bool:
-        """Return False if there was nothing, or the connection was closed."""
         try:
             data = connection.receive()
         except OSError as error:
@@ -249,7 +248,6 @@ class ClientThread:
         self._jobs.fail_waiting()
 
     def _leave(self, connection: KeeperConnection, reason: str) -> None:
-        """Stop sending, and wait until the keeper uses none of our rows."""
         if not connection.is_open or connection.state is ConnectionState.LEAVING:
             return
         log.warning("leaving the keeper: %s", reason)
@@ -258,7 +256,6 @@ class ClientThread:
         connection.stop_sending()
 
     def _lose(self, connection: KeeperConnection, reason: str) -> None:
-        """The stream has ended; jobs that were sent have not."""
         connection.close_socket()
         if connection is self._connection:
             self._log_fault(f"the keeper is lost: {reason}")

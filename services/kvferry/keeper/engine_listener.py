@@ -23,7 +23,6 @@ class EngineListener:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """The caller holds the folder's lock. Raises OSError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with contextlib.suppress(FileNotFoundError):

@@ -30,13 +30,13 @@ _GOODBYE_TIMEOUT_S = 5.0
 
 class EngineSessionOwner(Protocol):
     def on_hello(self, session: EngineSession, hello: messages.Hello) -> None:
-        """`session.region` is mapped. May raise ProtocolError."""
+        pass
 
     def on_request(self, session: EngineSession, message: messages.Store | messages.Load | messages.Touch) -> None:
-        """May raise ProtocolError."""
+        pass
 
     def on_left(self, session: EngineSession) -> None:
-        """Called once; nothing is read afterwards."""
+        pass
 
     def on_closed(self, session: EngineSession) -> None:
         pass
@@ -49,7 +49,6 @@ class EngineSession:
     """
 
     def __init__(self, connection: socket.socket, peer: PeerProcess, owner: EngineSessionOwner) -> None:
-        """Takes ownership of connection and peer."""
         self._connection: socket.socket | None = connection
         self._peer = peer
         self._owner = owner

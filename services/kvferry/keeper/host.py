@@ -113,7 +113,6 @@ class KeeperHost:
         log.info("%s serves %s", self.keeper_id, ", ".join(self.keeper.volume_ids) or "no volumes")
 
     async def check_health(self) -> None:
-        """Raises TierError if the keeper has ceased to serve."""
         self.keeper.check_health()
 
     async def stop(self) -> None:

@@ -103,7 +103,6 @@ class IoThreads:
         return self._num_lost
 
     def queued_bytes(self, kind: Kind | None = None) -> int:
-        """Of operations that wait or run, of one kind or of all."""
         return sum(self._kind_to_bytes.values()) if kind is None else self._kind_to_bytes[kind]
 
     def submit(self, operation: Operation) -> None:
@@ -118,7 +117,6 @@ class IoThreads:
             self._work.notify()
 
     def withdraw(self, is_chosen: Callable[[Operation], bool]) -> list[Operation]:
-        """Remove and return waiting operations."""
         withdrawn: list[Operation] = []
         with self._work:
             for kind, queue in self._queues.items():
@@ -130,7 +128,6 @@ class IoThreads:
         return withdrawn
 
     def mark_overdue(self, now_s: float, timeout_s: float) -> list[Operation]:
-        """Return the operations that have just become overdue."""
         kind_to_timeout_s = dict.fromkeys(Kind, timeout_s) | {Kind.TASK: max(timeout_s, _TASK_TIMEOUT_S)}
         with self._work:
             overdue = [
@@ -191,7 +188,6 @@ class IoThreads:
                 self._work.wait()
 
     def _end(self, operation: Operation, end_s: float) -> bool:
-        """Return whether the operation's thread was replaced and has to end."""
         with self._work:
             del self._running[operation]
             self._kind_to_bytes[operation.kind] -= operation.num_bytes

@@ -22,13 +22,11 @@ from kvferry.tracing import TraceContext
 
 
 class RemoteChunks(Protocol):
-    """Chunks of other keepers' volumes (remote_reader.py)."""
-
     def add_region(self, region: MappedRegion) -> None:
         pass
 
     def remove_region(self, region: MappedRegion) -> None:
-        """Release a region as soon as nothing is being written to it."""
+        pass
 
     async def load(
         self,

@@ -68,7 +68,6 @@ class JobTable:
         self._jobs.pop(session, None)
 
     def begin(self, session: EngineSession, number: int, keys: Sequence[ChunkKey], *, is_load: bool) -> Job:
-        """Raises ProtocolError if the number is in use."""
         jobs = self._jobs[session]
         if number in jobs:
             raise ProtocolError(f"job {number} has not ended")

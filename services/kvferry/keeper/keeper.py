@@ -88,7 +88,6 @@ class Keeper:
         keeper_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is monotonic. Raises ValueError if volumes and configuration do not match."""
         if len(volumes) != len(config.volumes):
             raise ValueError(f"{len(volumes)} volumes for {len(config.volumes)} in the configuration")
         self._config = config
@@ -212,7 +211,6 @@ class Keeper:
         return is_idle
 
     def check_health(self) -> None:
-        """Raises TierError."""
         task = self._maintenance
         if task is None or task.done():
             fault = None if task is None or task.cancelled() else task.exception()

@@ -33,7 +33,6 @@ class KeeperConnection:
     def __init__(
         self, socket_path: str, hello: messages.Hello, region_fd: int, selector: selectors.BaseSelector, now_s: float
     ) -> None:
-        """Connect and send `hello`. Raises OSError."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         peer = None
         try:

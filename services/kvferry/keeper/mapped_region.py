@@ -61,7 +61,6 @@ class MappedRegion:
 
     @property
     def address(self) -> int:
-        """Of row 0, in this process."""
         assert self._memory is not None
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 

@@ -62,8 +62,6 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Load these chunks into these rows."""
-
     job: int
     tenant: str
     epoch: int
@@ -104,8 +102,6 @@ class ChangedKeys(msgspec.Struct, frozen=True, array_like=True, tag="change"):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """A job has ended: none of its rows is in use."""
-
     job: int
     failed: dict[int, str]  # index of a chunk -> cause; the row of a failed load has undefined content
     num_bytes: int  # moved, for chunks that did not fail

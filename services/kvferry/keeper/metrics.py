@@ -24,8 +24,6 @@ _READ = (
 
 
 class KeeperMetrics:
-    """Reads the keeper, the remote reader and the lender at each scrape."""
-
     def __init__(
         self,
         keeper: Keeper,

@@ -24,8 +24,6 @@ _BACKEND = "UCX"
 
 
 class Read(NamedTuple):
-    """One piece of memory."""
-
     remote_address: int
     local_address: int
     num_bytes: int
@@ -65,7 +63,6 @@ class NixlAgent:
         return bytes(await self._do(lambda: self._metadata(address)))
 
     async def add_remote(self, metadata: bytes) -> str:
-        """Return the agent's name."""
         name = await self._do(lambda: self._nixl.add_remote_agent(metadata))
         return name.decode() if isinstance(name, bytes) else str(name)
 

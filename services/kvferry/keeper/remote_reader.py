@@ -45,8 +45,6 @@ _VERIFIERS = 2
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
-    """Counts of chunks since the start."""
-
     loaded: int
     failed: dict[str, int]  # by outcome or cause
     bytes_loaded: int
@@ -69,7 +67,6 @@ class RemoteReader:
         timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s` bounds a lender's answer to one request."""
         self._agent = agent
         self._locate = locate
         self._dial = dial
@@ -277,7 +274,6 @@ class RemoteReader:
         region: MappedRegion,
         rows: Sequence[int],
     ) -> None:
-        """Raises TierError."""
         begin_s = self._clock()
         await lender.connect(self._agent, reply)
         start = region.address
@@ -328,7 +324,6 @@ class _Lender:
             log.warning("the keeper at %s lends nothing: %s", self.address, fault)
 
     async def connect(self, agent: NixlAgent, reply: pb.FetchReply) -> None:
-        """Raises TierError."""
         async with self._connecting:
             if reply.agent == self.agent:
                 return

@@ -8,8 +8,6 @@ from kvferry.store.layout import ALIGNMENT
 
 
 class Staging:
-    """Aligned pieces, first fit; adjacent free pieces are merged."""
-
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, length), by start, never adjacent
@@ -45,7 +43,6 @@ class Staging:
                 self._free[left : left + 2] = [(self._free[left][0], self._free[left][1] + self._free[left + 1][1])]
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
         pieces = sorted([*self._free, *self._allocated.items()])
         end = 0
         for start, length in pieces:

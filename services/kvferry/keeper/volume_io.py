@@ -32,8 +32,6 @@ _RESCAN_PERIOD_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class VolumeIoStats:
-    """Counts since the start."""
-
     state: VolumeState
     breaker: BreakerState  # of reads; the volume's chunks are misses unless it is closed
     write_breaker: BreakerState

@@ -50,7 +50,6 @@ class VolumeSet:
         return min(holders, key=lambda volume: volume.queued_bytes, default=None)
 
     def for_new_chunk(self, num_bytes: int) -> VolumeIo | Cause | Outcome:
-        """Return a volume, or why there is none."""
         now_s = self._clock()
         volumes = [volume for volume in self if volume.accepts_writes(now_s)]
         if not volumes:

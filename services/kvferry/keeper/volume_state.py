@@ -9,8 +9,6 @@ from kvferry.wire.v1 import keeper_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class VolumeState:
-    """The fields of the wire message."""
-
     volume_id: str = ""
     read_bytes_per_s: float = 0.0  # while it reads, in the last seconds; 0: nothing was read
     queue_bytes: int = 0  # of reads that wait or run

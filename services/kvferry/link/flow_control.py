@@ -22,8 +22,6 @@ SILENCE_LIMIT_S = 15.0
 
 
 class Credit:
-    """The worker's count for one link."""
-
     __slots__ = ("_num_bytes_read", "_num_bytes_sent", "_num_messages_read", "_num_messages_sent")
 
     def __init__(self) -> None:
@@ -61,8 +59,6 @@ class Credit:
 
 
 class AckCounter:
-    """The gateway's count for one link."""
-
     __slots__ = ("_num_bytes_acknowledged", "_num_messages_acknowledged", "num_bytes", "num_messages")
 
     def __init__(self) -> None:

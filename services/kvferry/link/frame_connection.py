@@ -13,8 +13,6 @@ from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, encode_frame
 
 
 class FrameConnection(asyncio.Protocol):
-    """A Connection; `dial` makes it."""
-
     def __init__(self, receive: Callable[[bytes], None]) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()

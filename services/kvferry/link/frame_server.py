@@ -32,8 +32,6 @@ Detach = Callable[[GatewaySession], object]
 
 
 class FrameServer:
-    """A connection gets a session by `attach` after its Hello."""
-
     def __init__(self, attach: Attach, detach: Detach) -> None:
         self._attach = attach
         self._detach = detach

@@ -81,7 +81,6 @@ class FrameDecoder:
 
 
 def send_at_once(transport: asyncio.BaseTransport) -> None:
-    """Set TCP_NODELAY, so that no step waits for an acknowledgement."""
     # asyncio sets it only for sockets that name their protocol, which those of `socket.create_server` do not.
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is not None:

@@ -38,9 +38,7 @@ class SessionTransport(Protocol):
         """Messages may wait: `GatewaySession.drain` them now or when they can be sent."""
         ...
 
-    def abort(self) -> None:
-        """End the link now and drop unsent messages."""
-        ...
+    def abort(self) -> None: ...
 
 
 class InstrumentedRequest(Protocol):
@@ -250,7 +248,6 @@ class GatewaySession:
             self._transport.abort()
 
     def fail_all(self, error: KvferryError) -> None:
-        """End every request with `error`, after its outputs so far."""
         if not self._ended and (numbers := self.tasks.keys() - self._failed_numbers):
             self._fail(numbers, error)
             self._schedule_flush()
@@ -323,7 +320,6 @@ class GatewaySession:
             self._stats_timer.cancel()
 
     async def abort_all(self) -> None:
-        """End every request; return when they are gone."""
         self.end()
         await asyncio.sleep(0)  # as in _cancel: every task has begun before it is cancelled
         tasks = list(self.tasks.values())
@@ -335,7 +331,6 @@ class GatewaySession:
     # Timers
 
     def _note_stats(self) -> None:
-        """Send stats soon: with the next step, or alone when none comes."""
         self._stats_due = True
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(IDLE_STATS_DELAY_S, self._send_idle_stats)

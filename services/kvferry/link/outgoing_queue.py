@@ -103,7 +103,6 @@ class OutgoingQueue:
             self.pending_bytes = sum(pending.size_bytes for pending in others)
 
     def drain(self) -> list[bytes]:
-        """Remove and return the messages that may be sent now."""
         payloads: list[bytes] = []
         pending, credit = self._pending, self._credit
         while pending and (credit.is_left or self._is_closing):
@@ -115,7 +114,6 @@ class OutgoingQueue:
         return payloads
 
     def clear(self) -> set[int]:
-        """Drop all messages. Returns the numbers of requests in them."""
         steps = [pending.message.step for pending in self._pending]
         self._pending.clear()
         self.pending_bytes = 0

@@ -69,7 +69,6 @@ class RemoteRequest:
         return True
 
     def fail(self, error: Exception) -> None:
-        """End the request here and on the worker."""
         if not isinstance(error, KvferryError):
             log.error("the reader of request %d of worker %s failed", self._number, self._worker, exc_info=error)
             error = EngineError("the gateway failed on this request; its log says why")

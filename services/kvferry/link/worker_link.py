@@ -40,7 +40,6 @@ class WorkerLink:
         on_change: Callable[[], None],
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
     ) -> None:
-        """`worker` names the transport and this gateway's TLS files."""
         self.member = member
         self.stats = EngineStats()
         self.draining = False
@@ -126,7 +125,6 @@ class WorkerLink:
             self._disconnected("this gateway closed the link")
 
     async def _attach(self) -> bool:
-        """Returns whether the connection ever worked."""
         generation = self.generation
         self._ack_counter = AckCounter()
         self._fault = ""

@@ -20,7 +20,7 @@ class StartFailed(LocalError):
 
 
 class Interrupted(LocalError):
-    """A signal arrived while the cluster was starting."""
+    pass
 
 
 class Child:
@@ -49,7 +49,6 @@ class Child:
         return ProcessIdentity.of(self._process.pid)
 
     def exit_code(self) -> int | None:
-        """None while the program runs."""
         return self._process.poll()
 
     def has_ended(self) -> bool:
@@ -75,7 +74,6 @@ class Pace:
         self._interrupted.set()
 
     def check(self) -> None:
-        """Raises Interrupted after a signal."""
         if self._interrupted.is_set():
             raise Interrupted("interrupted")
 

@@ -193,7 +193,6 @@ class _Parts:
     deploy: Child
 
     def check(self) -> None:
-        """Raises StartFailed for the first part that died."""
         if self.etcd is not None and self.etcd.child.has_ended():
             raise self.etcd.child.failure()
         if not all(pillar.is_alive() for pillar in self.ray.pillars):

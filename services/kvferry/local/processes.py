@@ -34,14 +34,11 @@ class ProcessesRemain(LocalError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessIdentity:
-    """A process by pid and start time, since pids are reused."""
-
     pid: int
     start_ticks: int  # clock ticks after boot, /proc/PID/stat field 22
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Raises ProcessLookupError."""
         state = _stat(pid)
         if state is None:
             raise ProcessLookupError(pid)
@@ -61,7 +58,6 @@ class ProcessIdentity:
         return False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; return False if it still runs after `timeout_s`."""
         with contextlib.suppress(ProcessLookupError), self._pinned() as pidfd:
             if pidfd is not None:
                 poll = select.poll()

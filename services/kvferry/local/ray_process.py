@@ -51,7 +51,6 @@ def ray_environment(folder: RunFolder) -> dict[str, str]:
 
 
 def engine_environment(config: ClusterConfig) -> dict[str, str]:
-    """Return the additional variables of engines; Ray's workers pass them on."""
     return {"HF_HUB_OFFLINE": "1"} if Path(config.model.path).is_dir() else {}
 
 

@@ -33,7 +33,7 @@ PATH_LIMIT_BYTES = _SOCKET_PATH_LIMIT_BYTES - len(_LONGEST_SOCKET)
 
 
 class ClusterBusy(LocalError):
-    """Another `kvferry up` or `kvferry down` works on this cluster."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,6 @@ class RunFolder:
 
     @property
     def process_folders(self) -> tuple[Path, ...]:
-        """Folders in which only processes of the cluster write."""
         return (self.logs, self.etcd, self.ray, self.temporary, self.work)
 
     def marks(self) -> Marks:

@@ -73,7 +73,6 @@ class ClusterStatus:
 
 
 def status(folder: RunFolder) -> ClusterStatus:
-    """Raises NotRunning."""
     record = folder.record()
     if record is None:
         raise NotRunning("no cluster runs here; start one with `kvferry up` (or `make up`)")

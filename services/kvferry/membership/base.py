@@ -63,8 +63,6 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A member deregistered, or its lease expired."""
-
     kind: MemberKind
     member_id: MemberId
 

@@ -140,7 +140,6 @@ class EtcdLink:
         return int(answer.TTL)
 
     async def revoke(self, lease_id: int) -> None:
-        """An unknown lease counts as revoked."""
         try:
             await self._call(lambda: self._lease.revoke(lease_id, timeout=self._timeout_s))
         except grpc.RpcError as error:
@@ -148,7 +147,6 @@ class EtcdLink:
                 raise
 
     async def ensure(self, key: str, value: bytes, lease_id: int) -> None:
-        """Write the record unless it is there unchanged."""
         unchanged = [
             KVService.txn_compare_value(key, value),
             Compare(result=Compare.EQUAL, target=Compare.LEASE, key=key.encode(), lease=lease_id),
@@ -157,7 +155,6 @@ class EtcdLink:
         await self._call(lambda: self._kv.txn(unchanged, [], put, timeout=self._timeout_s))
 
     async def keep_alive(self, lease_id: int) -> int:
-        """Return the seconds left; 0 for an unknown lease."""
         return await self._call(lambda: self._keep_alive(lease_id))
 
     async def _keep_alive(self, lease_id: int) -> int:
@@ -227,7 +224,6 @@ class EtcdWatchStream:
             pass
 
     async def events(self) -> Iterable[Any]:
-        """Return the next events, in order; none for a progress message."""
         return (await self._read()).events  # type: ignore[no-any-return]
 
     async def _read(self) -> Any:

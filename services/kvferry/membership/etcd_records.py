@@ -21,8 +21,6 @@ class Listing:
 
 
 class MemberView:
-    """The members that a watcher knows."""
-
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._key_to_member: dict[str, Member] = {}

@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 
 class EtcdRegistration:
-    """One task is the only writer of lease and record."""
-
     def __init__(
         self,
         member: Member,

@@ -82,7 +82,6 @@ async def _ensure(channel: grpc.aio.Channel, config: MembershipConfig, password:
 
 
 async def _add_if_absent(call: Awaitable[Any]) -> bool:
-    """Return False if the object exists already."""
     try:
         await call
     except (EtcdError, grpc.RpcError) as error:

@@ -14,8 +14,6 @@ REWATCH_S = 1.0
 
 
 class MemberFollower:
-    """Keeps the members of some kinds, from `start` to `close`."""
-
     def __init__(
         self,
         membership: Membership,
@@ -43,7 +41,6 @@ class MemberFollower:
 
     @property
     def members(self) -> Collection[Member]:
-        """Members that are registered now, as far as known."""
         return self._members.values()
 
     def start(self) -> None:

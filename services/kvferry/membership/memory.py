@@ -153,7 +153,6 @@ class MemoryRegistry:
                 watch._offer(change)
 
     def _abandon(self, registration: MemoryRegistration) -> None:
-        """End the renewals; the record stays until the lease ends."""
         if registration not in self._registrations:
             return
         self._registrations.remove(registration)

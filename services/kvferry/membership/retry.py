@@ -14,7 +14,6 @@ class RetryPolicy:
     max_s: float = 5.0
 
     def pause_s(self, num_failures: int, rng: random.Random) -> float:
-        """Return the pause after `num_failures` (at least 1) in a row."""
         ceiling_s: float = min(self.max_s, self.first_s * 2 ** min(num_failures - 1, 30))
         return ceiling_s * rng.uniform(0.5, 1.0)
 

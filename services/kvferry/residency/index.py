@@ -129,7 +129,6 @@ class ResidencyIndex:
         return Found(gpu, cpu, self._depths_of_volumes(keys) if self._volumes else {})
 
     def check(self) -> None:
-        """Raises AssertionError naming a broken invariant. O(pages)."""
         for tier in Tier:
             for owner, held in self._of(tier).items():
                 assert held, f"{owner} holds nothing on {tier.value} and is listed"

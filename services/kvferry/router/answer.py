@@ -113,7 +113,6 @@ class AnswerSoFar:
 
 
 def _restarts(sampling: Sampling) -> bool:
-    """Whether an answer cannot continue exactly from its tokens."""
     if sampling.structured_outputs:
         return True
     counts_tokens = sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words

@@ -198,7 +198,6 @@ class _RequestRun:
             self._journey.trace = None  # the journey is remembered for longer than its request
 
     async def _try_once(self) -> bool:
-        """Returns False when the request is to be tried again."""
         router, request = self._router, self._answer.next_request()
         attempt = await self._place(request)
         try:
@@ -275,7 +274,6 @@ class _RequestRun:
     # Prefill
 
     async def _prefill(self, attempt: _Attempt, request: EngineRequest) -> _KeptPages | None:
-        """Have a prefill worker compute the prompt. None when it could not."""
         worker = attempt.placement.prefill
         assert worker is not None
         prompt = dataclasses.replace(
@@ -337,7 +335,6 @@ class _RequestRun:
             span.fail(cause)
 
     def _release_kept(self) -> None:
-        """Release kept pages, unless a decode engine was told of them."""
         kept, self._kept = self._kept, None
         if kept is None or kept.is_given:
             return
@@ -348,7 +345,6 @@ class _RequestRun:
     # Decode
 
     async def _decode(self, attempt: _Attempt, request: EngineRequest, decode: WorkerLink) -> bool:
-        """Returns False when another worker is to be tried."""
         self._failed.add(decode)
         self._journey.decode_worker = decode.member.member_id
         attempt.submitted_s = self._router.clock()
@@ -481,7 +477,6 @@ def _release_orphan(link: WorkerLink, last: EngineOutput) -> None:
 
 
 def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | None:
-    """Add the placement's load to `known`."""
     if not isinstance(placement, Decision):
         return known
     load = placement.load
@@ -491,7 +486,6 @@ def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | Non
 
 
 def prompt_only(sampling: Sampling) -> Sampling:
-    """Return parameters that compute a prompt and one token."""
     # Everything that could end the request otherwise than by its length is off: the decode engine finds out whether the
     # token ends the text. (vLLM's pull connector keeps pages of stopped requests too.)
     return structs.replace(

@@ -62,7 +62,6 @@ class ExpectedPages:
         return not (self._requests or self._fading or has_counts)
 
     def of(self, member_id: MemberId) -> WorkerPages:
-        """Return the live counts of a worker; the same object until `forget`."""
         pages = self._workers.get(member_id)
         if pages is None:
             pages = self._workers[member_id] = WorkerPages()
@@ -102,7 +101,6 @@ class ExpectedPages:
         notes.computing = notes.arriving = None
 
     def end(self, request_id: RequestId) -> None:
-        """Forget pages that the request did not get to leave."""
         notes = self._requests.pop(request_id, None)
         if notes is not None:
             for note in (notes.computing, notes.arriving):
@@ -110,7 +108,6 @@ class ExpectedPages:
                     _remove(note)
 
     def expire(self, now_s: float) -> None:
-        """Forget pages that were computed longer ago than the grace."""
         fading = self._fading
         while fading and fading[0][0] <= now_s:
             _remove(fading.popleft()[1])
@@ -119,7 +116,6 @@ class ExpectedPages:
         self._workers.pop(member_id, None)
 
     def check(self) -> None:
-        """Raises AssertionError naming a broken invariant. O(everything)."""
         notes = [note for _until_s, note in self._fading]
         for request in self._requests.values():
             notes += [note for note in (request.computing, request.arriving) if note is not None]

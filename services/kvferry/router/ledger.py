@@ -78,7 +78,6 @@ class Ledger:
         return not self._flights and all(account.is_idle for account in self._accounts.values())
 
     def account(self, member_id: MemberId) -> WorkerAccount:
-        """Open the account if the worker is new."""
         account = self._accounts.get(member_id)
         if account is None:
             account = self._accounts[member_id] = WorkerAccount(member_id)
@@ -144,7 +143,6 @@ class Ledger:
         self._changed.discard(member_id)
 
     def check(self) -> None:
-        """Raises AssertionError naming a broken invariant. O(everything)."""
         prefills: dict[int, set[RequestId]] = {}
         streams: dict[int, set[RequestId]] = {}
         for request_id, flight in self._flights.items():

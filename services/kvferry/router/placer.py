@@ -40,8 +40,6 @@ _AnyQuote = TypeVar("_AnyQuote", bound=Quote)
 
 @dataclass(frozen=True, slots=True)
 class _Quotes:
-    """Quotes worth showing; prices are built only when looked at."""
-
     prefill: PrefillQuote | None
     decode: DecodeQuote
     cheapest_prefill: Sequence[PrefillQuote]
@@ -64,8 +62,6 @@ class _Quotes:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Placement):
-    """A placement with its price."""
-
     missing_tokens: int  # to be computed, by `prefill` or, when aggregated, by `decode`
     queue_tokens: int  # to be computed before them there
     lacking_pages: int  # to transfer; 0 when aggregated
@@ -204,7 +200,6 @@ class Placer:
             part.forget(worker)
 
     def check(self) -> None:
-        """Raises AssertionError naming a broken invariant. O(everything)."""
         self._ledger.check()
         self._expected_pages.check()
         self._pricer.check()
@@ -215,7 +210,6 @@ class Placer:
     def _cheapest_group(
         self, prefill: list[PrefillQuote], decode: list[DecodeQuote]
     ) -> tuple[list[PrefillQuote], list[DecodeQuote]]:
-        """Return both roles of the group with the cheapest pair, cheapest first."""
         if not prefill:
             return [], []
         if self._pricer.num_groups == 1:
@@ -233,7 +227,6 @@ class Placer:
     def _choose_near(
         self, quotes: Sequence[_AnyQuote], cost_of: Callable[[_AnyQuote], float], margin_ms: float
     ) -> _AnyQuote:
-        """Choose one within the margin by chance, the less often the dearer."""
         # Several gateways see the same prices: if all chose the very cheapest, all would queue there.
         limit_ms = cost_of(quotes[0]) + margin_ms
         weights = list(itertools.takewhile(_is_positive, (limit_ms - cost_of(quote) for quote in quotes)))

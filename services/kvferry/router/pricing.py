@@ -27,8 +27,6 @@ from kvferry.router.worker_costs import CostPool, WorkerCosts
 
 @dataclass(frozen=True, slots=True)
 class VolumeCosts:
-    """Costs of reading a volume, from its keeper's last report."""
-
     nodes: frozenset[str]  # whose keepers read it themselves; workers on other nodes get its pages through one of those
     page_ms: float  # one page, at the rate last measured
     queue_ms: float  # of the reads before a new one
@@ -39,8 +37,6 @@ NO_VOLUMES: Mapping[str, VolumeCosts] = {}
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Prompt tokens that a worker need not compute, by tier."""
-
     gpu: int = 0
     cpu: int = 0
     volume: int = 0
@@ -132,7 +128,6 @@ class DecodeQuote(Quote):
 
 
 def price_of(prefill: PrefillQuote | None, decode: DecodeQuote, block_size: int, work_weight: float) -> Price:
-    """`prefill` is None when aggregated."""
     computing: Quote
     if prefill is None:
         computing = decode
@@ -239,11 +234,9 @@ class Pricer:
 
     @property
     def num_groups(self) -> int:
-        """Groups of workers that can exchange pages."""
         return len(self._groups)
 
     def find(self, request: PlacementRequest, volumes: Mapping[str, VolumeCosts]) -> PrefixPages:
-        """Look the prompt up, and invalidate the costs of changed accounts."""
         for member_id in self._ledger.drain_changed():
             self.prefill.invalidate(member_id)
             self.decode.invalidate(member_id)
@@ -344,6 +337,5 @@ class Pricer:
         return quotes
 
     def check(self) -> None:
-        """Raises AssertionError naming a broken invariant. O(workers)."""
         for pool in (self.prefill, self.decode):
             pool.check()

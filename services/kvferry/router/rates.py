@@ -87,7 +87,6 @@ class WorkerRates:
     def observed_prefill(
         self, cost_defaults: CostDefaults, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int
     ) -> bool:
-        """Returns whether the rate was updated."""
         tokens = computed_tokens + queued_ahead_tokens
         if computed_tokens < _MIN_TOKENS or elapsed_ms <= 0:
             return False
@@ -116,7 +115,6 @@ class RatePool:
         self._num_changes = 0
 
     def of(self, worker: str) -> WorkerRates:
-        """Return the rates of a worker, assumed ones if it is new."""
         rates = self._workers.get(worker)
         if rates is None:
             rates = self._workers[worker] = WorkerRates(self._cost_defaults)

@@ -156,10 +156,8 @@ class VolumePool:
 
 
 def volume_of(name: str) -> str:
-    """Return the volume of a name in the index."""
     return name.partition(_SEPARATOR)[0]
 
 
 def keeper_of(name: str) -> MemberId:
-    """Return the keeper of a name in the index."""
     return MemberId(name.partition(_SEPARATOR)[2])

@@ -78,8 +78,6 @@ class WorkerCosts:
 
 
 class CostPool:
-    """Costs and measured rates of one role."""
-
     def __init__(
         self,
         ledger: Ledger,
@@ -87,7 +85,6 @@ class CostPool:
         cost_defaults: CostDefaults,
         groups: dict[tuple[str, int, str], int],
     ) -> None:
-        """`groups` numbers the page formats; both roles share it."""
         self._ledger = ledger
         self._expected_pages = expected_pages
         self._cost_defaults = cost_defaults
@@ -134,7 +131,6 @@ class CostPool:
         self._rates.forget(member_id)
 
     def check(self) -> None:
-        """Raises AssertionError naming a broken invariant. O(workers)."""
         for member_id, costs in self.by_member.items():
             assert costs.account is self._ledger.account(member_id), f"{member_id} is priced by another account"
             pages = self._expected_pages.of(member_id)

@@ -19,8 +19,6 @@ from kvferry.task_set import TaskSet
 
 
 class WorkerPool:
-    """Owns one WorkerLink per known worker, from `start` to `close`."""
-
     def __init__(
         self,
         membership: Membership,
@@ -62,14 +60,12 @@ class WorkerPool:
         self._sweeping = asyncio.create_task(self._sweep())
 
     def links(self, kind: MemberKind) -> list[WorkerLink]:
-        """Return usable and other links, in a stable order."""
         return [link for _, link in sorted(self._links.items()) if link.member.kind is kind]
 
     def usable(self, kind: MemberKind) -> list[WorkerLink]:
         return [link for link in self.links(kind) if link.usable]
 
     def link(self, member_id: MemberId) -> WorkerLink | None:
-        """Return the link if it is usable."""
         link = self._links.get(member_id)
         return link if link is not None and link.usable else None
 

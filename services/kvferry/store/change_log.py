@@ -47,6 +47,5 @@ class ChangeLog:
             self._is_delivering = False
 
     def check(self) -> None:
-        """Raise AssertionError if changes wait while no thread works."""
         assert not self._changes, "changes are not delivered"
         assert not self._is_delivering, "a delivery has not ended"

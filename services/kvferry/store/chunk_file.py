@@ -107,7 +107,6 @@ def seal(
     key: bytes,
     random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> None:
-    """Encrypt `payload` into `sealed`, of the same length, and fill `header`."""
     # Slow to import, and not needed by a keeper without keys.
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

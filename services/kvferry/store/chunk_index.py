@@ -33,8 +33,6 @@ class IndexEntry:
 
 @dataclass(slots=True)
 class Reservation:
-    """Space for one chunk, owned by the thread that writes it."""
-
     layout: LayoutDigest
     chunk: ChunkId
     chunk_bytes: int

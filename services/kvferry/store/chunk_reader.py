@@ -123,7 +123,6 @@ class ChunkReader:
     def _verify(
         self, raw_header: memoryview, payload: memoryview, entry: IndexEntry, into: memoryview, key: bytes | None
     ) -> Outcome:
-        """A sealed payload is decrypted into `into`."""
         header = chunk_file.parse_header(raw_header)
         if header is None:
             return Outcome.CORRUPT_HEADER

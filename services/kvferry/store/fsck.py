@@ -202,8 +202,6 @@ class _Reader:
 
 
 class _ThreadBuffers(threading.local):
-    """One for a file, one for an unsealed payload."""
-
     def __init__(self) -> None:
         self._both = memoryview(b"")
 
@@ -214,7 +212,6 @@ class _ThreadBuffers(threading.local):
 
 
 def _can_read_direct(file: Path) -> bool:
-    """Try O_DIRECT without writing: the drive may be mounted read-only."""
     io = DirectIo()
     io.is_direct = True
     try:

@@ -83,7 +83,6 @@ class SpaceLedger:
             self._abandoned[file.path] = file.num_bytes
 
     def withdraw_quarantine_excess(self, newest: str) -> list[File]:
-        """Withdraw the oldest files over QUARANTINE_SHARE, but never `newest`."""
         excess: list[File] = []
         left = self._quarantined_bytes
         for path, num_bytes in self._quarantined.items():

@@ -38,8 +38,6 @@ Listener = Callable[[LayoutDigest, Sequence[ChunkId], Sequence[ChunkId]], None]
 
 @dataclass(frozen=True, slots=True)
 class VolumeStats:
-    """Counts since `open`."""
-
     num_chunks: int  # readable ones, of all writers
     bytes_used: int  # by this writer's files
     capacity_bytes: int
@@ -311,7 +309,6 @@ class Volume:
     # Invariants
 
     def check(self) -> None:
-        """Raise AssertionError if index and drive differ, while no thread works."""
         in_index = self._index.check(self._clock())
         on_drive = {str(file): file.lstat().st_size for file in folder.files_of(self.path, self._writer)}
         assert on_drive == in_index, f"in the index or on the drive only: {on_drive.items() ^ in_index.items()}"

@@ -50,7 +50,6 @@ class VolumeFiles:
         return f"{self.temporary}/{next(self._temporary_numbers):x}.page"
 
     def remove(self, path: str) -> bool:
-        """Return whether the file certainly does not exist any more."""
         try:
             self.io.unlink(path)
         except OSError as error:
@@ -58,7 +57,6 @@ class VolumeFiles:
         return True
 
     def is_absent(self, error: OSError) -> bool:
-        """Return whether the file does not exist, on a mounted volume."""
         return error.errno == errno.ENOENT and self.is_mounted()
 
     def is_mounted(self) -> bool:
@@ -92,7 +90,6 @@ class VolumeFiles:
             os.close(fd)
 
     def truncate(self, path: str, num_bytes: int) -> int:
-        """Returns the file's size."""
         status = os.lstat(path)
         if status.st_size <= num_bytes or not stat.S_ISREG(status.st_mode):
             return status.st_size
