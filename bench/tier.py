@@ -378,7 +378,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     if results["vllm_fs_read_ratio"] is not None:
         console.print(f"Verified reads are {results['vllm_fs_read_ratio']:.2f} of vLLM's unverified ones.")
     console.print(
-        f"An index of 100,000 pages takes {results['scan_s_per_100k_chunks']} s. {results['machine']}; "
+        f"An index of 100,000 pages takes {results['scan_s_per_100k_pages']} s. {results['machine']}; "
         f"{results['drive']}; load average {results['load_average']}"
     )
 

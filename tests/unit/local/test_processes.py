@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from kvferry.local.processes import (
     wait_gone,
 )
 
-TOKEN = "0123456789abcdef"
+# Of this test process alone: others run the same tests beside it.
+TOKEN = secrets.token_hex(8)
 
 # Says so once it is as disguised as asked, then waits. argv: what to do, separated by commas.
 PROGRAM = """
