@@ -338,7 +338,8 @@ async def test_residency_gives_way_to_outputs_when_too_much_waits(
     monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     monkeypatch.setattr(outgoing_queue, "MAX_PENDING_BYTES", 1 << 20)
-    engine = Firehose("x" * 1000)
+    # Short outputs: what waits grows slowly enough to be looked at between two of its limits.
+    engine = Firehose("x" * 10)
     async with serving(engine) as worker:
         gateway = Gateway(worker, transport)
         await gateway.hello()
