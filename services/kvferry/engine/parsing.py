@@ -9,18 +9,16 @@ from kvferry.engine.base import AnswerDelta, Parse
 
 
 class DeltaParser(Protocol):
-    """Incremental parser of one answer."""
-
     def feed(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
-        """Return what these tokens and this raw text add. After `finished` no text is held back."""
+        """Return the new deltas. After `finished` no text is held back."""
         ...
 
 
 class ParsedAnswer:
     """Feeds one answer to its parser from the start, and leaves out the delivered part.
 
-    A continued request has that part in its prompt: `resume` feeds it. A request that is computed again outputs it
-    (`Parse.num_tokens_before`): `on_output` leaves it out, and cuts an output where the delivered text ends.
+    That part is in a continued request's prompt (`resume`), or in the output of a request that is computed again
+    (`Parse.num_tokens_before`).
     """
 
     def __init__(self, parser: DeltaParser, parse: Parse) -> None:
@@ -29,17 +27,16 @@ class ParsedAnswer:
         self._num_chars_again = parse.num_chars_before
 
     def resume(self, pieces: Sequence[tuple[int, str]], num_chars: int) -> None:
-        """Feed answer tokens with the text each added; `num_chars` characters were delivered.
+        """Feed answer tokens one by one, because parsers may hold text back between calls.
 
-        Later text comes with the next output. Tokens are fed one by one, because parsers may hold text back between
-        calls.
+        Text after the delivered `num_chars` characters comes with the next output.
         """
         for token_id, text in pieces:
             self._parser.feed([token_id], text[:num_chars], finished=False)
             num_chars -= min(num_chars, len(text))
 
     def on_output(self, token_ids: Sequence[int], text: str, *, finished: bool) -> AnswerDelta | None:
-        """Return what an output adds to the delivered part; None if nothing."""
+        """Return the part that was not delivered before; None if empty."""
         num_tokens = min(self._num_tokens_again, len(token_ids))
         num_chars = min(self._num_chars_again, len(text))
         if num_tokens or num_chars:

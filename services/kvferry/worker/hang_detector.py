@@ -1,7 +1,6 @@
-"""Detects a hung engine: its process lives and reports health, requests wait, and nothing progresses. Pure.
+"""Detects a hung engine: its process lives, requests wait, and nothing progresses. Pure.
 
-Any engine counter counts as progress. A single step longer than the timeout is taken for a hang; on a CPU one chunk of
-a prefill was seen to take 30 s.
+A single step longer than the timeout is taken for a hang; on a CPU one prefill chunk was seen to take 30 s.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class HangDetector:
         return f"<HangDetector still for {self._still_s:.1f} of {self._timeout_s:g} s>"
 
     def is_hung(self, now_s: float, progress: Hashable, *, busy: bool) -> bool:
-        """True once `progress`, only ever compared, has not changed for `timeout_s` while busy."""
+        """True if `progress` has not changed for `timeout_s` while busy."""
         gap_s = 0.0 if self._last_s is None else min(now_s - self._last_s, MAX_GAP_S)
         self._last_s = now_s
         if not busy or progress != self._progress:

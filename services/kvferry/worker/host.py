@@ -34,7 +34,7 @@ HEALTH_PERIOD_S = 0.5
 
 
 def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, keeper_socket: str = "") -> Engine:
-    """The engine that `config.engine.kind` names, not started. `keeper_socket` is empty without a keeper."""
+    """`keeper_socket` is empty without a keeper."""
     engine = config.engine_of(kind.value)
     if engine.kind == "sim":
         return SimEngine(
@@ -126,7 +126,7 @@ class WorkerHost:
             raise EngineDead(self.server.why_died or "the engine failed a request as dead")
 
     async def drain(self) -> bool:
-        """Refuse new requests, and wait for running ones. True when all finished in time."""
+        """True when all requests finished in time."""
         # First, because streams notify gateways at once and the registry may be slow.
         self.server.refuse_new()
         if self._registration is not None:
@@ -152,9 +152,9 @@ class WorkerHost:
         return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     async def _watch_health(self) -> None:
-        """Leave at once when the engine dies or hangs, instead of waiting for the lease to end.
+        """Leave when the engine dies or hangs, before the lease ends.
 
-        If the whole process hangs, gateways and Serve's health check notice it.
+        Gateways and Serve's health check notice a hung process.
         """
         timeout_s = self._config.worker.hang_timeout_s
         hang_detector = HangDetector(timeout_s)

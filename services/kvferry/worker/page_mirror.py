@@ -1,4 +1,4 @@
-"""The pages that an engine holds, as route keys by tier for gateways. Pure."""
+"""The pages that an engine holds, by route key. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _VOLUME_MEDIUM = "STORAGE"
 class PageMirror:
     """Maps an engine's page hashes to route keys, at most `max_pages` of held and remembered ones.
 
-    - A page without a known parent has no key and is not published (`num_unknown`).
-    - A hash stored twice is held once, and gone once removed. vLLM may cache equal pages twice: then too little is
-      published, never too much.
+    - A page without a known parent is not published (`num_unknown`).
+    - A hash stored twice is held once. If vLLM caches equal pages twice, too little is published, never too much.
     - Removed pages are remembered: the CPU tier may announce them by hash alone.
-    - Remembered pages are evicted first, then the oldest held ones, published as removed (`num_forgotten`).
+    - Remembered pages are evicted first, then the oldest held ones (`num_forgotten`).
     - Lost batches clear everything (`num_gaps`).
     """
 
@@ -62,7 +61,7 @@ class PageMirror:
         return frozenset(self._tier_to_keys.get(tier, {}).values())
 
     def apply(self, batch: KvEventBatch) -> None:
-        """Apply the events of one engine step. O(pages named)."""
+        """O(pages named)."""
         if self._next_batch is not None and batch.sequence != self._next_batch:
             self.num_gaps += 1
             self._clear()
@@ -78,7 +77,7 @@ class PageMirror:
         self._evict_excess()
 
     def next_delta(self) -> Delta | None:
-        """All changes since the last delta; None without changes."""
+        """Return all changes since the last delta, or None."""
         if not self._cleared and not any(self._changes.values()):
             return None
         stored, removed = {}, {}
@@ -96,9 +95,9 @@ class PageMirror:
         return delta
 
     def snapshot(self, max_keys: int) -> Iterator[SnapshotPart]:
-        """A copy of the held keys, in parts of at most `max_keys`.
+        """Copy the held keys, in parts of at most `max_keys`.
 
-        It stands for the last delta; later changes are in it and in the next delta too.
+        It stands for the last delta; later changes are in the next delta too.
         """
         held = {tier: array("Q", keys.values()) for tier, keys in self._tier_to_keys.items() if keys}
         return snapshot_parts(self._sequence, held, max_keys)
@@ -136,7 +135,7 @@ class PageMirror:
                 del self._remembered[page_hash]
 
     def _keys_by_tokens(self, event: PagesStored) -> dict[int, int]:
-        """Hash -> key from the event's tokens; empty if the parent is unknown."""
+        """Empty if the parent is unknown."""
         if event.parent_hash is None:
             parent: int | None = seed_of(event.cache_salt or "")
         else:

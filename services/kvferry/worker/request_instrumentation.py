@@ -1,4 +1,4 @@
-"""Metrics and spans of a worker's requests, made at a request's end from its engine's times."""
+"""Metrics and spans of a worker's requests, made at their end (see ADR 15)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvferry.tracing import Clock, Span, Tracing, error_type
 
 class RequestMetrics(Protocol):
     def count(self, reason: str) -> None:
-        """Count an ended request by one of telemetry.END_REASONS."""
+        """`reason` is one of telemetry.END_REASONS."""
         ...
 
     def observe(self, times: EngineTimes) -> None:
-        """Record the times of a request that was not aborted."""
+        """Not called for aborted requests."""
         ...
 
 
@@ -67,7 +67,7 @@ class InstrumentedRequest:
             self.span.end()
 
     def failed(self, error: BaseException) -> None:
-        """It ended without a last output: cancelled, or with an error."""
+        """Called without a last output: cancelled, or with an error."""
         if self._instrumentation.metrics is not None:
             self._instrumentation.metrics.count("error" if isinstance(error, Exception) else "abort")
         if self.span is not None:

@@ -27,7 +27,7 @@ MAX_RETRY_AFTER_S = 60
 class WorkerServer:
     """Listens on `port` (gRPC) and, with `frames`, on `frame_port`; with `tls`, gateways need certificates.
 
-    `on_snapshot_wanted` is called when a gateway asks for all pages that this worker holds.
+    A gateway that asks for all held pages causes `on_snapshot_wanted`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WorkerServer:
 
     @property
     def port(self) -> int:
-        """gRPC's port; 0 before `start`."""
+        """0 before `start`."""
         return self._grpc.port
 
     @property
@@ -98,13 +98,13 @@ class WorkerServer:
             )
 
     def refuse_new(self) -> None:
-        """Refuse new requests from now on, and notify every gateway."""
+        """Also notifies every gateway."""
         self.draining = True
         for session in self._sessions:
             session.send_stats()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests; True when running ones finished in time."""
+        """Return True when running requests finished in time."""
         self.refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,7 +121,6 @@ class WorkerServer:
         await self._ending.wait()
 
     def progress(self) -> Hashable:
-        """Changes whenever the engine progresses."""
         return (self._num_outputs, self._num_ended, self._engine_stats())
 
     def engine_died(self, reason: str) -> None:
@@ -141,7 +140,7 @@ class WorkerServer:
         return session
 
     def detach(self, session: GatewaySession) -> asyncio.Task[None]:
-        """End a session's requests; they count until they are gone."""
+        """The session's requests count until they are gone."""
 
         async def end() -> None:
             try:
@@ -214,7 +213,6 @@ class WorkerServer:
             return EngineStats()
 
     def _retry_after_s(self) -> int:
-        """Whole seconds until the waiting requests have begun, at the pace of the last ends."""
         ends = self._end_times_s
         if len(ends) < 2:
             return 1

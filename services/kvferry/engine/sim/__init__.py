@@ -1,4 +1,4 @@
-"""The simulator: an Engine with real pages, bytes and events, whose tokens come from a hash."""
+"""The simulator: an Engine whose tokens come from a hash."""
 
 from kvferry.engine.sim.engine import SimEngine
 from kvferry.engine.sim.kv_transfer import PullFault

@@ -1,4 +1,4 @@
-"""Which requests the simulator accepts, and their sequences."""
+"""Admission of requests to the simulator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def to_sequence(
 
 
 def ticket_of(params: TransferParams) -> Ticket | None:
-    """None, with a warning, where no simulator made the parameters."""
+    """Return None, with a warning, unless a simulator made the parameters."""
     try:
         return Ticket.from_params(params)
     except KvTransferError as error:

@@ -1,7 +1,6 @@
-"""The simulator's "model": each token is a hash of all tokens before it.
+"""The simulator's model: each token is a hash of all tokens before it.
 
-So a pulled prompt answers like a computed one, and a continued answer like an uninterrupted one. Penalties, top_p,
-top_k and min_p have no effect.
+So pulled and continued answers equal computed ones. Penalties, top_p, top_k and min_p have no effect.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ _NUM_CANDIDATES = 8
 
 
 class Answer:
-    """The growing answer to one prompt. The public attributes describe the last token."""
-
     __slots__ = (
         "_bad_words", "_chain", "_constrained", "_eos_below", "_held", "_late", "_lowest_visible", "_num_ahead",
         "_num_tokens", "_recent", "_sampling", "_stop_ids", "_texts", "finish_reason", "stop_reason", "text",
@@ -36,7 +33,7 @@ class Answer:
         answer_tokens: int,
         default_seed: int,
     ) -> None:
-        """`answer_tokens` is the mean length of an answer that only an end-of-sequence token ends."""
+        """`answer_tokens` is the mean length of answers that only an end-of-sequence token ends."""
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -64,7 +61,7 @@ class Answer:
         )
 
     def next_token(self) -> int:
-        """Choose and append a token. Sets `text` (to send now), `finish_reason` and `stop_reason`."""
+        """Sets `text` (sent now), `finish_reason` and `stop_reason`."""
         sampling = self._sampling
         digest = self._chain.intdigest()
         may_stop = self._num_tokens >= sampling.min_tokens
@@ -78,10 +75,7 @@ class Answer:
         return token_id
 
     def resume(self, token_ids: Sequence[int], num_chars: int) -> list[str]:
-        """Append tokens that another engine generated, and return their texts.
-
-        `num_chars` characters were delivered; the next token's text begins there.
-        """
+        """Append another engine's tokens and return their texts; `num_chars` characters were delivered."""
         texts = []
         for token_id in token_ids:
             self._append(token_id, may_stop=self._num_tokens >= self._sampling.min_tokens)
@@ -194,7 +188,7 @@ def _candidate(digest: int, i: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """Scatter 64 bits (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """The finalizer of SplitMix64 (Steele et al. 2014)."""
     value &= _MASK64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64

@@ -1,4 +1,4 @@
-"""A pool of KV pages with a prefix cache. Pure: no clock, no asyncio."""
+"""A pool of KV pages with a prefix cache. Pure."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ def root_hash(cache_salt: str) -> PageHash:
 
 
 def chain_hash(parent: PageHash, packed_tokens: bytes | bytearray) -> PageHash:
-    """The hash of a page and, through `parent`, of all tokens before it."""
     return PageHash(xxhash.xxh3_64_intdigest(packed_tokens, parent))
 
 
 class BlockPool:
-    """`num_pages` pages of `block_size` tokens, each in one of three states:
-
-    - held by `page_refs[page]` holders, each of which frees it once;
-    - free and cached: `find_prefix` still finds it;
-    - free and blank.
-    """
+    """A page is held by `page_refs[page]` holders, free and cached (`find_prefix` finds it), or free and blank."""
 
     def __init__(self, num_pages: int, block_size: int) -> None:
         self.num_pages = num_pages
@@ -60,7 +54,7 @@ class BlockPool:
         return self.num_pages - len(self._free)
 
     def find_prefix(self, page_hashes: Iterable[PageHash]) -> list[PageId]:
-        """The longest cached run from the start. Takes no hold: `touch` it before allocating."""
+        """Return the longest cached run. `touch` it before allocating."""
         found = []
         for page_hash in page_hashes:
             page = self.hash_to_page.get(page_hash)
@@ -80,10 +74,7 @@ class BlockPool:
         return num_pages + idle <= len(self._free)
 
     def allocate(self, num_pages: int) -> list[PageId]:
-        """Take blank pages for one holder, then cached ones, least recently used first.
-
-        Raises IndexError when there are too few.
-        """
+        """Take blank pages, then cached ones, least recently used first. Raises IndexError."""
         if num_pages > len(self._free):
             raise IndexError(f"{num_pages} pages wanted, {len(self._free)} free")
         taken = []
@@ -107,7 +98,7 @@ class BlockPool:
         parent_hash: PageHash | None,
         cache_salt: str = "",
     ) -> None:
-        """Cache a run of full, held pages. Of two pages with the same tokens only the first is cached."""
+        """Cache full, held pages; of two with the same tokens, the first."""
         new: list[int] = []
         for i, (page, page_hash) in enumerate(zip(pages, page_hashes, strict=True)):
             if page_hash not in self.hash_to_page:
@@ -135,7 +126,7 @@ class BlockPool:
             start = end
 
     def free(self, pages: Sequence[PageId]) -> None:
-        """Give up one hold on each page, in token order: the last is evicted first."""
+        """Give up one hold on each page; the last page is evicted first."""
         for page in reversed(pages):
             if self.page_refs[page] <= 0:
                 raise ValueError(f"page {page} was freed twice")

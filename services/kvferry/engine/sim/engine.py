@@ -1,4 +1,4 @@
-"""The simulator as an Engine around its parts."""
+"""The simulator as an Engine."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ UNPACED_CHUNK_TOKENS = 2048  # prompt tokens per step where steps take no time
 
 
 class SimEngine:
-    """An Engine with the timing model and sizes of `sim`. All randomness comes from `seed` and from requests.
+    """Timing and sizes come from `sim`, randomness from requests or `seed`.
 
-    `seed` stands in where a request has none. `clock` and `sleep` pace only steps and loads. With `tier.enabled`
-    there is a CPU tier of `sim.cpu_pages`, and the volumes of the keeper at `keeper_socket`, if set.
+    `clock` and `sleep` pace only steps and loads. `tier.enabled` adds a CPU tier, and the volumes of the keeper at
+    `keeper_socket`, if set.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class SimEngine:
         self._loop_task = None
 
     def kill(self) -> None:
-        """Die as a crashed process does: every request fails, every connection breaks, nothing is released."""
+        """Crash: requests fail, connections break, nothing is released."""
         self._die("the engine was killed")
 
     async def check_health(self) -> None:
@@ -297,7 +297,6 @@ class SimEngine:
         return sequence
 
     def _remove(self, sequence: TokenSequence) -> None:
-        """End a request that may still be active. Idempotent."""
         if sequence.phase is Phase.ENDED:
             return
         if sequence.phase is Phase.FETCHING and sequence.fetch is not None:

@@ -16,7 +16,7 @@ class _ListenerReplaced(Exception):
 
 
 class KvEventStream:
-    """Numbers batches of events for one listener at a time."""
+    """Serves one listener at a time."""
 
     def __init__(self) -> None:
         self._listener: SingleReaderQueue[KvEventBatch] | None = None

@@ -1,4 +1,4 @@
-"""The KV cache of one simulator: page ids, page bytes, and copies in the CPU tier."""
+"""Page ids, page bytes and CPU tier copies of one simulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.engine.sim.tier import SimTier
 
 
 class KvCache:
-    """Cached pages hold the bytes that their tokens determine. `tier` is stopped by its owner."""
+    """The owner stops `tier`."""
 
     def __init__(self, num_pages: int, block_size: int, page_bytes: int, layout: LayoutDigest) -> None:
         self.pool = BlockPool(num_pages, block_size)
@@ -28,7 +28,7 @@ class KvCache:
         self.store_written(sequence, end)
 
     def store_written(self, sequence: TokenSequence, end: int, *, transferred: bool = False) -> None:
-        """Cache the written pages up to `end`, and copy them to the CPU tier.
+        """Cache the pages up to `end`, and copy them to the tiers.
 
         The prefill engine's keeper stores `transferred` pages on volumes.
         """
@@ -50,7 +50,7 @@ class KvCache:
             )
 
     def detach_prompt(self, sequence: TokenSequence) -> tuple[list[PageId], int]:
-        """Take the prompt's pages out of a sequence; return them and how many tokens they hold."""
+        """Return the removed pages, and how many tokens they hold."""
         num_full, num_tail = divmod(sequence.num_prompt, self._block_size)
         # A partial last page that also holds answer tokens does not match the hash of its prompt tokens.
         with_tail = num_tail > 0 and sequence.num_computed == sequence.num_prompt

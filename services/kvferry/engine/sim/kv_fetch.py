@@ -1,4 +1,4 @@
-"""Fetching of KV pages from prefill engines and slower tiers. Missing or wrong pages are computed."""
+"""Fetches KV pages. Missing or wrong ones are computed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class KvFetcher:
-    """Runs one task per sequence that fetches pages, and counts KV transfers.
-
-    Each fetch ends with `on_fetched`, unless its sequence was removed. Each ticket is released.
+    """One task per sequence. Each fetch ends with `on_fetched`, unless its sequence was removed; each ticket is
+    released.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """KV transfer between simulators: pages are offered under a key, pulled, verified and released.
 
-Frames on TCP: 4 bytes of length, big-endian, then msgpack. The puller verifies pages by its tokens, and always releases
-the offer; else it ends with its lease.
+Frames on TCP: 4 bytes of length, big-endian, then msgpack.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ IDLE_TIMEOUT_S = 60.0  # a connection that asks for nothing
 
 
 class KvTransferError(Exception):
-    """Pages were refused, cut off or wrong. The puller computes them."""
+    """Refused, cut off or wrong pages."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The content of `transfer_params`; `num_tokens` are covered by the offered pages."""
+    """The content of `transfer_params`; its pages cover `num_tokens`."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -88,10 +87,7 @@ def frame(message: Pull | Release | Page | Refusal) -> bytes:
 
 
 async def read_payload(reader: asyncio.StreamReader, max_bytes: int) -> bytes | None:
-    """Return one frame's payload; None if the peer closed between frames.
-
-    Raises KvTransferError for a cut or oversized frame.
-    """
+    """Return None if the peer closed between frames. Raises KvTransferError for a cut or oversized frame."""
     try:
         length = int.from_bytes(await reader.readexactly(4), "big")
         if length > max_bytes:
@@ -120,10 +116,7 @@ class _Offer:
 
 
 class KvTransferServer:
-    """Owns the hold on an engine's offered pages.
-
-    `free_pages` gives it back when an offer is released or its lease ends, but never during a pull.
-    """
+    """Owns offered pages. `free_pages` gets them after release or lease end, never during a pull."""
 
     def __init__(
         self,
@@ -261,9 +254,9 @@ class KvTransferServer:
 async def pull_pages(
     ticket: Ticket, layout: LayoutDigest, *, page_bytes: int, first_page: int, num_pages: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the offered pages in order; release the offer when this ends, is closed or is cancelled.
+    """Yield pages in order; always release the offer, even when cancelled.
 
-    Raises KvTransferError when the pages cannot be had, OSError when the server does not answer.
+    Raises KvTransferError when pages cannot be had, OSError when the server does not answer.
     """
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -296,7 +289,7 @@ async def pull_pages(
 
 
 async def release_offer(ticket: Ticket) -> None:
-    """Give up an offer. A failure is left to the lease."""
+    """Failures are left to the lease."""
     try:
         async for _ in pull_pages(ticket, 0, page_bytes=0, first_page=0, num_pages=0):
             pass

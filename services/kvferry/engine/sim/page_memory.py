@@ -1,4 +1,4 @@
-"""The bytes of KV pages, a function of the tokens: an engine can verify pages it did not compute."""
+"""KV page bytes as a function of their tokens, so that every engine can verify them."""
 
 from __future__ import annotations
 

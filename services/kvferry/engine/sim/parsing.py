@@ -1,7 +1,7 @@
-"""The simulator's parser: the place of a word in the answer decides what it is.
+"""The simulator's parser: a word's place in the answer decides its kind.
 
 First come `NUM_REASONING_WORDS`, if the model reasons; with tools, then `NUM_CONTENT_WORDS` (none when a call is
-required) and one call, whose argument is the rest.
+required) and one call with the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_name(key: str, name: str) -> None:
 
 
 def parse_of(body: Mapping[str, Any], tool_parser: str, reasoning_parser: str) -> Parse | None:
-    """The Parse for a chat body; None for plain text."""
+    """Return None for plain text."""
     choice = body.get("tool_choice") or "auto"
     tools = body.get("tools") if tool_parser else None
     if not tools and not reasoning_parser:
@@ -45,8 +45,6 @@ def parse_of(body: Mapping[str, Any], tool_parser: str, reasoning_parser: str) -
 
 
 class SimParser:
-    """A DeltaParser; the cuts between pieces do not matter."""
-
     def __init__(self, parse: Parse) -> None:
         values = json.loads(parse.request)
         self._function: str = values["function"]

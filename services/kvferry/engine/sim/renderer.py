@@ -33,7 +33,7 @@ _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", 
 
 
 class SimRenderer:
-    """A Renderer for the simulator. Validates only the fields it uses."""
+    """Validates only the fields it uses."""
 
     def __init__(
         self,

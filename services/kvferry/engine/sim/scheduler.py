@@ -15,13 +15,13 @@ StartFetch = Callable[[TokenSequence, bool], bool]
 
 
 class Scheduler:
-    """Decides which sequences compute how many tokens per step, and gives them pages. Pure.
+    """Decides which sequences compute how many tokens, and gives them pages. Pure.
 
-    Every known sequence is in the one queue that its phase names; a waiting one holds no pages.
+    Each sequence is in the queue that its phase names; a waiting one holds no pages.
     """
 
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, chunk_tokens: int, start_fetch: StartFetch) -> None:
-        """`chunk_tokens` limits the prompt tokens of a step.
+        """`chunk_tokens` limits a step's prompt tokens.
 
         `start_fetch(sequence, is_first_placement)` returns False if there is nothing to fetch; else `resume` must
         follow.
@@ -64,7 +64,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """End a sequence and free its pages. Idempotent."""
+        """Idempotent."""
         match sequence.phase:
             case Phase.WAITING:
                 self._waiting.remove(sequence)
@@ -80,7 +80,7 @@ class Scheduler:
         del self._id_to_sequence[sequence.request.request_id]
 
     def abandon(self) -> list[TokenSequence]:
-        """Forget and return every sequence without freeing its pages, as a crash does."""
+        """Forget every sequence without freeing its pages, as a crash does."""
         sequences = list(self._id_to_sequence.values())
         for sequence in sequences:
             sequence.phase = Phase.ENDED
@@ -170,7 +170,7 @@ class Scheduler:
         return cacheable[num_found] if num_found < len(cacheable) else None
 
     def _place(self, sequence: TokenSequence) -> bool:
-        """Give a waiting sequence pages for all known tokens; False if there are too few."""
+        """Return False if too few pages are left."""
         block_size, pool = sequence.block_size, self._pool
         found = pool.find_prefix(sequence.cacheable())
         num_new = math.ceil(sequence.num_tokens / block_size) - len(found)
@@ -198,7 +198,7 @@ class Scheduler:
         self._running.append(sequence)
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """Free a running sequence's pages; it waits, and computes again what is no longer cached."""
+        """The sequence computes again what is no longer cached."""
         self._running.remove(sequence)
         self._pool.free(sequence.pages)
         sequence.pages = []

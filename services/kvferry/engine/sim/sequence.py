@@ -23,7 +23,7 @@ class Phase(enum.Enum):
 
 
 class SequenceTimes:
-    """Collects the EngineTimes of a sequence. Preemption resets nothing."""
+    """EngineTimes of a sequence. Preemption resets nothing."""
 
     __slots__ = ("first_token_s", "kv_transfer", "load", "queued_s", "scheduled_s")
 
@@ -47,11 +47,7 @@ class SequenceTimes:
 
 
 class TokenSequence:
-    """One request: its tokens, how far they are computed, and its pages.
-
-    Tokens [0, num_computed) have their KV, and pages [0, num_stored) of it are cached. Tokens
-    [num_computed, num_tokens) are still to compute.
-    """
+    """Tokens [0, num_computed) have their KV; pages [0, num_stored) are cached."""
 
     __slots__ = (
         "answer", "block_size", "cached", "capacity", "chain", "fetch", "loading", "max_tokens_total", "num_computed",
@@ -67,7 +63,7 @@ class TokenSequence:
         max_tokens_total: int,
         ticket: Ticket | None,
     ) -> None:
-        """`packed` is the prompt, now the sequence's. `ticket` names a prefill engine's pages."""
+        """Takes over `packed`, the prompt."""
         self.request = request
         self.answer = answer
         self.chain = TokenChain(packed, block_size, request.cache_salt)
@@ -102,7 +98,7 @@ class TokenSequence:
         self.num_tokens += 1
 
     def cacheable(self) -> list[PageHash]:
-        """Pages that may come from a cache. The last known token is always computed: it yields the next."""
+        """The last known token is always computed: it yields the next."""
         return self.chain.page_hashes[: (self.num_tokens - 1) // self.block_size]
 
     def volume_of(self, page: int) -> str | None:

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class SingleReaderQueue(Generic[T]):
-    """One reader, any number of writers, one event loop; `put` wakes the reader only if it sleeps.
+    """One reader, any number of writers, one event loop; `put` wakes only a sleeping reader.
 
-    `get` raises the error given to `fail` after all earlier items.
+    `get` raises the error given to `fail` after earlier items.
     """
 
     __slots__ = ("_error", "_items", "_waiter")

@@ -1,4 +1,4 @@
-"""The simulator's step loop: plan, wait as long as a real step takes, commit."""
+"""The simulator's step loop: plan, wait a step's time, commit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from kvferry.engine.sim.sequence import Phase, TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults that tests inject through `SimEngine.faults`; effective at once."""
-
     stalled: bool = False  # no step runs until other faults are set
     step_delay_s: float = 0.0  # added to every step
     prefill_slowdown: float = 1.0  # prompts take this many times as long

@@ -1,7 +1,6 @@
 """The simulator's tiers: CPU memory, and the volumes of a keeper behind it.
 
-As in vLLM, a full page is copied to the CPU tier and stored by the keeper, and a missing page is loaded into a row
-first. Rows are evicted least recently used first, never while in use.
+As in vLLM, pages pass through rows of the CPU tier. Rows are evicted least recently used first, never while in use.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ _MEDIUM = "CPU"
 
 
 class PageRef(NamedTuple):
-    """A page by its engine's hash and by its route key."""
-
     page_hash: PageHash
     route_key: int
 
@@ -70,10 +67,9 @@ class _Job:
 
 
 class SimTier:
-    """The tiers of one engine, on one event loop. Owns its memory and its keeper client until `stop`.
+    """Owns its memory and its keeper client until `stop`. Single event loop.
 
-    Each row is free, ready (it holds a page), loading (the keeper fills it) or abandoned (its load failed, and a reader
-    still pins it).
+    A row is free, ready (it holds a page), loading, or abandoned (its load failed while a reader pins it).
     """
 
     def __init__(
@@ -121,7 +117,7 @@ class SimTier:
         return len(self._jobs)
 
     def has(self, page_hash: PageHash, volume_id: str | None = None, *, from_volumes: bool = True) -> bool:
-        """Whether a load may bring the page. `volume_id` is a hint."""
+        """`volume_id` is a hint."""
         if page_hash in self._ready:
             return True
         client = self._client
@@ -130,7 +126,7 @@ class SimTier:
         return client.contains(page_key(page_hash)) or (volume_id is not None and client.connected)
 
     def store(self, pages: Sequence[tuple[PageRef, bytes]], namespace: Namespace, *, on_volumes: bool = True) -> None:
-        """Copy pages while rows are available; the keeper gets those that no engine has stored yet."""
+        """Copy pages while rows are available; the keeper gets those not stored yet."""
         new: list[tuple[PageRef, int]] = []
         for ref, content in pages:
             if ref.page_hash in self._ready:
@@ -157,7 +153,7 @@ class SimTier:
         timeout_s: float,
         trace: TraceContext | None = None,
     ) -> list[LoadedPage]:
-        """Return the longest available run of pages, given with volume hints, from the start.
+        """Return the longest available run from the start.
 
         Pages not loaded within `timeout_s` count as missing; their rows stay the keeper's until the job ends.
         """

@@ -1,4 +1,4 @@
-"""The tokens of a sequence, and the hashes and route keys of the pages they fill."""
+"""The tokens of a sequence, with page hashes and route keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.pages.keys import TOKEN_BYTES, route_keys, seed_of
 
 
 class TokenChain:
-    """Known tokens in `packed`, TOKEN_BYTES each; `page_hashes` of full pages from the start."""
+    """`packed` has TOKEN_BYTES per token; `page_hashes` covers full pages."""
 
     __slots__ = ("_block_size", "_page_bytes", "_root", "_route_keys", "_salt", "num_prompt", "packed", "page_hashes")
 

@@ -1,7 +1,7 @@
 """A tokenizer without files: one word, one token.
 
-Ids below `NUM_SPECIAL` are markers, others pseudo words of three syllables with a leading space. Encoding a decoded
-answer gives the same tokens.
+Ids below `NUM_SPECIAL` are markers, others pseudo words with a leading space. Encoding a decoded answer gives the same
+tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _vocabulary() -> tuple[tuple[str, ...], Mapping[str, int]]:
 
 
 class SimTokenizer:
-    """Deterministic. All instances share one vocabulary."""
+    """All instances share one vocabulary."""
 
     vocabulary_size = VOCABULARY_SIZE
     bos_token_id = BOS
@@ -51,7 +51,7 @@ class SimTokenizer:
         self.texts, self._word_to_id = _vocabulary()
 
     def encode(self, text: str) -> list[int]:
-        """One id per word; no text encodes to a marker."""
+        """No text encodes to a marker."""
         find = self._word_to_id.get
         token_ids = []
         for word in text.split():
@@ -67,7 +67,7 @@ class SimTokenizer:
         return "".join(self.texts[token_id] for token_id in token_ids if token_id >= lowest)
 
     def encode_chat(self, turns: Sequence[tuple[str, str]], *, open_turn: str | None) -> list[int]:
-        """Encode the turns, then the marker of `open_turn`; if None, the last turn stays open."""
+        """If `open_turn` is None, the last turn stays open."""
         token_ids = [BOS]
         for role, text in turns:
             token_ids.append(ROLE_TO_MARKER[role])

@@ -1,4 +1,4 @@
-"""What a VllmEngine passes to vLLM, NIXL and UCX."""
+"""Arguments and environment of vLLM, NIXL and UCX."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def engine_arguments(
 def kv_transfer_config(
     engine: EngineConfig, engine_id: EngineId, *, producer: bool, tiers: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """KV transfer through NIXL, joined with the tiers' connector, if any."""
     role = "kv_producer" if producer else "kv_consumer"
     config = nixl_connector(engine, role)
     if tiers is not None:
@@ -95,7 +94,6 @@ def nixl_connector(engine: EngineConfig, role: str) -> dict[str, Any]:
 
 
 def tier_connector(tier: TierConfig, *, keeper_socket: str, model_name: str, weights_revision: str) -> dict[str, Any]:
-    """CPU tier, and the keeper's volumes if `keeper_socket` is set."""
     return {
         "kv_connector": TIER_CONNECTOR_CLASS,
         "kv_connector_module_path": TIER_CONNECTOR_MODULE,
@@ -120,7 +118,7 @@ def cpu_tier_bytes(tier: TierConfig) -> int:
 
 
 def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None:
-    """Set what vLLM, NIXL and UCX read from the environment. An operator's values stay."""
+    """Set variables of vLLM, NIXL and UCX. An operator's values stay."""
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -149,7 +147,6 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
 
 
 def describe(vllm_config: Any, engine_id: EngineId, model_folder: str, *, cpu_bytes: int = 0) -> EngineInfo:
-    """`page_bytes` follows from 2 x layers x KV heads x head size x block size x bytes."""
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 

@@ -1,7 +1,7 @@
 """Continues an answer in another engine.
 
-vLLM takes the tokens given so far for prompt, and would begin to detokenize after them. Characters across that border,
-and text held back for a stop string, would be lost. So the request gets a detokenizer that is fed those tokens.
+vLLM would begin to detokenize after the tokens so far, and lose characters across that border and text held back for a
+stop string. So the request's detokenizer is fed those tokens.
 """
 
 from __future__ import annotations

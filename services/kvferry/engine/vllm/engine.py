@@ -1,6 +1,6 @@
 """The Engine around vLLM's AsyncLLM.
 
-Must be the first in its process to import vLLM: `prepare_environment` sets variables that vLLM and its children read.
+Must be the first in its process to import vLLM, which reads `prepare_environment`'s variables.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ _RELEASE_PAUSE_S = 0.05
 
 
 class VllmEngine:
-    """One AsyncLLM for either role. Owns its processes, event socket and NIXL side-channel port until `stop`.
-
-    With `tier.enabled` it has a CPU tier, and the volumes of the keeper at `keeper_socket`, if set.
-    """
+    """Owns vLLM's processes, event socket and NIXL side-channel port until `stop`."""
 
     def __init__(
         self,
@@ -117,7 +114,7 @@ class VllmEngine:
             await self._warm_up()
 
     async def _warm_up(self) -> None:
-        """Compile log-probabilities, which takes tens of seconds, before streams wait."""
+        """Compile log-probabilities (tens of seconds) before streams wait."""
         sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=1)
         request = EngineRequest(RequestId("warm-up"), [0], sampling, cache_salt="warm-up")
         async for _ in self.generate(request):
@@ -235,7 +232,7 @@ class VllmEngine:
         return params, parsed, options
 
     async def _withdraw(self, request_id: RequestId, transfer: dict[str, Any] | None) -> None:
-        """End a request that is no longer read; if it never reached vLLM, release its prefill engine's pages."""
+        """End an unread request; if it never reached vLLM, release its prefill engine's pages."""
         if request_id in self._llm.output_processor.external_req_ids:
             await self._llm.abort(request_id)
         elif transfer is not None and transfer.get("do_remote_prefill"):

@@ -1,4 +1,4 @@
-"""vLLM's KV events from its ZMQ publisher.
+"""vLLM's KV events from ZMQ.
 
 They carry salts and token ids without authentication, so the socket is an ipc file in a private folder.
 """
@@ -24,7 +24,7 @@ _decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
 
 async def listen(endpoint: str) -> AsyncIterator[KvEventBatch]:
-    """Batches published from now on. `endpoint` is the ipc address that the engine binds."""
+    """`endpoint` is the ipc address that the engine binds."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.SUB)  # type: ignore[attr-defined]
     try:

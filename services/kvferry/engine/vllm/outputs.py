@@ -23,10 +23,7 @@ def to_engine_output(completion: Any) -> EngineOutput:
 
 
 def finish_output(result: EngineOutput, output: Any, sources: PromptSources) -> None:
-    """Set the fields of a last output from vLLM's RequestOutput.
-
-    Raises EngineError for an unknown finish reason.
-    """
+    """Raises EngineError for an unknown finish reason."""
     completion = output.outputs[0]
     result.finish_reason = _FINISH_REASONS.get(completion.finish_reason)
     if result.finish_reason is None:

@@ -1,6 +1,5 @@
-"""vLLM's parsers: raw text to content, reasoning and tool calls.
-
-The gateway's renderer describes the parser (`parse_of`); the worker makes one per answer (`Parsers.begin`).
+"""vLLM's parsers. The gateway's renderer describes one (`parse_of`); the worker makes one per answer
+(`Parsers.begin`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "r
 
 
 def check_names(model: ModelConfig) -> None:
-    """Raises ConfigError for a parser that vLLM does not have."""
+    """Raises ConfigError for an unknown parser."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -44,10 +43,7 @@ def parse_of(
     *,
     reasoning_ended: bool | None,
 ) -> Parse | None:
-    """The Parse for a chat body; None for plain text.
-
-    `reasoning_ended` tells the engine whether a grammar applies from the first token on.
-    """
+    """Return None for plain text. `reasoning_ended` tells whether a grammar applies from the first token on."""
     if not model.reasoning_parser and not (model.tool_parser and body.get("tools")):
         return None
     values = {
@@ -66,10 +62,7 @@ class Begun:
 
 
 class Parsers:
-    """Makes the parsers of one engine's requests.
-
-    Raises ConfigError for parsers that vLLM does not have, or whose tokens the tokenizer lacks.
-    """
+    """Raises ConfigError for an unknown parser, or one whose tokens the tokenizer lacks."""
 
     def __init__(self, model: ModelConfig, tokenizer: Any, vllm_model_config: Any) -> None:
         from vllm.parser import ParserManager
@@ -156,7 +149,7 @@ def _call(call: Any) -> ToolCallDelta:
 
 
 def texts_of(tokenizer: Any, prompt: Sequence[int], given: Sequence[int], params: Any) -> list[tuple[int, str]]:
-    """Tokens of an answer with the text each added; `params` are vLLM's, of the whole answer."""
+    """Tokens with the text each added; `params` are vLLM's, of the whole answer."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     # All fields of a request that the detokenizer reads.

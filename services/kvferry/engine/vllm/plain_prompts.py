@@ -1,8 +1,7 @@
 """Renders plain chats and prompts in a fifth of the time of vLLM's renderer.
 
-It runs vLLM's own parts without hops between threads, and caches parameters. `verify` compares the results; where they
-differ, this must not be used. vLLM's renderer gets everything else: unlisted fields, long prompts, and failures, so
-that errors are vLLM's.
+It runs vLLM's parts without thread hops. Use it only if `verify` finds no difference. vLLM's renderer gets the rest,
+failures too, so that errors are vLLM's.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Rendered:
 
 
 class PlainPrompts:
-    """For one model, given vLLM's ServingRender. Thread-safe. Raises TypeError for other kinds of tokenizers."""
+    """Thread-safe. Raises TypeError for unknown kinds of tokenizers."""
 
     def __init__(self, serving: Any) -> None:
         from tokenizers import Tokenizer

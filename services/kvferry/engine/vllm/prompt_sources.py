@@ -1,4 +1,4 @@
-"""Records each request's PromptSources, which vLLM's output processor only sums up."""
+"""Records each request's PromptSources."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.engine.base import PromptSources, RequestId
 
 
 class PromptSourceRecorder:
-    """Wraps the processor; keeps a request's sources from its first token until `pop`."""
+    """Keeps a request's sources from first token until `pop`."""
 
     def __init__(self, output_processor: Any) -> None:
         self._states = output_processor.request_states

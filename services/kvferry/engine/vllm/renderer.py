@@ -31,9 +31,9 @@ MOST_CHARS_AT_ONCE = 2_000
 
 
 class VllmRenderer:
-    """A Renderer. Needs the model's folder for configuration and tokenizer, never its weights.
+    """Needs the model's folder, never its weights.
 
-    Plain prompts take a short way if `verify` found no difference at construction.
+    Plain prompts take a short way if `verify` found no difference.
     """
 
     def __init__(self, model_folder: str, served_name: str, model: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from kvferry.engine.base import CachedTokens, PromptSources
 
 
 class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
-    """Totals since the engine started or `reset`, and the last step's state."""
+    """Totals since start or `reset`, and the last step's state."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.reset()

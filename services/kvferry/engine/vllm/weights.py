@@ -1,7 +1,4 @@
-"""A digest that names a model's weights in chunk layouts.
-
-It depends on the files' contents only, so it is the same on every node and after every copy.
-"""
+"""A digest of a model's weight files, the same on every node and after every copy."""
 
 from __future__ import annotations
 
@@ -31,10 +28,10 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 def weights_revision(folder: Path, cache: Path) -> str:
-    """32 hexadecimal digits for the model files directly in `folder`.
+    """Return 32 hexadecimal digits for the model files directly in `folder`.
 
-    Digests are cached in `cache` by path, size and times; an unusable cache costs another reading. Raises ConfigError
-    for a folder without models, or that cannot be read.
+    `cache` holds digests by path, size and times; an unusable one is ignored. Raises ConfigError if models are missing
+    or unreadable.
     """
     record = cache / f"{xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))}.json"
     known = _read(record)

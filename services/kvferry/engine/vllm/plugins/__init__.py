@@ -1,1 +1,1 @@
-"""What vLLM itself loads by module path, one file per seam."""
+"""Modules that vLLM loads by path, one per seam."""

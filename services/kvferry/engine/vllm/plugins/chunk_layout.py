@@ -1,7 +1,7 @@
 """The fields of a ChunkLayout that vLLM decides.
 
-Whatever changes a byte of a page must change its layout, because pages outlive engines. On the CPU device the attention
-kernels pack keys by instruction set (`_get_attn_isa`).
+Pages outlive engines, so whatever changes a page's bytes must change its layout, also the CPU kernels' instruction set
+(`_get_attn_isa`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 def layout_fields(
     vllm_config: Any, *, model_name: str, weights_revision: str, blocks_per_chunk: int
 ) -> dict[str, str | int]:
-    """All fields but `payload_bytes`, the row of the CPU tier."""
+    """Return all fields but `payload_bytes`."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtype = _name(model.dtype)
     return {

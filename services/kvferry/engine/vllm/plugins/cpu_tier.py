@@ -1,6 +1,6 @@
 """vLLM's CPU tier, also on the CPU device, where vLLM 0.32 refuses it.
 
-vLLM copies pages with CUDA streams only. On the CPU device a thread that runs jobs in order replaces them.
+A thread that runs jobs in order replaces CUDA streams there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """A `spec_module_path` for vLLM. Leaves no name of its shared memory behind."""
+    """A `spec_module_path` for vLLM."""
 
     _worker: Any
 
@@ -60,7 +60,7 @@ class CpuTierSpec(TieringOffloadingSpec):  # type: ignore[misc]
 def unlink_region(region: Any) -> None:
     """Unlink the region's name, so that a kill leaves nothing in /dev/shm.
 
-    vLLM makes the scheduler after all workers have mapped the region. If the scheduler came first, the name stays.
+    vLLM's workers have mapped it by then (ADR 11); otherwise the name stays.
     """
     path = Path(region.mmap_path)
     if region._creator:
@@ -81,8 +81,7 @@ def refuse_second_region(region: Any) -> None:
 class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies pages between engine and CPU tier, in order, on its own thread. Owns the region.
 
-    At 0.4 ms a page, a long prompt would else hold up streams for 0.1 s. As with CUDA streams, vLLM calls `wait` before
-    it reuses a finished request's pages.
+    At 0.4 ms a page, a long prompt would else hold up streams for 0.1 s. vLLM calls `wait` before it reuses pages.
     """
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: Any) -> None:
@@ -158,7 +157,7 @@ class CpuCopyWorker(OffloadingWorker):  # type: ignore[misc]
                 self._changed.notify_all()
 
     def _pairs(self, engine: Any, tier: Any) -> Iterator[tuple[int, int, int]]:
-        """Addresses of an engine page and its place in the tier, with the size in bytes."""
+        """Engine address, tier address and size in bytes per page."""
         per_chunk = self._blocks_per_chunk
         engine_at = tier_at = 0
         for group, (num_blocks, first) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):

@@ -16,7 +16,7 @@ from kvferry.pages.keys import pack_keys
 
 
 class CpuTierEvents:
-    """Covers one KV cache group: a page missing in one group is useless in the others."""
+    """Covers one KV cache group: a page missing there is useless in others."""
 
     def __init__(self, group_index: int, tokens_per_chunk: int, block_size: int, tokens_per_hash: int) -> None:
         self._group_index = group_index
@@ -47,7 +47,7 @@ class CpuTierEvents:
                 self._names[key] = (state.page_hashes(first_page, end_page, self._tokens_per_hash), known)
 
     def translate(self, events: Iterable[Any]) -> Iterator[KVCacheEvent]:
-        """Translate vLLM's tier events; skip chunks that were not recorded."""
+        """Skips chunks that were not recorded."""
         for event in events:
             if event.medium is not Medium.CPU:
                 continue

@@ -1,7 +1,7 @@
 """The keeper's volumes as a SecondaryTierManager of vLLM's tiers.
 
-It never waits in vLLM's scheduler: the client mirrors what can be loaded, and later steps poll jobs. Without a keeper
-everything is a miss. A failed page stays a miss for its request, which might else retry for ever.
+It never waits in vLLM's scheduler: later steps poll jobs. Without a keeper everything is a miss. A failed page stays a
+miss for its request, which might else retry for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DRAIN_SAYS_EVERY_S = 10.0
 
 
 class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
-    """vLLM makes one per engine in its scheduler, once all workers have mapped the region."""
+    """Made in vLLM's scheduler, once all workers have mapped the region."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 

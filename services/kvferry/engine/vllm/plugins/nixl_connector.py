@@ -1,8 +1,4 @@
-"""vLLM's NixlConnector with repairs of vLLM 0.32 (see also nixl_lease.py and nixl_progress.py).
-
-- On the CPU device it pins the compute thread to one core per NUMA node for good, the same for all engines.
-- Its compatibility hash lacks block sizes. On the CPU device unequal ones produce garbage.
-"""
+"""vLLM's NixlConnector with repairs of vLLM 0.32 (see ADR 3, nixl_lease.py and nixl_progress.py)."""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
-    """Fail the handshake, and so the load, if the remote engine's pages hold another number of tokens."""
+    """Fail the handshake if the remote engine's pages hold another number of tokens."""
     add_remote_agent = worker.add_remote_agent
 
     def checked(remote: Any, *args: Any, **kwargs: Any) -> str:

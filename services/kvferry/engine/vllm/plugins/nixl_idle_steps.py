@@ -1,8 +1,4 @@
-"""Slows the idle steps of a prefill engine that keeps pages for KV transfer.
-
-vLLM steps it every millisecond to see whether they were read: 0.9 cores per kept prompt. On two cores of a CPU device
-decode engines' reads took twice as long. The cost: pages are freed, and prompts start, one pause later.
-"""
+"""Slows the idle steps of a prefill engine that keeps pages for KV transfer (see ADR 5)."""
 
 from __future__ import annotations
 

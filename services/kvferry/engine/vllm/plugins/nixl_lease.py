@@ -1,10 +1,4 @@
-"""Prevents reads of a prefill engine's pages after their lease.
-
-In vLLM 0.32 a decode engine that is busy for longer than the lease answers from reused pages: heartbeats extend a
-lease, but wait for both engines' steps. So the lease's first end, by the prefill engine's clock, travels with the
-transfer parameters, and the decode engine checks it before and after a read. A late read is a failed load, and the
-prompt is computed (kv_load_failure_policy: recompute).
-"""
+"""Prevents reads of a prefill engine's pages after their lease (see ADR 8)."""
 
 from __future__ import annotations
 
@@ -22,7 +16,7 @@ EXPIRY_PARAMETER = "remote_blocks_expiry_time"
 
 
 def send_lease_ends(scheduler: Any) -> None:
-    """Add a lease's end, by the scheduler's perf_counter, to the prefill engine's transfer parameters."""
+    """Add the lease's end, by the scheduler's perf_counter, to the transfer parameters."""
     request_finished = scheduler.request_finished
 
     def stamped(request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -35,7 +29,7 @@ def send_lease_ends(scheduler: Any) -> None:
 
 
 def refuse_reads_after_lease(worker: Any) -> None:
-    """Fail a decode engine's loads whose lease ends before the read is done."""
+    """Fail loads whose lease ends before the read is done."""
     read_blocks_for_req, pop_done_transfers = worker._read_blocks_for_req, worker._pop_done_transfers
 
     def ended(meta: Any) -> bool:

@@ -1,7 +1,6 @@
-"""Releases kept pages at once; vLLM 0.32 leaves them to their lease if no decode engine comes.
+"""Releases kept pages at once; vLLM 0.32 leaves them to their lease.
 
-vLLM mixes this `worker_extension_cls` into its worker for `collective_rpc`. It runs between two steps, on the thread
-that reaps leases.
+vLLM mixes this `worker_extension_cls` into its worker. It runs between two steps, on the thread that reaps leases.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class ReleaseExtension:
     """vLLM refuses an attribute with the name of one of its worker's."""
 
     def kvferry_release(self, request_id: str) -> bool:
-        """End the lease of a finished request's pages. False if there is none (yet)."""
+        """Return False if there is no lease (yet)."""
         if not has_kv_transfer_group():
             return False
         return any(end_lease(worker, request_id) for worker in _connector_workers(get_kv_transfer_group()))

@@ -29,9 +29,9 @@ def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = 
 
 
 class RequestTierState:
-    """Route keys, hints and loads of a request, by the end position (in tokens) of a page.
+    """Route keys, hints and loads by a page's end position in tokens.
 
-    vLLM keeps it with the request (`ReqContext.get_state`). Route keys are computed on demand.
+    vLLM keeps it with the request (`ReqContext.get_state`).
     """
 
     __slots__ = (
@@ -75,12 +75,12 @@ class RequestTierState:
         return self._known(end_page)[first_page:end_page]
 
     def page_hashes(self, first_page: int, end_page: int, tokens_per_hash: int) -> list[Any]:
-        """vLLM's hashes of these pages, as in its events."""
+        """vLLM's hashes, as in its events."""
         hashes, per_page = self._request.block_hashes, self._block_size // tokens_per_hash
         return [maybe_convert_block_hash(hashes[(i + 1) * per_page - 1]) for i in range(first_page, end_page)]
 
     def volume_of(self, end_token: int | None) -> str | None:
-        """A volume whose hint covers the page that ends there."""
+        """A volume whose hint covers that page."""
         if end_token is not None:
             for volume_id, num_pages in self.hints.volumes.items():
                 if end_token <= num_pages * self._block_size:

@@ -1,8 +1,4 @@
-"""Polls the queue between engine core and worker with pauses instead of spinning.
-
-For a second after each message vLLM spins on `sched_yield`, which on the CPU device takes cores from computing. Waiting
-for the notification at once made single steps take 5 s, as if it was lost.
-"""
+"""Polls the queue between engine core and worker with pauses instead of spinning (see ADR 5)."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ POLL_PAUSE_S = 0.0002
 
 
 def poll_shm_queues_slowly() -> None:
-    """Apply to all queues of this process. Idempotent."""
+    """Affects all queues of this process. Idempotent."""
     shm_broadcast.sched_yield = _pause
 
 

@@ -1,10 +1,6 @@
-"""vLLM's OffloadingConnector with what vLLM 0.32 lacks for its tiers.
+"""vLLM's OffloadingConnector with what vLLM 0.32 lacks (see ADR 11).
 
-- Route keys: CPU tier events carry no salt, and name only a chunk's last page.
-- Namespaces and volume hints: they come as KV hints, because KV transfer owns the transfer parameters.
-- Order: a MultiConnector asks every connector, so the tier would read what NIXL brings. It offers nothing until KV
-  transfer has begun or failed.
-- Timeouts: vLLM would wait for a read that hangs. After `load_timeout_s` a request computes what is missing.
+It adds route keys, namespaces, volume hints, the order behind KV transfer, and load timeouts.
 """
 
 from __future__ import annotations
@@ -49,17 +45,16 @@ def blocks_per_chunk(block_bytes: int, tokens_per_block: int) -> int:
 
 
 def register_connectors(connectors: Mapping[str, str]) -> None:
-    """Map class names to modules: a MultiConnector finds its children's statistics by class name."""
+    """A MultiConnector finds its children's statistics by class name."""
     for name, module in connectors.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
 
 
 class TierConnector(OffloadingConnector):  # type: ignore[misc]
-    """Reads further settings from its extra configuration:
+    """Extra configuration: `keeper_socket` (empty: no volumes), `model_name`, `weights_revision` and `load_timeout_s`.
 
-    `keeper_socket` (empty: no volumes), `model_name`, `weights_revision` and `load_timeout_s`. Sets `blocks_per_chunk`
-    if it is not given.
+    Sets `blocks_per_chunk` if it is not given.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -174,7 +169,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         return state
 
     def _num_ready(self, status: Any, num_computed_tokens: int) -> int:
-        """Tokens after the computed ones whose pages are in the CPU tier."""
+        """Tokens in the CPU tier after the computed ones."""
         if self.scheduler._sliding_window_groups:
             return 0  # not a prefix
         ready: list[int] = []

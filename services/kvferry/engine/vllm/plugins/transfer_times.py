@@ -14,7 +14,7 @@ LOAD_TIMES = "kvferry_load_times"
 
 
 class TransferTimes:
-    """Waits of one connector's requests. Each connector needs its own `parameter`."""
+    """Each connector needs its own `parameter`."""
 
     def __init__(self, parameter: str) -> None:
         self._parameter = parameter
@@ -28,7 +28,7 @@ class TransferTimes:
         self._began.setdefault(request_id, time.monotonic() if since_s is None else since_s)
 
     def arrived(self, request_ids: Iterable[str]) -> None:
-        """These waits ended, well or not. Other connectors' ids are ignored."""
+        """End these waits. Ignores other connectors' ids."""
         for request_id in request_ids:
             began_s = self._began.pop(request_id, None)
             if began_s is not None:
@@ -37,7 +37,6 @@ class TransferTimes:
     def attach_to(
         self, request_id: str, answer: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Add the times to a connector's answer, and forget the request."""
         self._began.pop(request_id, None)
         times = self._ended.pop(request_id, None)
         if times is None:
@@ -47,7 +46,7 @@ class TransferTimes:
 
 
 def pop_times(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Any, Any]:
-    """Transfer parameters, and the times of KV transfer and of loads taken out of them."""
+    """Split the times of KV transfer and of loads from transfer parameters."""
     if params is None:
         return None, None, None
     kv_transfer, load = params.pop(KV_TRANSFER_TIMES, None), params.pop(LOAD_TIMES, None)
