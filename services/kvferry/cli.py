@@ -61,7 +61,9 @@ def _reported(command: Callable[P, R]) -> Callable[P, R]:
 def _configured(command: Callable[..., R]) -> Callable[..., R]:
     """Add the options that choose a configuration; the command gets it as `config`."""
 
-    @click.option("--engine", type=click.Choice(["vllm", "sim"]), help="vllm: a real model. sim: its twin, in seconds.")
+    @click.option(
+        "--engine", type=click.Choice(["vllm", "sim"]), help="vllm: a real model. sim: simulated, in seconds."
+    )
     @click.option("--model", help="`default`, a folder, or a hub id.")
     @click.option(
         "--config", "file", type=click.Path(path_type=Path), help="YAML file; environment and flags override it."
@@ -424,7 +426,7 @@ _PRICE_COLUMNS = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", 
 def _print_explanation(console: Console, request: dict[str, Any]) -> None:
     console.print(
         f"{request['request_id']}: {request['prompt_tokens_by_source']} prompt tokens by source, "
-        f"{request['transferred_pages']} pages ferried"
+        f"{request['ferried_pages']} pages ferried"
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
         + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else ""),
         highlight=False,

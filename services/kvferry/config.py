@@ -45,7 +45,7 @@ class ModelConfig(_Section):
     trust_remote_code: bool = False
     # Names these weights in pages that outlive an engine. Empty: a digest of the weight files, taken once per machine.
     revision: str = ""
-    # Which of vLLM's parsers take this model's answers apart. Empty: no tools; reasoning stays part of the content.
+    # vLLM's parsers for this model's answers. Empty: no tools; reasoning stays part of the content.
     tool_parser: str = ""
     reasoning_parser: str = ""
 
@@ -65,7 +65,7 @@ class EngineConfig(_Section):
     enforce_eager: bool | None = None  # empty: yes on a CPU, no on a GPU
     threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
     ucx_tls: str = "tcp,cma,sm,self"  # UCX transports between engines on the CPU device
-    transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that nobody pulls
+    transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that are not pulled
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
 
@@ -168,7 +168,7 @@ class GatewayConfig(_Section):
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
-    # A gateway that goes is no longer ready, but takes requests for so long: whoever sends them has to hear of it.
+    # A leaving gateway is not ready, but accepts requests for so long: load balancers need time to notice.
     linger_s: float = Field(0, ge=0)
     drain_timeout_s: float = Field(30, ge=0)
 
@@ -352,7 +352,7 @@ class ClusterConfig(_Section):
         listeners: tuple[tuple[Listener, str, bool, str], ...] = (
             ("gateway.host", gateway.host, has_access, "configure gateway.keys_file or gateway.tls.client_ca_file"),
             ("worker.host", self.worker.host, has_mutual_tls, "configure worker.tls"),
-            # vLLM answers whoever asks.
+            # vLLM answers every caller.
             ("engine.side_channel_host", self.engine.side_channel_host, False, ""),
             ("tier.host", self.tier.host, has_mutual_tls, "configure worker.tls"),
             ("metrics.host", self.metrics.host, self.metrics.tls.enabled, "configure metrics.tls"),

@@ -78,7 +78,7 @@ class Exchange:
         if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
-        self._flow.resume_reading()  # as `receive` does: or nobody sees the client leave
+        self._flow.resume_reading()  # as `receive` does: else a client that leaves goes unnoticed
         return body
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:

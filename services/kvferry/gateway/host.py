@@ -141,8 +141,7 @@ class GatewayHost:
         """Listen, then load the renderer. Returns once requests can be rendered; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
         gateway = self._config.gateway
-        # Several gateways of one node share the port, and so do one that comes and one that goes; the kernel spreads
-        # connections over those that live.
+        # Gateways of one node share the port, also an old and a new one; the kernel spreads connections over them.
         listener = socket.create_server(
             (gateway.host, gateway.http_port), backlog=2048, reuse_port=gateway.http_port != 0
         )
@@ -235,7 +234,7 @@ class GatewayHost:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self.worker_pool.close()
         await self.volume_pool.close()
-        # Requests end with their workers' links; whoever waits for a client that does not read would stay.
+        # Requests end with their workers' links; tasks that wait for a slow client would stay.
         left = list(self._server.server_state.tasks)
         for task in left:
             task.cancel()

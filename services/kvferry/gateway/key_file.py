@@ -68,8 +68,7 @@ class KeyFile:
     def find(self, key: str) -> ApiKey | None:
         self._look()
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-        # Looking a digest up tells nobody how near to a key they are; that it is the right one is compared in
-        # constant time nevertheless.
+        # A digest reveals nothing about a key that nearly matches; it is compared in constant time nevertheless.
         found = self._digest_to_key.get(digest)
         expected = bytes.fromhex(found.sha256) if found is not None else bytes(32)
         return found if hmac.compare_digest(expected, digest) else None
@@ -85,7 +84,7 @@ class KeyFile:
                 return
             self._digest_to_key = _by_digest(read_keys(self._file))
         except ConfigError as error:
-            # Half a secret on its way to this node must not lock everybody out.
+            # A secret that is half written must not lock every client out.
             if error.message != self._fault:
                 self._fault = error.message
                 log.error("keys stay as they were: %s", error.message)
@@ -101,7 +100,7 @@ def read_keys(file: Path) -> list[ApiKey]:
     except OSError as error:
         raise ConfigError(f"gateway.keys_file: {file}: {error.strerror}", param="gateway.keys_file") from None
     except (yaml.YAMLError, UnicodeDecodeError):
-        # Not with YAML's own words, which quote the file.
+        # Without YAML's own message, which quotes the file.
         raise ConfigError(f"gateway.keys_file: {file}: not YAML", param="gateway.keys_file") from None
     if values is None:
         return []

@@ -27,5 +27,5 @@ class Tenant:
         object.__setattr__(self, "tier", None if is_default else TierHints(namespace))
 
 
-# Of every request where nobody has to say who they are.
+# The tenant of every request where no authentication is configured.
 DEFAULT_TENANT = Tenant(DEFAULT_NAMESPACE.tenant)
