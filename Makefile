@@ -87,13 +87,13 @@ bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway;
 bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RAG load, with a report (half an hour)
 	@$(BIN)/python -m bench.rag $(ARGS)
 
-bench-handoff: $(STAMP) ## Bytes/s of the ferry beside raw NIXL with the same bytes and descriptors; the last line is JSON
+bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the same bytes and descriptors; the last line is JSON
 	@$(BIN)/python -m bench.handoff $(ARGS)
 
-bench-tier: $(STAMP) ## Verified reads and writes of pages beside fio and vLLM's loader; the last line is JSON
+bench-tier: $(STAMP) ## Verified reads and writes of chunks beside fio and vLLM's loader; the last line is JSON
 	@$(BIN)/python -m bench.tier $(ARGS)
 
-fuzz-tier: $(STAMP) ## Spoil N pages of the tier in every way and look for a wrong byte; the last line is JSON
+fuzz-tier: $(STAMP) ## Spoil N chunks of the tier in every way and look for a wrong byte; the last line is JSON
 	@$(BIN)/python -m bench.fuzz_tier --mutations $(N) $(ARGS)
 
 loadtest-smoke: $(STAMP) ## A load test of a sim cluster with its report, in less than a minute

@@ -245,7 +245,7 @@ def new_key(tenant: str, name: str, into: Path | None) -> None:
 
 @main.group()
 def tier() -> None:
-    """Look at volumes: folders with KV pages."""
+    """Look at volumes: folders of chunks of KV pages."""
 
 
 def _volume(command: Callable[..., R]) -> Callable[..., R]:
@@ -271,7 +271,7 @@ def _volume(command: Callable[..., R]) -> Callable[..., R]:
 @_reported
 @_volume
 def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
-    """Read and verify every page of the volume at PATH.
+    """Read and verify every chunk of the volume at PATH.
 
     Exit codes: 0 all are whole, 1 some are not (mended or not), 2 it could not be checked.
     """
@@ -296,7 +296,7 @@ def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
 @_reported
 @_volume
 def ls(path: Path, as_json: bool, limit: int) -> None:
-    """List the pages of the volume at PATH, newest first. With --json one object per line."""
+    """List the chunks of the volume at PATH, newest first. With --json one object per line."""
     from kvferry.store import fsck as checking
 
     found = sorted(checking.list_chunks(path), key=lambda chunk: -chunk.modified_s)

@@ -235,7 +235,7 @@ class TierConfig(_Section):
 
     enabled: bool = False  # the CPU tier, and a keeper where there are volumes
     cpu_gib: float = Field(1.0, gt=0, allow_inf_nan=False)  # CPU tier per engine, in /dev/shm
-    # Engine pages in one page of the tiers. Empty: until it has 1 MiB, but no more than 256 tokens; 1 for sim.
+    # KV pages (vLLM: blocks) in one chunk. Empty: as many as give 1 MiB, but no more than 256 tokens; 1 for sim.
     blocks_per_chunk: int | None = Field(None, ge=1)
     volumes: tuple[VolumeConfig, ...] = ()
     socket_dir: Path | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
@@ -439,7 +439,7 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
     if fault["type"] == "extra_forbidden":
         allowed = _keys_beside(path)
         close = difflib.get_close_matches(path[-1], allowed, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         return f"{key}: unknown key (value {fault['input']!r}){hint} Allowed here: {', '.join(allowed)}"
     message = fault["msg"].removeprefix("Value error, ")
     return f"{key}: {message}, not {fault['input']!r}" if not isinstance(fault["input"], dict) else f"{key}: {message}"

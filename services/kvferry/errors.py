@@ -176,7 +176,7 @@ class WorkerDraining(UnavailableError):
 
 
 class EngineDead(UnavailableError):
-    """An engine process died; its worker is replaced."""
+    """An engine died or hangs; its worker is replaced."""
 
     code = "engine_dead"
 

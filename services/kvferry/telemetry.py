@@ -218,7 +218,7 @@ PLACEMENTS = Metric(
     "decisions",
     Exporter.GATEWAY,
     "Placement decisions, by reason.",
-    (Label("reason", "why there (docs/architecture.md)", PLACEMENT_REASONS),),
+    (Label("reason", "why there (docs/architecture/routing.md)", PLACEMENT_REASONS),),
 )
 PLACEMENT_SECONDS = Metric(
     "kvferry_placement_seconds",
@@ -248,7 +248,7 @@ PREFILL_FALLBACKS = Metric(
     Kind.COUNTER,
     "requests",
     Exporter.GATEWAY,
-    "Prompts that the decode worker computed because the prefill worker did not, by cause.",
+    "Failed attempts to have a prefill worker compute a prompt, by cause.",
     (Label("cause", "what the prefill worker did instead", FALLBACK_CAUSES),),
 )
 CONTINUED_REQUESTS = Metric(

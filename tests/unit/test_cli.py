@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from rich.console import Console
 
+from kvferry import cli
 from kvferry.cli import main
+from kvferry.gateway.generation import journey_values
+from kvferry.router.journey import Journey
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +112,10 @@ def test_down_with_nothing_to_end_is_fine() -> None:
 
 def test_the_version_is_told() -> None:
     assert "kvferry, version" in run("--version").output
+
+
+def test_the_explanation_shows_what_a_gateway_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    """The printer and the gateway agree on the names of a request's record."""
+    recorded = {"request_id": "chatcmpl-1", "choices": [], **journey_values(Journey())}
+    cli._print_explanation(Console(width=200), recorded)
+    assert "0 pages ferried" in capsys.readouterr().out

@@ -328,7 +328,7 @@ class _RequestRun:
         return _KeptPages(holder, last.transfer_params)
 
     def _note_fallback(self, cause: str, message: str, request: EngineRequest, span: Span | None) -> None:
-        log.warning("request %s: %s; the decode worker computes the prompt", request.request_id, message)
+        log.warning("request %s: %s; another worker computes the prompt", request.request_id, message)
         self._router.metrics.prefill_fallbacks.labels(cause=cause).inc()
         self._journey.prefill_failure = message
         if span is not None:
