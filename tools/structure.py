@@ -122,9 +122,9 @@ class Passage:
     handing_on: dict[str, None] = field(default_factory=dict)
 
     def files(self) -> list[str]:
-        """Raises LookupError for an entry of CHANGES that was not called."""
-        if missing := CHANGES.keys() - self.called.keys():
-            raise LookupError(f"a request does not pass {', '.join(sorted(missing))}: mend CHANGES")
+        """Raises LookupError for an entry of CHANGES or HANDOVERS that was not called."""
+        if missing := {*CHANGES, *HANDOVERS} - self.called.keys():
+            raise LookupError(f"a request does not pass {', '.join(sorted(missing))}: mend CHANGES or HANDOVERS")
         return [
             name
             for name in self.called

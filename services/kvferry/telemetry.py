@@ -508,7 +508,7 @@ TIER_BREAKER = _keeper(
     "1 for the state in which the volume's breaker is.",
     _VOLUME,
     _DIRECTION,
-    Label("state", "`open`: the volume is left alone; `half_open`: one operation is on trial", BREAKER_STATES),
+    Label("state", "`open`: the volume is not used; `half_open`: one operation is on trial", BREAKER_STATES),
 )
 TIER_TRIPS = _keeper("tier_breaker_trips_total", Kind.COUNTER, "trips", "How often its breakers opened.", _VOLUME)
 KEEPER_SPANS = _spans(Exporter.KEEPER, "keeper_")

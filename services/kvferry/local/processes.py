@@ -145,9 +145,10 @@ def wait_gone(processes: Iterable[ProcessIdentity], *, timeout_s: float) -> bool
 
 
 def _is_marked(pid: int, marks: Marks) -> bool:
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        if marks.token and process.environ().get(TOKEN_VARIABLE) == marks.token:
+    with contextlib.suppress(OSError):
+        # Not psutil's `environ`: it ends at the first empty entry, which a process that sets its title leaves behind.
+        mark = f"{TOKEN_VARIABLE}={marks.token}".encode()
+        if marks.token and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return True
     with contextlib.suppress(psutil.Error):
         if _is_below(Path(psutil.Process(pid).cwd()), (marks.work_folder,)):

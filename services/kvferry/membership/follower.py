@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 
+from kvferry.errors import KvferryError
 from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Membership, Snapshot
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class MemberFollower:
             try:
                 async for change in self._membership.watch():
                     self._apply(change)
+            except KvferryError as error:
+                log.warning("the members cannot be followed: %s", error.message)
             except Exception:
                 log.exception("following the members failed; trying again")
             await asyncio.sleep(REWATCH_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -18,10 +19,12 @@ from kvferry.local.processes import (
     Marks,
     ProcessesRemain,
     ProcessIdentity,
+    _is_marked,
     belonging,
     end_all,
     wait_gone,
 )
+from support.waiting import wait_until
 
 # Of this test process alone: others run the same tests beside it.
 TOKEN = secrets.token_hex(8)
@@ -275,3 +278,19 @@ def test_wait_gone_says_whether_all_ended(start: Start) -> None:
     first.send(signal.SIGKILL)
     assert wait_gone([first], timeout_s=10)
     assert not wait_gone([first, second], timeout_s=0.05)
+
+
+def test_an_empty_entry_in_the_environment_hides_nothing(marks: Marks) -> None:
+    """As a process leaves it that overwrites a part of its environment."""
+    child = os.fork()
+    if not child:
+        os.chdir("/")
+        entries = (ctypes.c_char_p * 4)(b"A=1", b"", f"{TOKEN_VARIABLE}={TOKEN}".encode(), None)
+        ctypes.CDLL(None).execve(b"/bin/sleep", (ctypes.c_char_p * 3)(b"sleep", b"60", None), entries)
+        os._exit(1)
+    try:
+        wait_until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n")
+        assert _is_marked(child, Marks(TOKEN, Path("/nonexistent/work"), ()))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
