@@ -1,7 +1,6 @@
-"""Records of which files in /dev/shm a process tree holds, made while it lives.
+"""Records which files in /dev/shm a process tree holds, while it lives.
 
-A killed engine cannot unlink its shared memory, and a file name does not show its owner. So workers record names and
-inodes in the local cluster's run folder. A clean-up removes recorded files that are unchanged and held by no process.
+A killed engine cannot unlink them, and their names show no owner.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ StrPath = str | os.PathLike[str]
 
 
 class SharedMemoryFile(NamedTuple):
-    """One file below /dev/shm. Another process may reuse the name, but not name and inode together."""
+    """A file below /dev/shm. Names are reused, but not with the inode."""
 
     inode: int
     name: str  # relative to /dev/shm
@@ -31,20 +30,16 @@ class SharedMemoryFile(NamedTuple):
 
 
 def held_by(pids: Iterable[int]) -> frozenset[SharedMemoryFile]:
-    """Return the files of /dev/shm that these processes map or have open; skip unreadable processes.
+    """Return the files of /dev/shm that these processes map or have open, by inode; skip unreadable processes.
 
-    Compares inodes: a semaphore is made under one name and linked to another, so its holders seem to map a deleted
-    file.
+    Names differ: a semaphore is made under one and linked to another.
     """
     inodes = {inode for pid in pids for inode in (*_mapped(pid), *_opened(pid))}
     return frozenset(file for file in _present() if file.inode in inodes) if inodes else frozenset()
 
 
 def record_shared_memory(run_dir: StrPath, name: str, pid: int) -> frozenset[SharedMemoryFile]:
-    """Append the files held by `pid` and its descendants to `<run_dir>/shm/<name>.txt`, each once.
-
-    Returns the new ones. `name` is one path component, such as a worker id.
-    """
+    """Append files held by `pid` and its descendants to `<run_dir>/shm/<name>.txt`, each once; return the new ones."""
     if name == ".." or not name or Path(name).name != name:
         raise ValueError(f"{name!r} is not a single path component")
     try:
@@ -66,13 +61,13 @@ def write_record(run_dir: StrPath, name: str, files: Iterable[SharedMemoryFile])
 
 
 def recorded(run_dir: StrPath) -> frozenset[SharedMemoryFile]:
-    """Return the files recorded by all workers of this run folder, alive or not."""
+    """Return the recorded files of all workers, alive or not."""
     folder = Path(run_dir) / RECORDS_FOLDER
     return frozenset(entry for file in folder.glob("*.txt") for entry in _read(file))
 
 
 def remove_abandoned(run_dir: StrPath) -> tuple[SharedMemoryFile, ...]:
-    """Unlink and return recorded files that are unchanged, belong to this user, and are held by no process."""
+    """Unlink and return recorded files that are unchanged, this user's, and held by no process."""
     candidates = [file for file in sorted(recorded(run_dir)) if _is_ours(file)]
     if not candidates:
         return ()

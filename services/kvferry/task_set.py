@@ -8,9 +8,7 @@ from typing import Any
 
 
 class TaskSet:
-    """Tasks that run beside their owner, kept because asyncio has only weak references. Exceptions stay in the
-    tasks.
-    """
+    """Strong references to background tasks, since asyncio has only weak ones. Exceptions stay in the tasks."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -36,16 +34,16 @@ class TaskSet:
             task.cancel()
 
     async def wait(self) -> None:
-        """Wait until every task that runs at the call has ended, however it ends."""
+        """Wait for the tasks that run at the call, however they end."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def wait_until_empty(self) -> None:
-        """Wait until no task runs, those included that start meanwhile."""
+        """Wait until no task runs, including new ones."""
         while self._tasks:
             await self.wait()
 
     async def ended_within(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s`; return whether every task that ran at the call has ended. Cancels none."""
+        """Return whether the tasks running at the call end within `timeout_s`. Cancels none."""
         if not self._tasks:
             return True
         _, running = await asyncio.wait(self._tasks, timeout=timeout_s)

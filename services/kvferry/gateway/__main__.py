@@ -1,4 +1,4 @@
-"""A gateway as a process of its own, without Ray, for deployments in which Kubernetes scales gateways.
+"""A gateway as its own process without Ray, for Kubernetes.
 
 Exit code 0 after SIGTERM or SIGINT and draining, 1 if the listener died, 2 for a bad configuration.
 """
@@ -26,7 +26,7 @@ HEALTH_PERIOD_S = 1.0
 
 
 async def serve(config: ClusterConfig, model_folder: str) -> None:
-    """Serve until a signal arrives. Raises KvferryError if the gateway cannot start or its listener died."""
+    """Serve until a signal. Raises KvferryError if the gateway cannot start or its listener dies."""
     host = GatewayHost(config, model_folder, EtcdMembership(config.membership))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,6 +1,4 @@
-"""Authentication for HTTP and gRPC: a key or a client certificate becomes a tenant (docs/security.md has the
-matrix).
-"""
+"""Authentication for HTTP and gRPC (matrix: docs/security.md)."""
 
 from __future__ import annotations
 
@@ -28,10 +26,9 @@ class Access:
         return f"<Access keys={self._keys!r} certificate={self._wants_certificate}>"
 
     def identify(self, authorization: str | None, client_name: str | None) -> Tenant:
-        """Return the tenant.
+        """Return the tenant; `client_name` is the verified certificate's common name.
 
-        `client_name` is the common name of the verified certificate. Raises Unauthenticated, or PermissionDenied for a
-        certificate that names no tenant; neither error repeats a key.
+        Raises Unauthenticated, or PermissionDenied for a certificate of no tenant, without repeating keys.
         """
         if self.is_open:
             return DEFAULT_TENANT

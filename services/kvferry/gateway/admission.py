@@ -18,7 +18,7 @@ from kvferry.tracing import Tracing
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Whether a request sent now can be answered; `waiting_for` names the configured parts that are missing."""
+    """Whether requests can be answered now; `waiting_for` names missing parts."""
 
     ready: bool
     waiting_for: Sequence[str]
@@ -27,7 +27,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class CountedRequest:
-    """One request until its end. `status` is the HTTP status in metrics, `trace` its span if requests are traced."""
+    """One request in flight. `status` is its HTTP status in metrics, `trace` its span or None."""
 
     status: str = "500"
     trace: RequestTrace | None = None
@@ -46,7 +46,7 @@ class CountedRequest:
 
 
 class Admission:
-    """Counts requests in flight, and refuses them while the gateway is full, not ready or leaving."""
+    """Counts requests; refuses them while the gateway is full, unready or leaving."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
         self.draining = False
@@ -63,7 +63,7 @@ class Admission:
 
     @contextlib.contextmanager
     def count_request(self, endpoint: str) -> Iterator[CountedRequest]:
-        """Count a request while the context is open, and its status at the end."""
+        """Count a request in flight, and its status at the end."""
         counted = CountedRequest()
         begun_s = time.perf_counter()
         self.num_in_flight += 1

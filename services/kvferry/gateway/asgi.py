@@ -64,7 +64,7 @@ class _ClientSlow(Exception):
 
 
 class HttpApp:
-    """The ASGI application. Requests get 503 while `openai` is None, which means that the gateway cannot render yet."""
+    """The ASGI application. Answers 503 while `openai` is None, before the gateway can render."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class HttpApp:
 
 
 class _ClientWatch:
-    """Context in which a task is cancelled once its client leaves or is cut off; on exit the reason is raised."""
+    """Cancels a task once its client leaves or is cut off; raises the reason on exit."""
 
     def __init__(self, exchange: Exchange | None, receive: Receive) -> None:
         self._exchange = exchange
@@ -293,7 +293,7 @@ class _ClientWatch:
         self._over = False
 
     def end(self, reason: Exception) -> None:
-        """Cancel the task, and with it the request on every worker. Only the first reason counts."""
+        """Cancel the task and its request on every worker. The first reason counts."""
         if self._task is not None and self._reason is None and not self._over:
             self._reason = reason
             self._task.cancel()
@@ -327,9 +327,7 @@ class _ClientWatch:
 
 
 def _read_debug(headers: Sequence[tuple[bytes, bytes]]) -> Debug:
-    """Read `x-kvferry-debug`: `1` adds the request's record to the answer, `disaggregate` also forces a prefill
-    worker.
-    """
+    """Read `x-kvferry-debug`: `1` adds the request's record, `disaggregate` also forces a prefill worker."""
     for name, value in headers:
         if name == b"x-kvferry-debug" and value in (b"1", b"disaggregate"):
             return Debug(show=True, disaggregate=value == b"disaggregate")
@@ -366,7 +364,7 @@ async def _respond_error(send: Send, error: KvferryError, trace: RequestTrace | 
 
 
 async def _refuse_body(receive: Receive, send: Send, error: KvferryError) -> None:
-    """Answer before the whole body has arrived, then read on: closing with unread data could overtake the answer."""
+    """Answer before the body's end, then read on: closing with unread data could overtake the answer."""
     body = error_body(error)
     headers = [_JSON, (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})

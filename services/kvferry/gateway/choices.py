@@ -10,7 +10,7 @@ from kvferry.engine.base import EngineOutput, TokenLogprob
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts over all choices of an answer. A prompt counts once, however many choices share it."""
+    """Token counts of an answer. A prompt counts once for all its choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -37,7 +37,7 @@ class Choice:
         self.text.append(text)
 
     def note(self, output: EngineOutput) -> None:
-        """Keep only counts and the end, for an answer whose text was sent already."""
+        """Keep only counts and the end, for text already sent."""
         self.num_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value

@@ -1,7 +1,7 @@
-"""The only file that knows uvicorn's internals: a way past ASGI for the body of a stream.
+"""A way past ASGI for the body of a stream; the only file that knows uvicorn's internals.
 
-uvicorn keeps parsing, keep-alive, pipelining, limits, TLS, the head and the end of a response; tokens between go
-straight to the transport. tests/unit/gateway/test_connection.py fails if a version of uvicorn works differently.
+uvicorn still handles everything but a stream's tokens. tests/unit/gateway/test_connection.py fails for a uvicorn that
+works differently.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Exchange:
 
     @property
     def client_name(self) -> str | None:
-        """Common name of the client's certificate: "" if the certificate has none, None without a certificate."""
+        """Common name of the client's certificate; None without a certificate, "" without a name."""
         certificate = self._transport.get_extra_info("peercert")
         if not certificate:
             return None
@@ -73,7 +73,7 @@ class Exchange:
             self._protocol.on_lost = None
 
     def whole_body(self) -> bytes | None:
-        """Return the body if all of it is here and no `100 Continue` was promised; else None: use `receive`."""
+        """Return the body if all arrived and no `100 Continue` was promised; else None: use `receive`."""
         cycle = self._cycle
         if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
             return None
@@ -88,7 +88,7 @@ class Exchange:
         await cycle.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begin a chunked response; its head leaves with the first piece. Never waits. Requires `is_ready`."""
+        """Begin a chunked response, sent with its first piece. Never waits. Requires `is_ready`."""
         held = _HeadBuffer(self._transport)
         self._cycle.transport = cast(asyncio.Transport, held)
         sending = self._cycle.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -103,7 +103,7 @@ class Exchange:
         raise RuntimeError("uvicorn waits before it sends headers; kvferry counts on it not to")
 
     def write(self, body: bytes) -> None:
-        """Send a non-empty piece of the body. Never waits; does nothing once the connection is lost."""
+        """Send a non-empty piece. Never waits; does nothing on a lost connection."""
         if not self._protocol.lost:
             head, self._head = self._head, b""
             self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(body), body))
@@ -124,7 +124,7 @@ class Exchange:
         return self._flow.write_paused
 
     def num_unread_bytes(self) -> int:
-        """Bytes that wait in this process for the client to read; 0 below 64 KiB."""
+        """Bytes waiting here for the client; 0 below 64 KiB."""
         return self._transport.get_write_buffer_size() if self._flow.write_paused else 0
 
     def abort(self) -> None:
@@ -133,7 +133,7 @@ class Exchange:
 
 
 class _HeadBuffer:
-    """A transport that holds the first write back and sends it with the second in one packet."""
+    """A transport that sends the first two writes in one packet."""
 
     __slots__ = ("_transport", "close", "head")
 
@@ -150,6 +150,6 @@ class _HeadBuffer:
 
 
 def exchange_of(scope: dict[str, Any]) -> Exchange | None:
-    """Return the Exchange of a request, or None under a server that offers only ASGI."""
+    """Return a request's Exchange, or None under a plain ASGI server."""
     found: Exchange | None = (scope.get("extensions") or {}).get(EXTENSION)
     return found

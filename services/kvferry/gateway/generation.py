@@ -22,7 +22,7 @@ from kvferry.router.journey import Journey
 
 
 class Sink(Protocol):
-    """Receiver of one choice's outputs. It is called while a worker's step is read, so it must not wait."""
+    """Receiver of one choice's outputs. Must not wait: it runs while a step is read."""
 
     def on_output(self, output: EngineOutput) -> None: ...
 
@@ -32,15 +32,15 @@ class Sink(Protocol):
 
 
 def require_model(name: str, served_name: str, *, param: str | None = "model") -> None:
-    """Raises ModelNotFound unless `name` is the served model; `param` is the field of the request that held it."""
+    """Raises ModelNotFound unless `name` is served; `param` is the request's field."""
     if name != served_name:
         raise ModelNotFound(f"the model {name!r} does not exist; served here: {served_name}", param=param)
 
 
 def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant) -> list[EngineRequest]:
-    """Return `n` requests per prompt, numbered as OpenAI numbers choices, with different seeds.
+    """Return `n` requests per prompt in OpenAI's order, with different seeds.
 
-    Tokens are arrays: route keys are computed from them in less than half the time.
+    Tokens are arrays, which halves the time of route keys.
     """
     requests: list[EngineRequest] = []
     for prompt in rendered:
@@ -63,7 +63,7 @@ def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, ten
 
 
 class Generation:
-    """The choices of one answer. Outputs go to the sinks; cancelling `run` cancels every request on every worker."""
+    """The choices of one answer. Cancelling `run` cancels every request on every worker."""
 
     def __init__(
         self,

@@ -17,9 +17,7 @@ MAX_MESSAGE_BYTES = 1000
 
 
 def status_of(error: KvferryError) -> grpc.Status:
-    """Return code, message and details: always ErrorInfo, BadRequest for a bad field, RetryInfo if a retry may
-    succeed.
-    """
+    """Return code, message and details: ErrorInfo, BadRequest for a field, RetryInfo for a possible retry."""
     code = grpc.StatusCode[error.grpc_status]
     message = _short(error.message)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=_reason(error), domain=DOMAIN)]

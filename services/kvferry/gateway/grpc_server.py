@@ -1,4 +1,4 @@
-"""kvferry.inference.v1 over gRPC, with health and reflection, beside the same authentication and admission as HTTP."""
+"""kvferry.inference.v1 over gRPC, with health and reflection."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _ClientSlow(Exception):
 
 
 class GrpcEndpoint:
-    """The gRPC server. Calls are refused while `inference` is None, which means that the gateway cannot render yet."""
+    """The gRPC server. Refuses calls while `inference` is None, before the gateway can render."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class _UntilSlow:
 
 
 async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> None:
-    """Generate, and write chunks as fast as the client reads. Raises, at the end, the error of generating."""
+    """Generate, and write chunks at the client's pace. Raises generation errors at the end."""
     generating = asyncio.create_task(answer.stream(chunks))
     generating.add_done_callback(lambda _: chunks.wake())
     try:

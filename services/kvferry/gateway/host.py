@@ -1,6 +1,4 @@
-"""Life cycle of a gateway: it listens at once, is ready once it can render and has a decode worker, drains at the
-end.
-"""
+"""Life cycle of a gateway: listen at once, become ready, drain."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ ACCEPTS_PER_TURN = 32
 
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
-    """Return the renderer of `config.engine.kind`. Takes seconds for a real model: call it off the event loop."""
+    """Return the renderer of `config.engine.kind`, in seconds: call it off the event loop."""
     if config.engine.kind == "sim":
         model = config.model
         return SimRenderer(
@@ -138,7 +136,7 @@ class GatewayHost:
         self._server = _http_server(self.app, self._tls)
 
     async def start(self) -> None:
-        """Listen, then load the renderer. Returns once requests can be rendered; workers may still be missing."""
+        """Listen, load the renderer, and return; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
         gateway = self._config.gateway
         # Gateways of one node share the port, also an old and a new one; the kernel spreads connections over them.
@@ -185,7 +183,7 @@ class GatewayHost:
             raise KvferryError("the HTTP listener ended") from cause
 
     def expect(self, num_workers: Mapping[str, int]) -> None:
-        """Set how many workers of each role are configured; readiness names the missing ones."""
+        """Set the configured number of workers per role, for readiness."""
         self._num_expected = {kind: num_workers.get(kind.value, 0) for kind in WORKER_KINDS}
 
     def readiness(self) -> Readiness:
@@ -205,9 +203,9 @@ class GatewayHost:
         )
 
     async def drain(self) -> None:
-        """Become unready, refuse new requests after `gateway.linger_s`, give running ones `gateway.drain_timeout_s`.
+        """Become unready, refuse new requests after `gateway.linger_s`, end others within `gateway.drain_timeout_s`.
 
-        New connections go to another gateway that shares the port.
+        New connections go to gateways that share the port.
         """
         self.app.is_leaving = True
         self._note_readiness()
@@ -266,7 +264,7 @@ class GatewayHost:
             await self._registration.revoke()
 
     async def _register(self) -> None:
-        """Register, so that tools find this gateway; it serves whether or not that succeeds."""
+        """Register for tools; the gateway serves in any case."""
         member = Member(
             kind=MemberKind.GATEWAY,
             member_id=self.gateway_id,

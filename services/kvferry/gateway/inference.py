@@ -108,7 +108,7 @@ class InferenceAnswer:
         )
 
     async def stream(self, chunks: Chunks) -> None:
-        """Fill `chunks` and return at the end. Raises KvferryError at any time; earlier chunks are valid."""
+        """Fill `chunks` until the end. Raises KvferryError; earlier chunks are valid."""
         generation = self._generation
         chunks.begin(self.answer_id)
         await generation.run(
@@ -121,9 +121,9 @@ class InferenceAnswer:
 
 
 class Chunks:
-    """Chunks that wait for the client: at most one per choice, so a slow reader gets fewer, larger ones.
+    """At most one waiting chunk per choice, so slow readers get larger ones.
 
-    With about `max_unread_bytes` waiting, `on_slow` is called once and all chunks are dropped from then on.
+    At about `max_unread_bytes`, `on_slow` is called once and all chunks are dropped from then on.
     """
 
     def __init__(self, max_unread_bytes: int, on_slow: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Messages of kvferry.inference.v1 as bodies of the HTTP API, so that both share one set of checks and one renderer."""
+"""kvferry.inference.v1 messages as HTTP bodies, so that both share checks and renderer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ M = TypeVar("M", bound=_Message)
 
 
 def read_generate(raw: bytes) -> tuple[pb.GenerateRequest, ChatBody | CompletionBody]:
-    """Return the message and its body. Raises a RequestError whose `param` is the field that is wrong."""
+    """Return the message and its body. Raises a RequestError whose `param` is the wrong field."""
     message = _read(raw, pb.GenerateRequest)
     _refuse_several(raw, _PROMPTS)
     values = {"model": message.model, "n": message.num_choices or None, **_sampling(message.sampling)}
@@ -79,7 +79,7 @@ def read_tokenize(raw: bytes) -> tuple[pb.TokenizeRequest, ChatBody | Completion
 
 
 def in_fields(error: RequestError, kind: str | None) -> RequestError:
-    """Return the error with the field of the message as `param`; `kind` is the prompt's field."""
+    """Return the error with the message's field as `param`; `kind` is the prompt's."""
     if error.param is not None:
         error.param = _field(error.param, kind)
     return error
@@ -243,7 +243,7 @@ def _refuse_several(raw: bytes, number_to_prompt: Mapping[int, str]) -> None:
 
 
 def _field_numbers(raw: bytes) -> Iterable[int]:
-    """Yield the field numbers of a message in order. The message was parsed before, so it is whole."""
+    """Yield a parsed message's field numbers in order."""
     position, end, num_fields = 0, len(raw), 0
     while position < end:
         num_fields += 1

@@ -1,6 +1,6 @@
-"""API keys with their tenants, in a YAML file: `{tenant, name, sha256}` each.
+"""API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each.
 
-A key is 32 random bytes, so a plain SHA-256 suffices. The file is read again when it changes.
+Keys are 32 random bytes, so a plain SHA-256 suffices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIELDS = ("tenant", "name", "sha256")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """An entry of the file. The key itself is not stored. Raises ValueError for an invalid tenant, name or digest."""
+    """An entry without the key itself. Raises ValueError for an invalid tenant, name or digest."""
 
     tenant: Tenant
     name: str
@@ -127,9 +127,9 @@ def read_keys(file: Path) -> list[ApiKey]:
 
 
 def new_key(file: Path, tenant: str, name: str) -> str:
-    """Make a key, add its hash to the file (created if missing), and return the key.
+    """Make and return a key; add its hash to the file, created if missing.
 
-    Raises ConfigError for an unusable file, and for a tenant or name that is invalid or taken.
+    Raises ConfigError for an unusable file, and for invalid or taken names.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
@@ -146,7 +146,7 @@ def new_key(file: Path, tenant: str, name: str) -> str:
 
 
 def _write(file: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the file atomically, so that a gateway reads the old or the new one."""
+    """Replace the file atomically, since gateways read it meanwhile."""
     lines = [f"- {{tenant: {key.tenant.name!r}, name: {key.name!r}, sha256: {key.sha256!r}}}\n" for key in keys]
     comments, mode = [], 0o600
     if file.exists():

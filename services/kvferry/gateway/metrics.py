@@ -1,4 +1,4 @@
-"""Metrics of one gateway: its requests and routing, and the workers and volumes that it sees."""
+"""Metrics of a gateway's requests and routing, and of workers and volumes it sees."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from kvferry.telemetry import (
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """A worker's last report to this gateway; totals count from the start of the worker's engine."""
+    """A worker's last report; totals count from its engine's start."""
 
     worker_id: str
     role: str

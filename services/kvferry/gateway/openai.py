@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Debug:
-    """Options of `x-kvferry-debug`: `show` adds the request's record to the answer, `disaggregate` forces a prefill
-    worker.
-    """
+    """`x-kvferry-debug`: `show` adds the request's record to the answer, `disaggregate` forces a prefill worker."""
 
     show: bool = False
     disaggregate: bool = False
@@ -83,7 +81,7 @@ class OpenAI:
         return answer
 
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
-        """Return the recorded placements of a tenant's answer, one per choice; empty if there is no record."""
+        """Return the placements of a tenant's answer, one per choice, or empty."""
         return [
             {
                 "request_id": journey.request_id,
@@ -130,7 +128,7 @@ class OpenAI:
 
 
 class Answer:
-    """An answer in progress; use `whole` or `stream`, once. Cancelling it cancels the request on every worker."""
+    """An answer in progress; call `whole` or `stream` once. Cancelling it cancels every worker's request."""
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class Answer:
     async def stream(self, writer: StreamWriter) -> None:
         """Write all events up to `[DONE]`, then close the writer.
 
-        Raises KvferryError only while nothing was written; later errors become events.
+        Raises KvferryError until something is written; later errors become events.
         """
         generation = self._generation
         streamed = _Streamed if generation.requests[0].parse is None else _StreamedParsed
@@ -189,7 +187,7 @@ class Answer:
         return self._generation
 
     def end_choice(self, events: bytes, writer: StreamWriter) -> None:
-        """Write the end of a choice; the end of a single choice is sent with the end of the answer."""
+        """Write a choice's end; a single choice's goes with the answer's end."""
         if len(self._generation.choices) == 1:
             self._last_events = events
         else:
@@ -200,7 +198,7 @@ class Answer:
 
 
 class _Streamed:
-    """Sink of a choice of a streamed answer: formats and writes each output at once."""
+    """Sink that formats and writes each output at once."""
 
     __slots__ = ("_answer", "_begun", "_choice", "_format", "_index", "_write_text", "_writer")
 
@@ -222,7 +220,7 @@ class _Streamed:
             self._writer.write(self._format.chunk(self._index, output))
 
     def on_text(self, token_ids: Sequence[int], text: str) -> None:
-        """Write tokens and text. Called for every token, so work per choice is done elsewhere."""
+        """Write tokens and text. Called for every token."""
         choice = self._choice
         if not choice.num_tokens:
             self._take_first_or_last(EngineOutput(token_ids, text))

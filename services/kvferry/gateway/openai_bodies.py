@@ -1,7 +1,6 @@
-"""Request bodies of the OpenAI API, validated first.
+"""Validated request bodies of the OpenAI API.
 
-Typed fields shape the answer, `IGNORED` ones have no effect here, `DROPPED` ones may be set by this cluster only; any
-other field is refused by name.
+`IGNORED` fields have no effect, `DROPPED` ones are for the cluster only; unknown ones are refused by name.
 """
 
 from __future__ import annotations
@@ -199,7 +198,7 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
 
 
 def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """Return the fields that the client set, without the gateway's own, as JSON values."""
+    """Return the client's fields, without the gateway's own, as JSON values."""
     values: dict[str, Any] = msgspec.to_builtins(body)
     if isinstance(body, ChatBody) and not body.tools:
         for name in ("tools", "tool_choice", "parallel_tool_calls"):

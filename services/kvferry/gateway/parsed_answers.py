@@ -1,6 +1,6 @@
-"""Formats of chat answers that a worker parses into content, reasoning and tool calls.
+"""Chat answers that a worker parses into content, reasoning and tool calls.
 
-Field names are vLLM's where OpenAI has none (`reasoning`).
+Field names are OpenAI's, else vLLM's (`reasoning`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ParsedChatFormat(ChatFormat):
 
 
 class NamedCallFormat(ParsedChatFormat):
-    """Format for a request with a named tool, for which OpenAI and vLLM give the finish reason "stop"."""
+    """For a named tool, OpenAI and vLLM give the finish reason "stop"."""
 
     finish_of_calls = "stop"
 

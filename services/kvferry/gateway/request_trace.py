@@ -1,6 +1,6 @@
-"""The trace span of one request in a gateway, after OpenTelemetry's GenAI conventions.
+"""A request's span in a gateway, after OpenTelemetry's GenAI conventions.
 
-Texts are recorded only with `tracing.prompts`.
+Texts require `tracing.prompts`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ OnText = Callable[[Sequence[int], str], None]
 def begin_trace(
     tracing: Tracing, headers: Mapping[str, str], endpoint: str, model: str, attributes: Attributes
 ) -> RequestTrace:
-    """Start the span of a new request below the span that `headers` (lower-case names) refer to.
+    """Start a request's span below that of `headers` (lower-case names).
 
-    `endpoint` is one of telemetry.ENDPOINTS; `attributes` are those of the protocol.
+    `endpoint` is one of telemetry.ENDPOINTS; `attributes` are the protocol's.
     """
     operation = _ENDPOINT_TO_OPERATION.get(endpoint, "generate_content")
     span = tracing.receive(
@@ -66,7 +66,7 @@ class RequestTrace:
 
     @property
     def span(self) -> Span | None:
-        """Parent for spans of this request's parts, or None if the request is not sampled."""
+        """Parent of this request's spans, or None if not sampled."""
         return self._span if self._span.is_sampled else None
 
     def rendered(
@@ -76,7 +76,7 @@ class RequestTrace:
         requests: Sequence[EngineRequest],
         begun_ns: int,
     ) -> None:
-        """Record that the body became `requests`, one per choice; rendering began at `begun_ns` (Unix time)."""
+        """Record `requests`, one per choice; rendering began at `begun_ns` (Unix time)."""
         if not self._span.is_sampled:
             return
         sampling = requests[0].sampling
@@ -97,7 +97,7 @@ class RequestTrace:
             self._span.set({"gen_ai.input.messages": json.dumps(_messages_of(body), ensure_ascii=False)})
 
     def listen(self, choice: int, on_output: OnOutput, on_text: OnText) -> tuple[OnOutput, OnText]:
-        """Return the sinks of a choice, wrapped to record its text if `tracing.prompts` is set."""
+        """Return a choice's sinks, recording its text if `tracing.prompts` is set."""
         if not self._prompts:
             return on_output, on_text
         texts = self._texts[choice]

@@ -1,7 +1,6 @@
-"""Writers of streamed answers.
+"""Writers of streamed answers, past ASGI or for any ASGI server.
 
-A token is written while a worker's step is read, so a slow client must not delay others: its unread bytes wait up to a
-limit, then it is cut. One writer goes past ASGI, under kvferry's own server; one works under any ASGI server.
+Writing never waits, so that no slow client delays others; a client with too many unread bytes is cut.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class StreamWriter(Protocol):
-    """A streamed answer. Until the first write, which sends the head, an error can have its own status.
+    """A streamed answer. The first write sends the head; before it, errors have a status.
 
     Writes after the end, or after the client left, do nothing.
     """
@@ -30,11 +29,11 @@ class StreamWriter(Protocol):
         ...
 
     def writer(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
-        """Return a faster `write` for events that all begin with `before` and end with `after`."""
+        """Return a faster `write` for events between `before` and `after`."""
         ...
 
     async def close(self, events: bytes) -> None:
-        """Write and end the answer; return once nearly all of it has left this process."""
+        """Write, end the answer, and wait until nearly all is sent."""
         ...
 
     def abandon(self) -> None:
@@ -45,9 +44,7 @@ class StreamWriter(Protocol):
 def open_stream_writer(
     exchange: Exchange | None, send: Send, headers: Headers, max_unread_bytes: int, on_slow: Callable[[], None]
 ) -> StreamWriter:
-    """Return a writer. `on_slow` is called once, after the client was cut with more than `max_unread_bytes`
-    unread.
-    """
+    """Return a writer. `on_slow` is called once a client with more than `max_unread_bytes` unread is cut."""
     if exchange is not None and exchange.is_ready:
         return TransportStreamWriter(exchange, send, headers, max_unread_bytes, on_slow)
     return AsgiStreamWriter(send, headers, max_unread_bytes, on_slow)
@@ -118,7 +115,7 @@ class TransportStreamWriter:
 
 
 class AsgiStreamWriter:
-    """A StreamWriter onto an ASGI server: a task sends the bytes that were written since its last send."""
+    """A StreamWriter for ASGI; a task sends what gathered since its last send."""
 
     def __init__(self, send: Send, headers: Headers, max_unread_bytes: int, on_slow: Callable[[], None]) -> None:
         self._send = send

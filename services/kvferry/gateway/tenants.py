@@ -10,10 +10,10 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Identity from a key or a client certificate. Raises ValueError for an invalid name.
+    """An authenticated identity. Raises ValueError for an invalid name.
 
-    `cache_salt` is part of every page hash and route key, so tenants never find each other's pages; `tier` names the
-    tenant's folders on volumes. Neither ever comes from a client.
+    `cache_salt` enters every page hash and route key, so tenants never share pages; `tier` names the folders on
+    volumes. Clients can set neither.
     """
 
     name: str

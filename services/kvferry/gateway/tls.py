@@ -1,4 +1,4 @@
-"""TLS of a gateway's listeners, from files that may be replaced at run time."""
+"""TLS of a gateway's listeners, from replaceable files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class _Files:
 
 
 class GatewayTls:
-    """Certificates of one gateway; new connections get the files' newest usable contents.
+    """Certificates of one gateway; new connections get the newest usable files.
 
-    HTTP clients without a certificate are refused by the application, so that probes work; gRPC refuses in the
-    handshake.
+    HTTP without a client certificate is refused in the application, so that probes work; gRPC in the handshake.
     """
 
     def __init__(self, config: ServerTlsConfig) -> None:
@@ -41,7 +40,7 @@ class GatewayTls:
         self._files = self._read()
 
     def http_context(self) -> ssl.SSLContext:
-        """Return the context of a listener; it looks for new files at each handshake."""
+        """Return a listener's context, which checks for new files at each handshake."""
         context = self._files.context
 
         def at_hello(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -70,7 +69,7 @@ class GatewayTls:
         )
 
     def _newest(self) -> _Files:
-        """Thread-safe, since gRPC calls it from its own threads: at worst two of them read the same files."""
+        """Thread-safe, for gRPC's threads: two may read the same files."""
         signature = self._signature()
         if signature != self._seen:
             self._seen = signature

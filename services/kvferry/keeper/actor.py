@@ -1,6 +1,6 @@
-"""The keeper of one node as a detached actor that starts, retries, watches its health and ends with the application.
+"""A node's keeper as a detached actor that ends with the application.
 
-Nothing here imports Ray: `app.py` passes the functions that need Ray.
+Ray stays in `app.py`, which passes functions.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class KeeperActor:
     ) -> None:
         """Start serving in the background.
 
-        `values` is the configuration as `read_config` takes it; `settings` is the digest that `settings()` returns.
-        `is_deployed` says whether the application still exists and may block; `end_actor` ends this process for good.
+        `values` is what `read_config` takes; `settings` the digest that `settings()` returns. `is_deployed` returns
+        whether the application exists, and may block; `end_actor` ends this process.
         """
         self._config = read_config(values)
         self._settings = settings
@@ -90,7 +90,7 @@ class KeeperActor:
                 return host
 
     async def _watch(self, host: KeeperHost) -> None:
-        """Return once the application is gone; end the process if the keeper is unhealthy."""
+        """Return without the application; end the process if the keeper is unhealthy."""
         num_missed = 0
         while num_missed < MAX_MISSES:
             for _ in range(round(DEPLOYED_PERIOD_S / HEALTH_PERIOD_S)):

@@ -12,7 +12,7 @@ class BreakerState(enum.StrEnum):
 
 
 class Breaker:
-    """Opens after `max_failures` in a row, or at once. Then one trial per `retry_s` is allowed; success closes it."""
+    """Opens after `max_failures` in a row, or at once. A trial every `retry_s` may close it."""
 
     def __init__(self, max_failures: int, retry_s: float) -> None:
         self._max_failures = max_failures
@@ -37,7 +37,7 @@ class Breaker:
         self.state = BreakerState.HALF_OPEN
 
     def succeeded(self) -> bool:
-        """Return whether that closed it. Operations begun before the trial do not close it."""
+        """Return whether that closed it. Operations begun before the trial do not."""
         self._num_failures = 0
         if self.state is not BreakerState.HALF_OPEN:
             return False
@@ -62,9 +62,9 @@ class Breaker:
 
 
 class WriteBudget:
-    """Bytes per day, as a token bucket of one hour's share.
+    """Bytes per day, as a token bucket of an hour's share.
 
-    Over any span of time it allows the span's share, an hour's share and one chunk.
+    A time span allows its share, an hour's share and one chunk.
     """
 
     DAY_S = 86_400.0

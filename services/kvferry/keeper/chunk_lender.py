@@ -1,4 +1,4 @@
-"""Lends chunks to keepers of other nodes, in memory registered with NIXL, under leases."""
+"""Lends chunks to other nodes' keepers, in NIXL memory under leases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LocalChunks(Protocol):
     def read(
         self, volume_id: str, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview
     ) -> asyncio.Future[str]:
-        """The result is an Outcome or Cause. Both buffers are in use until the future is done."""
+        """The future gives an Outcome or Cause; until then both buffers are in use."""
         ...
 
 
@@ -77,7 +77,7 @@ class ChunkLender:
     async def fetch(self, request: pb.FetchRequest, timeout_s: float | None = None) -> pb.FetchReply:
         """Lend the chunks that can be read within `timeout_s`.
 
-        Raises TierError if nothing can be lent at all, ValueError for a malformed request.
+        Raises TierError if lending is impossible, ValueError for a malformed request.
         """
         keys = _keys_of(request)
         layout = LayoutDigest(request.layout)

@@ -1,7 +1,6 @@
-"""An engine's side of its keeper: jobs that never block the engine, and a copy of the loadable keys.
+"""An engine's side of its keeper: jobs, and a copy of the loadable keys.
 
-All I/O happens on one thread. The engine only takes a lock that is held for microseconds. A job's rows belong to the
-keeper until the job has ended.
+One thread does all I/O, so that the engine never waits. An unfinished job's rows belong to the keeper.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Region(NamedTuple):
 class KeeperClient:
     """Thread-safe. All methods but `stop` and `wait_idle` return at once, with or without a keeper.
 
-    `region.fd` is duplicated. The caller may reuse a job number once `finished` has returned its job. `on_lost` is
-    called on the client's thread when the keeper goes away.
+    Duplicates `region.fd`. A job's number is free once `finished` returned it. `on_lost` is called on the client's
+    thread when the keeper goes away.
     """
 
     def __init__(
@@ -51,9 +50,9 @@ class KeeperClient:
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_queued_bytes` bounds the rows of unfinished stores; further stores are skipped.
+        """Stores beyond `max_queued_bytes` of unfinished rows are skipped.
 
-        Raises ValueError if a row is not as large as a payload of `layout`.
+        Raises ValueError unless a row has the payload size of `layout`.
         """
         if region.row_bytes != layout.payload_bytes:
             raise ValueError(f"rows of {region.row_bytes} bytes for chunks of {layout.payload_bytes}")
@@ -90,7 +89,7 @@ class KeeperClient:
     def stop(self) -> None:
         """Leave the keeper, within about a second. Idempotent.
 
-        Jobs whose rows the keeper may still use stay unfinished.
+        Jobs whose rows may be in use stay unfinished.
         """
         self._thread.stop()
         if not self._is_stopped:
@@ -108,7 +107,7 @@ class KeeperClient:
     def store(self, job: int, namespace: Namespace, chunks: Sequence[tuple[ChunkKey, int, int]]) -> None:
         """Store chunks: (key, route key, row) each.
 
-        Raises ValueError for the number of an unfinished job, a row outside the region, or an invalid key.
+        Raises ValueError for an unfinished job's number, a row outside the region, or an invalid key.
         """
         keys = [key for key, _, _ in chunks]
         rows = [row for _, _, row in chunks]
@@ -127,9 +126,9 @@ class KeeperClient:
         volumes: Mapping[ChunkKey, str] | None = None,
         trace: TraceContext | None = None,
     ) -> None:
-        """Load chunks: (key, row) each.
+        """Load chunks: (key, row) each. Raises ValueError like `store`.
 
-        `volumes` has the volume ids of chunks on other nodes. Raises ValueError like `store`.
+        `volumes` names the volumes of other nodes' chunks.
         """
         keys = [key for key, _ in chunks]
         rows = [row for _, row in chunks]

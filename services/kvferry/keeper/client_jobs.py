@@ -20,9 +20,9 @@ SKIPPED = "skipped"
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """Every chunk is in `succeeded` or in `failed`, with its cause.
+    """Every chunk is in `succeeded`, or in `failed` with its cause.
 
-    A stored chunk that was in the volume already has succeeded. The row of a failed load has undefined content.
+    Chunks stored before succeed. A failed load's row is undefined.
     """
 
     job: int
@@ -102,7 +102,7 @@ class ClientJobs:
         return len(self._unfinished)
 
     def submit(self, job: ClientJob) -> bool:
-        """Return whether the job waits; otherwise it has ended. Raises ValueError for a number in use."""
+        """Return False if the job has ended already. Raises ValueError for a number in use."""
         with self._lock:
             if job.number in self._unfinished:
                 raise ValueError(f"job {job.number} has not ended")

@@ -1,7 +1,6 @@
 """The thread of a keeper client.
 
-A job that was sent ends with the keeper's Done or Bye, or when the keeper's process has ended with all its threads
-(seen on a pidfd). The end of the stream alone ends no such job.
+A sent job ends with the keeper's Done or Bye, or its process (seen on a pidfd), never with the stream alone.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NO_KEYS: frozenset[ChunkKey] = frozenset()
 
 
 class ClientThread:
-    """Only `keys`, `start`, `wake` and `stop` are for other threads. `on_lost` is called on this thread."""
+    """Other threads may use `keys`, `start`, `wake` and `stop`. `on_lost` is called here."""
 
     def __init__(
         self,

@@ -43,9 +43,9 @@ class EngineSessionOwner(Protocol):
 
 
 class EngineSession:
-    """Reads until the engine is gone or violates the protocol. Belongs to one event loop.
+    """Reads until the engine leaves or violates the protocol. Belongs to one event loop.
 
-    The owner calls `say_bye` once nothing uses the engine's region any more.
+    Its owner calls `say_bye` once the engine's region is unused.
     """
 
     def __init__(self, connection: socket.socket, peer: PeerProcess, owner: EngineSessionOwner) -> None:

@@ -38,7 +38,7 @@ _STOP_GRACE_S = 5.0
 
 
 class KeeperHost:
-    """`node` names the machine, and this keeper among the writers of a shared volume."""
+    """`node` names the machine, and this keeper's writer on shared volumes."""
 
     def __init__(self, config: ClusterConfig, membership: Membership, *, node: str = "") -> None:
         """Raises ConfigError for unreadable sealing keys."""

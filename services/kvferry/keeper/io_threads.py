@@ -1,7 +1,7 @@
 """I/O threads of one volume, with priorities and deadlines.
 
-A system call that hangs cannot be cancelled. Its operation becomes *overdue*: its thread counts as lost and is
-replaced, and the operation's memory stays in use until the call returns.
+A hanging system call cannot be cancelled: the *overdue* operation's thread is replaced, and its memory stays in use
+until the call returns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kind(enum.StrEnum):
 class Operation:
     """Calls `run` on an I/O thread, then `done` once in the event loop, with an Outcome or a Cause.
 
-    If `run` was started, `done` is called only after it has returned.
+    A started `run` always returns before `done`.
     """
 
     __slots__ = ("done", "is_overdue", "is_probe", "kind", "num_bytes", "owner", "queued_s", "run", "started_s")
@@ -63,7 +63,7 @@ class Operation:
 
 
 class IoThreads:
-    """Belongs to one event loop. `on_ended(operation, outcome, seconds)` is called there after each `run`."""
+    """Belongs to one event loop, where `on_ended(operation, outcome, seconds)` follows each `run`."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class RemoteChunks(Protocol):
         rows: Sequence[int],
         trace: TraceContext | None = None,
     ) -> list[str]:
-        """Return an Outcome or Cause for each chunk, once no row is being written. Never raises."""
+        """Return each chunk's Outcome or Cause, once no row is being written. Never raises."""
         ...
 
 

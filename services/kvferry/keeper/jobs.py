@@ -43,10 +43,9 @@ class JobCounts:
 
 
 class JobTable:
-    """An engine is answered when the last chunk of its job has ended.
+    """Answers an engine when the last chunk of its job has ended.
 
-    So no engine gets a row back that may still be read or written: a chunk stored from a reused row would be wrong
-    under a right checksum.
+    A row reused earlier could be stored wrongly under a right checksum.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""The keeper of a node. Everything runs in one event loop, except I/O on each volume's threads."""
+"""The keeper of a node: one event loop, and I/O threads per volume."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class KeeperStats:
 class Keeper:
     """Serves engines on a Unix socket. Belongs to one event loop.
 
-    The caller opens the volumes, and closes them after `stop` has returned True. `config.volumes` has one entry for
-    each, in order.
+    The caller opens the volumes, in the order of `config.volumes`, and closes them after `stop` returned True.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Keeper:
         )
 
     async def start(self) -> None:
-        """Raises TierError if the socket cannot be made, or if another keeper serves there."""
+        """Raises TierError without a usable socket, or if another keeper serves there."""
         loop = asyncio.get_running_loop()
         path = self._socket_path = socket_path(self._config)
         make_private(path.parent)
@@ -183,7 +182,7 @@ class Keeper:
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> bool:
         """Refuse new jobs, finish running I/O, and say Bye to the engines. Idempotent.
 
-        Returns False if I/O hangs: its rows stay in use until this process ends, and their engines get no Bye.
+        Returns False if I/O hangs: its engines get no Bye, and rows stay in use until this process ends.
         """
         self._is_stopping = True
         if self._listener is not None:

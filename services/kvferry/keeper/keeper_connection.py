@@ -24,10 +24,9 @@ class ConnectionState(enum.Enum):
 
 
 class KeeperConnection:
-    """Outlives its socket while the keeper may use the rows of its jobs.
+    """Outlives its socket while the keeper may use its jobs' rows.
 
-    Registers socket and pidfd with the selector. The socket alone does not show the keeper's end: a child process could
-    hold it open.
+    Registers socket and pidfd with the selector: a child process could hold the socket open.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class KeeperConnection:
         return self._socket is not None
 
     def receive(self) -> bytes | None:
-        """Return bytes, none at the end of the stream; None if nothing has arrived. Raises OSError."""
+        """Return bytes, none at the end, None if nothing arrived. Raises OSError."""
         assert self._socket is not None
         try:
             return self._socket.recv(_READ_BYTES)

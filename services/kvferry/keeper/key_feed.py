@@ -15,7 +15,7 @@ _FLUSH_AFTER_S = 0.005
 
 
 class KeyFeed:
-    """A snapshot for each new engine, then numbered changes. Belongs to one event loop."""
+    """Snapshot for each new engine, then numbered changes. Belongs to one event loop."""
 
     def __init__(self, layout: LayoutDigest, volumes: VolumeSet) -> None:
         self._layout = layout

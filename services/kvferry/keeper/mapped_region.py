@@ -22,14 +22,13 @@ _F_SEAL_SHRINK = getattr(fcntl, "F_SEAL_SHRINK", 0x0002)
 
 
 class MappedRegion:
-    """`num_rows` rows of `row_bytes`, from the start of a shared-memory file.
+    """`num_rows` rows of `row_bytes`, from a shared-memory file's start.
 
-    A reader or writer of rows holds the region. `row` is for any thread while the region is held, the other methods for
-    one.
+    Readers and writers hold the region. `row` is for any thread meanwhile, other methods for one.
     """
 
     def __init__(self, fd: int, num_rows: int, row_bytes: int) -> None:
-        """Takes ownership of `fd`, even on failure. Raises ValueError for a file without such rows, OSError."""
+        """Owns `fd`, even on failure. Raises ValueError for a file without such rows, OSError."""
         self._fd = fd
         self._memory: mmap.mmap | None = None
         self.num_rows = num_rows

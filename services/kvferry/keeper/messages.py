@@ -1,11 +1,10 @@
-"""The protocol between an engine and the keeper of its node, on a Unix stream socket.
+"""The protocol between an engine and its node's keeper, on a Unix stream socket.
 
-A frame is 4 bytes of length, little-endian, then a struct in msgpack. The engine begins with Hello; its first bytes
-carry the descriptor of its region (SCM_RIGHTS). The keeper sends Welcome, its keys in parts, then numbered changes and
-one Done for each job.
+A frame is 4 bytes of length, little-endian, then a msgpack struct. The engine's Hello carries its region's descriptor
+(SCM_RIGHTS). The keeper sends Welcome, its keys in parts, then numbered changes and one Done per job.
 
-A job owns its rows from sending until Done, Bye, or the end of the keeper's process. The end of the stream alone means
-nothing: the kernel closes a dead process's sockets while its other threads may still read.
+A job owns its rows from sending until Done, Bye, or the end of the keeper's process. The stream's end means nothing:
+the kernel closes a dying process's sockets while other threads may still read.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class ProtocolError(ValueError):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Introduces an engine and its region, from offset 0 of the file whose descriptor is attached."""
+    """Introduces an engine and its region, from offset 0 of the attached file."""
 
     protocol: int
     engine_id: str
@@ -51,7 +50,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
-    """Store the chunks in these rows. Entry i of each list belongs to chunk i."""
+    """Store chunks from rows. Entry i of each list belongs to chunk i."""
 
     job: int  # chosen by the engine, never used again on this connection
     tenant: str
@@ -112,7 +111,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """The last message: no row is in use, and jobs without Done have failed."""
+    """The last message: rows are unused, and jobs without Done failed."""
 
     reason: str
 
@@ -154,7 +153,7 @@ class FrameReader:
         self._num_wanted = _LENGTH_BYTES  # bytes needed for the next payload
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield every payload that is complete with `data`. Keeps all of `data` even if the iteration stops early.
+        """Yield the payloads that are complete with `data`, which is buffered even without iterating.
 
         Raises ProtocolError for a frame over MAX_FRAME_BYTES.
         """

@@ -1,6 +1,6 @@
-"""NIXL on a thread of its own: registers memory, and reads memory registered by other processes.
+"""NIXL on its own thread: registers memory, and reads other processes'.
 
-The thread polls while transfers run or memory is lent, and sleeps otherwise. NIXL's own progress thread would spin.
+The thread polls only while transfers run or memory is lent; NIXL's own would spin.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Read(NamedTuple):
 
 
 class NixlAgent:
-    """Imports NIXL and starts its thread at the first use. Methods belong to one event loop.
+    """Imports NIXL at the first use. Methods belong to one event loop.
 
-    All raise TierError if NIXL is not installed or refuses.
+    All raise TierError if NIXL is missing or refuses.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,7 +59,7 @@ class NixlAgent:
         await self._do(lambda: self._deregister(address))
 
     async def metadata(self, address: int) -> bytes:
-        """Return what another agent needs to read the memory registered at `address`, and nothing else."""
+        """Return what other agents need to read the memory registered at `address`."""
         return bytes(await self._do(lambda: self._metadata(address)))
 
     async def add_remote(self, metadata: bytes) -> str:
@@ -72,7 +72,7 @@ class NixlAgent:
     async def read(self, remote: str, reads: Sequence[Read]) -> bool:
         """Read pieces of a remote agent's memory. Returns False if any failed.
 
-        Returns once nothing is being written; must not be cancelled. Without a timeout.
+        Returns, without a timeout, once nothing is being written; must not be cancelled.
         """
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         await self._do(lambda: self._begin(remote, reads, future))

@@ -13,7 +13,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 class PeerProcess:
     """Owns a pidfd until `close`.
 
-    A process whose pidfd is readable has ended with all its threads: none of them still reads or writes.
+    A readable pidfd means that all the process's threads have ended.
     """
 
     def __init__(self, connection: socket.socket) -> None:

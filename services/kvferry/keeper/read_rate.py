@@ -11,7 +11,7 @@ _EXPIRY_S = 5.0
 
 
 class ReadRate:
-    """Bytes per second of the time in which at least one read runs. Thread-safe."""
+    """Bytes per second while at least one read runs. Thread-safe."""
 
     def __init__(self, now_s: float) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,6 @@
-"""Loads chunks of other nodes' volumes, from memory that their keepers lend.
+"""Loads other nodes' chunks from memory that their keepers lend.
 
-NIXL copies the bytes into the engine's row. Then header and checksum are verified over the copy, so that a fault on the
-way, or an expired lease, gives a failed chunk and never a wrong one.
+NIXL copies into the engine's row; the copy is verified, so a fault or an expired lease only fails the chunk.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class RemoteStats:
 class RemoteReader:
     """A keeper's RemoteChunks.
 
-    `locate` returns the address of a keeper that serves a volume, or None. `dial` makes a channel to an address.
+    `locate` returns a serving keeper's address, or None. `dial` makes a channel.
     """
 
     def __init__(
@@ -307,7 +306,7 @@ class _Lender:
         self._releases = TaskSet()
 
     def may_be_asked(self, now_s: float) -> bool:
-        """Return False while the breaker is open. A request that is allowed then is its trial."""
+        """Return False while the breaker is open; else the request may be its trial."""
         if self._breaker.is_ripe(now_s):
             self._breaker.begin_trial()
             return True

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class SnapshotQueue(Generic[T]):
-    """If more than `max_size` wait, a new snapshot replaces the changes.
+    """Over `max_size` waiting changes are replaced by a snapshot.
 
-    `snapshot` makes the parts of the current state when the subscriber pops the first one.
+    `snapshot` makes its parts when the first is popped.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ _MAX_PATH_BYTES = 107
 
 
 def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """The same for all processes of a user. Raises TierError for a path too long for a socket."""
+    """Equal for all of a user's processes. Raises TierError for a path too long."""
     if config.socket_dir is not None:
         folder = config.socket_dir
     elif run_dir := environ.get("KVFERRY_RUN_DIR"):

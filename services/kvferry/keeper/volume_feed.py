@@ -1,4 +1,4 @@
-"""Reports a volume to gateways: its route keys as a snapshot, then numbered deltas, and its state."""
+"""Reports a volume to gateways: route keys (snapshot, numbered deltas) and state."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Update = SnapshotPart | Delta | VolumeState
 
 
 class VolumeFeed:
-    """Counts the chunks of one volume by route key. Belongs to one event loop.
+    """Counts a volume's chunks by route key. Belongs to one event loop.
 
-    A route key is reported while at least one chunk of any layout has it, and the volume is visible.
+    A key is reported while the volume is visible and a chunk of any layout has it.
     """
 
     def __init__(self, state: Callable[[], VolumeState]) -> None:

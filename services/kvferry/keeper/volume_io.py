@@ -48,7 +48,7 @@ class VolumeIoStats:
 
 
 class VolumeIo:
-    """Belongs to one event loop. `on_visible` is called when its chunks become loadable, or cease to be."""
+    """Belongs to one event loop. `on_visible` reports chunks becoming loadable, or ceasing to be."""
 
     def __init__(
         self,
@@ -164,12 +164,12 @@ class VolumeIo:
             self._write_breaker.begin_trial()
 
     def fill_level(self, num_bytes: int) -> float:
-        """Return used, queued and `num_bytes` more bytes per byte of capacity; above 1 chunks are evicted."""
+        """Return used, queued and `num_bytes` bytes relative to capacity; above 1 evicts."""
         stats = self.volume.stats
         return (stats.bytes_used + self.queued_write_bytes + num_bytes) / max(1, stats.capacity_bytes)
 
     def mark_unreadable(self, layout: LayoutDigest, chunk: ChunkId) -> None:
-        """Record an I/O error. If another read succeeds next, the fault is the chunk's, which is removed."""
+        """Record an I/O error. A successful next read blames, and removes, the chunk."""
         if self.is_visible:
             self._unreadable.append((layout, chunk))
 
@@ -329,7 +329,7 @@ class VolumeIo:
         self._submit_task(run)
 
     def _probe(self) -> str:
-        """On an I/O thread: read some chunk, or scan the folder if there is none."""
+        """On an I/O thread: read some chunk, else scan the folder."""
         for layout in self.volume.layouts():
             num_bytes = self.layout_to_payload_bytes.get(layout)
             chunks = self.volume.keys(layout) if num_bytes else []

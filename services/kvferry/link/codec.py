@@ -165,7 +165,7 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
 
 
 def approximate_bytes(output: EngineOutput) -> int:
-    """Estimate the size of an output on the wire, never far too low; serialising it would cost too much."""
+    """Estimate an output's size on the wire, never far too low; serialising costs too much."""
     size = 32 + 5 * len(output.token_ids) + 4 * len(output.text)
     for position in output.logprobs or ():
         size += sum(24 + 4 * len(entry.text) for entry in position)
@@ -203,7 +203,7 @@ def _delta_to_json(delta: AnswerDelta) -> bytes:
 
 
 def _as_utf8(text: str) -> str:
-    """Replace lone surrogates by U+FFFD: protobuf refuses them, and a step refused half-way loses its content."""
+    """Replace lone surrogates, which protobuf refuses, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -221,7 +221,7 @@ def is_text_only(step: pb.Step) -> bool:
 
 
 def texts_of(step: pb.Step) -> Iterable[tuple[int, Sequence[int], str]]:
-    """Return number, tokens and text of each column entry, without an object for each output."""
+    """Return number, tokens and text of each entry, without an object each."""
     token_ids, num_tokens = list(step.token_ids), list(step.num_tokens)
     each: Iterable[Sequence[int]]
     if len(token_ids) == len(num_tokens) == num_tokens.count(1):

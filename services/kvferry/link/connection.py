@@ -20,7 +20,7 @@ class Connection(Protocol):
 
     @property
     def ended(self) -> asyncio.Future[str]:
-        """Done when the connection ended, with why: a phrase that follows 'worker X was lost:'."""
+        """Done at the end, with a reason that follows 'worker X was lost:'."""
         ...
 
     def send(self, payload: bytes) -> None:
@@ -33,9 +33,9 @@ class Connection(Protocol):
 
 
 async def dial(member: Member, worker: WorkerConfig, receive: Receive) -> Connection:
-    """Raises OSError when nothing answers or the TLS handshake fails, ConfigError for unusable TLS files.
+    """May return a connection that ends soon.
 
-    May also return a connection that ends soon.
+    Raises OSError without an answer or TLS handshake, ConfigError for unusable TLS files.
     """
     # Frames where the worker offers them and the configuration allows them.
     if worker.link == "frames" and member.link_address:

@@ -1,6 +1,6 @@
-"""Limits how far a worker sends ahead of a gateway. Both ends count messages and bytes.
+"""Limits the messages and bytes that a worker sends ahead of a gateway.
 
-Socket buffers are no measure: they differ between machines and grow.
+Socket buffers are no measure: they vary and grow.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class Credit:
         self._num_bytes_sent += num_bytes
 
     def restore(self, num_messages: int, num_bytes: int) -> None:
-        """Set what the gateway has read since the link began.
-
-        Raises ValueError for counts never sent, or smaller ones.
-        """
+        """Set the totals that the gateway has read. Raises ValueError for decreasing or unsent counts."""
         if not (
             self._num_messages_read <= num_messages <= self._num_messages_sent
             and self._num_bytes_read <= num_bytes <= self._num_bytes_sent

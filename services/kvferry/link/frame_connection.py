@@ -1,4 +1,4 @@
-"""The gateway's end of a link as frames on TCP: no task wakes for a payload."""
+"""The gateway's end of a TCP link, without a task per payload."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FrameConnection(asyncio.Protocol):
 
     @staticmethod
     async def dial(address: str, tls: TlsConfig, receive: Callable[[bytes], None]) -> FrameConnection:
-        """Raises OSError when nothing answers or the TLS handshake fails, ConfigError for unusable TLS files."""
+        """Raises OSError without an answer or TLS handshake, ConfigError for unusable TLS files."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         context = mutual_tls.client_context(tls) if tls.enabled else None

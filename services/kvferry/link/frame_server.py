@@ -1,4 +1,4 @@
-"""The worker's end of links as frames on TCP: one connection per gateway, one write per engine step."""
+"""The worker's end of TCP links: one connection per gateway, one write per step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The frame protocol of links over TCP, for both ends.
 
-The gateway sends PREAMBLE, the worker answers with it. Then each frame is a length (4 bytes, little-endian) and a
-serialized Downward or Upward, beginning with Hello. A violation ends that connection only. Nothing is ever unpickled.
+Both ends begin with PREAMBLE. Each frame is a length (4 bytes, little-endian) and a serialized Downward or Upward, at
+first Hello. A violation ends only that connection.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FrameDecoder:
         self._num_wanted = len(PREAMBLE)  # bytes that the next payload needs at least
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the payloads that are complete with `data`. All of it is buffered even if the iteration stops early.
+        """Yield the payloads that are complete with `data`, which is buffered even without iterating.
 
         Raises FrameError, while iterating, for invalid data.
         """

@@ -1,7 +1,6 @@
 """The worker's end of one gateway's link, over either transport.
 
-A session owns the requests that came over it. When its link ends, they are aborted and their pages released. No
-gateway can make another gateway's requests fail.
+A session owns its requests; when its link ends, they are aborted and their pages released.
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ class SessionHost(Protocol):
 
 
 class GatewaySession:
-    """Passes requests to the engine, and queues outputs until the transport drains them.
+    """Passes requests to the engine; queues outputs for the transport.
 
-    `on_snapshot_wanted` is called when the gateway asks for residency; answer with `send_residency`.
+    `on_snapshot_wanted` asks for residency; answer with `send_residency`.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class GatewaySession:
     # From the gateway
 
     def receive(self, payload: bytes) -> None:
-        """Handle a Downward message. Raises ValueError for an invalid one; the caller then ends the link."""
+        """Handle a Downward message. Raises ValueError for an invalid one; end the link then."""
         self._received_s = self._loop.time()
         if self._ended:
             return
@@ -262,9 +261,9 @@ class GatewaySession:
     # To the gateway
 
     def send_residency(self, message: pb.Residency) -> bool:
-        """Returns False and drops the message when too much waits.
+        """Return False and drop the message when too much waits.
 
-        Raises ValueError when it is too large for one frame.
+        Raises ValueError when it exceeds one frame.
         """
         if self._ended or not self._outgoing.add_residency(message):
             return False
@@ -287,10 +286,7 @@ class GatewaySession:
         self._transport.ready()
 
     def drain(self) -> list[bytes]:
-        """Remove and return serialized Upward messages, in order.
-
-        The caller must send them all. Empty without credit.
-        """
+        """Remove and return serialized Upward messages, to be sent in order. Empty without credit."""
         outgoing = self._outgoing
         if self._ended or not outgoing.may_send:
             return []
@@ -307,7 +303,7 @@ class GatewaySession:
         return payloads
 
     def close(self) -> None:
-        """Send pending messages, then no more. The transport ends the link when `drain` is empty."""
+        """Send only pending messages. The transport ends the link when `drain` is empty."""
         self._outgoing.close()
         self._transport.ready()
 

@@ -1,4 +1,4 @@
-"""The gateway's end of a link as a gRPC stream, for workers without frames and networks that pass only gRPC."""
+"""The gateway's end of a gRPC link, for networks that pass only gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's gRPC server: Attach, the other transport of links, and Describe for tools."""
+"""A worker's gRPC server: Attach for links, Describe for tools."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The unsent messages of one gateway session, and the limits on them. Pure.
+"""One gateway session's unsent messages, and their limits. Pure.
 
-While a step message waits, later outputs merge into it: a slow gateway gets fewer and larger messages.
+Outputs merge into a waiting step, so a slow gateway gets larger messages.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class OutgoingQueue:
         self._open_step().message.step.load.CopyFrom(stats)
 
     def add_residency(self, message: pb.Residency) -> bool:
-        """Returns False and drops the message when too much waits.
+        """Return False and drop the message when too much waits.
 
-        Raises ValueError when it is too large for one frame.
+        Raises ValueError when it exceeds one frame.
         """
         size_bytes = message.ByteSize()
         if size_bytes + 16 > MAX_FRAME_BYTES:
@@ -95,7 +95,7 @@ class OutgoingQueue:
         return True
 
     def drop_residency(self) -> None:
-        """The gateway sees a gap and asks for a snapshot, which costs less than requests."""
+        """The gateway sees a gap and asks for a snapshot; requests matter more."""
         others = deque(pending for pending in self._pending if not pending.message.HasField("residency"))
         if num_dropped := len(self._pending) - len(others):
             log.warning("gateway %s reads slowly: %d messages of residency are dropped", self._gateway_id, num_dropped)

@@ -20,7 +20,7 @@ OnOrphan = Callable[[EngineOutput], None]
 
 
 class RemoteRequest:
-    """Callbacks run while the link reads a step: they must be quick. A callback that raises ends its own request."""
+    """Callbacks run while the link reads: they must be quick. One that raises ends its own request."""
 
     __slots__ = ("_cancel", "_is_ended", "_number", "_on_output", "_result", "_waiter", "_worker", "on_text")
 
@@ -43,7 +43,7 @@ class RemoteRequest:
         self._is_ended = False  # waited for or cancelled: no more callbacks
 
     async def wait(self) -> EngineOutput:
-        """Return the last output, which `on_output` got too. Raises the KvferryError the request failed with."""
+        """Return the last output, also passed to `on_output`. Raises the request's KvferryError."""
         if self._result is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -78,8 +78,7 @@ class RemoteRequest:
     def cancel(self, on_orphan: OnOrphan | None = None) -> None:
         """Stop the request on the worker and release its pages. Idempotent.
 
-        If the request finishes before the cancel arrives, `on_orphan` gets its last output: it may name pages that an
-        engine keeps for a KV transfer.
+        If it finishes first, `on_orphan` gets its last output, which may name pages kept for a KV transfer.
         """
         if self._is_ended:
             return

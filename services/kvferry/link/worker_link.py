@@ -26,11 +26,10 @@ REDIAL_MOST_S = 3.0
 
 
 class WorkerLink:
-    """Owns the connection and the requests on it, and dials again until `close`.
+    """Owns the connection and its requests; dials again until `close`.
 
-    Requests on a broken link end with WorkerLost; the worker aborts them. `on_change` is called when the link comes up,
-    goes down or starts draining; `on_residency` with each residency message, in order with the steps. Both run while
-    the link reads: they must be quick and never raise.
+    Requests on a broken link end with WorkerLost. `on_change` is called when the link comes up, goes down or starts
+    draining; `on_residency` for residency messages, in order with the steps. Callbacks must be quick and never raise.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class WorkerLink:
     def submit(self, request: EngineRequest, on_output: OnOutput, on_text: OnText | None = None) -> RemoteRequest:
         """Never waits. Raises WorkerLost when the link is down.
 
-        Outputs of only tokens and text go to `on_text` where given.
+        `on_text` gets outputs of only tokens and text.
         """
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
@@ -97,15 +96,15 @@ class WorkerLink:
         self._send(pb.Downward(cancel=pb.Cancel(number=number)))
 
     def release(self, transfer_params: TransferParams) -> None:
-        """Release pages that the worker keeps and no decode engine was given.
+        """Release kept pages that no decode engine was given.
 
-        Does nothing while the link is down: the pages' lease ends.
+        While the link is down, does nothing: their lease ends.
         """
         if self.connected:
             self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
 
     def want_snapshot(self) -> None:
-        """Ask for residency, which comes to `on_residency`. Does nothing while the link is down."""
+        """Request residency for `on_residency`. Does nothing while the link is down."""
         if self.connected:
             self._send(pb.Downward(want_snapshot=pb.WantSnapshot()))
 
@@ -154,7 +153,7 @@ class WorkerLink:
         return self.generation > generation
 
     def _not_attached(self, reason: str) -> None:
-        """Log why there is no link, as a warning only when the reason changes."""
+        """Log the reason, as a warning only when it changes."""
         level = logging.DEBUG if reason == self._why_not else logging.WARNING
         log.log(level, "no link to worker %s yet: %s", self.member.member_id, reason)
         self._why_not = reason

@@ -1,1 +1,1 @@
-"""A whole cluster on this machine: etcd, Ray and the application, started and ended together."""
+"""A cluster on this machine: etcd, Ray and the application."""

@@ -1,4 +1,4 @@
-"""Certificates of a local cluster, signed by an authority that is made anew for every start."""
+"""Certificates of a local cluster, from an authority made at each start."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
 def make_certificates(folder: Path) -> TlsConfig:
-    """Write `ca.crt`, `tls.crt` and `tls.key` into a private folder, which is created.
+    """Write `ca.crt`, `tls.crt` and `tls.key` into a new private folder.
 
-    All processes share one certificate, since they run as one user. The authority's key is discarded.
+    All processes share one certificate, as one user. The authority's key is discarded.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())

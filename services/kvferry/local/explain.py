@@ -1,4 +1,4 @@
-"""The placement of a past request, asked of the gateways of a local cluster."""
+"""The placement of a past request, from a local cluster's gateways."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class UnknownRequest(LocalError):
 
 
 def explain(folder: RunFolder, request_id: str) -> list[dict[str, Any]]:
-    """Return a gateway's record of a request, one entry per choice.
+    """Return a request's record, one entry per choice.
 
-    `request_id` is the answer's id or its `x-request-id`. Raises NotRunning, NotAllowed, UnknownRequest.
+    `request_id` is the answer's id or `x-request-id`. Raises NotRunning, NotAllowed, UnknownRequest.
     """
     record = folder.record()
     if record is None:

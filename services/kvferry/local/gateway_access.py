@@ -14,7 +14,7 @@ KEY_VARIABLE = "KVFERRY_API_KEY"
 
 
 def url_of(gateway: GatewayConfig, address: str = "") -> str:
-    """Return the URL of the gateway, or of the one with this `address` (host:port)."""
+    """Return the URL of the gateway, or the one at `address` (host:port)."""
     scheme = "https" if gateway.tls.enabled else "http"
     return f"{scheme}://{address or join_host_port(gateway.host, gateway.http_port)}"
 

@@ -16,7 +16,7 @@ _MAX_CHARS = 220
 
 
 def newest_fault(folder: RunFolder) -> str | None:
-    """Return the last line that looks like a fault, from the newest log of workers or the application that has one."""
+    """Return the last line that looks like a fault, from the newest such log of workers or application."""
     for log in _newest_first(_logs(folder)):
         for line in reversed(_end_of(log)):
             if _FAULT.search(line) and not _NOISE.search(line):
@@ -25,7 +25,7 @@ def newest_fault(folder: RunFolder) -> str | None:
 
 
 def newest_line(folder: RunFolder) -> str | None:
-    """Return the newest fault, else the last line of the newest log; None if all logs are empty."""
+    """Return the newest fault, else the newest log's last line, else None."""
     if (fault := newest_fault(folder)) is not None:
         return fault
     lines = next((lines for log in _newest_first(_logs(folder)) if (lines := _end_of(log))), None)

@@ -1,13 +1,13 @@
 """The processes of a local cluster, recognized by any one of four marks.
 
-Parents die first, engines outlive them, and a process may overwrite its command line and environment. The marks:
+Parents die first, and a process may overwrite its environment, so one mark suffices:
 
     environment   KVFERRY_CLUSTER_TOKEN holds the token of this run folder
     cwd           the working folder is the run folder's `work`
     files         a file is open for writing where only the cluster writes (logs, etcd, ray, tmp)
     ancestry      the parent belongs
 
-Names and command lines are no marks. The caller and its ancestors never belong.
+Names and command lines are no marks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProcessIdentity:
         return state is not None and state.start_ticks == self.start_ticks and state.letter not in "ZX"
 
     def send(self, signal_number: int) -> bool:
-        """Signal this process; return False if it is gone, even if its pid was reused."""
+        """Signal this process; False if gone, even with a reused pid."""
         with contextlib.suppress(ProcessLookupError), self._pinned() as pidfd:
             if pidfd is not None:
                 signal.pidfd_send_signal(pidfd, signal_number)
@@ -94,7 +94,7 @@ class _Stat:
 
 
 def belonging(marks: Marks) -> tuple[ProcessIdentity, ...]:
-    """Return every live process of the cluster, ordered by pid, without the caller and its ancestors."""
+    """Return every live process of the cluster by pid, never the caller and its ancestors."""
     stats = {pid: state for pid in psutil.pids() if (state := _stat(pid)) is not None and state.letter not in "ZX"}
     spared = {0, 1, *_lineage(os.getpid(), stats)}
     mine = {pid for pid in stats if pid not in spared and _is_marked(pid, marks)}
@@ -114,9 +114,9 @@ def end_all(
     deadline_s: float = 30.0,
     before_signal: Callable[[tuple[ProcessIdentity, ...]], None] = lambda _: None,
 ) -> int:
-    """End every process of the cluster: SIGTERM, after `grace_s` SIGKILL, until none is left; return their number.
+    """End every process: SIGTERM, after `grace_s` SIGKILL, until none is left; return their number.
 
-    `before_signal` gets each set while it lives. Raises ProcessesRemain after `deadline_s`.
+    `before_signal` gets each living set. Raises ProcessesRemain after `deadline_s`.
     """
     ended: set[ProcessIdentity] = set()
     deadline = time.monotonic() + deadline_s

@@ -1,4 +1,4 @@
-"""Progress of a starting cluster, shown to the user: each step, the reason for waiting, and the time."""
+"""Progress of a starting cluster, for the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Progress(Protocol):
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """A context for something that takes a while; it is marked failed if an exception leaves it."""
+        """Context of a long step, marked failed by an exception."""
         yield
 
     def detail(self, text: str) -> None: ...
@@ -29,7 +29,7 @@ class Progress(Protocol):
 
 
 class ConsoleProgress:
-    """A live line on a terminal; elsewhere plain lines, at each new detail and at least every 15 s."""
+    """A live line on terminals; elsewhere a line per detail and every 15 s."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""The Ray head of a local cluster, started as a program, so that this package never imports ray."""
+"""A local cluster's Ray head, started as a program without importing ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ray:
 
 
 def ray_environment(folder: RunFolder) -> dict[str, str]:
-    """Return the environment variables of Ray, its workers, and everything that connects to it."""
+    """Return the environment of Ray, its workers and clients."""
     return child_environment(folder) | {
         # Ray would run every worker, and so every engine, at nice 15.
         "RAY_worker_niceness": "0",
@@ -55,7 +55,7 @@ def engine_environment(config: ClusterConfig) -> dict[str, str]:
 
 
 def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
-    """Start a head and wait until it accepts work. Raises StartFailed with the end of its log, or Interrupted."""
+    """Start a head and wait until usable. Raises StartFailed with its log's end, or Interrupted."""
     environ = ray_environment(folder) | engine_environment(config)
     for attempt in range(1, _ATTEMPTS + 1):
         ports = _free_ports(4)

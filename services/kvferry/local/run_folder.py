@@ -1,6 +1,6 @@
-"""The run folder of a local cluster: private, with everything that a clean end needs.
+"""A local cluster's private run folder, with everything that a clean end needs.
 
-Its path must be short: paths of Unix sockets may have 107 bytes.
+Unix sockets require a short path: 107 bytes with the socket's name.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class RunFolder:
 
     @property
     def temporary(self) -> Path:
-        """TMPDIR of every process of the cluster; sockets that engines leave behind go with it."""
+        """TMPDIR of every process, so that leftover sockets are removed too."""
         return self.path / "tmp"
 
     @property
     def work(self) -> Path:
-        """Working folder of every process of the cluster. It stays empty: it is only a mark."""
+        """Working folder of every process: an empty folder, used as a mark."""
         return self.path / "work"
 
     @property
@@ -116,7 +116,7 @@ class RunFolder:
         return Marks(token=self.token(), work_folder=self.work, written_folders=self.process_folders)
 
     def prepare(self) -> None:
-        """Make the private folder and its parts. Raises ConfigError if it cannot be trusted or its path is too long."""
+        """Make the private folder. Raises ConfigError if untrusted or too long a path."""
         if len(os.fsencode(self.path)) > PATH_LIMIT_BYTES:
             raise ConfigError(
                 f"{RUN_DIR_VARIABLE}: {str(self.path)!r} is longer than {PATH_LIMIT_BYTES} bytes, "
@@ -144,7 +144,7 @@ class RunFolder:
         _write_private(self.config_file, text)
 
     def record(self) -> ClusterRecord | None:
-        """Return the contents of cluster.json, or None if there is none or it is invalid."""
+        """Return cluster.json's contents, or None if missing or invalid."""
         try:
             values = json.loads(self.record_file.read_text(encoding="utf-8"))
             return ClusterRecord(
@@ -161,7 +161,7 @@ class RunFolder:
             return None
 
     def clear(self, *, keep_logs: bool) -> None:
-        """Remove a cluster's files, and the folder if it is then empty. The lock stays with its holder."""
+        """Remove a cluster's files and the empty folder. The lock stays with its holder."""
         if keep_logs:
             for number, session_logs in enumerate(sorted(self.ray.glob("session_2*/logs"))):
                 shutil.rmtree(self.logs / f"ray-{number}", ignore_errors=True)
@@ -175,7 +175,7 @@ class RunFolder:
             file.unlink(missing_ok=True)
 
     def remove_if_empty(self) -> None:
-        """Remove the lock file and the folder unless foreign files are left. Requires the lock."""
+        """Remove lock file and folder unless foreign files remain. Requires the lock."""
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {self.lock_file.name}:
             self.lock_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -185,10 +185,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self, purpose: str) -> Iterator[None]:
-        """Lock the folder against other `up` and `down` commands. Raises ClusterBusy at once.
-
-        The kernel releases the lock when its holder dies.
-        """
+        """Lock the folder against other `up` and `down` commands, until its holder dies. Raises ClusterBusy at once."""
         _make_private(self.path)
         descriptor = self._open_locked()
         try:
@@ -201,7 +198,7 @@ class RunFolder:
             os.close(descriptor)
 
     def lock_holder(self, purpose: str | None = None) -> ProcessIdentity | None:
-        """Return the live process that holds the lock (for `purpose`, if given), or None."""
+        """Return the live process that holds the lock (for `purpose`), or None."""
         try:
             values = json.loads(self.lock_file.read_text(encoding="utf-8"))
             holder = ProcessIdentity(values["pid"], values["start_ticks"])
@@ -230,7 +227,7 @@ class RunFolder:
 
 
 def run_folder(name: str, environ: Mapping[str, str] = os.environ) -> RunFolder:
-    """Return the run folder of cluster `name`: $KVFERRY_RUN_DIR, or a private one below /tmp."""
+    """Return cluster `name`'s folder: $KVFERRY_RUN_DIR, or a private one below /tmp."""
     chosen = environ.get(RUN_DIR_VARIABLE)
     if chosen:
         return RunFolder(Path(chosen).expanduser().resolve())
@@ -247,7 +244,7 @@ def _default_root() -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """Make a folder that only this user may enter. In /tmp another user may have made it first, so it is verified."""
+    """Make a folder for this user only, and verify it: another user may have made it first."""
     folders = [path.parent, path] if path.parent == _default_root() else [path]
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""Members of a local cluster as etcd lists them, with the load that each worker reports."""
+"""Members of a local cluster in etcd, with each worker's reported load."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Registry of processes: the contract (`base`), etcd, and a test double in memory."""
+"""Registry of processes: protocol, etcd, and an in-memory double."""

@@ -1,7 +1,4 @@
-"""Members of a cluster, registered under leases: their addresses and facts.
-
-During an outage of the registry the last known members stay. Liveness comes from the streams between processes.
-"""
+"""Members of a cluster, registered under leases."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ WORKER_KINDS = (MemberKind.PREFILL, MemberKind.DECODE)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One registered process. JSON in the registry; unknown fields are ignored."""
+    """One registered process. Unknown JSON fields are ignored."""
 
     kind: MemberKind
     member_id: MemberId  # fresh on every start of the process
@@ -71,37 +68,31 @@ MemberChange = Snapshot | Joined | Left
 
 
 class Registration(Protocol):
-    """Keeps a member registered until `revoke`: renews its lease, and registers again after the lease or the record is
-    lost.
-    """
+    """Keeps a member registered until `revoke`."""
 
     @property
     def fenced(self) -> bool:
-        """True if no renewal has succeeded for the lease's time to live, so that the lease may have expired.
-
-        Also True from the known loss of a lease until registered again, and after `revoke`.
-        """
+        """True while the lease may have expired, and after `revoke`."""
         ...
 
     async def update(self, member: Member) -> None:
-        """Replace the record. During an outage this returns, and the newest record is written later.
+        """Replace the record. During an outage, return; it is written later.
 
         Does nothing after `revoke` or `close`. Raises ValueError for another kind or id.
         """
         ...
 
     async def revoke(self) -> None:
-        """Deregister. Idempotent, never raises: during an outage the lease expires."""
+        """Deregister, or let the lease expire. Idempotent; never raises."""
         ...
 
 
 class Membership(Protocol):
-    """Implementations pass tests/contract/test_membership_contract.py."""
+    """Contract: tests/contract/test_membership_contract.py."""
 
     async def register(self, member: Member) -> Registration:
-        """Register under a lease. Raises UnavailableError during an outage.
-
-        If this raises or is cancelled, a record that was written nevertheless expires with its lease.
+        """Register under a lease, which ends any record written before an error. Raises UnavailableError during an
+        outage.
         """
         ...
 
@@ -110,11 +101,10 @@ class Membership(Protocol):
         ...
 
     def watch(self) -> AsyncIterator[MemberChange]:
-        """Yield a Snapshot, then changes in order, until `close`. Starts at the first `__anext__`; never raises.
+        """Yield a Snapshot, then changes in order, until `close`. Never raises.
 
-        It yields nothing during outages, and a new Snapshot whenever changes may have been missed. After an outage,
-        living members that have not registered again yet are missing from it, and Joined follows. An unreadable record
-        is logged and skipped. A cancelled wait loses no change.
+        A new Snapshot follows whenever changes may be missing. After an outage it may lack members, which get a Joined
+        later. A cancelled wait loses no change.
         """
         ...
 

@@ -1,7 +1,6 @@
-"""Members in etcd: keys `{prefix}/members/{kind}/{member_id}`, values JSON, each under its owner's lease.
+"""Members in etcd: JSON under `{prefix}/members/{kind}/{member_id}` and the owner's lease.
 
-Each task owns one connection to one endpoint. At the first fault it discards the connection and tries the next
-endpoint. So certificates and passwords are read again, and a watch lists all members again.
+Each task owns one connection. A fault discards it, so that certificates and passwords are read again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvferry.membership.retry import DEFAULT_RETRY, RetryPolicy
 
 
 class EtcdMembership:
-    """Connects at the first call; `close` ends every task and connection it started."""
+    """Connects at the first call."""
 
     def __init__(
         self,
@@ -31,7 +30,7 @@ class EtcdMembership:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """Raises ConfigError without an endpoint, or if a certificate or password file cannot be read."""
+        """Raises ConfigError without endpoints or for unreadable certificate and password files."""
         if not config.endpoints:
             raise ConfigError("membership.endpoints: at least one host:port of etcd is needed, not ()")
         self._config = config
@@ -48,7 +47,7 @@ class EtcdMembership:
         return f"<EtcdMembership {','.join(self._config.endpoints)}, {counts}>"
 
     async def register(self, member: Member) -> EtcdRegistration:
-        """Also raises ConfigError if etcd refuses the user, the password or the prefix."""
+        """Also raises ConfigError if etcd refuses the user or the prefix."""
         if self._closed:
             raise UnavailableError("membership is closed")
         registration = EtcdRegistration(

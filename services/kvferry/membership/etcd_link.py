@@ -1,7 +1,6 @@
-"""Connections to etcd: channels, logins, single calls, and watches.
+"""Connections to etcd: channels, logins, calls and watches.
 
-Of etcd3aio only messages, stubs and single calls are used. Its watch can miss changes after a compaction and stays
-silent after etcd lost its data. Its keepalive does not report failed renewals. Its channels accept no host names.
+etcd3aio's own watch can miss changes, and its keepalive hides failed renewals.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _TOKEN_FAULTS: Final = ("revision in header is old", "revision of auth store is 
 
 
 class Interrupted(Exception):
-    """A stream of etcd ended, or changes may have been missed."""
+    """An etcd stream ended, or changes may have been missed."""
 
 
 # Exceptions of etcd and of the connection; any other is a bug of ours.
@@ -75,7 +74,7 @@ def open_channel(config: MembershipConfig, endpoint: str) -> grpc.aio.Channel:
 
 
 def read_password(name: str, file: Path | None) -> str:
-    """Return a file's content without the end of line; empty without a file. Raises ConfigError naming `name`."""
+    """Return a file's content, "" without a file. Raises ConfigError naming `name`."""
     content = _read_file(name, file)
     try:
         return "" if content is None else content.decode().rstrip("\r\n")
@@ -94,7 +93,7 @@ def _credentials(config: MembershipConfig) -> grpc.ChannelCredentials | None:
 
 
 class EtcdLogin:
-    """User and token. All links share a token: each login costs etcd a password hash."""
+    """User and shared token: each login costs etcd a password hash."""
 
     def __init__(self, config: MembershipConfig, timeout_s: float) -> None:
         self._config = config
@@ -118,7 +117,7 @@ class EtcdLogin:
 
 
 class EtcdLink:
-    """One connection, owned by one task. A refused token is replaced once per call."""
+    """One task's connection. A refused token is replaced once per call."""
 
     def __init__(self, login: EtcdLogin, channel: grpc.aio.Channel, timeout_s: float) -> None:
         self._login = login
@@ -170,7 +169,7 @@ class EtcdLink:
 
     @asynccontextmanager
     async def watch(self, prefix: str, start_revision: int) -> AsyncIterator[EtcdWatchStream]:
-        """Entered once etcd has accepted the watch. Raises Interrupted, here or within: list again."""
+        """Entered once etcd accepts the watch. Raises Interrupted: list again."""
         await self._use_token()
         # Without it, an endpoint that lost its quorum would accept the watch and never send an event.
         call = self._watch_stub.Watch(metadata=(*self._metadata(), ("hasleader", "true")))
@@ -237,7 +236,7 @@ class EtcdWatchStream:
 
 
 class EtcdConnector:
-    """Opens links to the endpoint that answered last; after a fault, to the next one."""
+    """Opens links to the last endpoint that answered; after a fault, to the next."""
 
     def __init__(self, config: MembershipConfig, rng: random.Random) -> None:
         """Raises ConfigError."""
@@ -303,7 +302,7 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
 
 
 def wants_token(error: BaseException) -> bool:
-    """Return whether a new login may help: the token expired or was lost in a restart, or rights changed."""
+    """Return whether a new login may help."""
     if isinstance(error, EtcdUnauthenticatedError):
         return True
     if not isinstance(error, grpc.aio.AioRpcError):
@@ -319,7 +318,7 @@ def describe(error: BaseException) -> str:
 
 
 def log_fault(what: str, error: Exception, num_failures: int) -> None:
-    """Log one line per outage, but the traceback of a bug of ours, which must not end the task."""
+    """Log one line per outage; for a bug, the traceback."""
     if not isinstance(error, (*FAULTS, KvferryError)):
         log.error(f"{what}", exc_info=error)
     elif num_failures == 1:

@@ -1,4 +1,4 @@
-"""Records of members in etcd, and a watcher's view of them. Pure."""
+"""Member records in etcd, and a watcher's view. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All records at one revision; a watch continues at `revision` + 1."""
+    """All records at one revision; watches continue at `revision` + 1."""
 
     key_to_value: dict[str, bytes]
     revision: int
@@ -34,7 +34,7 @@ class MemberView:
         return Snapshot(tuple(self._key_to_member.values()))
 
     def put(self, key: str, value: bytes) -> Joined | None:
-        """Return None for an unchanged or unreadable record; the known one stays."""
+        """Return None for an unchanged or unreadable record."""
         member = decode_record(self._prefix, key, value)
         if member is None or self._key_to_member.get(key) == member:
             return None
@@ -56,7 +56,7 @@ def record_key(prefix: str, kind: MemberKind, member_id: MemberId) -> str:
 
 
 def decode_record(prefix: str, key: str, value: bytes) -> Member | None:
-    """Return None, and log, for an unreadable record or one under another's key."""
+    """Return None, and log, for an unreadable or misplaced record."""
     try:
         member = msgspec.json.decode(value, type=Member)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

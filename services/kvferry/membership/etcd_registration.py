@@ -58,7 +58,7 @@ class EtcdRegistration:
         return self._renewed_at_s is None or self._clock() - self._renewed_at_s > self._ttl_s
 
     async def update(self, member: Member) -> None:
-        """Returns once the record is written, or one attempt failed; more attempts follow."""
+        """Return after one attempt, failed or not; others follow."""
         if record_key(self._config.prefix, member.kind, member.member_id) != self._key:
             raise ValueError(f"an update keeps kind and id: {self._member.kind}/{self._member.member_id}")
         if self._ended:
@@ -121,7 +121,7 @@ class EtcdRegistration:
         self._wake.clear()
 
     async def renew(self, link: EtcdLink) -> None:
-        """Renew the lease and ensure the newest record. May be repeated after any failure."""
+        """Renew the lease and write the newest record. Repeatable."""
         updates, self._updates = self._updates, []
         try:
             begin_s = self._clock()

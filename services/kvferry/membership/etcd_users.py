@@ -1,8 +1,8 @@
-"""Set up etcd's users: members may read and write kvferry's keys only, root everything.
+"""Set up etcd's users: members access kvferry's keys only, root everything. Idempotent.
 
 python -m kvferry.membership.etcd_users --config cluster.yaml --root-password-file FILE
 
-Idempotent, and also changes the member's password to `membership.password_file`. Waits for etcd.
+Waits for etcd, and sets the member's password too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALL_TIMEOUT_S = 5.0
 
 
 async def ensure_users(config: MembershipConfig, root_password: str, *, wait_s: float = WAIT_S) -> None:
-    """Raises ConfigError if etcd refuses root's password, UnavailableError if it does not answer in time."""
+    """Raises ConfigError for a refused root password, UnavailableError without an answer in time."""
     if not config.user:
         raise ConfigError("membership.user: name the user of the members")
     password = read_password("membership.password_file", config.password_file)

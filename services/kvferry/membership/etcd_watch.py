@@ -17,7 +17,7 @@ _MAX_BACKLOG: Final = 4096  # changes; a slower reader gets a Snapshot instead
 
 
 class EtcdWatch(AsyncIterator[MemberChange]):
-    """Read by a task of its own, so that a cancelled wait loses no change."""
+    """Has a reading task, so that a cancelled wait loses no change."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Follows the members of some kinds: one watch, restarted when it fails, with a callback for each change."""
+"""Follows members of some kinds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class MemberFollower:
         on_left: Callable[[MemberId], None] = lambda member_id: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_joined` is called for new members, and again for known ones in every snapshot and at each registration.
+        """`on_joined` is called again for known members in every snapshot and at each registration.
 
-        `on_left` is called once for each member that left the registry, `on_change` after each change and its
-        callbacks. An exception from a callback restarts the watch, which begins with a snapshot.
+        `on_left` is called once for each member that left, `on_change` after the callbacks of each change. An exception
+        from a callback restarts the watch.
         """
         self._membership = membership
         self._kinds = frozenset(kinds)

@@ -1,7 +1,6 @@
-"""A test double for etcd: members of one process, for tests, the simulator and demonstrations.
+"""An in-memory test double for etcd.
 
-It starts no task, and fails, delays and expires leases only when told to, so that a test determines the order of
-changes. One event loop, no threads.
+It changes only on command, so that a test determines the order. One event loop, no threads.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class _Record:
 
 
 class MemoryRegistry:
-    """The registry, shared by the memberships of one process.
+    """The registry of one process's memberships.
 
-    While it answers, leases of living owners do not age. A lease ages, by `clock`, during an outage or after its owner
-    closed. A lease older than `lease_ttl_s` ends at `expire_due`, or with the outage.
+    A lease ages, by `clock`, during an outage or once its owner closed. After `lease_ttl_s` it ends at `expire_due`, or
+    with the outage.
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class MemoryRegistry:
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """All calls raise UnavailableError and watches yield nothing.
+        """All calls raise UnavailableError; watches yield nothing.
 
-        At the end, in this order: expired leases end, watches get a Snapshot, living owners register again.
+        At the end: expired leases end, watches get a Snapshot, living owners register again.
         """
         self.begin_outage()
         try:
@@ -99,13 +98,13 @@ class MemoryRegistry:
                 self._drop(key)
 
     def expire(self, member_id: MemberId) -> None:
-        """End one lease. Watches get Left, then Joined if its owner lives; after an outage if in one."""
+        """End one lease, after an outage if in one. A living owner registers again."""
         for key in list(self._key_to_record):
             if key[1] == member_id:
                 self._drop(key)
 
     def check(self) -> None:
-        """Raise AssertionError if, without an outage, a living owner's record is not its last one."""
+        """Raise AssertionError if, without an outage, a living owner's record is outdated."""
         if self.out:
             return
         for registration in self._registrations:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Doubling, random pauses, so that clients do not all meet a returning etcd at once."""
+    """Doubling, random pauses, so that clients spread over time."""
 
     first_s: float = 0.1
     max_s: float = 5.0

@@ -1,4 +1,4 @@
-"""Route keys name pages between processes: a 64-bit xxh3 chain over token ids, seeded from a salt.
+"""Route keys: a 64-bit xxh3 chain over token ids, seeded from a salt.
 
 key[i] = xxh3_64(tokens of page i as little-endian u32, seed=key[i - 1])
 """
@@ -33,10 +33,10 @@ def seed_of(salt: str) -> int:
 
 
 def route_keys(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
-    """One key per full page of `block_size` tokens. O(len(token_ids)).
+    """Return one key per full page of `block_size` tokens; fastest for an `array("I")`.
 
-    `parent` is `seed_of(salt)` or the key of the page before. An `array("I")` takes half the time of a list. Raises
-    ValueError for a block size below 1, OverflowError or TypeError for ids that are not unsigned 32-bit integers.
+    `parent` is `seed_of(salt)` or the previous page's key. Raises ValueError for a block size below 1, OverflowError
+    or TypeError for ids that are not u32.
     """
     if block_size < 1:
         raise ValueError(f"a page of {block_size} tokens")
@@ -65,7 +65,7 @@ def pack_keys(keys: Iterable[int]) -> bytes:
 
 
 def unpack_keys(packed: bytes | bytearray | memoryview) -> array[int]:
-    """Raises ValueError when the length is not a multiple of KEY_BYTES."""
+    """Raises ValueError for a length that is no multiple of KEY_BYTES."""
     keys = array("Q")
     keys.frombytes(packed)
     if _BIG_ENDIAN:

@@ -1,4 +1,4 @@
-"""Snapshot parts and deltas as messages of worker.proto, which workers and keepers send to gateways."""
+"""Residency as messages of worker.proto, for gateways."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How residency is published: a snapshot in parts, then deltas numbered from 1.
+"""Publishes residency: a snapshot in parts, then deltas numbered from 1.
 
-Deltas may overlap a snapshot, which may already contain their changes; they are idempotent.
+Deltas are idempotent, and may overlap a snapshot.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ Keys = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Changes since the previous delta. `cleared` comes first: everything is gone, then `stored` is there.
-
-    No key is both stored and removed on a tier.
-    """
+    """Changes since the previous delta: `cleared` first, then disjoint `stored` and `removed`."""
 
     sequence: int
     stored: Mapping[Tier, Keys] = field(default_factory=dict)
@@ -33,9 +30,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """Part `part` of `num_parts`, from 0, of the keys held after delta `sequence`.
+    """Part `part` of `num_parts`, from 0, of the keys after delta `sequence`.
 
-    An empty snapshot has one empty part.
+    An empty snapshot has one part.
     """
 
     sequence: int
@@ -64,13 +61,13 @@ class FollowerState(enum.StrEnum):
 
 
 class ResidencyFollower:
-    """Keeps the index true for one owner. Pure: the caller passes messages on, in their order.
+    """Applies one owner's messages to the index, in the caller's order. Pure.
 
-    Keys known before a gap stay until the next snapshot: most are still right, and a wrong hint costs a detour.
+    Keys known before a gap stay until the next snapshot: most are still right.
     """
 
     def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:
-        """Beyond `max_waiting_deltas` during a snapshot a newer snapshot is needed."""
+        """Over `max_waiting_deltas` during a snapshot require another one."""
         self._index = index
         self._owner = owner
         self._max_waiting_deltas = max_waiting_deltas
@@ -94,11 +91,11 @@ class ResidencyFollower:
 
     @property
     def sequence(self) -> int:
-        """The delta up to which the index is true; 0 before any."""
+        """The last delta in the index; 0 before any."""
         return self._sequence
 
     def apply_part(self, part: SnapshotPart) -> bool:
-        """Returns whether the index is true now."""
+        """Return whether the index is true now."""
         if part.part == 0:  # always begins a new snapshot
             self._parts = []
             self._waiting = [delta for delta in self._waiting if delta.sequence > part.sequence]
@@ -113,7 +110,7 @@ class ResidencyFollower:
         return self._state is FollowerState.FOLLOWING
 
     def apply_delta(self, delta: Delta) -> bool:
-        """Returns whether the index is true now. Old deltas are ignored."""
+        """Return whether the index is true now. Ignores old deltas."""
         if self._state is FollowerState.FOLLOWING:
             if delta.sequence == self._sequence + 1:
                 self._apply(delta)

@@ -1,4 +1,4 @@
-"""Which worker and which volume holds which prefix of a prompt."""
+"""Index from prompt prefixes to workers and volumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUM_KNOWN = 3
 
 
 class Tier(enum.StrEnum):
-    """A worker owns its GPU and CPU tiers; a volume is its own owner."""
+    """A worker owns its GPU and CPU tiers; a volume owns itself."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -29,7 +29,7 @@ class Tier(enum.StrEnum):
 
 
 class Holder(NamedTuple):
-    """`owner` is a member id, or a volume id where `tier` is VOLUME."""
+    """`owner` is a member id, or a volume id for VOLUME."""
 
     owner: str
     tier: Tier
@@ -37,10 +37,9 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Number of held pages from the prompt's start, by owner. Owners of none are left out.
+    """Number of pages held from the prompt's start, by owner; no zeros.
 
-    `cpu` counts the GPU's pages and those of the CPU tier that continue them; only owners with more than in `gpu` are
-    in.
+    `cpu` counts the GPU's pages and the CPU tier's that continue them, where these exceed `gpu`.
     """
 
     gpu: dict[str, int] = field(default_factory=dict)
@@ -51,9 +50,8 @@ class Found:
 class ResidencyIndex:
     """Route keys by holder; every change is idempotent.
 
-    A depth d > 0 means that page d - 1 of the prompt is held and page d is not. It is exact for holders of prefixes, as
-    engines are: they evict the end of a prompt before its beginning. A holder with a hole gets at least its depth
-    before the hole. A wrong depth costs a detour: the engine looks for itself before it uses a page.
+    A depth d > 0 means that page d - 1 of the prompt is held and page d is not: exact for holders of prefixes, perhaps
+    too large for a holder with a hole.
     """
 
     def __init__(self) -> None:
@@ -109,10 +107,7 @@ class ResidencyIndex:
             self._of(tier).pop(owner, None)
 
     def set_blocks_per_chunk(self, volume: str, blocks_per_chunk: int) -> None:
-        """Set how many engine pages a chunk of this volume holds, under the route key of the last; 1 at first.
-
-        Raises ValueError below 1.
-        """
+        """Set the engine pages per chunk of a volume, initially 1. Raises ValueError below 1."""
         if blocks_per_chunk < 1:
             raise ValueError(f"a page that stands for {blocks_per_chunk} pages")
         if blocks_per_chunk == 1:
@@ -121,7 +116,7 @@ class ResidencyIndex:
             self._blocks_per_chunk[volume] = blocks_per_chunk
 
     def find(self, keys: Sequence[int]) -> Found:
-        """Return the depth of every owner. At most two probes where holders agree, else O(log(keys))."""
+        """Return every owner's depth. Two probes where holders agree, else O(log(keys))."""
         if not keys:
             return Found()
         gpu = _depths(self._gpu, keys)
@@ -182,7 +177,7 @@ def _depths(owners: dict[str, set[int]], keys: Sequence[int]) -> dict[str, int]:
 
 
 def _depth(held: set[int], keys: Sequence[int], backwards: Sequence[int], low: int, high: int, known: list[int]) -> int:
-    """Return the depth between `low`, whose page is held, and `high`, whose next page is not or does not exist."""
+    """Return the depth between `low` (page held) and `high` (next page absent)."""
     for depth in known:
         if low <= depth <= high:
             if depth > low and keys[depth - 1] not in held:

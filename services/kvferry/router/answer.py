@@ -1,4 +1,4 @@
-"""The answer of one request so far, and the requests that continue it on another worker."""
+"""One request's answer so far, and its continuation on another worker."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from kvferry.router.journey import Journey
 class AnswerSoFar:
     """Continues an answer whose worker was lost.
 
-    Most requests continue from the prompt and the tokens so far. Grammars, greedy penalties and bad words would start
-    anew there: these requests are computed again from the prompt, and repeated output is compared and left out. For
-    sampled requests the penalties of the tokens so far become a bias.
+    Most requests continue from the tokens so far. Requests with grammars, greedy penalties or bad words are computed
+    again, and repeated output is left out. For sampled requests, earlier penalties become a bias.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class AnswerSoFar:
         self._on_first_output = on_first_output
 
     def next_request(self) -> EngineRequest:
-        """The next attempt has a new id: the lost worker may still know the first one's."""
+        """Return it with a new id: the lost worker may know the old one."""
         request, given = self._request, self.token_ids
         if not given:
             return request
@@ -120,7 +119,7 @@ def _restarts(sampling: Sampling) -> bool:
 
 
 def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Sampling:
-    """Exact for the frequency penalty; a presence penalty counts twice for a token that comes once more."""
+    """Exact for the frequency penalty; a repeated token pays its presence penalty twice."""
     if not (sampling.presence_penalty or sampling.frequency_penalty):
         return sampling
     bias = dict(sampling.logit_bias)
@@ -131,7 +130,7 @@ def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Samplin
 
 
 def replayable(request: EngineRequest) -> EngineRequest:
-    """Seed a sampled request with a grammar, so that it gives the same answer again."""
+    """Seed a sampled request with a grammar, for repeatable answers."""
     sampling = request.sampling
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request

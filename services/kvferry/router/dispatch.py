@@ -1,4 +1,4 @@
-"""The life of a request after admission: place, prefill, decode, and another try when one of them fails."""
+"""An admitted request's life: place, prefill, decode, retry."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ class Dispatcher:
         *,
         may_be_aggregated: bool = True,
     ) -> None:
-        """Deliver outputs until one has a finish reason; those of only tokens and text to `on_text` where given.
+        """Deliver outputs until one has a finish reason; `on_text` gets those of only tokens and text.
 
-        Cancelling cancels the request on every worker. Without `may_be_aggregated` a prefill worker computes the prompt
-        wherever there is one. Raises NoDecodeWorker, or the error the request was refused or failed with.
+        Cancelling cancels the request on every worker. Without `may_be_aggregated` a prefill worker, if any, computes
+        the prompt. Raises NoDecodeWorker, or the request's error.
         """
         journey.request_id = request.request_id
         self._recent.append(journey)
@@ -142,7 +142,7 @@ class _Attempt:
 
 
 class _FailedWorkers:
-    """Workers that failed a request, with their generation: a worker that came back may be tried again."""
+    """Workers that failed a request, by generation: a returned worker may be tried again."""
 
     def __init__(self) -> None:
         self._generations: set[tuple[MemberId, int]] = set()
@@ -216,9 +216,9 @@ class _RequestRun:
     # Placing
 
     async def _place(self, request: EngineRequest) -> _Attempt:
-        """Place the request; the caller calls `ended` of the policy.
+        """Place the request; the caller calls the policy's `ended`.
 
-        A request that lost its worker waits for another one; a new request is refused at once.
+        A new request does not wait for workers; one that lost its worker does.
         """
         attempt, error = self._place_now(request), self._last_error
         if attempt is None and error is not None and not isinstance(error, Overloaded):
@@ -235,7 +235,7 @@ class _RequestRun:
         raise NoDecodeWorker(f"no decode worker is connected{why}")
 
     def _place_now(self, request: EngineRequest) -> _Attempt | None:
-        """Prefer decode workers that can use the kept pages. None without a decode worker."""
+        """Prefer decode workers that can use the kept pages; None without any."""
         router, kept = self._router, self._kept
         decode = self._candidates(MemberKind.DECODE)
         if kept is not None:

@@ -1,6 +1,6 @@
 """Pages that requests in flight will leave on workers. Pure.
 
-Requests with the same prefix wait for these pages instead of computing them again.
+Same-prefix requests wait for them instead of recomputing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Notes:
 
 
 class ExpectedPages:
-    """A request's pages are expected until it fails or the index has had time to learn of them."""
+    """Pages are expected until their request fails or the index should know them."""
 
     def __init__(self, grace_s: float) -> None:
         """`grace_s` is how long computed pages are expected before the worker publishes them."""
@@ -70,7 +70,7 @@ class ExpectedPages:
     def begin(
         self, request_id: RequestId, keys: Sequence[int], prefill: MemberId | None, decode: MemberId, now_s: float
     ) -> None:
-        """Expect the pages where they are computed and, after a KV transfer, where they are decoded."""
+        """Expect the pages where they are computed and, later, decoded."""
         self.expire(now_s)
         noted = list(keys[_NOTE_EVERY - 1 :: _NOTE_EVERY])
         if len(keys) % _NOTE_EVERY:
@@ -132,7 +132,7 @@ class ExpectedPages:
 
 
 def expected_depth(counts: PageCounts, keys: Sequence[int], held: int) -> int:
-    """Return how many pages will be there, or `held` when requests in flight add none."""
+    """Return the future number of pages, at least `held`."""
     if not keys:
         return held
     if keys[-1] in counts:

@@ -41,7 +41,7 @@ class WorkerAccount:
         return sum(1 for _ in itertools.takewhile(lambda sent_s: sent_s > since_s, reversed(self.streams.values())))
 
     def queue_ms(self, ms_per_token: float, fixed_ms: float, now_s: float) -> float:
-        """Return how long the prompts before a new one will take. There must be one."""
+        """Return the time of prompts before a new one. There must be one."""
         # The start of the first prompt is known. Once it takes longer than it should, it is assumed to need as long
         # again as it is late: the price of a worker that hangs grows by itself.
         head_tokens = next(iter(self.prefills.values()))
@@ -96,9 +96,9 @@ class Ledger:
         missing_tokens: int,
         now_s: float,
     ) -> None:
-        """`prefill`, or `decode` where that is None, computes `missing_tokens`.
+        """`prefill`, if given, else `decode` computes `missing_tokens`.
 
-        Raises ValueError when the request is in flight already.
+        Raises ValueError for a request in flight.
         """
         if request_id in self._flights:
             raise ValueError(f"request {request_id} is in flight already")

@@ -24,9 +24,9 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may be given requests, with its last report.
+    """A usable worker with its last report.
 
-    Pass the same object until the next report: its costs are computed once.
+    Pass the same object until the next one: costs are cached for it.
     """
 
     member: Member

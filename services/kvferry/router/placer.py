@@ -1,4 +1,4 @@
-"""Chooses placements by price, and learns prices. Pure: time is passed in, randomness is seeded."""
+"""Chooses placements by price, and learns prices. Pure, with passed time and seeded randomness."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Decision(Placement):
         return self.price.matched
 
     def runners_up(self) -> list[Price]:
-        """Up to four of the next cheapest pairs, then the cheapest aggregated; never the chosen."""
+        """Up to four next cheapest pairs, and the cheapest aggregated, without the chosen."""
         return self._quotes.runners_up()
 
 
@@ -124,10 +124,9 @@ class Placer:
         volumes: Mapping[str, VolumeCosts] = NO_VOLUMES,
         may_be_aggregated: bool = True,
     ) -> Decision | None:
-        """Return the cheapest placement, or by chance one near it. None without a decode worker.
+        """Return the cheapest placement, or by chance one near it; None without a decode worker. O(P + D).
 
-        Without `may_be_aggregated` a decode worker computes the prompt only where no prefill worker can. Changes no
-        account. O(P + D).
+        Without `may_be_aggregated`, only a lack of prefill workers makes a decode worker compute the prompt.
         """
         if not decode:
             return None

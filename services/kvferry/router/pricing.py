@@ -6,8 +6,7 @@
     compute(D)    = queue + load + compute x (1 + work_weight + interference_weight x (streams + 1))
     streams(D)    = this answer's steps, its effect on the steps of other streams, waiting, full memory
 
-The pages that D lacks do not depend on P: in a group that can exchange pages, the cheapest pair is the cheapest P and
-the cheapest D.
+Among workers that can exchange pages, the cheapest pair is the cheapest P and D.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ NO_LOAD: Final = VolumeLoad("", 0, 0)
 
 @dataclass(slots=True)
 class SlowerPages:
-    """Pages that a worker lacks on its GPU and need not compute; each number excludes the tiers before it."""
+    """Pages that slower tiers have, each counted without the tiers before it."""
 
     depth: int = 0  # pages from the prompt's start that need not be computed, with those on the GPU
     cpu: int = 0
@@ -183,7 +182,7 @@ class PrefixPages:
         self.is_on_slower_tier = bool(found.cpu or self._offers)
 
     def beyond_gpu(self, worker: WorkerCosts, held: int) -> SlowerPages:
-        """Return pages of the CPU tier and of requests in flight, after `held` pages on the GPU."""
+        """Return pages of CPU tier and requests in flight, after `held` ones."""
         slower = SlowerPages(held)
         if (depth := self.cpu.get(worker.account.member_id, 0)) > held:
             slower.cpu = depth - held
@@ -197,7 +196,7 @@ class PrefixPages:
 
     # A volume is read by the keeper of the worker's own node or, at a higher cost, through another node's.
     def add_volume(self, slower: SlowerPages, worker: WorkerCosts, page_compute_ms: float) -> None:
-        """Add the pages of the volume that saves most, where loading them costs less than computing them."""
+        """Add pages of the best volume, where loading is cheaper than computing."""
         best, best_ms, most_saved_ms, most_pages = NO_LOAD, 0.0, 0.0, slower.depth
         for depth, volume_id, costs in self._offers:
             num_pages = depth - slower.depth

@@ -1,6 +1,6 @@
-"""Measured rates of workers: milliseconds per token, per page and per step.
+"""Measured rates of workers: milliseconds per token, page and step.
 
-An unmeasured worker has the median rate of the measured ones; without any, the cost defaults hold.
+Unmeasured workers have the median rate, at first the cost defaults.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CostDefaults:
-    """Rates before anything is measured, and the weights of a price. Times in ms."""
+    """Rates before any measurement, and weights of prices. Times in ms."""
 
     prefill_ms_per_token: float = 0.1  # 10,000 tokens a second
     prefill_fixed_ms: float = 5.0  # a step's cost apart from its tokens
@@ -75,7 +75,7 @@ class Rate:
 
 
 class WorkerRates:
-    """`step_scale` is the time of a decode step relative to the cost defaults for its number of streams."""
+    """`step_scale` is the decode step's time relative to its cost default."""
 
     __slots__ = ("kv_transfer_page_ms", "prefill_ms_per_token", "step_scale")
 
@@ -122,7 +122,7 @@ class RatePool:
         return rates
 
     def changed(self) -> bool:
-        """Note an observation. Now and then update the assumed rates, in O(workers); returns whether it did."""
+        """Note an observation. Return whether it updated the assumed rates, in O(workers)."""
         self._num_changes += 1
         if self._num_changes % _REFRESH_EVERY and self._num_changes > _REFRESH_EVERY:
             return False

@@ -27,7 +27,7 @@ class ResidencySubscriber:
         return sum(follower.num_gaps for follower in self._followers.values())
 
     def linked(self, link: WorkerLink) -> None:
-        """The link came up, perhaps again: ask for a snapshot. Known pages stay until it comes."""
+        """Ask for a snapshot on a new link. Known pages stay until then."""
         member_id = link.member.member_id
         follower = self._followers[member_id] = ResidencyFollower(self.index, member_id)
         link.on_residency = lambda message: self._apply(link, follower, message)

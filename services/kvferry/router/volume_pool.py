@@ -1,7 +1,7 @@
-"""The volumes of all keepers: their residency and their read costs.
+"""All keepers' volumes: residency and read costs.
 
-A keeper that left the registry is followed while its streams last: an outage may have ended its lease. A volume that
-several keepers mount is followed at each: each has its own queue and is near to other workers.
+A keeper that left the registry is followed while its streams last. A shared volume is followed at each keeper, whose
+queues and distances differ.
 """
 
 from __future__ import annotations

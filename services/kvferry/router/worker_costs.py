@@ -1,4 +1,4 @@
-"""Cost terms of workers that do not depend on a request, kept between decisions. Pure."""
+"""Workers' cost terms that no request changes, kept between decisions. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.router.rates import CostDefaults, RatePool, WorkerRates
 
 
 class WorkerCosts:
-    """Cost terms of one worker, valid for `candidate`; None after a change of the account or a rate."""
+    """Cost terms of one worker, valid for `candidate`; None after a change."""
 
     __slots__ = (
         "account",

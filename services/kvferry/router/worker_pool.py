@@ -1,7 +1,7 @@
 """The links to all workers.
 
-Membership gives addresses; the links say which workers are alive. A worker that left the registry is kept while its
-link lives: an outage may have ended its lease, and a worker that really leaves ends its link.
+Membership gives addresses; links show which workers are alive. Outages end leases, so a worker that left the registry
+is kept while its link lives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WorkerPool:
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all of these and draining.
+        """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
         `clock` stamps candidates, in seconds.
         """
@@ -70,7 +70,7 @@ class WorkerPool:
         return link if link is not None and link.usable else None
 
     def candidates(self, kind: MemberKind) -> list[tuple[WorkerLink, Candidate]]:
-        """Return the usable links of a kind. A candidate stays the same object until its worker reports again."""
+        """Return a kind's usable links, as the same objects until the next report."""
         candidates = []
         for member_id, link in self._links.items():
             if link.member.kind is not kind or not link.usable:

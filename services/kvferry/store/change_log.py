@@ -35,7 +35,7 @@ class ChangeLog:
             self._changes.append(change)
 
     def next(self) -> Change | None:
-        """Return the oldest change, to be ended with `end_delivery`; None while another thread delivers one."""
+        """Return the oldest change, to be ended with `end_delivery`, or None."""
         with self._lock:
             if self._is_delivering or not self._changes:
                 return None

@@ -1,6 +1,6 @@
-"""Bytes of a chunk file: a header of one sector, then the payload. Pure.
+"""A chunk file's bytes: a header of one sector, then the payload. Pure.
 
-A chunk is *plain* (xxh3-128: integrity without a secret) or *sealed* (AES-256-GCM with a key per tenant and epoch).
+A chunk is *plain* (xxh3-128) or *sealed* (AES-256-GCM).
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Algorithm(enum.IntEnum):
 
 
 class Keyring(Protocol):
-    """With a keyring, only sealed chunks are written and accepted."""
+    """With a keyring, only sealed chunks are accepted."""
 
     def key(self, namespace: Namespace) -> bytes | None:
-        """Return SEALING_KEY_BYTES, different for every namespace, or None if there is no key.
+        """Return SEALING_KEY_BYTES, unique to the namespace, or None.
 
-        Nonces are 96 random bits: 2^32 chunks under one key give odds of 2^-33 for a repeated one.
+        With random nonces, 2^32 chunks repeat one with odds of 2^-33.
         """
         ...
 
@@ -120,7 +120,7 @@ def seal(
 
 
 def parse_header(header: memoryview) -> Header | None:
-    """Return None unless the header is whole and of this version."""
+    """Return None for a torn header or another version."""
     if bytes(header[_HEADER_CHECK_AT:]) != xxhash.xxh3_128_digest(header[:_HEADER_CHECK_AT]):
         return None
     (
@@ -177,7 +177,7 @@ def verify_plain(header: Header, payload: memoryview) -> Outcome:
 
 
 def unseal(header: Header, raw_header: memoryview, sealed: memoryview, payload: memoryview, key: bytes) -> Outcome:
-    """Decrypt `sealed` into `payload`, whose content is undefined unless the outcome is OK.
+    """Decrypt `sealed` into `payload`, undefined unless OK.
 
     CORRUPT_PAYLOAD: changed bytes. UNDECRYPTABLE: a plain chunk, or another key.
     """
@@ -235,7 +235,7 @@ def _write_checks(header: memoryview, check: bytes) -> None:
 
 
 def _fingerprint(key: bytes) -> bytes:
-    """Tell a wrong key from changed bytes, without revealing a random key."""
+    """Tells a wrong key from changed bytes."""
     if len(key) != SEALING_KEY_BYTES:
         raise ValueError(f"a sealing key of {len(key)} bytes instead of {SEALING_KEY_BYTES}")
     return hashlib.blake2b(key, digest_size=8, person=b"kvferry-page-key").digest()

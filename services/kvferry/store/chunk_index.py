@@ -1,7 +1,7 @@
-"""Index of a volume's chunks: queries, claims, reservations and evictions. No I/O.
+"""Index of a volume's chunks. No I/O.
 
-A thread that writes, moves or removes a chunk's file *claims* its key, which is then not in the index. A chunk being
-read is *pinned* and never evicted.
+A thread *claims* a key, removing it from the index, to write, move or remove the file. *Pinned* chunks are never
+evicted.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ChunkIndex:
     # Additions
 
     def add(self, entries: Iterable[IndexEntry], now_s: float) -> list[IndexEntry]:
-        """Files oldest first. Returns entries whose key is present or claimed."""
+        """Add files, oldest first. Return those whose key is present or claimed."""
         refused: list[IndexEntry] = []
         with self._lock:
             for entry in entries:
@@ -148,7 +148,7 @@ class ChunkIndex:
             self._space.add_quarantined(file)
 
     def reserve(self, layout: LayoutDigest, chunk: ChunkId, chunk_bytes: int, now_s: float) -> Reservation | Outcome:
-        """Reserve space for a chunk until `commit` or `cancel`; or return EXISTS or REFUSED."""
+        """Reserve space until `commit` or `cancel`; or return EXISTS or REFUSED."""
         with self._lock:
             if (claim := self._claims.get((layout, chunk.key))) is not None:
                 return claim
@@ -178,7 +178,7 @@ class ChunkIndex:
             return reservation
 
     def reserve_by_recycling(self, reservation: Reservation, now_s: float) -> bool:
-        """Reserve one file of the chunk's size for a rolled-back reservation."""
+        """Reserve a file of equal size for a rolled-back reservation."""
         with self._lock:
             assert not reservation.num_bytes, "the reservation is not rolled back"
             for file, entry in self._victims(reservation.chunk.namespace, now_s):
@@ -188,7 +188,7 @@ class ChunkIndex:
             return False
 
     def finish_eviction(self, reservation: Reservation, left: list[File]) -> None:
-        """All files of the reservation are gone, except those `left`, which are abandoned."""
+        """Record all files as gone, those `left` as abandoned."""
         with self._lock:
             for entry in reservation.evicted:
                 # The key that is being written stays claimed.
@@ -204,7 +204,7 @@ class ChunkIndex:
             self._resize(reservation, reservation.num_bytes if left else reservation.chunk_bytes)
 
     def roll_back(self, reservation: Reservation, left: File | None = None) -> None:
-        """Nothing was written, except the file `left`, which is abandoned."""
+        """Nothing was written, except the abandoned file `left`."""
         with self._lock:
             if left is not None:
                 self._space.end_transit(left, is_removed=False)
@@ -233,7 +233,7 @@ class ChunkIndex:
     # Removals
 
     def begin_remove(self, layout: LayoutDigest, chunk: ChunkId) -> File | None:
-        """Return the chunk's file, to be ended with `end_remove`; None if there is no such chunk."""
+        """Return the chunk's file, to be ended with `end_remove`, or None."""
         with self._lock:
             entry = self._find(layout, chunk.key)
             if entry is None or entry.chunk.namespace != chunk.namespace:
@@ -252,9 +252,9 @@ class ChunkIndex:
                 self._drop(entry)
 
     def begin_quarantine(self, entry: IndexEntry) -> File | None:
-        """Return the chunk's file, to be ended with `end_quarantine`; None if it was dropped before.
+        """Return the chunk's file, to be ended with `end_quarantine`, or None.
 
-        Moving another writer's file makes it ours if the capacity allows; `num_bytes` is 0 if not.
+        Another writer's file becomes ours if the capacity allows; else `num_bytes` is 0.
         """
         with self._lock:
             if self._find(entry.layout, entry.chunk.key) is not entry:
@@ -268,9 +268,9 @@ class ChunkIndex:
     def end_quarantine(
         self, entry: IndexEntry, file: File, moved: File | None, *, is_removed: bool = False
     ) -> list[File]:
-        """The file is now `moved`, and no larger; or removed; or abandoned.
+        """The file is `moved` and no larger, or removed, or abandoned.
 
-        Returns older quarantined files to remove, each to be ended with `end_removal`.
+        Return older quarantined files to remove, each to be ended with `end_removal`.
         """
         with self._lock:
             del self._claims[entry.layout, entry.chunk.key]
@@ -282,7 +282,7 @@ class ChunkIndex:
             return self._space.withdraw_quarantine_excess(moved.path)
 
     def withdraw_quarantined(self, namespace: Namespace) -> list[File]:
-        """End each file with `end_removal`, as for all `withdraw_*`."""
+        """End each file with `end_removal`."""
         part = f"/{namespace}/"
         with self._lock:
             return [self._space.begin_transit(file) for file in self._space.quarantined if part in file.path]
@@ -340,7 +340,7 @@ class ChunkIndex:
         return self._space.begin_transit(self._file_of(entry))
 
     def _victims(self, namespace: Namespace, now_s: float) -> Iterator[tuple[File, IndexEntry | None]]:
-        """First to last. Nothing may change meanwhile."""
+        """Nothing may change during the iteration."""
         for file in self._space.abandoned:
             yield file, None
         for victim in self._eviction.victims(namespace, now_s):
@@ -353,7 +353,6 @@ class ChunkIndex:
     def _select_victims(
         self, namespace: Namespace, num_missing: int, files: list[File], evicted: list[IndexEntry], now_s: float
     ) -> bool:
-        """Extend `files` and `evicted` until `num_missing` bytes are freed. False if that cannot be."""
         if num_missing <= 0:
             return True
         for file, entry in self._victims(namespace, now_s):
@@ -387,7 +386,7 @@ class ChunkIndex:
     # Invariants
 
     def check(self, now_s: float) -> dict[str, int]:
-        """Raise AssertionError if an invariant is broken while no thread works. Returns path -> size of our files."""
+        """Raise AssertionError for a broken invariant while idle. Return path -> size."""
         entries = self.entries()
         ours = [entry for entry in entries if entry.writer == self._writer]
         assert len(entries) == self._num_chunks, f"{self._num_chunks} chunks counted, {len(entries)} in the index"

@@ -20,7 +20,7 @@ from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
 
 
 class ChunkReader:
-    """Thread-safe. `shared`: searches for chunks that other writers added since the last scan."""
+    """Thread-safe. `shared`: also finds other writers' new chunks."""
 
     def __init__(
         self,

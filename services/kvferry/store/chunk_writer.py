@@ -1,7 +1,6 @@
-"""Writes chunks into a volume.
+"""Writes chunks into a volume, recycling evicted files to save CPU.
 
-Evicted files are recycled: renamed, overwritten in place, renamed again. Allocating fresh blocks takes several times
-the processor time of writing them. Nothing is synced: after a crash, checksum or size show a torn file.
+Nothing is synced: verification detects torn files.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ChunkWriter:
-    """Thread-safe. `notify` is called after evictions, before their space is written."""
+    """Thread-safe. Calls `notify` after evictions, before their space is written."""
 
     def __init__(
         self,
@@ -100,10 +99,7 @@ class ChunkWriter:
         return Outcome.OK
 
     def _evict(self, reservation: Reservation, temporary: str) -> bool:
-        """Return whether a recycled file is at `temporary` now.
-
-        Raises OSError if a file could not be removed; such files are abandoned.
-        """
+        """Return whether a recycled file is at `temporary`. Raises OSError after abandoning irremovable files."""
         is_recycled = False
         failure: OSError | None = None
         left: list[File] = []

@@ -1,4 +1,4 @@
-"""File I/O without the page cache where the file system allows it, and a test double that injects faults."""
+"""File I/O past the page cache, and a fault-injecting double."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Return zeroed, page-aligned memory, as O_DIRECT needs. Freed with its last view."""
+    """Return zeroed, page-aligned memory for O_DIRECT."""
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
 class DirectIo:
-    """Thread-safe. Paths are absolute. All methods raise the kernel's OSError."""
+    """Thread-safe. Paths are absolute. Raises the kernel's OSError."""
 
     def __init__(self) -> None:
         self.is_direct = False
@@ -32,7 +32,7 @@ class DirectIo:
         return f"<{type(self).__name__} {'direct' if self.is_direct else 'buffered'}>"
 
     def probe(self, folder: Path) -> bool:
-        """Return whether O_DIRECT works below `folder`; if not, all I/O uses the page cache from now on."""
+        """Return whether O_DIRECT works below `folder`; if not, use the page cache from now on."""
         file = folder / f".probe-{os.getpid()}-{threading.get_ident()}"
         self.is_direct = bool(_O_DIRECT)
         try:
@@ -46,7 +46,7 @@ class DirectIo:
         return self.is_direct
 
     def open(self, path: str, flags: int) -> int:
-        """Direct if possible, closed at exec. Follows no symbolic link."""
+        """Direct if possible, closed at exec, following no symbolic link."""
         direct = _O_DIRECT if self.is_direct else 0
         return os.open(path, flags | direct | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
@@ -63,11 +63,11 @@ class DirectIo:
         os.unlink(path)  # noqa: PTH108
 
     def read(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Read from the file's start. Returns the bytes read, fewer at the end of the file."""
+        """Read from the file's start. Return the number of bytes."""
         return self._move(self.preadv, fd, buffers)
 
     def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Write to the file's start. Raises OSError (EIO) if the kernel writes less."""
+        """Write to the file's start. Raises OSError (EIO) for a short write."""
         num_bytes = self._move(self.pwritev, fd, buffers)
         if num_bytes != sum(map(len, buffers)):
             raise OSError(errno.EIO, f"wrote {num_bytes} bytes and no more")
@@ -124,7 +124,7 @@ class Operation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """In this order: wait for `until`, move at most `num_bytes`, raise `error` (an errno)."""
+    """Wait for `until`, move at most `num_bytes`, raise `error` (an errno)."""
 
     error: int | None = None
     num_bytes: int | None = None
@@ -135,9 +135,9 @@ Choose = Callable[[Operation, str], Fault | None]
 
 
 class FaultyIo(DirectIo):
-    """Real I/O, except for the faults that `choose(operation, path)` returns, on any thread.
+    """Real I/O with the faults of `choose(operation, path)`, on any thread.
 
-    A fault with `num_bytes` and `error` is a torn write. The path of a RENAME is its source.
+    `num_bytes` and `error` make a torn write. RENAME has its source's path.
     """
 
     def __init__(self, choose: Choose) -> None:

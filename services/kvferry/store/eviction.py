@@ -24,7 +24,7 @@ class EvictableChunk(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """Not thread-safe: the index calls it under its lock. `now_s` never decreases."""
+    """Called under the index's lock. `now_s` never decreases."""
 
     def admits(self, namespace: Namespace, num_bytes: int, now_s: float) -> bool:
         """False: refuse the write."""
@@ -43,7 +43,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(self, namespace: Namespace, now_s: float) -> Iterator[EvictableChunk]:
-        """Iterate over chunks to evict for one of `namespace`, first to last. Nothing is called meanwhile."""
+        """Iterate over chunks to evict for `namespace`, without other calls meanwhile."""
         ...
 
 

@@ -66,7 +66,7 @@ def read_description(path: Path) -> Description:
 
 
 def make_description(path: Path, now_s: float) -> Description:
-    """Read or make it; concurrent makers get the same one. Raises TierError, OSError."""
+    """Read or make it; concurrent makers agree. Raises TierError, OSError."""
     file = path / paths.DESCRIPTION
     if not file.exists():
         made = Description(volume_id=f"v-{secrets.token_hex(8)}", version=_VERSION, created_s=now_s)
@@ -85,7 +85,7 @@ def make_description(path: Path, now_s: float) -> Description:
 
 
 def lock(file: Path, *, shared: bool) -> int | None:
-    """Return a descriptor that locks `file` until it is closed; None if another process holds the lock."""
+    """Return a descriptor that holds the lock until closed, or None."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -108,7 +108,7 @@ def save_layout(path: Path, layout: ChunkLayout) -> None:
 
 
 def load_layouts(path: Path) -> dict[LayoutDigest, ChunkLayout]:
-    """Return the layouts whose content matches their file name; skip the rest."""
+    """Return the layouts that match their file names."""
     layouts: dict[LayoutDigest, ChunkLayout] = {}
     for file in (path / paths.LAYOUTS).glob("*.json"):
         with contextlib.suppress(ValueError, OSError):
@@ -124,9 +124,9 @@ def writers(path: Path) -> list[str]:
 
 
 def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[FoundChunk | ForeignFile]:
-    """Yield the files of a writer, of one namespace or of all.
+    """Yield a writer's files of one namespace or all, in a second per 100,000.
 
-    Takes a second for 100,000 chunks. Raises OSError if the writer's own folder cannot be read.
+    Raises OSError if the writer's own folder is unreadable.
     """
     top = path / paths.CHUNKS / writer
     for layout_folder in _folders(top, must_exist=True):
@@ -159,7 +159,7 @@ def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[
 
 
 def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
-    """Yield quarantined chunks under their former names. `modified_s` is the time of quarantine."""
+    """Yield quarantined chunks by former name and quarantine time."""
     for layout_folder in _folders(path / paths.QUARANTINE / writer):
         layout = paths.parse_layout_name(layout_folder.name)
         for namespace_folder in _folders(layout_folder.path):
@@ -178,7 +178,7 @@ def files_of(path: Path, writer: str) -> list[Path]:
 
 
 def remove_namespace(path: Path, namespace: Namespace) -> int:
-    """Return the number of removed chunks. Raises OSError."""
+    """Return the number of chunks. Raises OSError."""
     num_chunks = 0
     for writer in writers(path):
         for found in walk(path, writer, only=namespace):

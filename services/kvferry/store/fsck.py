@@ -1,6 +1,6 @@
-"""Verify, list and measure the chunks of a volume's folder without a keeper.
+"""Verify, list and measure a volume's chunks without a keeper.
 
-A keeper may be running, except for mending: a chunk that changes meanwhile is read again.
+A keeper may run except for mending: changed chunks are reread.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Usage:
 
 
 def count_files(path: Path) -> int:
-    """Estimate the files of `verify_volume`. Raises TierError if `path` is no volume."""
+    """Estimate `verify_volume`'s files. Raises TierError if `path` is no volume."""
     folder.read_description(path)
     return sum(1 for writer in _writers(path) for _ in folder.walk(path, writer))
 
@@ -89,10 +89,9 @@ def verify_volume(
     mend: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Read and verify every chunk. With `mend`, move bad files to the quarantine of their writer.
+    """Verify every chunk. With `mend`, quarantine bad files.
 
-    `advance` is called for every file. Raises TierError if `path` is no volume, or for mending while a keeper serves
-    it.
+    `advance` is called for every file. Raises TierError for no volume, or for mending while a keeper serves it.
     """
     report = Report(folder.read_description(path).volume_id)
     lock_fd = folder.lock(path / paths.LOCK, shared=False) if mend else None
@@ -127,9 +126,8 @@ def list_chunks(path: Path) -> Iterator[FoundChunk]:
 
 
 def disk_usage(path: Path) -> tuple[list[Usage], dict[LayoutDigest, ChunkLayout], int]:
-    """Return usages, largest first, described layouts, and bytes in quarantine.
-
-    Raises TierError if `path` is no volume.
+    """Return usages (largest first), described layouts, and quarantined bytes. Raises TierError if `path` is no
+    volume.
     """
     counts: defaultdict[tuple[str, LayoutDigest, Namespace], list[int]] = defaultdict(lambda: [0, 0])
     for found in list_chunks(path):
@@ -152,7 +150,7 @@ class _Reader:
         }
 
     def verify(self, found: FoundChunk | ForeignFile) -> tuple[Outcome | None, bool]:
-        """Return the outcome (None for a foreign file), and whether the payload was verified too."""
+        """Return the outcome, None for a foreign file, and whether it covers the payload."""
         if isinstance(found, ForeignFile):
             return None, False
         outcome, is_checked, inode = self._read(found)

@@ -1,7 +1,6 @@
-"""Sealing keys, derived from a file of secrets.
+"""Sealing keys, derived from a file of secrets by HKDF-SHA-256.
 
-JSON: from tenant, or "*" for all others, to at least 64 hexadecimal digits. A key is HKDF-SHA-256 of the tenant's
-secret. Removing the secret makes the tenant's chunks unreadable; raising the epoch, the earlier ones.
+JSON: from tenant, or "*" for all others, to at least 64 hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MIN_SECRET_BYTES = 32
 
 class SecretsKeyring:
     def __init__(self, tenant_to_secret: Mapping[str, bytes]) -> None:
-        """Raises ValueError for an invalid tenant, or a secret of fewer than 32 bytes."""
+        """Raises ValueError for an invalid tenant, or secrets below 32 bytes."""
         for tenant, secret in tenant_to_secret.items():
             if tenant != ANY_TENANT:
                 Namespace(tenant)
@@ -51,7 +50,7 @@ class SecretsKeyring:
 
 
 def load_keyring(file: Path) -> SecretsKeyring:
-    """Raises ConfigError if the file is absent, readable by others, or malformed."""
+    """Raises ConfigError for an absent, malformed or not private file."""
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())

@@ -1,4 +1,4 @@
-"""Names of chunks, and what the bytes of a chunk mean."""
+"""Names of chunks, and the meaning of their bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _U64_END = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkId:
-    """`key` is unique within the layout, over all tenants. `route_key` (pages/keys.py) is for gateways; 0: unknown."""
+    """`key` is unique within the layout, over all tenants; `route_key` 0 means unknown."""
 
     key: ChunkKey
     route_key: int = 0
@@ -41,10 +41,9 @@ class ChunkId:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """The bytes of a chunk carry no shape: engines exchange chunks only if all fields are equal.
+    """Meaning of a chunk's bytes; engines exchange chunks only if all fields are equal.
 
-    `payload_bytes` is the row size of the engine's CPU tier, a multiple of ALIGNMENT. `isa` matters because CPU engines
-    order a chunk's bytes by instruction set (AVX-512 and AMX tiles differ).
+    `payload_bytes` is the CPU tier's row size, a multiple of ALIGNMENT. CPU engines order bytes by `isa`.
     """
 
     model: str
@@ -73,13 +72,13 @@ class ChunkLayout:
         return self._digest
 
     def to_json(self) -> bytes:
-        """Return canonical JSON: equal layouts give equal bytes everywhere."""
+        """Return canonical JSON, equal for equal layouts."""
         fields = {name: getattr(self, name) for name in _TEXTS | _NUMBERS}
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes | str) -> ChunkLayout:
-        """Raises ValueError unless the text has exactly the fields of this class."""
+        """Raises ValueError for missing or unknown fields."""
         try:
             fields = msgspec.json.decode(text, type=dict[str, str | int])
         except msgspec.MsgspecError as error:
@@ -93,7 +92,7 @@ class ChunkLayout:
 
 
 def validate_payload_bytes(payload_bytes: int) -> None:
-    """Raises ValueError for a size that O_DIRECT cannot move."""
+    """Raises ValueError for sizes that O_DIRECT cannot move."""
     if payload_bytes < ALIGNMENT or payload_bytes % ALIGNMENT:
         raise ValueError(f"a payload of {payload_bytes} bytes is no multiple of {ALIGNMENT}")
 

@@ -6,7 +6,7 @@ import enum
 
 
 class Outcome(enum.StrEnum):
-    """Metric labels. A read that is not OK is a cache miss, never an error of a request."""
+    """Metric labels. A failed read is a cache miss, never a request's error."""
 
     OK = "ok"
     MISSING = "missing"  # not in the index

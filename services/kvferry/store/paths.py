@@ -31,7 +31,7 @@ _WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def validate_writer(writer: str) -> str:
-    """Raises ValueError for a name that cannot be a folder's."""
+    """Raises ValueError for an invalid folder name."""
     if not _WRITER.fullmatch(writer):
         raise ValueError(f"writer {writer!r}: letters, digits, dots, dashes and underscores, at most 100")
     return writer
@@ -46,7 +46,7 @@ def chunk_path(writer: str, layout: LayoutDigest, chunk: ChunkId) -> str:
 
 
 def quarantine_path(writer: str, layout: LayoutDigest, chunk: ChunkId, cause: str) -> str:
-    """Return a new path on every call: no quarantined file may replace another."""
+    """Return a path that is new on every call."""
     return f"{QUARANTINE}/{writer}/{layout.hex()}/{chunk.namespace}/{chunk_name(chunk)}.{cause}.{time.monotonic_ns()}"
 
 

@@ -28,7 +28,7 @@ class Quarantine:
         return f"<Quarantine of {self._files.writer}: {self.num_files} files>"
 
     def add(self, entry: IndexEntry, outcome: Outcome) -> bool:
-        """Return False if the chunk is no longer in the index."""
+        """Return False if the chunk left the index."""
         file = self._index.begin_quarantine(entry)
         if file is None:
             return False

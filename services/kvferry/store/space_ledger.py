@@ -16,9 +16,9 @@ class File(NamedTuple):
 
 
 class SpaceLedger:
-    """Bytes by state. Not thread-safe.
+    """A writer's bytes by state. Not thread-safe.
 
-    Each file is in one state. The sum is never less than the bytes on the drive, and never over the capacity.
+    The sum is at least the bytes on the drive, and at most the capacity.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -93,7 +93,7 @@ class SpaceLedger:
         return [self.begin_transit(file) for file in excess]
 
     def check(self) -> dict[str, int]:
-        """Raise AssertionError if an invariant is broken while no thread works. Returns path -> size."""
+        """Raise AssertionError for a broken invariant while idle. Return path -> size."""
         assert not self._abandoned_in_transit, f"abandoned files in transit: {self._abandoned_in_transit}"
         assert not self.bytes_in_transit, f"{self.bytes_in_transit} bytes in transit"
         assert self._abandoned_bytes == sum(self._abandoned.values()), "bytes of abandoned files"

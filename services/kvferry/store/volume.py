@@ -1,7 +1,6 @@
 """One folder of verified chunks.
 
-On a volume that many nodes mount, each writer has its own folders, capacity and eviction order. It reads the others'
-chunks, may remove them, and never recycles them.
+On a shared volume each writer has its own folders, capacity and eviction order. It never recycles others' files.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ class VolumeStats:
 
 
 class Volume:
-    """After `open`, all methods may be called from any thread; `read` and `write` block on I/O.
+    """After `open`, methods are thread-safe; `read` and `write` block on I/O.
 
-    `capacity_bytes` bounds all files of this writer at every moment. `on_change(layout, added, removed)` reports each
-    chunk that becomes readable or ceases to be, in order, by one thread at a time, without a lock. A listener set
-    before `keys` is called misses nothing, but may hear of chunks twice.
+    `capacity_bytes` always bounds this writer's files. `on_change(layout, added, removed)` is called in order, by one
+    thread at a time, without a lock. Set before `keys`, it misses nothing but may repeat chunks.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Volume:
         io: DirectIo | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`shared`: other processes with other `writer` names use the same folder. Raises ValueError."""
+        """`shared`: other `writer` names use the folder too. Raises ValueError."""
         if capacity_bytes < 0:
             raise ValueError(f"a capacity of {capacity_bytes} bytes")
         self.path = path
@@ -93,10 +91,9 @@ class Volume:
         return f"<Volume {self.volume_id or '(not open)'} at {self.path}: {self._index!r}>"
 
     def open(self) -> None:
-        """Lock the folder and index its chunks by names and sizes; a second per 100,000 chunks. Call once.
+        """Lock the folder and index its chunks by names and sizes. Call once.
 
-        Raises TierError if the folder is unusable, or if another keeper has it: any other one if it is not shared, one
-        of the same `writer` if it is.
+        Raises TierError if the folder is unusable, or locked by another keeper (if shared: of the same `writer`).
         """
         try:
             self._lock_folder()
@@ -112,7 +109,7 @@ class Volume:
             raise self._unusable(error) from error
 
     def close(self) -> None:
-        """No other method may be running. Idempotent."""
+        """Idempotent. No other method may be running."""
         while self._locks:
             os.close(self._locks.pop())
 
@@ -144,7 +141,7 @@ class Volume:
         )
 
     def add_layout(self, layout: ChunkLayout) -> None:
-        """Optional: payloads of described layouts are validated. Raises OSError."""
+        """Optional: describe a layout, to validate its payloads. Raises OSError."""
         self._layout_to_payload_bytes[layout.digest] = layout.payload_bytes
         folder.save_layout(self.path, layout)
 
@@ -154,12 +151,10 @@ class Volume:
     # Reading and writing
 
     def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None = None) -> Outcome:
-        """Read and verify a chunk. Unless the outcome is OK, the content of `into` is undefined.
+        """Read and verify a chunk. `into` is undefined unless the outcome is OK.
 
-        `into` is aligned to ALIGNMENT (else slow). `chunk.route_key` need not be known. Raises only ValueError, for a
-        wrong length.
-
-        `header` (HEADER_BYTES) is filled with a plain header, so that a receiver of both can verify them again.
+        Align `into` to ALIGNMENT for speed. `chunk.route_key` may be unknown. `header` (HEADER_BYTES) receives a plain
+        header. Raises only ValueError, for a wrong length.
         """
         self._validate_payload(layout, into)
         outcome = self._chunk_reader.read(layout, chunk, into, header)
@@ -167,9 +162,9 @@ class Volume:
         return outcome
 
     def write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
-        """Write a chunk; evict as needed. It is in the volume if the outcome is OK or EXISTS.
+        """Write a chunk; evict as needed. OK and EXISTS mean success.
 
-        `payload` is aligned to ALIGNMENT (else slow) and must not change meanwhile. Raises only ValueError, for a wrong
+        Align `payload` to ALIGNMENT for speed, and leave it unchanged meanwhile. Raises only ValueError, for a wrong
         length.
         """
         self._validate_payload(layout, payload)
@@ -180,7 +175,7 @@ class Volume:
     # Maintenance
 
     def remove(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
-        """Returns False if the chunk is not in the index."""
+        """Return False if the chunk is not in the index."""
         file = self._index.begin_remove(layout, chunk)
         if file is None:
             return False
@@ -189,9 +184,9 @@ class Volume:
         return True
 
     def purge(self, namespace: Namespace) -> int:
-        """Remove all chunks of a tenant's epoch, of all writers, from quarantine too. Returns their number.
+        """Remove a namespace's chunks of all writers, from quarantine too. Return their number.
 
-        Stop the namespace's writes before. Raises TierError if the folder cannot be read.
+        Stop its writes before. Raises TierError if the folder is unreadable.
         """
         num_chunks = sum(self.remove(entry.layout, entry.chunk) for entry in self._index.entries(namespace))
         self._remove_files(self._index.withdraw_quarantined(namespace))
@@ -201,7 +196,7 @@ class Volume:
             raise self._unusable(error) from error
 
     def rescan(self) -> None:
-        """Index other writers' changes. On an unreadable folder, raises TierError and changes nothing."""
+        """Index other writers' changes. Raises TierError, changing nothing, for an unreadable folder."""
         before = self._index.next_number()
         seen: set[str] = set()
         added: list[FoundChunk] = []
@@ -237,7 +232,7 @@ class Volume:
             raise ValueError(f"a payload of {len(payload)} bytes; chunks of this layout have {num_bytes}")
 
     def _notify(self) -> None:
-        """A thread that is already delivering covers these changes too."""
+        """A thread that is delivering covers these changes."""
         while (change := self._index.changes.next()) is not None:
             try:
                 self.on_change(*change)
@@ -320,7 +315,7 @@ def _chunks(files: Iterable[FoundChunk | ForeignFile]) -> Iterator[FoundChunk]:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The collector would visit all chunks repeatedly and triple the time of a scan."""
+    """Collections would triple a scan's time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -60,11 +60,11 @@ class VolumeFiles:
         return error.errno == errno.ENOENT and self.is_mounted()
 
     def is_mounted(self) -> bool:
-        """While the drive is unmounted, all chunks seem to be gone, but none is."""
+        """While the drive is unmounted, chunks only seem gone."""
         return self.writer_lock.exists()
 
     def inode_at(self, path: str) -> Inode | None:
-        """Return NO_INODE if there is no file, None if that cannot be determined."""
+        """Return NO_INODE without a file, None if undetermined."""
         try:
             status = os.lstat(path)
         except OSError as error:
@@ -72,7 +72,7 @@ class VolumeFiles:
         return (status.st_dev, status.st_ino)
 
     def rename(self, source: str, target: str) -> None:
-        """Make the target's folder too. Another process may remove it while it is empty."""
+        """Make the target's folder, which others may remove while empty."""
         for _ in range(3):
             try:
                 return self.io.rename(source, target)

@@ -11,9 +11,9 @@ _U64_END = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Raising a tenant's epoch makes all its older data unreadable.
+    """A tenant and its epoch; raising the epoch makes older data unreadable.
 
-    Raises ValueError unless the tenant is a label of at most 63 lower-case letters, digits and dashes.
+    Raises ValueError unless the tenant has 1 to 63 lower-case letters, digits or dashes.
     """
 
     tenant: str = "default"
