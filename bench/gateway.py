@@ -97,7 +97,7 @@ def bench_config(arguments: argparse.Namespace, folder: Path) -> ClusterConfig:
 async def run_worker(config: ClusterConfig, kind: str) -> None:
     from kvferry.membership.base import MemberKind
     from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-    from kvferry.worker.host import WorkerHost, build_engine
+    from kvferry.worker.lifecycle import WorkerHost, build_engine
 
     member_kind = MemberKind(kind)
     host = WorkerHost(config, member_kind, build_engine(config, member_kind, MODEL), MemoryMembership(MemoryRegistry()))
@@ -117,7 +117,7 @@ async def run_gateway(config: ClusterConfig, members: Sequence[dict[str, Any]], 
     from kvferry.engine.base import Renderer
     from kvferry.engine.sim.tokenizer import VOCABULARY_SIZE
     from kvferry.engine.vllm.renderer import VllmRenderer
-    from kvferry.gateway.host import GatewayHost, build_renderer
+    from kvferry.gateway.lifecycle import GatewayHost, build_renderer
     from kvferry.membership.base import Member, MemberKind
     from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 

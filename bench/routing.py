@@ -52,7 +52,7 @@ class Answered:
     ttft_s: float
     elapsed_s: float
     ok: bool
-    journey: dict[str, Any]
+    record: dict[str, Any]
 
 
 def block_tokens(hash_id: int) -> list[int]:
@@ -114,7 +114,7 @@ async def ask(http: httpx.AsyncClient, url: str, request: Request, debug: str) -
         "stream": True,
     }
     started_s = time.perf_counter()
-    ttft_s, ok, journey = math.nan, False, {}
+    ttft_s, ok, record = math.nan, False, {}
     headers = {"x-kvferry-debug": debug}
     async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
         if answer.status_code == 200:
@@ -125,8 +125,8 @@ async def ask(http: httpx.AsyncClient, url: str, request: Request, debug: str) -
                     if math.isnan(ttft_s):
                         ttft_s = time.perf_counter() - started_s
                     if '"kvferry"' in line:
-                        journey = json.loads(line[6:]).get("kvferry", journey)
-    return Answered(ttft_s, time.perf_counter() - started_s, ok, journey)
+                        record = json.loads(line[6:]).get("kvferry", record)
+    return Answered(ttft_s, time.perf_counter() - started_s, ok, record)
 
 
 async def computed_tokens(running: Fleet) -> dict[str, int]:

@@ -47,7 +47,12 @@ LIMITS = {
 _LONG_FUNCTION = 60
 
 # Files whose functions pass a request, or a part of its answer, to another process, to the engine, or to the client.
-HANDOVERS = ("gateway/connection.py", "link/frame_connection.py", "link/frame_server.py", "engine/sim/engine.py")
+HANDOVERS = (
+    "gateway/uvicorn_connection.py",
+    "link/frame_connection.py",
+    "link/frame_server.py",
+    "engine/sim/engine.py",
+)
 # Files in which a request changes its form, and into what.
 CHANGES = {
     "gateway/admission.py": "an admitted request",
@@ -56,7 +61,7 @@ CHANGES = {
     "router/placer.py": "a placement",
     "router/pricing.py": "the prices behind it",
     "link/codec.py": "messages to and from a worker",
-    "gateway/answers.py": "the bytes of an answer",
+    "gateway/openai_responses.py": "the bytes of an answer",
 }
 _INSIDE_THE_ENGINE = "engine/sim/"
 
@@ -139,10 +144,10 @@ async def follow_a_request() -> Passage:
     import httpx
 
     from kvferry import config as configuration
-    from kvferry.gateway.host import GatewayHost
+    from kvferry.gateway.lifecycle import GatewayHost
     from kvferry.membership.base import MemberKind
     from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-    from kvferry.worker.host import WorkerHost, build_engine
+    from kvferry.worker.lifecycle import WorkerHost, build_engine
 
     config = configuration.parse(
         {

@@ -26,16 +26,16 @@ class Outcome:
     error: str = ""
     elapsed_s: float = 0.0
     num_attempts: int = 0
-    journey: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
 
     @property
     def continued(self) -> bool:
-        return bool(self.journey.get("continued_after"))
+        return bool(self.record.get("continued_after"))
 
     @property
     def recomputed(self) -> bool:
         """Its prompt was computed by the decode worker because the prefill worker failed."""
-        return bool(self.journey.get("prefill_failure"))
+        return bool(self.record.get("prefill_failure"))
 
     @property
     def affected(self) -> bool:
@@ -109,7 +109,7 @@ class Client:
                 if "error" in event:
                     return f"event: {event['error']['message']}"
                 outcome.text += "".join(choice["text"] for choice in event["choices"])
-                outcome.journey = event.get("kvferry") or outcome.journey
+                outcome.record = event.get("kvferry") or outcome.record
         return "the stream ended without [DONE]"
 
 

@@ -14,10 +14,10 @@ import sys
 
 from kvferry import config as configuration
 from kvferry.errors import EngineDead
-from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.lifecycle import WorkerHost, build_engine
 
 
 async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:

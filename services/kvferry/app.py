@@ -34,12 +34,12 @@ from kvferry import config as configuration
 from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ClusterConfig, RoleConfig
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.keeper.actor import KeeperActor
 from kvferry.keeper.socket_path import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.lifecycle import WorkerHost, build_engine
 
 log = logging.getLogger(__name__)
 

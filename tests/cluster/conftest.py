@@ -14,10 +14,10 @@ import pytest_asyncio
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.engine.sim import SimEngine
-from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.lifecycle import WorkerHost, build_engine
 from support.waiting import until
 
 MODEL = "sim-model"

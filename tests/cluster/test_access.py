@@ -22,8 +22,8 @@ from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError
 from kvferry.gateway import key_file
-from kvferry.gateway.host import GatewayHost
 from kvferry.gateway.key_file import new_key
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind

@@ -20,8 +20,8 @@ from kvferry.engine.sim.kv_transfer import PullFault
 from kvferry.errors import KvferryError
 from kvferry.membership.base import MemberKind
 from kvferry.router.dispatch import prompt_only
-from kvferry.worker import host as worker_host
-from kvferry.worker.host import WorkerHost
+from kvferry.worker import lifecycle as worker_host
+from kvferry.worker.lifecycle import WorkerHost
 from support.tcp_relay import TcpRelay
 from support.waiting import until
 
@@ -50,8 +50,8 @@ def undisturbed() -> str:
 
     async def ask() -> str:
         async with running() as cluster:
-            text, journey = await succeeds(cluster)
-            assert journey["prefill_failure"] is None
+            text, record = await succeeds(cluster)
+            assert record["prefill_failure"] is None
             return text
 
     return asyncio.run(ask())
@@ -75,11 +75,11 @@ def the(cluster: SimCluster, kind: MemberKind) -> SimEngine:
 @pytest.mark.usefixtures("slow_to_notice")
 async def test_a_prefill_engine_killed_before_the_request(cluster: SimCluster, undisturbed: str) -> None:
     the(cluster, MemberKind.PREFILL).kill()
-    text, journey = await succeeds(cluster)
+    text, record = await succeeds(cluster)
     assert text == undisturbed
-    assert journey["prefill_failure"]
-    assert journey["prefill_worker"] is None
-    assert journey["prompt_tokens_by_source"]["local_compute"] == NUM_PROMPT_TOKENS
+    assert record["prefill_failure"]
+    assert record["prefill_worker"] is None
+    assert record["prompt_tokens_by_source"]["local_compute"] == NUM_PROMPT_TOKENS
     assert fallbacks(cluster, "engine_dead") == 1
 
     # The request showed the worker that its engine is dead: it leaves, and nobody is sent there again.
@@ -94,9 +94,9 @@ async def test_a_prefill_engine_killed_during_prefill(cluster: SimCluster, undis
     asked = asyncio.create_task(succeeds(cluster))
     await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
     prefill.kill()
-    text, journey = await asked
+    text, record = await asked
     assert text == undisturbed
-    assert "killed" in journey["prefill_failure"]
+    assert "killed" in record["prefill_failure"]
     assert fallbacks(cluster, "engine_dead") == 1
     await cluster.until_quiet()
 
@@ -107,9 +107,9 @@ async def test_a_prefill_worker_lost_during_prefill(cluster: SimCluster, undistu
     asked = asyncio.create_task(succeeds(cluster))
     await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
     await cluster.hosts(MemberKind.PREFILL)[0].stop()
-    text, journey = await asked
+    text, record = await asked
     assert text == undisturbed
-    assert journey["prefill_failure"]
+    assert record["prefill_failure"]
     assert fallbacks(cluster, "worker_lost") + fallbacks(cluster, "engine_dead") == 1
 
 
@@ -117,27 +117,27 @@ async def test_a_slow_prefill_is_cancelled_and_computed_by_decode(undisturbed: s
     async with running(gateway={"http_port": 0, "prefill_timeout_s": 0.2}) as cluster:
         prefill = the(cluster, MemberKind.PREFILL)
         prefill.faults = Faults(prefill_slowdown=1e6)
-        text, journey = await succeeds(cluster)
+        text, record = await succeeds(cluster)
         assert text == undisturbed
-        assert "0.2 s" in journey["prefill_failure"]
+        assert "0.2 s" in record["prefill_failure"]
         assert fallbacks(cluster, "timeout") == 1
         await cluster.until_quiet()
 
 
 async def test_without_a_prefill_worker(undisturbed: str) -> None:
     async with running(prefill=0) as cluster:
-        text, journey = await succeeds(cluster)
-        assert (text, journey["reason"]) == (undisturbed, "no_prefill_worker")
-        assert journey["prefill_failure"] is None
+        text, record = await succeeds(cluster)
+        assert (text, record["reason"]) == (undisturbed, "no_prefill_worker")
+        assert record["prefill_failure"] is None
 
 
 async def test_unequal_pages_are_not_ferried(undisturbed: str) -> None:
     async with running(prefill=0) as cluster:
         await cluster.add_worker(MemberKind.PREFILL, with_block_size(cluster, 32))
         await cluster.ready()
-        text, journey = await succeeds(cluster)
-        assert (text, journey["reason"]) == (undisturbed, "unequal_pages")
-        assert journey["ferried_pages"] == 0
+        text, record = await succeeds(cluster)
+        assert (text, record["reason"]) == (undisturbed, "unequal_pages")
+        assert record["ferried_pages"] == 0
 
 
 @pytest.mark.parametrize("fault", [fault for fault in PullFault if fault is not PullFault.NONE])
@@ -146,9 +146,9 @@ async def test_a_transfer_that_fails_is_recomputed(
 ) -> None:
     monkeypatch.setattr(kv_fetch, "PULL_TIMEOUT_S", 0.3)
     the(cluster, MemberKind.PREFILL).faults = Faults(pulls=fault)
-    text, journey = await succeeds(cluster)
+    text, record = await succeeds(cluster)
     assert text == undisturbed
-    assert journey["prompt_tokens_by_source"]["local_compute"] > 0
+    assert record["prompt_tokens_by_source"]["local_compute"] > 0
     the(cluster, MemberKind.PREFILL).faults = Faults()
     await cluster.until_quiet()
 
@@ -168,9 +168,9 @@ async def test_a_prefill_worker_that_refuses_because_it_leaves(undisturbed: str)
             return accept()
 
         server.accept = begin_draining_and_accept  # type: ignore[method-assign]
-        text, journey = await succeeds(cluster)
+        text, record = await succeeds(cluster)
         assert text == undisturbed
-        assert "draining" in journey["prefill_failure"]
+        assert "draining" in record["prefill_failure"]
         assert fallbacks(cluster, "worker_draining") == 1
         assert (await succeeds(cluster))[1]["reason"] == "no_prefill_worker"
 
@@ -203,12 +203,12 @@ async def test_a_decode_worker_lost_before_the_first_token(how: str, undisturbed
                 for i, engine in enumerate(cluster.engines(MemberKind.DECODE)):
                     if i == survivor:
                         engine.faults = Faults()
-                text, journey = await asked
+                text, record = await asked
             assert text == undisturbed
-            assert journey["decode_worker"] == cluster.hosts(MemberKind.DECODE)[survivor].worker_id
+            assert record["decode_worker"] == cluster.hosts(MemberKind.DECODE)[survivor].worker_id
             assert cluster.metric("kvferry_decode_retries_total") == 1
             # Parameters of a transfer are good for one engine, once: the prompt was kept anew, out of the cache.
-            assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == NUM_PROMPT_TOKENS
+            assert record["prompt_tokens_by_source"]["external_kv_transfer"] == NUM_PROMPT_TOKENS
             assert the(cluster, MemberKind.PREFILL).stats().prompt_tokens.local_cache_hit > 0
             if how == "stream":
                 cluster.engines(MemberKind.DECODE)[lost].faults = Faults()
@@ -225,10 +225,10 @@ async def test_the_next_decode_worker_may_have_other_pages(undisturbed: str) -> 
             await cluster.add_worker(MemberKind.DECODE, with_block_size(cluster, 32))
             await cluster.ready()
             await lost.stop()
-            text, journey = await asked
+            text, record = await asked
         assert text == undisturbed
-        assert journey["reason"] == "unequal_pages"
-        assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == 0
+        assert record["reason"] == "unequal_pages"
+        assert record["prompt_tokens_by_source"]["external_kv_transfer"] == 0
 
 
 @pytest.mark.parametrize("limit", ["max_requests", "draining"])
@@ -242,7 +242,7 @@ async def test_a_decode_worker_that_refuses_is_passed_over(limit: str, undisturb
             refusing._max_requests = 0
         answers = [await succeeds(cluster) for _ in range(4)]
         assert [text for text, _ in answers] == [undisturbed] * 4
-        assert {journey["decode_worker"] for _, journey in answers} == {hosts[1].worker_id}
+        assert {record["decode_worker"] for _, record in answers} == {hosts[1].worker_id}
         await cluster.until_quiet()
 
 
@@ -447,9 +447,9 @@ async def test_eight_streams_while_the_prefill_engine_is_killed(cluster: SimClus
 
     await cluster.add_worker(MemberKind.PREFILL)
     await cluster.ready(num_workers=2)
-    _, journey = await succeeds(cluster, prompt=f"fresh {PROMPT}")
-    assert journey["reason"] == "disaggregated"
-    assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == NUM_PROMPT_TOKENS + 1
+    _, record = await succeeds(cluster, prompt=f"fresh {PROMPT}")
+    assert record["reason"] == "disaggregated"
+    assert record["prompt_tokens_by_source"]["external_kv_transfer"] == NUM_PROMPT_TOKENS + 1
 
 
 async def relayed(cluster: SimCluster, host: WorkerHost) -> TcpRelay:
@@ -523,9 +523,9 @@ async def test_a_prompt_that_is_computed_just_after_its_time_ran_out_is_given_ba
         relay = await relayed(cluster, cluster.hosts(MemberKind.PREFILL)[0])
         try:
             relay.backward.clear()
-            text, journey = await succeeds(cluster)
+            text, record = await succeeds(cluster)
             assert text == undisturbed
-            assert journey["prefill_failure"]
+            assert record["prefill_failure"]
             assert the(cluster, MemberKind.PREFILL).num_offers == 1
             relay.backward.set()
             await cluster.until_quiet()

@@ -32,12 +32,12 @@ async def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another(
     prompt = " ".join(f"w{i}" for i in range(40))
     answer = await http.post("/v1/completions", json={**COMPLETION, "prompt": prompt}, headers={"x-kvferry-debug": "1"})
     assert answer.status_code == 200
-    journey = answer.json()["kvferry"]
-    assert journey["reason"] == "disaggregated"
-    assert journey["prefill_worker"] == cluster.hosts(MemberKind.PREFILL)[0].worker_id
-    assert journey["decode_worker"] == cluster.hosts(MemberKind.DECODE)[0].worker_id
-    assert journey["prompt_tokens_by_source"] == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 41}
-    assert journey["ferried_pages"] == 3  # of 16 tokens each
+    record = answer.json()["kvferry"]
+    assert record["reason"] == "disaggregated"
+    assert record["prefill_worker"] == cluster.hosts(MemberKind.PREFILL)[0].worker_id
+    assert record["decode_worker"] == cluster.hosts(MemberKind.DECODE)[0].worker_id
+    assert record["prompt_tokens_by_source"] == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 41}
+    assert record["ferried_pages"] == 3  # of 16 tokens each
     assert cluster.engines(MemberKind.DECODE)[0].stats().prompt_tokens.external_kv_transfer == 41
 
 

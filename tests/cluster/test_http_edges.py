@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from kvferry.engine.base import RequestId
-from kvferry.gateway import asgi, openai
-from kvferry.gateway.answers import encode
+from kvferry.gateway import asgi, openai_endpoint
 from kvferry.gateway.openai_bodies import MAX_CHOICES
+from kvferry.gateway.openai_responses import encode
 from kvferry.membership.base import MemberKind
 from support.waiting import until
 
@@ -123,7 +123,7 @@ async def test_a_failure_inside_the_gateway_mid_stream_ends_in_an_error_event(
             raise RuntimeError("the cause")
         return encode(text)
 
-    monkeypatch.setattr(openai, "encode", failing)
+    monkeypatch.setattr(openai_endpoint, "encode", failing)
     async with httpx.AsyncClient(base_url=cluster.url, timeout=10) as http:
         answer = await http.post("/v1/completions", json=BODY)
     *_, error, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]

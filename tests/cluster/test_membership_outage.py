@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
-from kvferry.worker.host import WorkerHost
+from kvferry.worker.lifecycle import WorkerHost
 from kvferry.worker.server import WorkerServer
 from support.waiting import until
 
@@ -46,8 +46,8 @@ async def ask(cluster: SimCluster, **values: Any) -> httpx.Response:
 async def journey_of(cluster: SimCluster) -> dict[str, Any]:
     answer = await ask(cluster)
     assert answer.status_code == 200, answer.text
-    journey: dict[str, Any] = answer.json()["kvferry"]
-    return journey
+    record: dict[str, Any] = answer.json()["kvferry"]
+    return record
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from kvferry.engine.sim import SimEngine
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership
 from kvferry.telemetry import CATALOGUE, IDENTITY, Kind, Metric
-from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.lifecycle import WorkerHost, build_engine
 from support.prometheus_server import NoPrometheus, PrometheusServer, find_prometheus
 from support.waiting import until
 

@@ -67,12 +67,12 @@ def complete(machine: Machine, prompt: str, **more: Any) -> dict[str, Any]:
 
 def test_a_prompt_is_prefilled_here_and_decoded_there(machine: Machine) -> None:
     answer = complete(machine, "The ferry crosses the river every morning at six and carries " * 8)
-    journey = answer["kvferry"]
-    assert journey["prefill_worker"].startswith("prefill-")
-    assert journey["decode_worker"].startswith("decode-")
+    record = answer["kvferry"]
+    assert record["prefill_worker"].startswith("prefill-")
+    assert record["decode_worker"].startswith("decode-")
     num_prompt_tokens = answer["usage"]["prompt_tokens"]
-    assert journey["prompt_tokens_by_source"]["external_kv_transfer"] == num_prompt_tokens
-    assert journey["ferried_pages"] == -(-num_prompt_tokens // 32)
+    assert record["prompt_tokens_by_source"]["external_kv_transfer"] == num_prompt_tokens
+    assert record["ferried_pages"] == -(-num_prompt_tokens // 32)
     assert listening_off_loopback(machine) == {}
 
 
@@ -226,9 +226,9 @@ async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(
     (closing,) = (event for event in events if "kvferry" in event)
     for name in ("prompt_tokens", "completion_tokens"):
         assert closing["usage"][name] == usage[name]
-    journey = closing["kvferry"]
-    assert journey["decode_worker"] != killed
-    (num_before,) = journey["continued_after"]
+    record = closing["kvferry"]
+    assert record["decode_worker"] != killed
+    (num_before,) = record["continued_after"]
     assert 20 <= num_before < 120
 
     def replaced() -> bool:
@@ -276,10 +276,10 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
     await asyncio.to_thread(wait_until, replaced, timeout_s=300, what="a new prefill worker")
 
     def transferred_again() -> bool:
-        journey = complete(machine, "At last the new ferry came, and everybody went on board. " * 3)["kvferry"]
-        if journey["ferried_pages"] == 0:
+        record = complete(machine, "At last the new ferry came, and everybody went on board. " * 3)["kvferry"]
+        if record["ferried_pages"] == 0:
             return False
-        assert journey["prefill_worker"] != before_id
+        assert record["prefill_worker"] != before_id
         return True
 
     await asyncio.to_thread(wait_until, transferred_again, timeout_s=60, what="a request ferried by the new worker")

@@ -10,12 +10,12 @@ import httpx
 
 from kvferry.addresses import free_port
 from kvferry.engine.sim import SimEngine
-from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, Tier
 from kvferry.router.policy import PricedPolicy
-from kvferry.worker.host import WorkerHost
+from kvferry.worker.lifecycle import WorkerHost
 from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
@@ -38,7 +38,7 @@ async def ask(url: str, prompt: list[int], *, debug: str = "1", max_tokens: int 
     return parsed
 
 
-async def journey(url: str, prompt: list[int], *, debug: str = "1", max_tokens: int = 4) -> dict[str, Any]:
+async def record(url: str, prompt: list[int], *, debug: str = "1", max_tokens: int = 4) -> dict[str, Any]:
     values: dict[str, Any] = (await ask(url, prompt, debug=debug, max_tokens=max_tokens))["kvferry"]
     return values
 
@@ -63,7 +63,7 @@ async def test_gateways_hear_what_engines_hold() -> None:
         assert first is not None
         prompts = [tokens(200, seed) for seed in range(6)]
         for prompt in prompts:
-            await journey(cluster.url, prompt)
+            await record(cluster.url, prompt)
 
         def all_is_told(gateway: GatewayHost) -> bool:
             return all(
@@ -120,11 +120,11 @@ def _num_answered(gateway: GatewayHost) -> float:
 async def test_the_same_beginning_goes_to_the_same_worker() -> None:
     async with running(prefill=4, decode=2, gateway=PRICED, sim=SLOW) as cluster:
         beginning = tokens(960, 1)
-        first = await journey(cluster.url, [*beginning, *tokens(40, 2)], debug="disaggregate")
+        first = await record(cluster.url, [*beginning, *tokens(40, 2)], debug="disaggregate")
         assert first["prefill_worker"] is not None
         before = computed(cluster.engines(MemberKind.PREFILL))
         for seed in range(3, 11):
-            again = await journey(cluster.url, [*beginning, *tokens(40, seed)], debug="disaggregate")
+            again = await record(cluster.url, [*beginning, *tokens(40, seed)], debug="disaggregate")
             assert again["prefill_worker"] == first["prefill_worker"]
         # Their own ends, and nothing of the beginning.
         assert computed(cluster.engines(MemberKind.PREFILL)) - before <= 8 * (40 + 16)
@@ -135,7 +135,7 @@ async def test_the_same_beginning_goes_to_the_same_worker() -> None:
 async def test_a_burst_of_siblings_costs_one_prefill() -> None:
     async with running(prefill=4, decode=4, gateway=PRICED, sim=SLOW) as cluster:
         beginning = tokens(1600, 1)
-        await asyncio.gather(*(journey(cluster.url, [*beginning, *tokens(8, seed)]) for seed in range(2, 34)))
+        await asyncio.gather(*(record(cluster.url, [*beginning, *tokens(8, seed)]) for seed in range(2, 34)))
         everyone = [*cluster.engines(MemberKind.PREFILL), *cluster.engines(MemberKind.DECODE)]
         assert computed(everyone) < 1.5 * 1600 + 32 * 24
         assert cluster.metric('kvferry_placements_total{reason="sibling"}') > 0
@@ -144,11 +144,11 @@ async def test_a_burst_of_siblings_costs_one_prefill() -> None:
 async def test_disaggregation_is_chosen_by_price() -> None:
     async with running(prefill=2, decode=2, gateway=PRICED, sim=SLOW) as cluster:
         long = tokens(4000, 1)
-        assert (await journey(cluster.url, long))["prefill_worker"] is not None
-        short = await journey(cluster.url, tokens(20, 2))
+        assert (await record(cluster.url, long))["prefill_worker"] is not None
+        short = await record(cluster.url, tokens(20, 2))
         assert (short["prefill_worker"], short["reason"]) == (None, "short_tail")
         # What was decoded there is held there: the next turn of a conversation needs no prefill worker.
-        turn = await journey(cluster.url, [*long, *tokens(20, 3)])
+        turn = await record(cluster.url, [*long, *tokens(20, 3)])
         assert (turn["prefill_worker"], turn["reason"]) == (None, "prefix_on_decode")
         assert turn["prompt_tokens_by_source"]["local_cache_hit"] >= 3900
 

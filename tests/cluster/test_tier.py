@@ -18,13 +18,13 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.engine.sim import SimEngine
 from kvferry.gateway.key_file import new_key
-from kvferry.keeper.host import KeeperHost
+from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.store.direct_io import Fault, Operation
 from kvferry.store.fsck import list_chunks
-from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.lifecycle import WorkerHost, build_engine
 from support.tier_keeper import SwitchableIo
 from support.waiting import until
 

@@ -15,7 +15,7 @@ from kvferry.engine.base import Parse
 from kvferry.engine.sim import engine as sim_engine
 from kvferry.engine.sim.parsing import NUM_CONTENT_WORDS, NUM_REASONING_WORDS, SimParser
 from kvferry.errors import ConfigError
-from kvferry.gateway.host import build_renderer
+from kvferry.gateway.lifecycle import build_renderer
 from kvferry.membership.base import MemberKind
 
 from .conftest import MODEL, SimCluster, running

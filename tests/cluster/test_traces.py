@@ -23,12 +23,12 @@ from bench.vllm_engines import VllmPair
 from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.engine.base import Engine
-from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-from kvferry.worker.host import WorkerHost
+from kvferry.worker.lifecycle import WorkerHost
 from support.otlp_collector import Collector, SpanNode
 from support.waiting import until
 

@@ -25,8 +25,8 @@ import pytest
 from kvferry.errors import TierError
 from kvferry.keeper import messages
 from kvferry.keeper.breaker import BreakerState
-from kvferry.keeper.cause import Cause
 from kvferry.keeper.client import AWAY
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.keeper import Keeper
 from kvferry.store.direct_io import Fault, Operation
 from kvferry.store.layout import ChunkId

@@ -20,8 +20,8 @@ import pytest
 
 from bench.etcd_server import Authority
 from kvferry.config import TlsConfig
-from kvferry.keeper.cause import Cause
-from kvferry.keeper.host import KeeperHost
+from kvferry.keeper.failure_cause import Cause
+from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import ResidencyFollower, SnapshotPart

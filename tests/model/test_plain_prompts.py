@@ -19,7 +19,7 @@ from kvferry.engine.vllm import renderer as vllm_renderer
 from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
-from kvferry.gateway.inference_messages import read_generate
+from kvferry.gateway.grpc_bodies import read_generate
 from kvferry.gateway.openai_bodies import for_renderer
 from kvferry.inference.v1 import inference_pb2 as pb
 

@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, TlsConfig
-from kvferry.keeper.host import KeeperHost
+from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership.base import Member, MemberChange, Membership, Snapshot
 from support.child_imports import import_environment
 from support.tier_keeper import KeeperProcess, StallingIo, tier_config

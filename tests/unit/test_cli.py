@@ -11,8 +11,8 @@ from rich.console import Console
 
 from kvferry import cli
 from kvferry.cli import main
-from kvferry.gateway.generation import journey_values
-from kvferry.router.journey import Journey
+from kvferry.gateway.generation import record_values
+from kvferry.router.request_record import RequestRecord
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +116,6 @@ def test_the_version_is_told() -> None:
 
 def test_the_explanation_shows_what_a_gateway_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     """The printer and the gateway agree on the names of a request's record."""
-    recorded = {"request_id": "chatcmpl-1", "choices": [], **journey_values(Journey())}
+    recorded = {"request_id": "chatcmpl-1", "choices": [], **record_values(RequestRecord())}
     cli._print_explanation(Console(width=200), recorded)
     assert "0 pages ferried" in capsys.readouterr().out

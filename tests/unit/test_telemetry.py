@@ -16,7 +16,7 @@ from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
 from kvferry.exposition import Exposition, Reading
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.keeper.breaker import BreakerState
-from kvferry.keeper.cause import Cause
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.volume_state import VolumeState
 from kvferry.router.placement import Reason
 from kvferry.store.outcome import Outcome

@@ -17,7 +17,7 @@ from kvferry import config as configuration
 from kvferry.addresses import node_address
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.gateway.host import GatewayHost
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.etcd import EtcdMembership
 
 log = logging.getLogger(__name__)

@@ -25,14 +25,14 @@ from kvferry.errors import (
 from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
-from kvferry.gateway.answers import DONE, error_body, error_chunk
-from kvferry.gateway.connection import Exchange, exchange_of
 from kvferry.gateway.generation import require_model
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.openai import NO_DEBUG, Debug, OpenAI
+from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
+from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
 from kvferry.gateway.stream_writer import StreamWriter, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
+from kvferry.gateway.uvicorn_connection import Exchange, exchange_of
 from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import OnOutput, OnText, RequestTrace
 from kvferry.gateway.tenants import Tenant
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.journey import Journey
+from kvferry.router.request_record import RequestRecord
 
 
 class Sink(Protocol):
@@ -83,7 +83,7 @@ class Generation:
         span = trace.span if trace is not None else None
         if span is not None:
             span.set({"kvferry.tenant": tenant.name})
-        self.journeys = [Journey(tenant=tenant.name, trace=span) for _ in self.requests]
+        self.records = [RequestRecord(tenant=tenant.name, trace=span) for _ in self.requests]
         self.choices = [Choice() if request.parse is None else ParsedChoice() for request in self.requests]
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
         self._dispatcher = dispatcher
@@ -109,12 +109,12 @@ class Generation:
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=min(self._num_prompt_tokens, sum(journey.num_cached_tokens for journey in self.journeys)),
+            cached_tokens=min(self._num_prompt_tokens, sum(record.num_cached_tokens for record in self.records)),
         )
 
     def debug_values(self) -> dict[str, Any]:
         ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
-        return {**journey_values(self.journeys[0]), "ttft_ms": ttft_ms}
+        return {**record_values(self.records[0]), "ttft_ms": ttft_ms}
 
     def failed(self, error: BaseException) -> None:
         if self._trace is not None:
@@ -125,7 +125,7 @@ class Generation:
         if self._trace is not None:
             sinks_of_choice = self._trace.listen(index, *sinks_of_choice)
         await self._dispatcher.run(
-            self.requests[index], self.journeys[index], *sinks_of_choice, may_be_aggregated=self._may_be_aggregated
+            self.requests[index], self.records[index], *sinks_of_choice, may_be_aggregated=self._may_be_aggregated
         )
 
     async def _run_several(self, sinks: Sequence[Sink]) -> None:
@@ -184,16 +184,16 @@ def refuse_abort(output: EngineOutput) -> None:
         raise EngineError("the engine aborted the request")
 
 
-def journey_values(journey: Journey) -> dict[str, Any]:
+def record_values(record: RequestRecord) -> dict[str, Any]:
     return {
-        "reason": journey.reason,
-        "prefill_worker": journey.prefill_worker,
-        "decode_worker": journey.decode_worker,
-        "prefill_failure": journey.prefill_failure or None,
-        "continued_after": journey.continued_after,
-        "ferried_pages": journey.transferred_pages,
-        "ferried_bytes": journey.transferred_bytes,
-        "prompt_tokens_by_source": dataclasses.asdict(journey.sources),
+        "reason": record.reason,
+        "prefill_worker": record.prefill_worker,
+        "decode_worker": record.decode_worker,
+        "prefill_failure": record.prefill_failure or None,
+        "continued_after": record.continued_after,
+        "ferried_pages": record.transferred_pages,
+        "ferried_bytes": record.transferred_bytes,
+        "prompt_tokens_by_source": dataclasses.asdict(record.sources),
     }
 
 

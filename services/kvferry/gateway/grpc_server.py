@@ -17,7 +17,7 @@ from kvferry.errors import BodyTooLarge, ConfigError, DeadlineExceeded, EngineEr
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.grpc_errors import status_of
-from kvferry.gateway.inference import Chunks, Inference, InferenceAnswer
+from kvferry.gateway.grpc_requests import Chunks, Inference, InferenceAnswer
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant

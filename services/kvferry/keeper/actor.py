@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.config import ClusterConfig
 from kvferry.errors import KvferryError
-from kvferry.keeper.host import KeeperHost
+from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership.base import Membership
 
 log = logging.getLogger(__name__)

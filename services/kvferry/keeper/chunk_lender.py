@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.errors import TierError
-from kvferry.keeper.cause import Cause
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.messages import ProtocolError, unpack_chunk_keys
 from kvferry.keeper.nixl_agent import NixlAgent
 from kvferry.keeper.staging import Staging

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.keeper.cause import Cause
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.read_rate import ReadRate
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,7 @@ class IoThreads:
         return self._num_lost
 
     def queued_bytes(self, kind: Kind | None = None) -> int:
+        """Bytes of operations that wait or run, of one kind or of all."""
         return sum(self._kind_to_bytes.values()) if kind is None else self._kind_to_bytes[kind]
 
     def submit(self, operation: Operation) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvferry.keeper import messages
-from kvferry.keeper.cause import Cause
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.io_threads import Kind, Operation
-from kvferry.keeper.jobs import Job, JobTable
+from kvferry.keeper.job_table import Job, JobTable
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError
 from kvferry.keeper.volume_io import VolumeIo

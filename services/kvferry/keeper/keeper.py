@@ -16,12 +16,12 @@ from pathlib import Path
 from kvferry.config import TierConfig
 from kvferry.errors import TierError
 from kvferry.keeper import messages
-from kvferry.keeper.cause import Cause
 from kvferry.keeper.engine_listener import EngineListener
 from kvferry.keeper.engine_session import EngineSession
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.io_threads import Kind, Operation
 from kvferry.keeper.job_runner import JobRunner, RemoteChunks
-from kvferry.keeper.jobs import JobTable
+from kvferry.keeper.job_table import JobTable
 from kvferry.keeper.key_feed import KeyFeed
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError

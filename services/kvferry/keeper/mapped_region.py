@@ -60,6 +60,7 @@ class MappedRegion:
 
     @property
     def address(self) -> int:
+        """Address of row 0 in this process."""
         assert self._memory is not None
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 

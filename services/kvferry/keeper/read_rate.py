@@ -39,7 +39,7 @@ class ReadRate:
                 self._busy_s += now_s - self._since_s
 
     def measure(self, now_s: float) -> None:
-        """Call about every second."""
+        """Update the rate from the reads since the last call; call about every second."""
         with self._lock:
             busy_s, num_bytes = self._busy_s, self._num_bytes
             if self._num_reading:

@@ -18,7 +18,7 @@ import grpc
 
 from kvferry.errors import TierError
 from kvferry.keeper.breaker import Breaker
-from kvferry.keeper.cause import Cause
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import pack_chunk_keys
 from kvferry.keeper.nixl_agent import NixlAgent, Read

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvferry.config import TierConfig, VolumeConfig
 from kvferry.errors import TierError
 from kvferry.keeper.breaker import Breaker, BreakerState, WriteBudget
-from kvferry.keeper.cause import Cause
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.io_threads import IoThreads, Kind, Operation
 from kvferry.keeper.read_rate import ReadRate
 from kvferry.keeper.volume_state import VolumeState
@@ -199,7 +199,7 @@ class VolumeIo:
             self._rescan(now_s)
 
     def measure(self) -> None:
-        """Call about every second."""
+        """Update the read rate; call about every second."""
         self._read_rate.measure(self._clock())
 
     def state(self) -> VolumeState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvferry.keeper.cause import Cause
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.volume_io import VolumeIo
 from kvferry.store.layout import ChunkKey, LayoutDigest
 from kvferry.store.outcome import Outcome
@@ -31,7 +31,7 @@ class VolumeSet:
         return self._volumes.get(volume_id)
 
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
-        """None: neither an engine nor a volume has described the layout."""
+        """Return the size, or None if neither an engine nor a volume has described the layout."""
         for volume in self:
             num_bytes = volume.layout_to_payload_bytes.get(layout)
             if num_bytes is not None:

@@ -22,6 +22,8 @@ SILENCE_LIMIT_S = 15.0
 
 
 class Credit:
+    """The worker's count of messages and bytes that the gateway has not acknowledged."""
+
     __slots__ = ("_num_bytes_read", "_num_bytes_sent", "_num_messages_read", "_num_messages_sent")
 
     def __init__(self) -> None:
@@ -56,6 +58,8 @@ class Credit:
 
 
 class AckCounter:
+    """The gateway's count of messages and bytes that it has read."""
+
     __slots__ = ("_num_bytes_acknowledged", "_num_messages_acknowledged", "num_bytes", "num_messages")
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class OutgoingQueue:
 
     @property
     def may_send(self) -> bool:
-        """One more message, of any size."""
+        """Whether one more message may be sent, of any size."""
         return self._credit.is_left or self._is_closing
 
     @property

@@ -96,7 +96,7 @@ def _collect(
     parts: list[str] = []
     first_s: float | None = None
     usage: dict[str, Any] = {}
-    journey: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
     for chunk in chunks:
         for choice in chunk.get("choices", ()):
             text = choice.get("delta", {}).get("content")
@@ -104,10 +104,10 @@ def _collect(
                 first_s = first_s if first_s is not None else clock()
                 parts.append(text)
         usage = chunk.get("usage") or usage
-        journey = chunk.get("kvferry") or journey
+        record = chunk.get("kvferry") or record
     if first_s is None:
         raise FirstAnswerFailed("the answer was empty")
-    if journey is None:
+    if record is None:
         raise FirstAnswerFailed("the answer does not say which workers computed it")
     return FirstAnswer(
         question=question,
@@ -116,8 +116,8 @@ def _collect(
         total_s=clock() - started_s,
         prompt_tokens=int(usage.get("prompt_tokens", 0)),
         completion_tokens=int(usage.get("completion_tokens", 0)),
-        prefill_worker=journey.get("prefill_worker"),
-        decode_worker=journey["decode_worker"],
-        transferred_pages=int(journey.get("ferried_pages", 0)),
-        transferred_bytes=int(journey.get("ferried_bytes", 0)),
+        prefill_worker=record.get("prefill_worker"),
+        decode_worker=record["decode_worker"],
+        transferred_pages=int(record.get("ferried_pages", 0)),
+        transferred_bytes=int(record.get("ferried_bytes", 0)),
     )

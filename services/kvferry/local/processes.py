@@ -45,7 +45,7 @@ class ProcessIdentity:
         return cls(pid, state.start_ticks)
 
     def is_alive(self) -> bool:
-        """False once it has ended, zombies included."""
+        """Whether the process has not ended; a zombie has."""
         state = _stat(self.pid)
         return state is not None and state.start_ticks == self.start_ticks and state.letter not in "ZX"
 

@@ -92,7 +92,7 @@ class MemoryRegistry:
             self._write(registration)
 
     def expire_due(self) -> None:
-        """Nothing expires during an outage."""
+        """End the leases that are due. During an outage none ends."""
         if not self.out:
             for key in self._due():
                 self._drop(key)

@@ -67,7 +67,7 @@ class ResidencyFollower:
     """
 
     def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:
-        """Over `max_waiting_deltas` during a snapshot require another one."""
+        """More than `max_waiting_deltas` during a snapshot make it useless: a newer one is requested."""
         self._index = index
         self._owner = owner
         self._max_waiting_deltas = max_waiting_deltas

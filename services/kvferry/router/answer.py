@@ -13,7 +13,7 @@ from msgspec import structs
 from kvferry.engine.base import Continued, EngineOutput, EngineRequest, RequestId, Sampling
 from kvferry.errors import EngineError
 from kvferry.link.remote_request import OnOutput, OnText, as_on_text
-from kvferry.router.journey import Journey
+from kvferry.router.request_record import RequestRecord
 
 
 class AnswerSoFar:
@@ -24,14 +24,14 @@ class AnswerSoFar:
     """
 
     def __init__(
-        self, request: EngineRequest, on_output: OnOutput, journey: Journey, on_text: OnText | None = None
+        self, request: EngineRequest, on_output: OnOutput, record: RequestRecord, on_text: OnText | None = None
     ) -> None:
         self.request_id = request.request_id
         self.token_ids: list[int] = []
         self._request = request
         self._deliver = on_output
         self._deliver_text = on_text if on_text is not None else as_on_text(on_output)
-        self._journey = journey
+        self._record = record
         self._num_chars = 0
         self._attempt = 0
         # Tokens and characters that the attempt repeats, and the position of the next repeated token.
@@ -50,8 +50,8 @@ class AnswerSoFar:
         if not given:
             return request
         self._attempt += 1
-        if self._journey.continued_after[-1:] != [len(given)]:
-            self._journey.continued_after.append(len(given))
+        if self._record.continued_after[-1:] != [len(given)]:
+            self._record.continued_after.append(len(given))
         request_id = RequestId(f"{request.request_id}-c{self._attempt}")
         if _restarts(request.sampling):
             self._num_repeated, self._num_chars_repeated, self._position = len(given), self._num_chars, 0

@@ -38,12 +38,12 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.answer import AnswerSoFar, replayable
-from kvferry.router.journey import Journey, set_answer_attributes
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, can_exchange
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
+from kvferry.router.request_record import RequestRecord, set_answer_attributes
 from kvferry.router.volume_pool import volume_of
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.telemetry import FALLBACK_CAUSES
@@ -92,20 +92,20 @@ class Dispatcher:
             clock,
             itertools.count(1),
         )
-        self._recent: deque[Journey] = deque(maxlen=NUM_RECENT)
+        self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
 
-    def recent(self, request_id: str) -> list[Journey]:
+    def recent(self, request_id: str) -> list[RequestRecord]:
         """Return recent requests whose id is, or begins with, `request_id`."""
         return [
-            journey
-            for journey in self._recent
-            if journey.request_id == request_id or journey.request_id.startswith(f"{request_id}-")
+            record
+            for record in self._recent
+            if record.request_id == request_id or record.request_id.startswith(f"{request_id}-")
         ]
 
     async def run(
         self,
         request: EngineRequest,
-        journey: Journey,
+        record: RequestRecord,
         on_output: OnOutput,
         on_text: OnText | None = None,
         *,
@@ -116,10 +116,10 @@ class Dispatcher:
         Cancelling cancels the request on every worker. Without `may_be_aggregated` a prefill worker, if any, computes
         the prompt. Raises NoDecodeWorker, or the request's error.
         """
-        journey.request_id = request.request_id
-        self._recent.append(journey)
-        answer = AnswerSoFar(replayable(request), on_output, journey, on_text)
-        await _RequestRun(self._router, answer, journey, may_be_aggregated=may_be_aggregated).run()
+        record.request_id = request.request_id
+        self._recent.append(record)
+        answer = AnswerSoFar(replayable(request), on_output, record, on_text)
+        await _RequestRun(self._router, answer, record, may_be_aggregated=may_be_aggregated).run()
 
 
 @dataclass(slots=True)
@@ -180,10 +180,10 @@ class _FailedWorkers:
 
 
 class _RequestRun:
-    def __init__(self, router: _Router, answer: AnswerSoFar, journey: Journey, *, may_be_aggregated: bool) -> None:
+    def __init__(self, router: _Router, answer: AnswerSoFar, record: RequestRecord, *, may_be_aggregated: bool) -> None:
         self._router = router
         self._answer = answer
-        self._journey = journey
+        self._record = record
         self._may_be_aggregated = may_be_aggregated
         self._failed = _FailedWorkers()
         self._kept: _KeptPages | None = None
@@ -195,7 +195,7 @@ class _RequestRun:
                 pass
         finally:
             self._release_kept()
-            self._journey.trace = None  # the journey is remembered for longer than its request
+            self._record.trace = None  # the journey is remembered for longer than its request
 
     async def _try_once(self) -> bool:
         router, request = self._router, self._answer.next_request()
@@ -261,11 +261,11 @@ class _RequestRun:
             router.metrics.skipped_volume_loads.inc()
         if kept is None:
             self._release_kept()
-            self._journey.reason = placement.reason.value
+            self._record.reason = placement.reason.value
             router.metrics.placements.labels(reason=placement.reason.value).inc()
         took_ns = time.perf_counter_ns() - began_ns
         router.metrics.placement_seconds.observe(took_ns / 1e9)
-        self._journey.note_placement(placement, took_ns)
+        self._record.note_placement(placement, took_ns)
         return _Attempt(to_place.request_id, placement)
 
     def _candidates(self, kind: MemberKind) -> list[Candidate]:
@@ -284,7 +284,7 @@ class _RequestRun:
             parse=None,
             tier=tier_hints(attempt.placement, request.tier),
         )
-        span = self._journey.begin_span("prefill", worker)
+        span = self._record.begin_span("prefill", worker)
         if span is not None:
             prompt = dataclasses.replace(prompt, trace=span.context)
         with _ending(span):
@@ -293,7 +293,7 @@ class _RequestRun:
     async def _prefill_on(
         self, worker: MemberId, attempt: _Attempt, prompt: EngineRequest, span: Span | None
     ) -> _KeptPages | None:
-        router, journey = self._router, self._journey
+        router, record = self._router, self._record
         began_s = router.clock()
         link = router.workers.link(worker)
         try:
@@ -317,8 +317,8 @@ class _RequestRun:
             self._failed.give_up_prefill()
             self._note_fallback("no_transfer", "the prefill engine kept nothing", prompt, span)
             return None
-        journey.prefill_worker = worker
-        journey.prefill_sources = last.sources or PromptSources()
+        record.prefill_worker = worker
+        record.prefill_sources = last.sources or PromptSources()
         now_s = router.clock()
         router.metrics.prefill_seconds.observe(now_s - began_s)
         router.policy.prefilled(attempt.id, now_s)
@@ -330,7 +330,7 @@ class _RequestRun:
     def _note_fallback(self, cause: str, message: str, request: EngineRequest, span: Span | None) -> None:
         log.warning("request %s: %s; another worker computes the prompt", request.request_id, message)
         self._router.metrics.prefill_fallbacks.labels(cause=cause).inc()
-        self._journey.prefill_failure = message
+        self._record.prefill_failure = message
         if span is not None:
             span.fail(cause)
 
@@ -346,11 +346,11 @@ class _RequestRun:
 
     async def _decode(self, attempt: _Attempt, request: EngineRequest, decode: WorkerLink) -> bool:
         self._failed.add(decode)
-        self._journey.decode_worker = decode.member.member_id
+        self._record.decode_worker = decode.member.member_id
         attempt.submitted_s = self._router.clock()
         attempt.num_tokens_before = len(self._answer.token_ids)
         self._answer.begin_attempt(lambda: self._on_first_output(attempt))
-        span = self._journey.begin_span("decode", decode.member.member_id)
+        span = self._record.begin_span("decode", decode.member.member_id)
         if span is not None:
             request = dataclasses.replace(request, trace=span.context)
         remote: RemoteRequest | None = None
@@ -392,8 +392,8 @@ class _RequestRun:
 
     def _note_finished(self, attempt: _Attempt, decode: WorkerLink, last: EngineOutput) -> None:
         if last.sources is not None:
-            self._journey.note_sources(last.sources, last, decode.member)
-            self._router.metrics.transferred_pages.inc(self._journey.transferred_pages)
+            self._record.note_sources(last.sources, last, decode.member)
+            self._router.metrics.transferred_pages.inc(self._record.transferred_pages)
         measured = self._measure(attempt, decode, last)
         self._router.policy.learn(decode.member.member_id, measured)
 

@@ -175,7 +175,7 @@ class Placer:
         self._expected_pages.first_token(request_id, now_s)
 
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None = None) -> None:
-        """`num_generated` only when the request ended by itself."""
+        """`num_generated` is given only if the request ended by itself."""
         self._expected_pages.end(request_id)
         if self._ledger.end(request_id, now_s) and num_generated:
             self._pricer.learn_answer_length(num_generated)

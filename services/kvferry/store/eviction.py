@@ -27,7 +27,7 @@ class EvictionPolicy(Protocol):
     """Called under the index's lock. `now_s` never decreases."""
 
     def admits(self, namespace: Namespace, num_bytes: int, now_s: float) -> bool:
-        """False: refuse the write."""
+        """Whether a chunk of this size may be stored; if not, the write is refused."""
         ...
 
     def add(self, chunk: EvictableChunk, now_s: float) -> None:

@@ -1,11 +1,11 @@
-"""Where every byte of a writer's capacity is."""
+"""Accounts of a writer's capacity: the state of every byte."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 # The quarantine may hold this fraction (1/16) of the capacity: a failing drive must not fill itself with bad files.
-QUARANTINE_SHARE = 16
+QUARANTINE_DIVISOR = 16
 
 
 class File(NamedTuple):
@@ -86,7 +86,7 @@ class SpaceLedger:
         excess: list[File] = []
         left = self._quarantined_bytes
         for path, num_bytes in self._quarantined.items():
-            if path == newest or left * QUARANTINE_SHARE <= self.capacity_bytes:
+            if path == newest or left * QUARANTINE_DIVISOR <= self.capacity_bytes:
                 break
             excess.append(File(path, num_bytes))
             left -= num_bytes

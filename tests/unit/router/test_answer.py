@@ -20,7 +20,7 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineError
 from kvferry.router.answer import AnswerSoFar, replayable
-from kvferry.router.journey import Journey
+from kvferry.router.request_record import RequestRecord
 
 PROMPT = [10, 11, 12]
 
@@ -32,8 +32,8 @@ class Client:
         values = {"max_tokens": 10, "temperature": 0.0, **sampling}
         self.asked = EngineRequest(RequestId("r"), PROMPT, Sampling(**values), parse=parse)  # type: ignore[arg-type]
         self.outputs: list[EngineOutput] = []
-        self.journey = Journey()
-        self.answer = AnswerSoFar(replayable(self.asked), self.outputs.append, self.journey)
+        self.record = RequestRecord()
+        self.answer = AnswerSoFar(replayable(self.asked), self.outputs.append, self.record)
         self.first = self.answer.next_request()
 
     def give(self, *token_ids: int, text: str | None = None, end: FinishReason | None = None) -> None:
@@ -58,7 +58,7 @@ def test_text_alone_counts_and_is_told_as_any_output() -> None:
     client = Client()
     texts: list[tuple[list[int], str]] = []
     both = AnswerSoFar(
-        client.asked, client.outputs.append, client.journey, lambda token_ids, text: texts.append(([*token_ids], text))
+        client.asked, client.outputs.append, client.record, lambda token_ids, text: texts.append(([*token_ids], text))
     )
     for answer in (client.answer, both):
         answer.on_text([1], "b")
@@ -84,7 +84,7 @@ def test_text_alone_that_comes_again_is_left_out() -> None:
 def test_a_request_that_gave_nothing_is_asked_again_as_it_was() -> None:
     client = Client()
     assert client.answer.next_request() == client.asked == client.first
-    assert client.journey.continued_after == []
+    assert client.record.continued_after == []
 
 
 def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
@@ -97,7 +97,7 @@ def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
     )
     client.give(4, text="de", end=FinishReason.STOP)
     assert (client.token_ids, client.text) == ([1, 2, 3, 4], "bcde")
-    assert client.journey.continued_after == [3]
+    assert client.record.continued_after == [3]
 
 
 def test_a_second_loss_counts_everything_given() -> None:
@@ -111,7 +111,7 @@ def test_a_second_loss_counts_everything_given() -> None:
         [*PROMPT, 1, 2, 3],
         Continued(3, 3),
     )
-    assert client.journey.continued_after == [2, 3]
+    assert client.record.continued_after == [2, 3]
 
 
 def test_the_last_token_is_asked_for_again_and_shown_once() -> None:

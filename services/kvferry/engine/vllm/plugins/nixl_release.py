@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 
 class ReleaseExtension:
-    """vLLM refuses an attribute with the name of one of its worker's."""
+    """Methods that vLLM mixes into its worker; prefixed, because vLLM refuses names that its worker has."""
 
     def kvferry_release(self, request_id: str) -> bool:
         """Return False if there is no lease (yet)."""

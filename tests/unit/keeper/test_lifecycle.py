@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError, TierError
-from kvferry.keeper.host import KeeperHost, _OtherKeepers
+from kvferry.keeper.lifecycle import KeeperHost, _OtherKeepers
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
 from kvferry.membership.follower import MemberFollower
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry

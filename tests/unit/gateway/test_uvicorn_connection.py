@@ -1,4 +1,4 @@
-"""uvicorn, as gateway/connection.py takes it to work. A failure here means that uvicorn changed: look there first."""
+"""How gateway/uvicorn_connection.py expects uvicorn to work. A failure means that uvicorn changed: look there first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvferry.gateway.connection import Exchange, HttpProtocol, exchange_of
+from kvferry.gateway.uvicorn_connection import Exchange, HttpProtocol, exchange_of
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 

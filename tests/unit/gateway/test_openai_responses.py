@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.engine.base import EngineOutput, FinishReason, TokenLogprob
 from kvferry.errors import InvalidRequest, NoDecodeWorker
-from kvferry.gateway.answers import ChatFormat, Choice, CompletionFormat, Usage, error_body, error_chunk
+from kvferry.gateway.openai_responses import ChatFormat, Choice, CompletionFormat, Usage, error_body, error_chunk
 
 TEXTS = [
     "plain",

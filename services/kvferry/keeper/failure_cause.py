@@ -1,4 +1,4 @@
-"""Causes of failed chunks other than an answer of their volume."""
+"""Reasons for a failed chunk that are not answers of its volume."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDe
 from kvferry.errors import RequestError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort, require_model
-from kvferry.gateway.inference_messages import in_fields, read_generate, read_tokenize
+from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.request_trace import RequestTrace

@@ -16,7 +16,7 @@ MAX_PLACEMENTS = 8  # kept per request
 
 
 @dataclass(slots=True)
-class Journey:
+class RequestRecord:
     """Filled in as the request goes; complete when its outputs ended."""
 
     request_id: str = ""

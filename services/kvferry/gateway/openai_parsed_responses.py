@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.engine.base import AnswerDelta, EngineOutput, FinishReason, ToolCallDelta
-from kvferry.gateway.answers import ChatFormat, encode
 from kvferry.gateway.choices import Choice, ParsedChoice
+from kvferry.gateway.openai_responses import ChatFormat, encode
 
 
 class ParsedChatFormat(ChatFormat):

@@ -16,7 +16,7 @@ from kvferry.errors import EngineDead
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-from kvferry.worker.host import WorkerHost, build_engine
+from kvferry.worker.lifecycle import WorkerHost, build_engine
 from support.waiting import until
 
 

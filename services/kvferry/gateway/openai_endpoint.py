@@ -13,11 +13,11 @@ from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError
-from kvferry.gateway.answers import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
-from kvferry.gateway.generation import Gathered, Generation, journey_values, refuse_abort, require_model
+from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, require_model
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
-from kvferry.gateway.parsed_answers import NamedCallFormat, ParsedChatFormat
+from kvferry.gateway.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
+from kvferry.gateway.openai_responses import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.stream_writer import StreamWriter
 from kvferry.gateway.tenants import Tenant
@@ -84,12 +84,12 @@ class OpenAI:
         """Return the placements of a tenant's answer, one per choice, or empty."""
         return [
             {
-                "request_id": journey.request_id,
-                **journey_values(journey),
-                "choices": [explain(placement) for placement in journey.placements],
+                "request_id": record.request_id,
+                **record_values(record),
+                "choices": [explain(placement) for placement in record.placements],
             }
-            for journey in self._dispatcher.recent(answer_id)
-            if journey.tenant == tenant.name
+            for record in self._dispatcher.recent(answer_id)
+            if record.tenant == tenant.name
         ]
 
     def _answer(

@@ -26,13 +26,13 @@ from kvferry.exposition import SpanCounts
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.asgi import HttpApp
-from kvferry.gateway.connection import HttpProtocol
+from kvferry.gateway.grpc_requests import Inference
 from kvferry.gateway.grpc_server import GrpcEndpoint
-from kvferry.gateway.inference import Inference
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
-from kvferry.gateway.openai import OpenAI
-from kvferry.gateway.targets import Targets
+from kvferry.gateway.openai_endpoint import OpenAI
+from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
+from kvferry.gateway.uvicorn_connection import HttpProtocol
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener, Server
 from kvferry.residency.index import ResidencyIndex
