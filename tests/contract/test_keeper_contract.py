@@ -540,7 +540,8 @@ async def test_one_bad_sector_is_one_chunk(tmp_path: Path, rows: Rows) -> None:
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 async def test_writes_that_fail_lose_no_job(tmp_path: Path, rows: Rows, error: int) -> None:
     io = SwitchableIo()
-    config = tier_config(tmp_path, breaker_retry_s=0.2)
+    # Each trial on a full drive may cost a chunk: few of them while the jobs fail, however slow the machine is.
+    config = tier_config(tmp_path, breaker_retry_s=2)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
         await a.store(CHUNKS)
         await a.sees(CHUNKS)

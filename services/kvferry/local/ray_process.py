@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import time
 from collections import Counter
@@ -13,11 +14,14 @@ from pathlib import Path
 from kvferry.addresses import free_port, join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.local.child import Child, Pace, StartFailed, child_environment
-from kvferry.local.processes import ProcessIdentity, belonging
+from kvferry.local.processes import ProcessIdentity, belonging, wait_gone
 from kvferry.local.run_folder import RunFolder
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 180.0
+_END_TIMEOUT_S = 10.0
+# A port that another process took meanwhile; and Ray's own limit of 30 s for its node, which a busy machine exceeds.
+_TRANSIENT_FAULTS = (b"in use", b"timed out during startup")
 _ATTEMPTS = 3
 _OBJECT_STORE_BYTES = 128 << 20  # neither tokens nor pages ever lie there
 _SPARE_CPUS = 4  # replicas of an update that overlap with those they replace
@@ -57,6 +61,7 @@ def engine_environment(config: ClusterConfig) -> dict[str, str]:
 def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
     """Start a head and wait until usable. Raises StartFailed with its log's end, or Interrupted."""
     environ = ray_environment(folder) | engine_environment(config)
+    before = belonging(folder.marks())
     for attempt in range(1, _ATTEMPTS + 1):
         ports = _free_ports(4)
         child = Child("ray", _command(folder, config, ports), folder=folder, environ=environ)
@@ -64,9 +69,19 @@ def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
             raise StartFailed(f"Ray did not start within {_START_TIMEOUT_S:.0f} s; see {child.log}")
         if child.exit_code() == 0:
             return Ray(join_host_port(_HOST, ports[0]), _find_pillars(folder))
-        if attempt == _ATTEMPTS or b"in use" not in child.log.read_bytes():
+        log = child.log.read_bytes()
+        if attempt == _ATTEMPTS or not any(fault in log for fault in _TRANSIENT_FAULTS):
             raise child.failure()
+        _end_rest(folder, before)
     raise AssertionError("unreachable")
+
+
+def _end_rest(folder: RunFolder, before: tuple[ProcessIdentity, ...]) -> None:
+    """End the processes that a failed start left."""
+    rest = [process for process in belonging(folder.marks()) if process not in before]
+    for process in rest:
+        process.send(signal.SIGKILL)
+    wait_gone(rest, timeout_s=_END_TIMEOUT_S)
 
 
 def _find_pillars(folder: RunFolder) -> tuple[ProcessIdentity, ...]:
