@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -226,6 +226,20 @@ def error_type(error: BaseException) -> str:
     if isinstance(error, KvferryError) and error.code is not None:
         return error.code
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__.lstrip("_")
+
+
+@contextlib.contextmanager
+def end_after(span: Span | None) -> Iterator[None]:
+    """End `span` with the block, failed if the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        if span is not None:
+            span.fail(error_type(error))
+        raise
+    finally:
+        if span is not None:
+            span.end()
 
 
 def _exporter_to(config: TracingConfig) -> SpanExporter:

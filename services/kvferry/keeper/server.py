@@ -18,7 +18,7 @@ from kvferry.keeper.volume_feed import Update
 from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.store.layout import CHUNK_KEY_BYTES
-from kvferry.tracing import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracing, error_type
+from kvferry.tracing import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracing, end_after
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import worker_pb2
 
@@ -86,16 +86,8 @@ class KeeperServer:
                 await context.write(update_to_wire(update))
 
     async def _fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
-        span = self._span_of(request, context)
-        try:
+        with end_after(self._span_of(request, context)):
             return await self._lend(request, context)
-        except BaseException as error:
-            if span is not None:
-                span.fail(error_type(error))
-            raise
-        finally:
-            if span is not None:
-                span.end()
 
     def _span_of(self, request: pb.FetchRequest, context: Context) -> Span | None:
         if self.tracing is None:

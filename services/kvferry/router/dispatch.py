@@ -47,7 +47,7 @@ from kvferry.router.request_record import RequestRecord, set_answer_attributes
 from kvferry.router.volume_pool import volume_of
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.telemetry import FALLBACK_CAUSES
-from kvferry.tracing import Span, error_type
+from kvferry.tracing import Span, end_after
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class _RequestRun:
         span = self._record.begin_span("prefill", worker)
         if span is not None:
             prompt = dataclasses.replace(prompt, trace=span.context)
-        with _ending(span):
+        with end_after(span):
             return await self._prefill_on(worker, attempt, prompt, span)
 
     async def _prefill_on(
@@ -355,7 +355,7 @@ class _RequestRun:
             request = dataclasses.replace(request, trace=span.context)
         remote: RemoteRequest | None = None
         try:
-            with _ending(span):
+            with end_after(span):
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
@@ -431,19 +431,6 @@ class _RequestRun:
             metrics.continued_requests.inc()
         else:
             metrics.decode_retries.inc()
-
-
-@contextlib.contextmanager
-def _ending(span: Span | None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        if span is not None:
-            span.fail(error_type(error))
-        raise
-    finally:
-        if span is not None:
-            span.end()
 
 
 def _placement_request(request: EngineRequest, block_size: int, number: int) -> PlacementRequest:
