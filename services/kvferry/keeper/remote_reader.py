@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from kvferry.keeper.messages import pack_chunk_keys
 from kvferry.keeper.nixl_agent import NixlAgent, Read
 from kvferry.store import chunk_file
 from kvferry.store.chunk_file import HEADER_BYTES
-from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
+from kvferry.store.layout import ChunkId, ChunkLayout
 from kvferry.store.outcome import Outcome
 from kvferry.task_set import TaskSet
 from kvferry.tracing import TraceContext
@@ -121,7 +122,7 @@ class RemoteReader:
         rows: Sequence[int],
         trace: TraceContext | None = None,
     ) -> list[str]:
-        outcomes = await self._load(volume_id, layout, chunks, region, rows, trace)
+        outcomes = await self._load(_Load(volume_id, layout, chunks, region, rows, trace))
         for outcome in outcomes:
             if outcome == Outcome.OK:
                 self._num_loaded += 1
@@ -138,53 +139,33 @@ class RemoteReader:
             await lender.channel.close()
         self._verifiers.shutdown(wait=False)
 
-    async def _load(
-        self,
-        volume_id: str,
-        layout: ChunkLayout,
-        chunks: Sequence[ChunkId],
-        region: MappedRegion,
-        rows: Sequence[int],
-        trace: TraceContext | None,
-    ) -> list[str]:
-        unavailable: list[str] = [Cause.UNAVAILABLE] * len(chunks)
-        address, use = self._locate(volume_id), self._regions.get(region)
+    async def _load(self, load: _Load) -> list[str]:
+        address, use = self._locate(load.volume_id), self._regions.get(load.region)
         if address is None or use is None:
-            return unavailable
+            return load.unavailable()
         use.num_loads += 1
         try:
-            await self._register(region, use)
+            await self._register(load.region, use)
             lender = self._lenders.get(address)
             if lender is None:
                 lender = self._lenders[address] = _Lender(address, self._dial(address))
             if not lender.may_be_asked(self._clock()):
-                return unavailable
-            return await self._load_from(lender, volume_id, layout, chunks, region, rows, trace)
+                return load.unavailable()
+            return await self._load_from(lender, load)
         except TierError:
-            return unavailable  # the agent has logged why
+            return load.unavailable()  # the agent has logged why
         finally:
             use.num_loads -= 1
             use.idle.set()
 
-    async def _load_from(
-        self,
-        lender: _Lender,
-        volume_id: str,
-        layout: ChunkLayout,
-        chunks: Sequence[ChunkId],
-        region: MappedRegion,
-        rows: Sequence[int],
-        trace: TraceContext | None,
-    ) -> list[str]:
-        batch = max(1, BATCH_BYTES // layout.payload_bytes)
-        cuts = [slice(start, start + batch) for start in range(0, len(chunks), batch)]
+    async def _load_from(self, lender: _Lender, load: _Load) -> list[str]:
         turns = asyncio.Semaphore(_MAX_BATCHES)
 
-        async def load(cut: slice) -> list[str]:
+        async def load_batch(batch: _Load) -> list[str]:
             async with turns:
-                return await self._load_batch(lender, volume_id, layout, chunks[cut], region, rows[cut], trace)
+                return await self._load_batch(lender, batch)
 
-        return [outcome for outcomes in await asyncio.gather(*map(load, cuts)) for outcome in outcomes]
+        return [outcome for outcomes in await asyncio.gather(*map(load_batch, load.batches())) for outcome in outcomes]
 
     async def _register(self, region: MappedRegion, use: _RegionUse) -> None:
         task = use.registering
@@ -192,99 +173,93 @@ class RemoteReader:
             task = use.registering = asyncio.create_task(self._agent.register(region.address, region.num_bytes))
         await asyncio.shield(task)
 
-    async def _load_batch(
-        self,
-        lender: _Lender,
-        volume_id: str,
-        layout: ChunkLayout,
-        chunks: Sequence[ChunkId],
-        region: MappedRegion,
-        rows: Sequence[int],
-        trace: TraceContext | None,
-    ) -> list[str]:
+    async def _load_batch(self, lender: _Lender, load: _Load) -> list[str]:
         try:
-            return await self._fetch(lender, volume_id, layout, chunks, region, rows, trace)
+            return await self._fetch(lender, load)
         except grpc.aio.AioRpcError as error:
             lender.failed(self._clock(), f"{error.code().name}: {error.details()}")
         except (TierError, ValueError) as error:
             lender.failed(self._clock(), str(error))
         except Exception:
             lender.failed(self._clock(), "a fault of this keeper")
-            log.exception("loading chunks of volume %s fails", volume_id)
-        return [Cause.UNAVAILABLE] * len(chunks)
+            log.exception("loading chunks of volume %s fails", load.volume_id)
+        return load.unavailable()
 
-    async def _fetch(
-        self,
-        lender: _Lender,
-        volume_id: str,
-        layout: ChunkLayout,
-        chunks: Sequence[ChunkId],
-        region: MappedRegion,
-        rows: Sequence[int],
-        trace: TraceContext | None,
-    ) -> list[str]:
+    async def _fetch(self, lender: _Lender, load: _Load) -> list[str]:
         """Request, copy and verify chunks. If this raises, no row is being written."""
-        namespace = chunks[0].namespace
         begin_s = self._clock()
         reply = await lender.stub.Fetch(
-            pb.FetchRequest(
-                volume_id=volume_id,
-                layout=layout.digest,
-                payload_bytes=layout.payload_bytes,
-                tenant=namespace.tenant,
-                epoch=namespace.epoch,
-                keys=pack_chunk_keys(chunk.key for chunk in chunks),
-                agent=lender.agent,
-            ),
+            load.request(lender.agent),
             timeout=self._timeout_s,
-            metadata=tuple(trace.headers().items()) if trace is not None else None,
+            metadata=tuple(load.trace.headers().items()) if load.trace is not None else None,
         )
         self._fetch_s += self._clock() - begin_s
         try:
-            if len(reply.chunks) != len(chunks):
-                raise ValueError(f"{len(reply.chunks)} chunks for {len(chunks)} keys")
+            if len(reply.chunks) != len(load.chunks):
+                raise ValueError(f"{len(reply.chunks)} chunks for {len(load.chunks)} keys")
             outcomes = [fetched.cause or str(Outcome.OK) for fetched in reply.chunks]
             lent = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
             if lent:
-                await self._copy(lender, reply, lent, layout, region, rows)
+                await self._copy(lender, reply, load, lent)
             lender.succeeded()
         finally:
             if reply.lease:
                 lender.release(reply.lease, self._timeout_s)
         loop = asyncio.get_running_loop()
         verified = await asyncio.gather(
-            *(
-                loop.run_in_executor(
-                    self._verifiers, _verify, reply.chunks[i].header, layout.digest, chunks[i], region, rows[i]
-                )
-                for i in lent
-            )
+            *(loop.run_in_executor(self._verifiers, _verify, reply.chunks[i].header, load, i) for i in lent)
         )
         for i, outcome in zip(lent, verified, strict=True):
             outcomes[i] = outcome
         return outcomes
 
-    async def _copy(
-        self,
-        lender: _Lender,
-        reply: pb.FetchReply,
-        lent: Sequence[int],
-        layout: ChunkLayout,
-        region: MappedRegion,
-        rows: Sequence[int],
-    ) -> None:
+    async def _copy(self, lender: _Lender, reply: pb.FetchReply, load: _Load, lent: Sequence[int]) -> None:
         begin_s = self._clock()
         await lender.connect(self._agent, reply)
-        start = region.address
         is_whole = await self._agent.read(
             lender.agent,
-            [Read(reply.chunks[i].address, start + rows[i] * region.row_bytes, layout.payload_bytes) for i in lent],
+            [Read(reply.chunks[i].address, load.row_address(i), load.layout.payload_bytes) for i in lent],
         )
         self._read_s += self._clock() - begin_s
         if not is_whole:
             # The lender is gone, or has restarted with another agent: request its metadata again.
             lender.forget_agent()
             raise TierError("NIXL could not read what was lent")
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Chunks of one namespace and the row of `region` that each goes to."""
+
+    volume_id: str
+    layout: ChunkLayout
+    chunks: Sequence[ChunkId]
+    region: MappedRegion
+    rows: Sequence[int]
+    trace: TraceContext | None
+
+    def batches(self) -> list[_Load]:
+        batch = max(1, BATCH_BYTES // self.layout.payload_bytes)
+        cuts = [slice(start, start + batch) for start in range(0, len(self.chunks), batch)]
+        return [dataclasses.replace(self, chunks=self.chunks[cut], rows=self.rows[cut]) for cut in cuts]
+
+    def request(self, agent: str) -> pb.FetchRequest:
+        namespace = self.chunks[0].namespace
+        return pb.FetchRequest(
+            volume_id=self.volume_id,
+            layout=self.layout.digest,
+            payload_bytes=self.layout.payload_bytes,
+            tenant=namespace.tenant,
+            epoch=namespace.epoch,
+            keys=pack_chunk_keys(chunk.key for chunk in self.chunks),
+            agent=agent,
+        )
+
+    def row_address(self, i: int) -> int:
+        return self.region.address + self.rows[i] * self.region.row_bytes
+
+    def unavailable(self) -> list[str]:
+        return [Cause.UNAVAILABLE] * len(self.chunks)
 
 
 class _RegionUse:
@@ -346,14 +321,15 @@ class _Lender:
         self._releases.spawn(release())
 
 
-def _verify(header: bytes, layout: LayoutDigest, chunk: ChunkId, region: MappedRegion, row: int) -> str:
+def _verify(header: bytes, load: _Load, i: int) -> str:
     if len(header) != HEADER_BYTES:
         return Outcome.CORRUPT_HEADER
     parsed = chunk_file.parse_header(memoryview(header))
     if parsed is None:
         return Outcome.CORRUPT_HEADER
+    chunk = load.chunks[i]
     # The reader may not know the route key.
     wanted = ChunkId(chunk.key, parsed.chunk.route_key, chunk.namespace)
-    with region.row(row) as payload:
-        outcome = chunk_file.verify_identity(parsed, layout, wanted, len(payload))
+    with load.region.row(load.rows[i]) as payload:
+        outcome = chunk_file.verify_identity(parsed, load.layout.digest, wanted, len(payload))
         return outcome if outcome is not Outcome.OK else chunk_file.verify_plain(parsed, payload)
