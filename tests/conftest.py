@@ -28,15 +28,24 @@ _exit_status = 0
 
 
 # Tests that start real engines, and tests that start Ray or many processes with simulated engines.
-_ENGINE_FILES = ("tests/model/", "tests/cluster/test_real_cluster.py", "tests/deploy/test_ray.py")
-_RAY_FILES = ("tests/cluster/test_local_cluster.py", "tests/cluster/test_keepers.py", "tests/cluster/test_chaos.py")
+_ENGINE_TESTS = (
+    "tests/model/",
+    "tests/cluster/test_real_cluster.py",
+    "tests/deploy/test_ray.py::test_real_engines_answer_over_both_protocols",
+)
+_RAY_TESTS = (
+    "tests/cluster/test_local_cluster.py",
+    "tests/cluster/test_keepers.py",
+    "tests/cluster/test_chaos.py",
+    "tests/deploy/test_ray.py",
+)
 
 
 def _scope_of(nodeid: str) -> str:
     """Return the group of tests that one process runs in order; every other test is a group of its own."""
-    if nodeid.startswith(_ENGINE_FILES) or "vllm" in nodeid.partition("[")[2]:
+    if nodeid.startswith(_ENGINE_TESTS) or "vllm" in nodeid.partition("[")[2]:
         return "engines"
-    return "ray" if nodeid.startswith(_RAY_FILES) else nodeid
+    return "ray" if nodeid.startswith(_RAY_TESTS) else nodeid
 
 
 class _GroupScheduling(LoadScopeScheduling):
