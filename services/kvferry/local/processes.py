@@ -150,8 +150,9 @@ def _is_marked(pid: int, marks: Marks) -> bool:
         mark = f"{TOKEN_VARIABLE}={marks.token}".encode()
         if marks.token and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return True
-    with contextlib.suppress(psutil.Error):
-        if _is_below(Path(psutil.Process(pid).cwd()), (marks.work_folder,)):
+    with contextlib.suppress(OSError):
+        # Not psutil's `cwd`: of a path over 4096 bytes it raises an error that is none of its own.
+        if _is_below(Path(f"/proc/{pid}/cwd").readlink(), (marks.work_folder,)):
             return True
     return _writes_below(pid, marks.written_folders)
 

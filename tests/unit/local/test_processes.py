@@ -280,6 +280,27 @@ def test_wait_gone_says_whether_all_ended(start: Start) -> None:
     assert not wait_gone([first, second], timeout_s=0.05)
 
 
+def test_a_stranger_deep_in_folders_hides_nobody(start: Start, marks: Marks, tmp_path: Path) -> None:
+    """Its working folder's path is longer than the kernel gives."""
+    marked = start(token=TOKEN)
+    child = os.fork()
+    if not child:
+        os.chdir(tmp_path)
+        for _ in range(20):
+            Path("d" * 250).mkdir()
+            os.chdir("d" * 250)
+        os.execv("/bin/sleep", ["sleep", "60"])
+    try:
+        wait_until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n")
+        with pytest.raises(OSError, match="too long"):
+            Path(f"/proc/{child}/cwd").readlink()
+        assert not _is_marked(child, marks)
+        assert marked in belonging(marks)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_an_empty_entry_in_the_environment_hides_nothing(marks: Marks) -> None:
     """As a process leaves it that overwrites a part of its environment."""
     child = os.fork()
