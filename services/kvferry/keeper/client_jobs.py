@@ -75,7 +75,7 @@ class ClientJob:
 
 
 class ClientJobs:
-    """Thread-safe; the lock is held for microseconds. Accepts jobs between `open` and `close`."""
+    """Thread-safe; the lock is held for microseconds. Accepts jobs while open; `close` is final."""
 
     def __init__(self, max_queued_bytes: int, clock: Callable[[], float]) -> None:
         self._max_queued_bytes = max_queued_bytes
@@ -83,6 +83,7 @@ class ClientJobs:
         self._lock = threading.Lock()
         self._all_ended = threading.Condition(self._lock)
         self.is_open = False
+        self._is_closed = False
         self._waiting: deque[ClientJob | messages.Touch] = deque()
         self._num_waiting_touches = 0
         self._unfinished: dict[int, ClientJob] = {}
@@ -157,15 +158,17 @@ class ClientJobs:
             return self._all_ended.wait_for(lambda: not self._unfinished, timeout_s)
 
     def open(self) -> None:
+        """Accept jobs, unless closed."""
         with self._lock:
-            self.is_open = True
+            self.is_open = not self._is_closed
 
     def close(self) -> None:
         with self._lock:
             self.is_open = False
+            self._is_closed = True
 
     def fail_waiting(self) -> None:
-        """Close, and fail the jobs that were not sent."""
+        """Fail the jobs that were not sent, and accept none until `open`."""
         with self._lock:
             self.is_open = False
             waiting = [job for job in self._waiting if isinstance(job, ClientJob)]

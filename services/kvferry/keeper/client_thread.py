@@ -239,8 +239,7 @@ class ClientThread:
     def _show_keys(self, connection: KeeperConnection) -> None:
         if connection.mirror.is_complete:
             self.keys = connection.mirror.keys
-        if not self._is_stopping:
-            self._jobs.open()
+        self._jobs.open()
 
     def _hide_keys(self) -> None:
         self.keys = _NO_KEYS

@@ -17,6 +17,7 @@ import pytest
 
 from kvferry.keeper import messages
 from kvferry.keeper.client import AWAY, SKIPPED, JobDone, KeeperClient, Region
+from kvferry.keeper.client_jobs import ClientJob, ClientJobs
 from kvferry.store.layout import ChunkKey
 from kvferry.tenancy.namespace import Namespace
 from support.tier_rows import Rows, key_of, layout_of, rows_of
@@ -194,6 +195,16 @@ def test_while_nobody_is_there_everything_fails_at_once(tmp_path: Path, rows: Ro
         done = client.finished()
         assert [(each.job, each.failed) for each in done] == [(1, {key_of(0): AWAY}), (2, {key_of(0): AWAY})]
         assert client.wait_idle(0)
+
+
+def test_a_closed_client_takes_no_job_again() -> None:
+    jobs = ClientJobs(1 << 20, time.monotonic)
+    jobs.open()
+    jobs.close()
+    jobs.open()  # by the thread, which has not seen the end yet
+    store = messages.Store(7, TENANT.tenant, TENANT.epoch, key_of(1), [0], [0])
+    assert not jobs.submit(ClientJob(7, [key_of(1)], store, 64, 0.0))
+    assert [(done.job, done.failed) for done in jobs.drain_done()] == [(7, {key_of(1): AWAY})]
 
 
 def test_an_empty_job_ends(tmp_path: Path, rows: Rows) -> None:
