@@ -337,7 +337,9 @@ class ChunkIndex:
     def _claim(self, entry: IndexEntry) -> File:
         self._drop(entry)
         self._claims[entry.layout, entry.chunk.key] = Outcome.REFUSED
-        return self._space.begin_transit(self._file_of(entry))
+        file = self._file_of(entry)
+        # Bytes of another writer are not counted here, except those of a file that was abandoned: they stay counted.
+        return self._space.begin_transit(file) if file.num_bytes else file
 
     def _victims(self, namespace: Namespace, now_s: float) -> Iterator[tuple[File, IndexEntry | None]]:
         """Nothing may change during the iteration."""

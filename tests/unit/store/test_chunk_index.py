@@ -298,6 +298,22 @@ def test_chunks_of_other_writers_take_no_room_and_are_no_victims() -> None:
     assert index.bytes_used == CAPACITY
 
 
+def test_a_file_of_another_writer_that_cannot_be_removed_stays_counted() -> None:
+    index = ChunkIndex("/v", "me", CAPACITY, Lru())
+    entry = IndexEntry(DIGEST, chunk(1), "other", UNIT)
+    assert not index.add([entry], 0.0)
+    file = index.begin_quarantine(entry)
+    assert file is not None
+    index.end_quarantine(entry, file, None)
+    # A rescan finds it again.
+    assert not index.add([IndexEntry(DIGEST, chunk(1), "other", UNIT)], 0.0)
+    again = index.begin_remove(DIGEST, chunk(1))
+    assert again is not None
+    index.end_remove(DIGEST, chunk(1), again, is_removed=False)
+    assert index.bytes_used == UNIT
+    assert index.withdraw_abandoned() == [file]
+
+
 def test_quarantine_takes_a_sixteenth_but_always_the_newest() -> None:
     index = ChunkIndex("/v", "me", 32 * UNIT, Lru())
     for number in range(10):
