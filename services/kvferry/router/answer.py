@@ -44,6 +44,10 @@ class AnswerSoFar:
         """`on_first_output` is called once, before the first output is delivered."""
         self._on_first_output = on_first_output
 
+    def end_attempt(self) -> None:
+        """Drop the callback, which may refer back to this answer: a cycle would keep the prompt."""
+        self._on_first_output = None
+
     def next_request(self) -> EngineRequest:
         """Return it with a new id: the lost worker may know the old one."""
         request, given = self._request, self.token_ids

@@ -195,7 +195,8 @@ class _RequestRun:
                 pass
         finally:
             self._release_kept()
-            self._record.trace = None  # the journey is remembered for longer than its request
+            self._answer.end_attempt()
+            self._record.trace = None  # the record is remembered for longer than its request
 
     async def _try_once(self) -> bool:
         router, request = self._router, self._answer.next_request()

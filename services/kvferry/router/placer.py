@@ -228,7 +228,11 @@ class Placer:
     ) -> _AnyQuote:
         # Several gateways see the same prices: if all chose the very cheapest, all would queue there.
         limit_ms = cost_of(quotes[0]) + margin_ms
-        weights = list(itertools.takewhile(_is_positive, (limit_ms - cost_of(quote) for quote in quotes)))
+        weights = []
+        for cost_ms in map(cost_of, quotes):
+            if cost_ms >= limit_ms:
+                break
+            weights.append(limit_ms - cost_ms)
         return quotes[0] if len(weights) == 1 else self._random.choices(quotes[: len(weights)], weights)[0]
 
 
@@ -265,7 +269,3 @@ def _why_aggregated(
         return Reason.PREFIX_ON_DECODE
     without_queue_ms = min(quote.cost_ms - quote.queue_ms for quote in by_prefill) + by_decode[0].cost_ms
     return Reason.PREFILL_BUSY if without_queue_ms < chosen.aggregated_ms else Reason.SHORT_TAIL
-
-
-def _is_positive(value: float) -> bool:
-    return value > 0

@@ -75,19 +75,29 @@ class VolumeLoad(NamedTuple):
 NO_LOAD: Final = VolumeLoad("", 0, 0)
 
 
-@dataclass(slots=True)
 class SlowerPages:
     """Pages that slower tiers have, each counted without the tiers before it."""
 
-    depth: int = 0  # pages from the prompt's start that need not be computed, with those on the GPU
-    cpu: int = 0
-    expected: int = 0  # of requests in flight
-    on_volume: int = 0
-    load_ms: float = 0.0
-    load: VolumeLoad = NO_LOAD
+    # Assigned one by one, as those of Quote.
+    __slots__ = ("cpu", "depth", "expected", "load", "load_ms", "on_volume")
+
+    depth: int  # pages from the prompt's start that need not be computed, with those on the GPU
+    cpu: int
+    expected: int  # of requests in flight
+    on_volume: int
+    load_ms: float
+    load: VolumeLoad
 
 
-_NO_SLOWER_PAGES: Final = SlowerPages()
+def _no_slower_pages() -> SlowerPages:
+    slower = SlowerPages()
+    slower.depth = slower.cpu = slower.expected = slower.on_volume = 0
+    slower.load_ms = 0.0
+    slower.load = NO_LOAD
+    return slower
+
+
+_NO_SLOWER_PAGES: Final = _no_slower_pages()
 
 
 class Quote:
@@ -181,42 +191,46 @@ class PrefixPages:
         self.is_on_volume = bool(self._offers)
         self.is_on_slower_tier = bool(found.cpu or self._offers)
 
-    def beyond_gpu(self, worker: WorkerCosts, held: int) -> SlowerPages:
-        """Return pages of CPU tier and requests in flight, after `held` ones."""
-        slower = SlowerPages(held)
-        if (depth := self.cpu.get(worker.account.member_id, 0)) > held:
-            slower.cpu = depth - held
-            slower.load_ms = slower.cpu * self._cost_defaults.cpu_page_ms
-            slower.depth = depth
+    def beyond_gpu(self, worker: WorkerCosts, member_id: MemberId, held: int) -> SlowerPages | None:
+        """Return pages of CPU tier and requests in flight, after `held` ones; None without any there or on volumes."""
+        cpu = expected = 0
+        depth = held
+        if self.cpu and (reach := self.cpu.get(member_id, 0)) > depth:
+            cpu, depth = reach - depth, reach
         computed = worker.expected_pages
-        if computed and (depth := expected_depth(computed, self.request.keys, slower.depth)) > slower.depth:
-            slower.expected = depth - slower.depth
-            slower.depth = depth
+        if computed and (reach := expected_depth(computed, self.request.keys, depth)) > depth:
+            expected, depth = reach - depth, reach
+        if depth == held and not self.is_on_volume:
+            return None
+        slower = SlowerPages()
+        slower.depth, slower.cpu, slower.expected, slower.on_volume = depth, cpu, expected, 0
+        slower.load_ms = cpu * self._cost_defaults.cpu_page_ms
+        slower.load = NO_LOAD
         return slower
 
     # A volume is read by the keeper of the worker's own node or, at a higher cost, through another node's.
     def add_volume(self, slower: SlowerPages, worker: WorkerCosts, page_compute_ms: float) -> None:
         """Add pages of the best volume, where loading is cheaper than computing."""
-        best, best_ms, most_saved_ms, most_pages = NO_LOAD, 0.0, 0.0, slower.depth
+        held, node, remote_page_ms = slower.depth, worker.node, self._cost_defaults.remote_page_ms
+        best, best_depth, best_ms, most_saved_ms, most_pages = "", 0, 0.0, 0.0, held
         for depth, volume_id, costs in self._offers:
-            num_pages = depth - slower.depth
+            num_pages = depth - held
             if num_pages <= 0:
                 continue
-            most_pages = max(most_pages, depth)
-            page_ms = costs.page_ms
-            if worker.node not in costs.nodes:
-                page_ms += self._cost_defaults.remote_page_ms
+            if depth > most_pages:
+                most_pages = depth
+            page_ms = costs.page_ms if node in costs.nodes else costs.page_ms + remote_page_ms
             load_ms = costs.queue_ms + num_pages * page_ms
             saved_ms = num_pages * page_compute_ms - load_ms
             if saved_ms > most_saved_ms:
-                most_saved_ms, best, best_ms = saved_ms, VolumeLoad(volume_id, depth, 0), load_ms
-        if best.num_pages:
-            slower.on_volume = best.num_pages - slower.depth
+                most_saved_ms, best, best_depth, best_ms = saved_ms, volume_id, depth, load_ms
+        if best:
+            slower.on_volume = best_depth - held
             slower.load_ms += best_ms
-            slower.depth = best.num_pages
-            slower.load = best
-        else:
-            slower.load = VolumeLoad("", 0, most_pages - slower.depth)
+            slower.depth = best_depth
+            slower.load = VolumeLoad(best, best_depth, 0)
+        elif most_pages > held:
+            slower.load = VolumeLoad("", 0, most_pages - held)
 
 
 class Pricer:
@@ -265,10 +279,12 @@ class Pricer:
             on_gpu = held = gpu.get(member_id, 0)
             slower, load_ms = _NO_SLOWER_PAGES, 0.0
             if is_slower or costs.expected_pages:
-                slower = pages.beyond_gpu(costs, held)
-                if is_on_volume:
-                    pages.add_volume(slower, costs, block_size * ms_per_token * compute_weight)
-                held, load_ms = slower.depth, slower.load_ms
+                found = pages.beyond_gpu(costs, member_id, held)
+                if found is not None:
+                    slower = found
+                    if is_on_volume:
+                        pages.add_volume(slower, costs, block_size * ms_per_token * compute_weight)
+                    held, load_ms = slower.depth, slower.load_ms
             # An engine computes the last token whatever it holds.
             missing_tokens = num_tokens - held * block_size or 1
             compute_ms = fixed_ms + missing_tokens * ms_per_token
@@ -302,8 +318,10 @@ class Pricer:
             on_gpu = held = gpu.get(member_id, 0)
             slower, load_ms = _NO_SLOWER_PAGES, 0.0
             if is_slower or costs.expected_pages:
-                slower = pages.beyond_gpu(costs, held)
-                held, load_ms = slower.depth, slower.load_ms
+                found = pages.beyond_gpu(costs, member_id, held)
+                if found is not None:
+                    slower = found
+                    held, load_ms = slower.depth, slower.load_ms
             # A decode worker does not read volumes while a KV transfer brings the same pages. Pages that the transfer
             # of another request brings are there in time for this one's transfer, and too late for aggregated serving.
             arriving = costs.arriving_pages
