@@ -15,8 +15,9 @@ from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, Rende
 from kvferry.errors import EngineError, ModelNotFound
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.request_trace import OnOutput, OnText, RequestTrace
+from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
+from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.request_record import RequestRecord
 

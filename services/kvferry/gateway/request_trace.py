@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.errors import KvferryError
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody
+from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.tracing import TRACEPARENT, TRACESTATE, Attributes, Span, Tracing, error_type
 
 _ENDPOINT_TO_OPERATION = {"chat_completions": "chat", "completions": "text_completion"}
-
-OnOutput = Callable[[EngineOutput], None]
-OnText = Callable[[Sequence[int], str], None]
 
 
 def begin_trace(

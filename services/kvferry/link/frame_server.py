@@ -10,7 +10,6 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from kvferry import __version__
 from kvferry.link.frames import (
     GREETING_TIMEOUT_S,
     MAX_FIRST_FRAME_BYTES,
@@ -83,9 +82,6 @@ class FrameServer:
         self._removed.set()
 
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
-        if hello.version != __version__:
-            # All roles come in one wheel: a difference is a half-done upgrade, which an operator should see.
-            log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         return self._attach(transport, hello)
 
     def detach(self, session: GatewaySession) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
+from kvferry import __version__
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, TransferParams
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, WorkerLost
 from kvferry.link import codec
@@ -90,15 +91,16 @@ class GatewaySession:
         hello: pb.Hello,
         on_snapshot_wanted: Callable[[GatewaySession], None] | None = None,
     ) -> None:
+        if hello.version != __version__:
+            # All roles come in one wheel: a difference is a half-done upgrade, which an operator should see.
+            log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         self.gateway_id = hello.gateway_id
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._failed_numbers: set[int] = (
-            set()
-        )  # numbers of tasks that are being cancelled, after their failure was queued
+        self._failed_numbers: set[int] = set()  # of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
         self._outgoing = OutgoingQueue(hello.gateway_id, worker.welcome())
         self._flush_scheduled = False
@@ -231,8 +233,8 @@ class GatewaySession:
     def _limit_pending(self) -> None:
         if self._outgoing.is_overfull:
             self._outgoing.drop_residency()
-        if self._outgoing.is_overfull:
-            self._fail_slow_reader()
+            if self._outgoing.is_overfull:
+                self._fail_slow_reader()
         self._schedule_flush()
 
     def _fail_slow_reader(self) -> None:

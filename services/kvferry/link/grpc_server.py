@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvferry import __version__
 from kvferry.addresses import join_host_port
 from kvferry.errors import UnavailableError
 from kvferry.grpc_options import CHANNEL_OPTIONS
@@ -78,9 +77,6 @@ class GrpcServer:
         if hello is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
             return
-        if hello.version != __version__:
-            # All roles come in one wheel: a difference is a half-done upgrade, which an operator should see.
-            log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         transport = _GrpcTransport()
         session = transport.session = self._attach(transport, hello)
         self._transports.add(transport)

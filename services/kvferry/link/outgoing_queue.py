@@ -70,7 +70,9 @@ class OutgoingQueue:
     def add_output(self, number: int, output: EngineOutput) -> None:
         step = self._open_step()
         codec.append_output(step.message.step, number, output)
-        self._grow(step, codec.approximate_bytes(output))
+        size_bytes = codec.approximate_bytes(output)
+        step.size_bytes += size_bytes
+        self.pending_bytes += size_bytes
 
     def add_failure(self, number: int, error: KvferryError) -> None:
         step = self._open_step()
@@ -123,7 +125,7 @@ class OutgoingQueue:
         self._is_closing = True
 
     def _open_step(self) -> _Pending:
-        if not self.ends_with_step:
+        if not self._pending or not self._pending[-1].message.HasField("step"):
             message = pb.Upward()
             message.step.SetInParent()
             self._pending.append(_Pending(message))
