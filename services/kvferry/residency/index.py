@@ -13,7 +13,7 @@ from typing import NamedTuple
 # and with millions of pages the dictionary stops the gateway for 150 ms whenever it grows. Sets grow one holder at a
 # time, are dropped whole, and are compared at the speed of C.
 #
-# A page takes 83 to 116 bytes with each of its holders. Python's collector visits every key in a full collection, 55 ms
+# A page takes 75 to 145 bytes with each of its holders. Python's collector visits every key in a full collection, 55 ms
 # for a million keys: a process with a large index should make these rare (`gc.freeze`, a high third threshold).
 
 # Depths that are tried before bisecting: the length of a system prompt, of a document and of the whole prompt.
