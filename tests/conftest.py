@@ -61,8 +61,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        starts_engines = any(item.get_closest_marker(name) is not None for name in ("model", "cluster"))
-        if starts_engines and _scope_of(item.nodeid) == item.nodeid:
+        scope = _scope_of(item.nodeid)
+        if item.get_closest_marker("model") is not None and scope != "engines":
+            raise pytest.UsageError(f"{item.nodeid} starts real engines: add it to _ENGINE_TESTS of tests/conftest.py")
+        if item.get_closest_marker("cluster") is not None and scope == item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} starts engines or Ray: add its file to tests/conftest.py")
 
 

@@ -29,7 +29,7 @@ class PeerProcess:
             self.pidfd = os.pidfd_open(self.pid)
 
     def __repr__(self) -> str:
-        return f"<Peer {self.pid} of uid {self.uid}>"
+        return f"<PeerProcess {self.pid} of uid {self.uid}>"
 
     def close(self) -> None:
         """Idempotent."""
