@@ -55,7 +55,7 @@ chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clie
 bench-residency: $(STAMP) ## Time route keys, the residency index and placement
 	@$(BIN)/python -m bench.residency $(ARGS)
 
-check: $(STAMP) ## Lint, format, types, import contract, generated code and pages
+check: $(STAMP) ## Lint, format, types, import contract, generated code and pages, unused code, structure
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy

@@ -23,6 +23,7 @@ import json
 import logging
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+import kvferry
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "services" / "kvferry"
@@ -74,6 +77,7 @@ class Sizes:
     num_functions: int = 0
     code_lines: int = 0
     docstring_words: int = 0
+    comment_words: int = 0
     functions: list[tuple[int, str]] = field(default_factory=list)
     classes: list[tuple[int, str]] = field(default_factory=list)
 
@@ -101,6 +105,10 @@ def measure(package: Path) -> Sizes:
             else:
                 sizes.num_functions += 1
                 sizes.functions.append(entry)
+        with file.open("rb") as source:
+            for token in tokenize.tokenize(source.readline):
+                if token.type == tokenize.COMMENT:
+                    sizes.comment_words += len(token.string.lstrip("#").split())
         sizes.code_lines += sum(
             bool(line.strip()) and not line.strip().startswith("#") and number not in docstring_lines
             for number, line in enumerate(text.splitlines(), 1)
@@ -223,6 +231,7 @@ def figures(sizes: Sizes, passage: Passage) -> dict[str, Any]:
         "functions_over_60": sum(lines > _LONG_FUNCTION for lines, _ in sizes.functions),
         "largest_class": sizes.classes[0][0],
         "docstring_words_per_100": round(100 * sizes.docstring_words / sizes.code_lines),
+        "comment_words_per_100": round(100 * sizes.comment_words / sizes.code_lines),
         "readme_words": len(re.findall(r"\S+", readme)),
         "files_of_a_request": len(passage.files()),
         "packages_of_a_request": len({name.partition("/")[0] for name in passage.files()}),
@@ -242,6 +251,9 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     sizes = measure(PACKAGE)
+    if Path(kvferry.__file__).parent != PACKAGE:
+        print(f"{sys.executable} imports kvferry from {Path(kvferry.__file__).parent}, not {PACKAGE}", file=sys.stderr)
+        return 2
     passage = asyncio.run(follow_a_request())
     results = figures(sizes, passage)
     console = Console(stderr=True)
