@@ -249,7 +249,7 @@ PREFILL_FALLBACKS = Metric(
     "requests",
     Exporter.GATEWAY,
     "Failed attempts to have a prefill worker compute a prompt, by cause.",
-    (Label("cause", "what the prefill worker did instead", FALLBACK_CAUSES),),
+    (Label("cause", "why the attempt failed", FALLBACK_CAUSES),),
 )
 CONTINUED_REQUESTS = Metric(
     "kvferry_continued_requests_total",
@@ -281,7 +281,7 @@ def _worker_seen(name: str, kind: Kind, unit: str, text: str, *labels: Label) ->
     return Metric(f"kvferry_worker_{name}", kind, unit, Exporter.GATEWAY, text, (*_OF_WORKER, *labels))
 
 
-WORKER_CONNECTED = _worker_seen("connected", Kind.GAUGE, "1", "1 while this gateway's stream to the worker lives.")
+WORKER_CONNECTED = _worker_seen("connected", Kind.GAUGE, "1", "1 while this gateway's link to the worker is up.")
 WORKER_RUNNING = _worker_seen("requests_running", Kind.GAUGE, "requests", "Requests that its engine computes now.")
 WORKER_WAITING = _worker_seen("requests_waiting", Kind.GAUGE, "requests", "Requests that its engine has queued.")
 WORKER_PAGES_USED = _worker_seen("kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")

@@ -28,7 +28,7 @@ if _version_not_supported:
 
 class KeeperStub:
     """A keeper serves the volumes of one node. Gateways follow what they hold, by route key; keepers of other nodes fetch
-    pages, by their full keys. Engines speak to it on a Unix socket instead (keeper/messages.py).
+    chunks, by their full keys. Engines speak to it on a Unix socket instead (keeper/messages.py).
     """
 
     def __init__(self, channel):
@@ -61,7 +61,7 @@ class KeeperStub:
 
 class KeeperServicer:
     """A keeper serves the volumes of one node. Gateways follow what they hold, by route key; keepers of other nodes fetch
-    pages, by their full keys. Engines speak to it on a Unix socket instead (keeper/messages.py).
+    chunks, by their full keys. Engines speak to it on a Unix socket instead (keeper/messages.py).
     """
 
     def Follow(self, request, context):
@@ -74,7 +74,7 @@ class KeeperServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Reads pages, verified, into memory that the caller may read through NIXL until it releases them.
+        """Reads chunks, verified, into memory that the caller may read through NIXL until it releases them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +126,7 @@ def add_KeeperServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Keeper:
     """A keeper serves the volumes of one node. Gateways follow what they hold, by route key; keepers of other nodes fetch
-    pages, by their full keys. Engines speak to it on a Unix socket instead (keeper/messages.py).
+    chunks, by their full keys. Engines speak to it on a Unix socket instead (keeper/messages.py).
     """
 
     @staticmethod
