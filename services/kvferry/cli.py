@@ -281,7 +281,7 @@ def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
     keyring = None if keys is None else load_keyring(keys)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
-        task = bar.add_task("pages", total=checking.count_files(path))
+        task = bar.add_task("chunks", total=checking.count_files(path))
         report = checking.verify_volume(path, keyring=keyring, mend=mend, advance=lambda: bar.advance(task))
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
@@ -340,7 +340,7 @@ def du(path: Path, as_json: bool) -> None:
         named = {digest.hex(): json.loads(layout.to_json()) for digest, layout in layouts.items()}
         click.echo(json.dumps({"uses": rows, "layouts": named, "quarantined_bytes": quarantined_bytes}, indent=2))
         return
-    table = _plain_table(("tenant.epoch", "model", "dtype", "layout", "writer"), ("pages", "bytes"))
+    table = _plain_table(("tenant.epoch", "model", "dtype", "layout", "writer"), ("chunks", "bytes"))
     for use in uses:
         layout = layouts.get(use.layout)
         model, dtype = (layout.model, layout.kv_cache_dtype) if layout is not None else ("?", "?")
@@ -375,7 +375,7 @@ def _print_report(report: Report) -> None:
             table.add_row(*map(escape, (fault.cause, fault.path, fault.mended_to or "")), _bytes(fault.num_bytes))
         _print_wide(table, width=400)
         click.echo()
-    said = f"{report.num_chunks} pages, {_bytes(report.num_bytes)}: "
+    said = f"{report.num_chunks} chunks, {_bytes(report.num_bytes)}: "
     said += ", ".join(f"{count} {cause}" for cause, count in report.by_cause.items()) or "all whole"
     if report.num_unchecked:
         said += f"; {report.num_unchecked} sealed ones by their headers only (--keys)"

@@ -241,8 +241,8 @@ class TierConfig(_Section):
     socket_dir: Path | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
     host: str = "127.0.0.1"  # where keepers answer gateways and each other; auto: this node's address
     io_threads: int = Field(4, ge=1, le=64)
-    io_timeout_s: float = Field(10.0, gt=0)  # for one page
-    queue_mib: int = Field(512, ge=1)  # pages that wait to be written; beyond it they are skipped
+    io_timeout_s: float = Field(10.0, gt=0)  # for an operation on a chunk, and for a request's wait for its tiers
+    queue_mib: int = Field(512, ge=1)  # chunks that wait to be written, of all volumes; beyond it they are skipped
     breaker_failures: int = Field(3, ge=1)  # in a row, until a volume is left alone
     breaker_retry_s: float = Field(5.0, gt=0)
     encryption_keys_file: Path | None = None
@@ -287,8 +287,8 @@ class TracingConfig(_Section):
     # OTLP over gRPC: host:port, or http://host:port or https://host:port. Empty: no traces.
     endpoint: str = Field("", pattern=r"^((https?://)?[^/\s:]+:[0-9]{1,5}|(https?://)?\[[0-9A-Fa-f:.]+\]:[0-9]{1,5})?$")
     sample_ratio: float = Field(1.0, ge=0, le=1)  # of requests whose client did not decide
-    prompts: bool = False  # put what clients ask and what they are answered into spans
-    ca_file: Path | None = None  # who signed the collector's certificate; empty, with https: who the system trusts
+    prompts: bool = False  # record prompts and answers in spans
+    ca_file: Path | None = None  # CA of the collector's certificate; empty, with https: the system's CAs
 
     @property
     def uses_tls(self) -> bool:
@@ -303,7 +303,7 @@ class TracingConfig(_Section):
         return self
 
 
-# What listens, by the key that says where.
+# Listeners, named by the key of their address.
 Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host", "metrics.host"]
 
 

@@ -31,7 +31,7 @@ class Exposition:
     """
 
     def __init__(self, exporter: Exporter, identity: Mapping[str, str] | None = None) -> None:
-        # They would be further metrics in the text format.
+        # `_created` series would be metrics outside the catalogue.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.exporter = exporter
         self._identity = dict(identity or {})

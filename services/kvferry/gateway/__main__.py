@@ -33,9 +33,9 @@ async def serve(config: ClusterConfig, model_folder: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     starting = asyncio.create_task(host.start())
-    told = asyncio.create_task(stopping.wait())
+    stop_requested = asyncio.create_task(stopping.wait())
     try:
-        await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((starting, stop_requested), return_when=asyncio.FIRST_COMPLETED)
         if stopping.is_set():
             return
         await starting
@@ -47,9 +47,9 @@ async def serve(config: ClusterConfig, model_folder: str) -> None:
         log.info("%s drains", host.gateway_id)
         await host.drain()
     finally:
-        told.cancel()
+        stop_requested.cancel()
         starting.cancel()
-        await asyncio.gather(starting, told, return_exceptions=True)
+        await asyncio.gather(starting, stop_requested, return_exceptions=True)
         await host.stop()
 
 

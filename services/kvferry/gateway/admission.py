@@ -83,7 +83,7 @@ class Admission:
             if counted.trace is not None:
                 counted.trace.end(counted.status)
 
-    def require_capacity(self, *, can_render: bool) -> None:
+    def require_admission(self, *, can_render: bool) -> None:
         """Raises NotReady or Overloaded for the request that has just begun."""
         if not can_render or self.draining:
             raise NotReady(

@@ -167,7 +167,7 @@ class HttpApp:
             try:
                 _allow(scope["method"], "POST")
                 tenant = self._identify(scope)
-                self._admission.require_capacity(can_render=self.openai is not None)
+                self._admission.require_admission(can_render=self.openai is not None)
                 exchange = exchange_of(scope)
                 raw = await self._read_body(scope, exchange, receive)
                 debug = _read_debug(scope["headers"])

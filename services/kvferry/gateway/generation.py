@@ -1,4 +1,4 @@
-"""An answer below any protocol: its choices are dispatched together, counted and settled."""
+"""An answer, independent of HTTP and gRPC: dispatches its choices, counts tokens and records the end."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 REQUEST_ID = "x-request-id"
-# Calls that reach workers; others are over before anybody would look.
+# Only calls that reach workers are traced.
 _TRACED = frozenset({"grpc_generate", "grpc_generate_stream"})
 DEBUG = "x-kvferry-debug"
 
@@ -74,7 +74,7 @@ class GrpcEndpoint:
         assert config.grpc_port is not None
         server = grpc.aio.server(options=_options(config))
         methods: dict[str, Any] = {
-            # Messages as bytes: who asks is known before what they sent is read.
+            # No deserializer: a client is identified before its message is parsed.
             "Generate": grpc.unary_unary_rpc_method_handler(
                 self._serve_generate, response_serializer=pb.GenerateResponse.SerializeToString
             ),
@@ -174,7 +174,7 @@ class GrpcEndpoint:
             try:
                 tenant = self._identify(context)
                 inference = self.inference
-                self._admission.require_capacity(can_render=inference is not None)
+                self._admission.require_admission(can_render=inference is not None)
                 assert inference is not None
                 if len(raw) > self._config.max_body_bytes:
                     raise BodyTooLarge(
@@ -301,7 +301,7 @@ async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> No
     try:
         while True:
             await chunks.wait()
-            # In this order: what comes last comes before the end.
+            # Read before the chunks are popped: the last one is added before the task ends.
             is_over = generating.done()
             for chunk in chunks.pop_all():
                 await context.write(chunk)
@@ -309,7 +309,7 @@ async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> No
                 break
         generating.result()
     except grpc.aio.BaseError:
-        # A write that failed: the client is gone, and gRPC was not the first to say so.
+        # The write failed because the client left, and gRPC has not cancelled this call yet.
         raise asyncio.CancelledError from None
     finally:
         generating.cancel()
@@ -337,7 +337,7 @@ def _options(config: GatewayConfig) -> tuple[tuple[str, int], ...]:
     return (
         # Up to this, a message that is too large is refused by name; beyond it, by gRPC.
         ("grpc.max_receive_message_length", 2 * config.max_body_bytes),
-        # As HTTP's: several gateways of one node share the port, and so do one that comes and one that goes.
+        # As on the HTTP port: gateways of one node share it, also an old one and its successor.
         ("grpc.so_reuseport", int(config.grpc_port != 0)),
         # A client that vanished is found within a minute, and its requests end.
         ("grpc.keepalive_time_ms", 30_000),

@@ -57,7 +57,7 @@ class OpenAI:
         if rendered.parse is not None:
             fmt = NamedCallFormat if isinstance(body.tool_choice, NamedTool) else ParsedChatFormat
             if body.include_reasoning is False and num_top is not None:
-                # They would spell the reasoning out.
+                # Log-probabilities would reveal the reasoning's tokens.
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
         answer = self._answer(body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, debug=debug, trace=trace)

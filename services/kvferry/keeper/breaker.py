@@ -29,7 +29,7 @@ class Breaker:
     def is_closed(self) -> bool:
         return self.state is BreakerState.CLOSED
 
-    def is_ripe(self, now_s: float) -> bool:
+    def is_retry_due(self, now_s: float) -> bool:
         return self.state is BreakerState.OPEN and now_s >= self._retry_at_s
 
     def begin_trial(self) -> None:
@@ -59,39 +59,3 @@ class Breaker:
         self.state = BreakerState.OPEN
         self._retry_at_s = now_s + self._retry_s
         return was_closed
-
-
-class WriteBudget:
-    """Bytes per day, as a token bucket of an hour's share.
-
-    A time span allows its share, an hour's share and one chunk.
-    """
-
-    DAY_S = 86_400.0
-    BURST_S = 3_600.0
-
-    def __init__(self, bytes_per_day: float | None, now_s: float) -> None:
-        """None: no limit."""
-        self._bytes_per_s = None if bytes_per_day is None else bytes_per_day / self.DAY_S
-        self._level = 0.0 if self._bytes_per_s is None else self._bytes_per_s * self.BURST_S
-        self._at_s = now_s
-
-    def __repr__(self) -> str:
-        return "<WriteBudget without limit>" if self._bytes_per_s is None else f"<WriteBudget {self._level:.0f} bytes>"
-
-    def allows(self, now_s: float) -> bool:
-        """One chunk may overdraw it: it might never fit into a small bucket."""
-        if self._bytes_per_s is None:
-            return True
-        self._level = min(
-            self._level + (now_s - self._at_s) * self._bytes_per_s, max(self._level, self._bytes_per_s * self.BURST_S)
-        )
-        self._at_s = now_s
-        return self._level > 0
-
-    def spend(self, num_bytes: int) -> None:
-        if self._bytes_per_s is not None:
-            self._level -= num_bytes
-
-    def refund(self, num_bytes: int) -> None:
-        self.spend(-num_bytes)

@@ -157,7 +157,7 @@ class KeeperClient:
 
     def finished(self) -> list[JobDone]:
         """Return each ended job exactly once."""
-        return self._jobs.drain_done()
+        return self._jobs.pop_done()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """False after `timeout_s`."""

@@ -145,7 +145,7 @@ class ClientJobs:
             self._num_waiting_touches -= 1
             return waiting
 
-    def drain_done(self) -> list[JobDone]:
+    def pop_done(self) -> list[JobDone]:
         if not self._done:
             return []
         with self._lock:

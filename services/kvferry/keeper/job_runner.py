@@ -77,7 +77,7 @@ class JobRunner:
                     continue
             if volume is None:
                 self._jobs.end_chunk(job, i, Outcome.MISSING)
-            elif not volume.is_visible:
+            elif not volume.is_readable:
                 self._jobs.end_chunk(job, i, Cause.UNAVAILABLE)
             else:
                 self._read(job, i, volume, layout.digest, ChunkId(key, 0, namespace), row)

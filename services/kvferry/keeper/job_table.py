@@ -45,7 +45,7 @@ class JobCounts:
 class JobTable:
     """Answers an engine when the last chunk of its job has ended.
 
-    A row reused earlier could be stored wrongly under a right checksum.
+    If the engine reused a row before that, the new bytes could be stored under the old key.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

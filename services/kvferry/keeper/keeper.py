@@ -162,7 +162,12 @@ class Keeper:
         self._lock_fd = lock_fd
         for volume, volume_config in zip(self._volumes, self._config.volumes, strict=True):
             volume_io = VolumeIo(
-                volume, self._config, volume_config, loop, on_visible=self._on_visible, clock=self._clock
+                volume,
+                self._config,
+                volume_config,
+                loop,
+                on_readable_changed=self._on_readable_changed,
+                clock=self._clock,
             )
             feed = self._volume_feeds[volume.volume_id] = VolumeFeed(volume_io.state)
             self._volume_set.add(volume_io)
@@ -232,7 +237,7 @@ class Keeper:
     ) -> asyncio.Future[str]:
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         volume = self._volume_set.get(volume_id)
-        if volume is None or not volume.is_visible or self._is_stopping:
+        if volume is None or not volume.is_readable or self._is_stopping:
             future.set_result(Cause.UNAVAILABLE)
             return future
 
@@ -335,11 +340,11 @@ class Keeper:
     ) -> None:
         self._volume_feeds[volume.volume_id].change(added, removed)
         feed = self._key_feeds.get(layout)
-        if feed is not None and volume.is_visible:
+        if feed is not None and volume.is_readable:
             feed.change(chunk.key for chunk in (*added, *removed))
 
-    def _on_visible(self, volume: VolumeIo) -> None:
-        self._volume_feeds[volume.volume_id].set_visible(volume.is_visible)
+    def _on_readable_changed(self, volume: VolumeIo) -> None:
+        self._volume_feeds[volume.volume_id].set_readable(volume.is_readable)
         for feed in self._key_feeds.values():
             feed.begin_snapshots()
 

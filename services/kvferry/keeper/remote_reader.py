@@ -282,7 +282,7 @@ class _Lender:
 
     def may_be_asked(self, now_s: float) -> bool:
         """Return False while the breaker is open; else the request may be its trial."""
-        if self._breaker.is_ripe(now_s):
+        if self._breaker.is_retry_due(now_s):
             self._breaker.begin_trial()
             return True
         return self._breaker.is_closed

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class SnapshotQueue(Generic[T]):
-    """Over `max_size` waiting changes are replaced by a snapshot.
+    """When waiting changes exceed `max_size`, a snapshot replaces them.
 
     `snapshot` makes its parts when the first is popped.
     """
@@ -43,7 +43,7 @@ class SnapshotQueue(Generic[T]):
 
     def pop(self) -> T | None:
         if self._needs_snapshot:
-            # Before the flag falls: changes that the snapshot's maker flushes are part of the snapshot.
+            # While the flag is up, `put` ignores changes that `snapshot` flushes: the snapshot has them.
             self._parts = iter(self._snapshot())
             self._needs_snapshot = False
         for part in self._parts:

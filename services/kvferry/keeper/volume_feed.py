@@ -35,7 +35,7 @@ class VolumeFeed:
         self._key_to_num_chunks: Counter[int] = Counter()
         self._changed: dict[int, bool] = {}  # key -> whether followers know it
         self._sequence = 0
-        self._is_visible = True
+        self._is_readable = True
         self._flush_timer: asyncio.TimerHandle | None = None
         self._followers: set[_Follower] = set()
 
@@ -69,12 +69,12 @@ class VolumeFeed:
         if self._changed and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
 
-    def set_visible(self, is_visible: bool) -> None:
-        if is_visible == self._is_visible:
+    def set_readable(self, is_readable: bool) -> None:
+        if is_readable == self._is_readable:
             return
         self._flush()
-        self._is_visible = is_visible
-        if is_visible:
+        self._is_readable = is_readable
+        if is_readable:
             for follower in self._followers:
                 follower.begin_snapshot()
         else:
@@ -94,7 +94,7 @@ class VolumeFeed:
         self._followers.add(follower)
         try:
             while True:
-                for update in await follower.drain():
+                for update in await follower.pop_updates():
                     yield update
         finally:
             self._followers.discard(follower)
@@ -115,7 +115,7 @@ class VolumeFeed:
         removed = array(
             "Q", (key for key, was_known in changed.items() if was_known and key not in self._key_to_num_chunks)
         )
-        if self._is_visible and (stored or removed):
+        if self._is_readable and (stored or removed):
             self._send(stored, removed)
 
     def _send(
@@ -134,7 +134,7 @@ class VolumeFeed:
     def _snapshot(self) -> list[SnapshotPart]:
         # Pending changes go out before the snapshot, so that no follower receives them twice.
         self._flush()
-        keys = {Tier.VOLUME: array("Q", self._key_to_num_chunks)} if self._is_visible else {}
+        keys = {Tier.VOLUME: array("Q", self._key_to_num_chunks)} if self._is_readable else {}
         return list(snapshot_parts(self._sequence, keys, MAX_SNAPSHOT_KEYS))
 
 
@@ -156,7 +156,7 @@ class _Follower:
         self._state = state
         self._event.set()
 
-    async def drain(self) -> list[Update]:
+    async def pop_updates(self) -> list[Update]:
         await self._event.wait()
         self._event.clear()
         updates: list[Update] = []

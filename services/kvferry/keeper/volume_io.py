@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from kvferry.config import TierConfig, VolumeConfig
 from kvferry.errors import TierError
-from kvferry.keeper.breaker import Breaker, BreakerState, WriteBudget
+from kvferry.keeper.breaker import Breaker, BreakerState
 from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.io_threads import IoThreads, Kind, Operation
 from kvferry.keeper.read_rate import ReadRate
 from kvferry.keeper.volume_state import VolumeState
+from kvferry.keeper.write_budget import WriteBudget
 from kvferry.store import folder
 from kvferry.store.direct_io import aligned_buffer
 from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
@@ -48,7 +49,7 @@ class VolumeIoStats:
 
 
 class VolumeIo:
-    """Belongs to one event loop. `on_visible` reports chunks becoming loadable, or ceasing to be."""
+    """Belongs to one event loop. `on_readable_changed` reports chunks becoming loadable, or ceasing to be."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class VolumeIo:
         volume_config: VolumeConfig,
         loop: asyncio.AbstractEventLoop,
         *,
-        on_visible: Callable[[VolumeIo], None],
+        on_readable_changed: Callable[[VolumeIo], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.volume = volume
@@ -65,7 +66,7 @@ class VolumeIo:
         self._is_shared = volume_config.shared
         self._timeout_s = config.io_timeout_s
         self._retry_s = config.breaker_retry_s
-        self._on_visible = on_visible
+        self._on_readable_changed = on_readable_changed
         self._clock = clock
         now_s = clock()
         gib_per_day = volume_config.write_gib_per_day
@@ -96,7 +97,7 @@ class VolumeIo:
         )
 
     @property
-    def is_visible(self) -> bool:
+    def is_readable(self) -> bool:
         return self._read_breaker.is_closed
 
     @property
@@ -153,9 +154,9 @@ class VolumeIo:
 
     def accepts_writes(self, now_s: float) -> bool:
         return (
-            self.is_visible
+            self.is_readable
             and now_s >= self._no_space_until_s
-            and (self._write_breaker.is_closed or self._write_breaker.is_ripe(now_s))
+            and (self._write_breaker.is_closed or self._write_breaker.is_retry_due(now_s))
         )
 
     def begin_write(self) -> None:
@@ -170,7 +171,7 @@ class VolumeIo:
 
     def mark_unreadable(self, layout: LayoutDigest, chunk: ChunkId) -> None:
         """Record an I/O error. A successful next read blames, and removes, the chunk."""
-        if self.is_visible:
+        if self.is_readable:
             self._unreadable.append((layout, chunk))
 
     def maintain(self, now_s: float) -> None:
@@ -192,10 +193,10 @@ class VolumeIo:
         self._drop(lambda operation: now_s - operation.queued_s > self._timeout_s, Cause.TIMEOUT)
         # After the drop: operations that waited would make new threads hang as well.
         self._threads.start()
-        if self._read_breaker.is_ripe(now_s):
+        if self._read_breaker.is_retry_due(now_s):
             self._read_breaker.begin_trial()
             self.submit(Operation(Kind.READ, 0, self._probe, _ignore, is_probe=True))
-        if self._is_shared and self.is_visible and now_s >= self._rescan_at_s:
+        if self._is_shared and self.is_readable and now_s >= self._rescan_at_s:
             self._rescan(now_s)
 
     def measure(self) -> None:
@@ -285,7 +286,7 @@ class VolumeIo:
             if breaker.succeeded() and breaker is self._read_breaker:
                 log.warning("volume %s is used again", self.volume_id)
                 self._rescan(now_s)
-                self._on_visible(self)
+                self._on_readable_changed(self)
             if operation.kind is Kind.READ and outcome == Outcome.OK:
                 self._remove_unreadable()
         elif breaker.failed(now_s):
@@ -298,7 +299,7 @@ class VolumeIo:
     def _hide(self) -> None:
         self._unreadable.clear()  # the volume is at fault, not these chunks
         self._drop(lambda operation: operation.kind is not Kind.TASK and not operation.is_probe, Cause.UNAVAILABLE)
-        self._on_visible(self)
+        self._on_readable_changed(self)
 
     # Tasks and probes
 

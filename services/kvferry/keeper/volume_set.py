@@ -39,14 +39,14 @@ class VolumeSet:
         return None
 
     def loadable_keys(self, layout: LayoutDigest) -> list[ChunkKey]:
-        return [chunk.key for volume in self if volume.is_visible for chunk in volume.volume.keys(layout)]
+        return [chunk.key for volume in self if volume.is_readable for chunk in volume.volume.keys(layout)]
 
     def is_loadable(self, layout: LayoutDigest, key: ChunkKey) -> bool:
-        return any(volume.is_visible and volume.volume.contains(layout, key) for volume in self)
+        return any(volume.is_readable and volume.volume.contains(layout, key) for volume in self)
 
     def with_chunk(self, layout: LayoutDigest, key: ChunkKey) -> VolumeIo | None:
         """The shortest queue wins."""
-        holders = [volume for volume in self if volume.is_visible and volume.volume.contains(layout, key)]
+        holders = [volume for volume in self if volume.is_readable and volume.volume.contains(layout, key)]
         return min(holders, key=lambda volume: volume.queued_bytes, default=None)
 
     def for_new_chunk(self, num_bytes: int) -> VolumeIo | Cause | Outcome:

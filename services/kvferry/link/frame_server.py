@@ -133,11 +133,11 @@ class _FrameTransport(asyncio.Protocol):
 
     # Methods of SessionTransport
 
-    def ready(self) -> None:
+    def messages_pending(self) -> None:
         transport, session = self._transport, self._session
         if transport is None or session is None or transport.is_closing() or self._finishing:
             return
-        if payloads := session.drain():
+        if payloads := session.pop_messages():
             transport.write(encode_frames(payloads))
 
     def abort(self) -> None:
@@ -174,7 +174,7 @@ class _FrameTransport(asyncio.Protocol):
         # Only now: a peer with another protocol learns nothing of this server.
         self._transport.write(PREAMBLE)
         self._session = self._server.attach(self, message.hello)
-        self.ready()
+        self.messages_pending()
 
     def _refuse(self, reason: str) -> None:
         log.warning("the connection from %s ends: %s", self._peer, reason)

@@ -34,8 +34,8 @@ IDLE_STATS_DELAY_S = 0.07
 
 
 class SessionTransport(Protocol):
-    def ready(self) -> None:
-        """Messages may wait: `GatewaySession.drain` them now or when they can be sent."""
+    def messages_pending(self) -> None:
+        """Call `GatewaySession.pop_messages` now, or when messages can be sent."""
         ...
 
     def abort(self) -> None: ...
@@ -65,11 +65,13 @@ class SessionHost(Protocol):
 
     def welcome(self) -> pb.Welcome: ...
     def stats(self) -> pb.Load: ...
-    def accept(self) -> KvferryError | None:
+    def refusal(self) -> KvferryError | None:
         """Return why no new request can be accepted now, or None."""
         ...
 
-    def settle(self) -> None: ...
+    def requests_changed(self) -> None:
+        """Count requests anew: one began or ended."""
+        ...
 
     def note_output(self) -> None:
         """The engine gave an output: it does not hang."""
@@ -136,7 +138,7 @@ class GatewaySession:
             case "ack":
                 self._outgoing.restore_credit(message.ack.num_messages, message.ack.num_bytes)
                 if self._outgoing or self._stats_now:
-                    self._transport.ready()
+                    self._transport.messages_pending()
             case "submit":
                 self._submit(message.submit)
             case "cancel":
@@ -151,7 +153,7 @@ class GatewaySession:
 
     def _submit(self, message: pb.Submit) -> None:
         number = message.number
-        refusal = self._worker.accept()
+        refusal = self._worker.refusal()
         if refusal is None and number in self.tasks:
             raise ValueError(f"request number {number} is in use")
         if refusal is None:
@@ -166,7 +168,7 @@ class GatewaySession:
             self._end(number, refusal)
             return
         self.tasks[number] = self._loop.create_task(self._run(number, request))
-        self._worker.settle()
+        self._worker.requests_changed()
         self._note_stats()
 
     def _cancel(self, number: int) -> None:
@@ -217,7 +219,7 @@ class GatewaySession:
         finally:
             self.tasks.pop(number, None)
             self._failed_numbers.discard(number)
-            self._worker.settle()
+            self._worker.requests_changed()
 
     def _add(self, number: int, output: EngineOutput) -> None:
         self._worker.note_output()
@@ -285,9 +287,9 @@ class GatewaySession:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self._transport.ready()
+        self._transport.messages_pending()
 
-    def drain(self) -> list[bytes]:
+    def pop_messages(self) -> list[bytes]:
         """Remove and return serialized Upward messages, to be sent in order. Empty without credit."""
         outgoing = self._outgoing
         if self._ended or not outgoing.may_send:
@@ -299,15 +301,15 @@ class GatewaySession:
             self._stats_sent_s = now_s
         elif outgoing:
             self._note_stats()
-        payloads = outgoing.drain()
+        payloads = outgoing.pop_messages()
         if payloads:
             self._sent_s = now_s
         return payloads
 
     def close(self) -> None:
-        """Send only pending messages. The transport ends the link when `drain` is empty."""
+        """Send only pending messages. The transport ends the link when `pop_messages` is empty."""
         self._outgoing.close()
-        self._transport.ready()
+        self._transport.messages_pending()
 
     def end(self) -> None:
         """The link is gone: nothing is sent or received any more. Idempotent."""

@@ -84,7 +84,7 @@ class GrpcServer:
         try:
             while not transport.gone:
                 transport.event.clear()
-                payloads = session.drain()
+                payloads = session.pop_messages()
                 for payload in payloads:
                     await context.write(payload)
                 # Messages may have been queued while these were written.
@@ -109,7 +109,7 @@ class _GrpcTransport:
         self.fault = ""  # why the gateway's messages are invalid
         self.session: GatewaySession | None = None
 
-    def ready(self) -> None:
+    def messages_pending(self) -> None:
         self.event.set()
 
     def abort(self) -> None:

@@ -104,7 +104,7 @@ class OutgoingQueue:
             self._pending = others
             self.pending_bytes = sum(pending.size_bytes for pending in others)
 
-    def drain(self) -> list[bytes]:
+    def pop_messages(self) -> list[bytes]:
         payloads: list[bytes] = []
         pending, credit = self._pending, self._credit
         while pending and (credit.is_left or self._is_closing):

@@ -127,7 +127,7 @@ def end_all(
             pids = ", ".join(str(process.pid) for process in found)
             raise ProcessesRemain(f"processes {pids} do not end although they were killed")
         before_signal(found)
-        # Whoever was asked once is not asked again: it may be half way through its own end.
+        # A process gets SIGTERM once: it may be half way through its own end.
         for process in found:
             if now >= kill_from:
                 process.send(signal.SIGKILL)

@@ -109,7 +109,7 @@ class ResidencyIndex:
     def set_blocks_per_chunk(self, volume: str, blocks_per_chunk: int) -> None:
         """Set the engine pages per chunk of a volume, initially 1. Raises ValueError below 1."""
         if blocks_per_chunk < 1:
-            raise ValueError(f"a page that stands for {blocks_per_chunk} pages")
+            raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}; at least 1 is allowed")
         if blocks_per_chunk == 1:
             self._blocks_per_chunk.pop(volume, None)
         else:

@@ -34,7 +34,7 @@ class _Note(NamedTuple):
 
 @dataclass(slots=True)
 class _Notes:
-    """Notes of one request; None where settled."""
+    """Notes of one request; None once its pages are computed or have arrived."""
 
     computing: _Note | None
     arriving: _Note | None  # None too when the decode worker computes the prompt

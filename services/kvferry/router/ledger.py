@@ -83,7 +83,7 @@ class Ledger:
             account = self._accounts[member_id] = WorkerAccount(member_id)
         return account
 
-    def drain_changed(self) -> set[MemberId]:
+    def pop_changed(self) -> set[MemberId]:
         """Return the workers whose accounts changed since the last call."""
         changed, self._changed = self._changed, set()
         return changed

@@ -250,7 +250,7 @@ class Pricer:
         return len(self._groups)
 
     def find(self, request: PlacementRequest, volumes: Mapping[str, VolumeCosts]) -> PrefixPages:
-        for member_id in self._ledger.drain_changed():
+        for member_id in self._ledger.pop_changed():
             self.prefill.invalidate(member_id)
             self.decode.invalidate(member_id)
         return PrefixPages(request, self._index.find(request.keys), volumes, self._cost_defaults)

@@ -46,7 +46,7 @@ class WorkerPool:
         self._worker = worker
         self._links: dict[MemberId, WorkerLink] = {}
         self._candidates: dict[MemberId, Candidate] = {}
-        self._gone: set[MemberId] = set()  # left the registry, stream still alive
+        self._gone: set[MemberId] = set()  # left the registry, link still up
         self._changed = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
         self._sweeping: asyncio.Task[None] | None = None

@@ -188,7 +188,7 @@ class ChunkIndex:
             return False
 
     def finish_eviction(self, reservation: Reservation, left: list[File]) -> None:
-        """Record all files as gone, those `left` as abandoned."""
+        """Record the reservation's files as removed, except those in `left`, which become abandoned."""
         with self._lock:
             for entry in reservation.evicted:
                 # The key that is being written stays claimed.

@@ -53,7 +53,7 @@ class Volume:
     """After `open`, methods are thread-safe; `read` and `write` block on I/O.
 
     `capacity_bytes` always bounds this writer's files. `on_change(layout, added, removed)` is called in order, by one
-    thread at a time, without a lock. Set before `keys`, it misses nothing but may repeat chunks.
+    thread at a time, without a lock. Set it before calling `keys`: then no change is missed, and some may come twice.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Volume:
             raise ValueError(f"a payload of {len(payload)} bytes; chunks of this layout have {num_bytes}")
 
     def _notify(self) -> None:
-        """A thread that is delivering covers these changes."""
+        """Deliver recorded changes. If another thread is delivering, it delivers these too."""
         while (change := self._index.changes.next()) is not None:
             try:
                 self.on_change(*change)

@@ -127,7 +127,7 @@ class WorkerHost:
 
     async def drain(self) -> bool:
         """True when all requests finished in time."""
-        # First, because streams notify gateways at once and the registry may be slow.
+        # First, because links notify gateways at once and the registry may be slow.
         self.server.refuse_new()
         if self._registration is not None:
             await self._registration.revoke()

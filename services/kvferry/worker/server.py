@@ -147,7 +147,7 @@ class WorkerServer:
                 await session.abort_all()
             finally:
                 self._sessions.discard(session)
-                self.settle()
+                self.requests_changed()
 
         session.end()
         return self._ending.spawn(end())
@@ -169,7 +169,7 @@ class WorkerServer:
     def stats(self) -> pb.Load:
         return codec.stats_to_wire(self._engine_stats(), draining=self.draining)
 
-    def accept(self) -> KvferryError | None:
+    def refusal(self) -> KvferryError | None:
         if self.draining:
             return WorkerDraining(f"worker {self._worker_id} is draining")
         if self.num_requests >= self._max_requests:
@@ -179,7 +179,7 @@ class WorkerServer:
             )
         return None
 
-    def settle(self) -> None:
+    def requests_changed(self) -> None:
         num_requests = self.num_requests
         now_s = asyncio.get_running_loop().time()
         for _ in range(self._num_requests_before - num_requests):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.keeper.breaker import Breaker, BreakerState, WriteBudget
+from kvferry.keeper.breaker import Breaker, BreakerState
+from kvferry.keeper.write_budget import WriteBudget
 
 
 def test_it_opens_after_failures_in_a_row() -> None:
@@ -25,15 +26,15 @@ def test_it_opens_after_failures_in_a_row() -> None:
 def test_one_trial_decides() -> None:
     breaker = Breaker(3, 5.0)
     assert breaker.trip(10)
-    assert not breaker.is_ripe(14.9)
-    assert breaker.is_ripe(15)
+    assert not breaker.is_retry_due(14.9)
+    assert breaker.is_retry_due(15)
     breaker.begin_trial()
-    assert not breaker.is_ripe(15)
+    assert not breaker.is_retry_due(15)
     assert not breaker.is_closed
     assert not breaker.failed(16), "it was not closed"
     assert breaker.state is BreakerState.OPEN
-    assert not breaker.is_ripe(20.9)
-    assert breaker.is_ripe(21)
+    assert not breaker.is_retry_due(20.9)
+    assert breaker.is_retry_due(21)
     breaker.begin_trial()
     assert breaker.succeeded()
     assert breaker.is_closed

@@ -204,7 +204,7 @@ def test_a_closed_client_takes_no_job_again() -> None:
     jobs.open()  # by the thread, which has not seen the end yet
     store = messages.Store(7, TENANT.tenant, TENANT.epoch, key_of(1), [0], [0])
     assert not jobs.submit(ClientJob(7, [key_of(1)], store, 64, 0.0))
-    assert [(done.job, done.failed) for done in jobs.drain_done()] == [(7, {key_of(1): AWAY})]
+    assert [(done.job, done.failed) for done in jobs.pop_done()] == [(7, {key_of(1): AWAY})]
 
 
 def test_an_empty_job_ends(tmp_path: Path, rows: Rows) -> None:

@@ -85,13 +85,13 @@ async def test_a_volume_that_is_left_alone_holds_nothing() -> None:
     feed.load([chunk(1), chunk(2)])
     gateway = Gateway(feed)
     await until(lambda: gateway.keys == {1, 2})
-    feed.set_visible(False)
-    feed.set_visible(False)
+    feed.set_readable(False)
+    feed.set_readable(False)
     await until(lambda: not gateway.keys)
     feed.change([chunk(3)], [chunk(1)])
     late = Gateway(feed)
     await until(lambda: late.num_parts == 1)
-    feed.set_visible(True)
+    feed.set_readable(True)
     await until(lambda: gateway.keys == late.keys == {2, 3})
     assert gateway.follower.num_gaps == late.follower.num_gaps == 0
     await gateway.leave()
@@ -105,7 +105,7 @@ async def test_followers_agree_with_the_chunks_whatever_happens(monkeypatch: pyt
     rng = random.Random(5)
     feed = VolumeFeed(lambda: None)  # type: ignore[arg-type, return-value]
     held: Counter[int] = Counter()
-    is_visible = True
+    is_readable = True
     gateways: list[Gateway] = []
     for step in range(3000):
         i = rng.randrange(40)
@@ -116,14 +116,14 @@ async def test_followers_agree_with_the_chunks_whatever_happens(monkeypatch: pyt
             held[i] += 1
             feed.change([chunk(i + 1)], [])
         if rng.random() < 0.01:
-            is_visible = not is_visible
-            feed.set_visible(is_visible)
+            is_readable = not is_readable
+            feed.set_readable(is_readable)
         if rng.random() < 0.01 and len(gateways) < 5:
             gateways.append(Gateway(feed))
         if rng.random() < 0.3:
             await asyncio.sleep(0)
         if step % 500 == 499:
-            expected = {i + 1 for i, count in held.items() if count} if is_visible else set()
+            expected = {i + 1 for i, count in held.items() if count} if is_readable else set()
             await until(lambda expected=expected: all(gateway.keys == expected for gateway in gateways))
     assert gateways
     assert all(gateway.follower.num_gaps == 0 for gateway in gateways)

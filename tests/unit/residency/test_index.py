@@ -92,7 +92,7 @@ def test_a_page_of_a_volume_may_stand_for_several(num_pages: int, num_held: int,
 
 
 def test_blocks_per_chunk_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="stands for 0 pages"):
+    with pytest.raises(ValueError, match="blocks_per_chunk is 0"):
         ResidencyIndex().set_blocks_per_chunk("v", 0)
 
 

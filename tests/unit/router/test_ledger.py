@@ -51,12 +51,12 @@ def test_the_queue_is_what_is_left_of_the_first_prompt_and_all_others() -> None:
 def test_changes_are_reported_once() -> None:
     ledger = Ledger()
     ledger.begin(A, P, D, 1, 0.0)
-    assert ledger.drain_changed() == {P, D}
-    assert ledger.drain_changed() == set()
+    assert ledger.pop_changed() == {P, D}
+    assert ledger.pop_changed() == set()
     ledger.prefilled(A, 1.0)
-    assert ledger.drain_changed() == {P, D}
+    assert ledger.pop_changed() == {P, D}
     ledger.end(A, 2.0)
-    assert ledger.drain_changed() == {D}
+    assert ledger.pop_changed() == {D}
 
 
 def test_check_names_what_is_broken() -> None:

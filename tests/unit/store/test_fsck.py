@@ -143,7 +143,7 @@ def test_what_is_no_volume_is_said(tmp_path: Path) -> None:
 def test_fsck_exits_with_0_1_or_2(tmp_path: Path) -> None:
     path = made(tmp_path / "v")
     clean = run("fsck", path)
-    assert (clean.exit_code, clean.output) == (0, "9 pages, 132.0 KiB: all whole\n")
+    assert (clean.exit_code, clean.output) == (0, "9 chunks, 132.0 KiB: all whole\n")
     causes = spoiled(path)
     bad = run("fsck", path)
     assert bad.exit_code == 1
