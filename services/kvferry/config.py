@@ -161,8 +161,11 @@ class GatewayConfig(_Section):
     grpc_port: int | None = Field(9000, ge=0, le=65535)  # 0: any that is free; empty: no gRPC
     keys_file: Path | None = None  # API keys, hashed (`kvferry key new`); read again when it changes
     tls: ServerTlsConfig = ServerTlsConfig()  # of HTTP and gRPC; files may be replaced while it serves
-    max_body_bytes: int = Field(8 << 20, ge=1024)
+    # At most a fifth of what a message to a worker may have: a byte of text may become a token id, which takes five.
+    max_body_bytes: int = Field(8 << 20, ge=1024, le=12 << 20)
     max_requests: int = Field(1024, ge=1)  # in flight at once; more get 429
+    max_connections: int = Field(8192, ge=1)  # of HTTP clients; the process's limit of open files is raised for them
+    max_connections_per_peer: int = Field(0, ge=0)  # of one address; 0: no limit, as behind a load balancer
     max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more unread is cut
     request_timeout_s: float = Field(600, gt=0)
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself

@@ -10,6 +10,9 @@
     │   ├── PermissionDenied         403  PERMISSION_DENIED
     │   ├── BodyTooLarge             413  INVALID_ARGUMENT
     │   ├── BodyTimeout              408  DEADLINE_EXCEEDED
+    │   ├── HeadersTimeout           408  DEADLINE_EXCEEDED
+    │   ├── HeadersTooLarge          431  INVALID_ARGUMENT
+    │   ├── UrlTooLong               414  INVALID_ARGUMENT
     │   ├── ModelNotFound            404  NOT_FOUND
     │   ├── RouteNotFound            404  UNIMPLEMENTED
     │   └── MethodNotAllowed         405  UNIMPLEMENTED
@@ -25,32 +28,43 @@
     │   └── UnsupportedEngine
     └── TierError                    500  INTERNAL
 
-Messages appear in error bodies: they say what was wrong and what is allowed, never a traceback.
+Messages appear in error bodies: they say what was wrong and what is allowed, never a traceback. A message that repeats
+what a client sent may be of any length; MAX_ERROR_BYTES of it are kept.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+# In UTF-8. Errors of requests stand in bodies and logs, and travel from workers in steps.
+MAX_ERROR_BYTES = 1024
+MAX_PARAM_BYTES = 128
+
+_TAIL_BYTES = 256  # of a shortened message: an end often says what is allowed
+
 
 class KvferryError(Exception):
-    """Root of the tree. `message` is safe to show to a client."""
+    """Root of the tree. `message` is safe to show to a client, and short."""
 
+    is_of_a_request: ClassVar[bool] = True
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
     openai_type: ClassVar[str] = "internal_error"
     code: ClassVar[str | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        if self.is_of_a_request:
+            message = shortened(message, MAX_ERROR_BYTES, _TAIL_BYTES)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = param if param is None else shortened(param, MAX_PARAM_BYTES)
         self.retry_after_s = retry_after_s
 
 
 class ConfigError(KvferryError):
     """An unusable configuration; the message names the key, the value and what is allowed."""
 
+    is_of_a_request = False
     grpc_status = "FAILED_PRECONDITION"
     openai_type = "config_error"
 
@@ -58,6 +72,7 @@ class ConfigError(KvferryError):
 class LocalError(KvferryError):
     """A command on this machine failed. Never reaches a client, so its kinds need no code."""
 
+    is_of_a_request = False
     grpc_status = "FAILED_PRECONDITION"
     openai_type = "local_error"
 
@@ -114,6 +129,28 @@ class BodyTimeout(RequestError):
     http_status = 408
     grpc_status = "DEADLINE_EXCEEDED"
     code = "body_timeout"
+
+
+class HeadersTimeout(RequestError):
+    """The headers did not arrive in time."""
+
+    http_status = 408
+    grpc_status = "DEADLINE_EXCEEDED"
+    code = "headers_timeout"
+
+
+class HeadersTooLarge(RequestError):
+    """The headers exceed the gateway's limits."""
+
+    http_status = 431
+    code = "headers_too_large"
+
+
+class UrlTooLong(RequestError):
+    """The URL exceeds the gateway's limit."""
+
+    http_status = 414
+    code = "url_too_long"
 
 
 class ModelNotFound(RequestError):
@@ -218,6 +255,18 @@ class TierError(KvferryError):
     """An unusable volume; the message names its folder. A single bad chunk is a miss instead."""
 
     code = "tier_error"
+
+
+def shortened(text: str, max_bytes: int, tail_bytes: int = 0) -> str:
+    """Return `text` in at most `max_bytes` of UTF-8. A long one keeps its beginning, and `tail_bytes` of its end."""
+    if 4 * len(text) <= max_bytes:  # no character has more bytes
+        return text
+    raw = text.encode(errors="surrogatepass")
+    if len(raw) <= max_bytes:
+        return text
+    note = f" ... ({len(raw)} bytes in all) ... "
+    head = raw[: max_bytes - tail_bytes - len(note)].decode(errors="ignore")
+    return head + note + raw[len(raw) - tail_bytes :].decode(errors="ignore")
 
 
 def by_code() -> dict[str, type[KvferryError]]:

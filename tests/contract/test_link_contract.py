@@ -14,9 +14,8 @@ import uvloop
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RequestId, Sampling
 from kvferry.engine.sim import Faults, SimEngine
-from kvferry.errors import EngineError, WorkerLost
-from kvferry.link import flow_control
-from kvferry.link import worker_link as router_link
+from kvferry.errors import EngineError, InvalidRequest, WorkerLost
+from kvferry.link import codec, flow_control, worker_link
 from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
 from kvferry.link.grpc_server import SERVICE
 from kvferry.link.remote_request import RemoteRequest
@@ -109,7 +108,7 @@ async def test_a_request_over_a_link(transport: Transport) -> None:
 
 
 async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
-    monkeypatch.setattr(router_link, "SILENCE_LIMIT_S", 0.5)
+    monkeypatch.setattr(worker_link, "SILENCE_LIMIT_S", 0.5)
     async with working(transport) as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         worker.engine.faults = Faults(stalled=True)
@@ -151,7 +150,7 @@ async def test_another_worker_at_the_address_is_refused_and_not_dialled_in_a_spi
         await real_sleep(0.001)
 
     async with working(transport) as worker:
-        monkeypatch.setattr(router_link, "asyncio", _AsyncioWith(sleep))
+        monkeypatch.setattr(worker_link, "asyncio", _AsyncioWith(sleep))
         changes: list[None] = []
         link = WorkerLink(worker.member("somebody-else"), "g", lambda: changes.append(None))
         try:
@@ -162,7 +161,7 @@ async def test_another_worker_at_the_address_is_refused_and_not_dialled_in_a_spi
             await link.close()
     # Longer each time, up to the longest; each between half and the whole of it.
     for i, pause_s in enumerate(pauses_s):
-        whole_s = min(router_link.REDIAL_FIRST_S * 2**i, router_link.REDIAL_MOST_S)
+        whole_s = min(worker_link.REDIAL_FIRST_S * 2**i, worker_link.REDIAL_MOST_S)
         assert whole_s / 2 <= pause_s <= whole_s
 
 
@@ -305,7 +304,7 @@ async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch, transport: 
     from kvferry.link import gateway_session
 
     monkeypatch.setattr(gateway_session, "SILENCE_LIMIT_S", 0.4)
-    monkeypatch.setattr(router_link, "ACK_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_link, "ACK_EVERY_S", 0.1)
     async with working(transport) as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         num_messages = link._ack_counter.num_messages
@@ -337,6 +336,21 @@ async def test_a_request_that_cannot_be_written_leaves_nothing_behind(transport:
             Sent(link, EngineRequest(RequestId("r"), [2**40], Sampling(max_tokens=1)))
         assert link.num_requests == 0
         assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_request_over_the_limit_of_a_message_is_refused_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        size = len(codec.submit_to_wire(1, request()).SerializeToString())
+        monkeypatch.setattr(worker_link, "MAX_FRAME_BYTES", size)
+        assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
+        monkeypatch.setattr(worker_link, "MAX_FRAME_BYTES", size - 1)
+        with pytest.raises(InvalidRequest, match=f"takes {size} bytes to a worker; the limit is {size - 1}"):
+            Sent(link, request())
+        assert link.num_requests == 0
+        assert link.connected
 
 
 async def test_cancel_may_be_repeated_and_ends_the_outputs(transport: Transport) -> None:

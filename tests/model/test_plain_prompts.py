@@ -165,6 +165,20 @@ async def test_token_ids_that_the_model_does_not_know_are_refused(renderer: Vllm
     assert refused.value.param == "prompt"
 
 
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])
+async def test_token_ids_of_sampling_are_in_the_vocabulary(renderer: VllmRenderer, field: str) -> None:
+    last = json.loads((model_folder.resolve("default") / "config.json").read_text())["vocab_size"] - 1
+
+    async def render(token_id: int) -> None:
+        value = {str(token_id): 1.0} if field == "logit_bias" else [token_id]
+        await renderer.render_completion({"prompt": "x", field: value})
+
+    await render(last)
+    with pytest.raises(InvalidRequest, match=f"{field}: {last + 1} is not a token id of this model") as refused:
+        await render(last + 1)
+    assert refused.value.param == field
+
+
 STRUCTURES = (
     pb.StructuredOutput(json_schema='{"type": "object"}'),
     pb.StructuredOutput(json_object=True),

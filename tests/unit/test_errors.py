@@ -55,6 +55,23 @@ def test_a_leaf_stays_itself_across_the_wire(kind: type[KvferryError]) -> None:
     assert error.retry_after_s == kind("").retry_after_s
 
 
+@pytest.mark.parametrize("text", ["x" * 1024, "x" * 1025, "\u00e9" * 513, "\U0001f600" * 100_000, "\ud800" * 2000])
+def test_messages_and_params_are_short(text: str) -> None:
+    error = errors.InvalidRequest(f"first {text} last", param=f"p{text}")
+    assert len(error.message.encode(errors="surrogatepass")) <= errors.MAX_ERROR_BYTES
+    assert error.param is not None
+    assert len(error.param.encode(errors="surrogatepass")) <= errors.MAX_PARAM_BYTES
+    assert error.message.startswith("first ")
+    assert error.message.endswith(" last")
+    assert f"{len(text.encode(errors='surrogatepass')) + 11} bytes" in error.message
+    assert str(error) == error.message
+
+
+def test_messages_at_the_limit_are_whole_and_an_operator_reads_all() -> None:
+    assert errors.InvalidRequest("x" * errors.MAX_ERROR_BYTES).message == "x" * errors.MAX_ERROR_BYTES
+    assert ConfigError("x" * 10_000).message == "x" * 10_000
+
+
 def test_a_client_is_told_when_to_come_back() -> None:
     for kind in LEAVES:
         assert (kind("").retry_after_s is not None) == (kind.http_status in (429, 503)), kind

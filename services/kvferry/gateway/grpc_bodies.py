@@ -11,7 +11,16 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import InvalidRequest, RequestError
-from kvferry.gateway.openai_bodies import MAX_TOOLS, ChatBody, CompletionBody, chat_of, completion_of
+from kvferry.gateway.openai_bodies import (
+    MAX_MESSAGES,
+    MAX_TOKEN_IDS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    ChatBody,
+    CompletionBody,
+    chat_of,
+    completion_of,
+)
 from kvferry.inference.v1 import inference_pb2 as pb
 
 # Fields of a body -> of a message; of what is below them only the first part differs.
@@ -34,10 +43,7 @@ _FIELDS: Mapping[str, str] = {
     "response_format": "structured_output",
     **{name: f"sampling.{name}" for name in _SAMPLING},
 }
-# A message may hold millions of empty parts in a few megabytes, and looking at each would hold up everybody's tokens.
-# Far more than fits any context, or than there are fields.
-MAX_MESSAGES = 65_536  # and tool calls in them, together
-_MAX_FIELDS = 64
+_MAX_FIELDS = 64  # far more than a message has
 
 _PROMPTS = {2: "text", 3: "token_ids", 4: "conversation"}  # numbers in GenerateRequest; 3 is 2 in TokenizeRequest
 
@@ -121,6 +127,7 @@ def _sampling(sampling: pb.Sampling) -> dict[str, Any]:
     if sampling.include_stop_text:
         values["include_stop_str_in_output"] = True
     if sampling.logit_bias:
+        _require_few("sampling.logit_bias", len(sampling.logit_bias), MAX_TOKEN_IDS)
         for bias in sampling.logit_bias.values():
             _require_finite("sampling.logit_bias", bias)
         values["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
@@ -168,7 +175,7 @@ def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
     _require_few("conversation.tools", len(conversation.tools), MAX_TOOLS)
     _require_few("conversation.messages", len(conversation.messages), MAX_MESSAGES)
     num_calls = sum(len(message.tool_calls) for message in conversation.messages)
-    _require_few("conversation.messages", num_calls, MAX_MESSAGES)
+    _require_few("conversation.messages", num_calls, MAX_TOOL_CALLS)
     values: dict[str, Any] = {"messages": [_message(message) for message in conversation.messages]}
     if conversation.tools:
         values["tools"] = [

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
+from kvferry.gateway import structured_limits
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
 IGNORED = frozenset(
@@ -48,8 +49,24 @@ MAX_CHOICES = 512
 # Of one request; OpenAI takes as many.
 MAX_TOOLS = 128
 
+# Lists of a body travel in each choice's Submit, to a prefill and to a decode worker: their length counts up to
+# 2 x MAX_CHOICES times.
+MAX_TOKEN_IDS = 1024  # of stop_token_ids, allowed_token_ids and logit_bias, each
+MAX_STOP_STRINGS = 4  # as vLLM (VLLM_MAX_STOP_STRINGS) and OpenAI
+MAX_BAD_WORDS = 128
+MAX_TEXT_CHARS = 1024  # of one stop string or bad word
+
+# Of one conversation. Each costs the gateway's event loop some microseconds, however short it is.
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # in all messages
+MAX_TOOL_CALLS = 4096  # in all messages
+
 Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_TOKEN_IDS)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+StopStrings = Annotated[list[ShortText], Meta(max_length=MAX_STOP_STRINGS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -71,18 +88,18 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)] | StopStrings | None = None
+    stop_token_ids: TokenIds | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: LogitBias | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[ShortText], Meta(max_length=MAX_BAD_WORDS)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -122,7 +139,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -156,6 +173,7 @@ def read_chat(raw: bytes) -> ChatBody:
 
 def chat_of(values: Mapping[str, Any]) -> ChatBody:
     body = _checked(values, ChatBody)
+    _check_sizes(body.messages)
     for i, message in enumerate(body.messages):
         _check_message(f"messages[{i}]", message)
     if body.top_logprobs and not body.logprobs:
@@ -239,7 +257,21 @@ def _checked(values: Mapping[str, Any], kind: type[Body]) -> Body:
     for token in body.logit_bias or ():
         if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) <= MAX_INT32):
             raise InvalidRequest(f"logit_bias: {token!r} is not a token id", param="logit_bias")
+    if body.response_format is not None:
+        structured_limits.check_response_format(body.response_format)
+    if body.structured_outputs is not None:
+        structured_limits.check_structured_outputs(body.structured_outputs)
+    if isinstance(body, ChatBody) and body.tools:
+        structured_limits.check_tools([tool.function.parameters for tool in body.tools])
     return body
+
+
+def _check_sizes(messages: Sequence[Mapping[str, Any]]) -> None:
+    for name, most in (("content", MAX_PARTS), ("tool_calls", MAX_TOOL_CALLS)):
+        lists = [value for message in messages if isinstance(value := message.get(name), list)]
+        if (count := sum(map(len, lists))) > most:
+            kind = "parts" if name == "content" else "tool calls"
+            raise InvalidRequest(f"messages: {count} {kind} are too many; at most {most} are allowed", param="messages")
 
 
 def _check_message(where: str, message: Mapping[str, Any]) -> None:

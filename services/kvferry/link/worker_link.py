@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from kvferry import __version__
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams
-from kvferry.errors import KvferryError, WorkerLost
+from kvferry.errors import InvalidRequest, KvferryError, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, SILENCE_LIMIT_S, AckCounter
+from kvferry.link.frames import MAX_FRAME_BYTES
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -75,17 +76,20 @@ class WorkerLink:
         return len(self._requests)
 
     def submit(self, request: EngineRequest, on_output: OnOutput, on_text: OnText | None = None) -> RemoteRequest:
-        """Never waits. Raises WorkerLost when the link is down.
+        """Never waits. Raises WorkerLost when the link is down, InvalidRequest for a request over MAX_FRAME_BYTES.
 
         `on_text` gets outputs of only tokens and text.
         """
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
         number = self._next_number
-        message = codec.submit_to_wire(number, request)
+        payload = codec.submit_to_wire(number, request).SerializeToString()
+        if len(payload) > MAX_FRAME_BYTES:
+            # The worker would end the link, and with it every other request of this gateway.
+            raise InvalidRequest(f"the request takes {len(payload)} bytes to a worker; the limit is {MAX_FRAME_BYTES}")
         self._next_number += 1
         remote = self._requests[number] = RemoteRequest(self.member.member_id, number, on_output, on_text, self.cancel)
-        self._send(message)
+        self._send_payload(payload)
         return remote
 
     def cancel(self, number: int, on_orphan: OnOrphan | None) -> None:
@@ -186,8 +190,11 @@ class WorkerLink:
             given_up.cancel()
 
     def _send(self, message: pb.Downward) -> None:
+        self._send_payload(message.SerializeToString())
+
+    def _send_payload(self, payload: bytes) -> None:
         if self._connection is not None:
-            self._connection.send(message.SerializeToString())
+            self._connection.send(payload)
 
     def _receive(self, payload: bytes) -> None:
         if self._fault:

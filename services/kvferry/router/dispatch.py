@@ -486,4 +486,6 @@ def prompt_only(sampling: Sampling) -> Sampling:
         ignore_eos=True,
         structured_outputs="",
         bad_words=(),
+        logit_bias={},
+        allowed_token_ids=(),
     )

@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import InvalidRequest
-from kvferry.gateway.openai_bodies import for_renderer, read_chat, read_completion
+from kvferry.errors import MAX_ERROR_BYTES, MAX_PARAM_BYTES, InvalidRequest
+from kvferry.gateway.openai_bodies import (
+    MAX_BAD_WORDS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOP_STRINGS,
+    MAX_TEXT_CHARS,
+    MAX_TOKEN_IDS,
+    MAX_TOOL_CALLS,
+    for_renderer,
+    read_chat,
+    read_completion,
+)
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -124,6 +135,59 @@ def test_bad_chat_bodies(body: bytes, says: str, param: str | None) -> None:
 def test_bad_completion_bodies(body: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match="(?i)" + says):
         read_completion(body)
+
+
+USER = {"role": "user", "content": "x"}
+PART = {"type": "text", "text": "x"}
+CALL = called("f", "{}")["tool_calls"][0]
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "param"),
+    [
+        (lambda count: {"stop": ["x"] * count}, MAX_STOP_STRINGS, "stop"),
+        (lambda count: {"stop": "x" * count}, MAX_TEXT_CHARS, "stop"),
+        (lambda count: {"stop": ["x" * count]}, MAX_TEXT_CHARS, "stop[0]"),
+        (lambda count: {"bad_words": ["x"] * count}, MAX_BAD_WORDS, "bad_words"),
+        (lambda count: {"bad_words": ["x" * count]}, MAX_TEXT_CHARS, "bad_words[0]"),
+        (lambda count: {"stop_token_ids": [1] * count}, MAX_TOKEN_IDS, "stop_token_ids"),
+        (lambda count: {"allowed_token_ids": [1] * count}, MAX_TOKEN_IDS, "allowed_token_ids"),
+        (lambda count: {"logit_bias": {str(i): 1.0 for i in range(count)}}, MAX_TOKEN_IDS, "logit_bias"),
+        (lambda count: {"messages": [USER] * count}, MAX_MESSAGES, "messages"),
+        (lambda count: {"messages": [{"role": "user", "content": [PART] * count}]}, MAX_PARTS, "messages"),
+        (
+            lambda count: {
+                "messages": [{"role": "user", "content": [PART] * half} for half in (count // 2, -(-count // 2))]
+            },
+            MAX_PARTS,
+            "messages",
+        ),
+        (lambda count: {"messages": [{"role": "assistant", "tool_calls": [CALL] * count}]}, MAX_TOOL_CALLS, "messages"),
+    ],
+)
+def test_lists_and_texts_have_limits(field: Any, most: int, param: str) -> None:
+    read_chat(chat(**field(most)))
+    with pytest.raises(InvalidRequest, match=str(most)) as refused:
+        read_chat(chat(**field(most + 1)))
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(**{"x" * 100_000: 1}),
+        chat(tool_choice="x" * 100_000),
+        chat(logit_bias={"x" * 100_000: 1}),
+        chat(messages=[{"role": "x" * 100_000, "content": ""}]),
+        chat(messages=[{"role": "user", "content": [{"type": "x" * 100_000}]}]),
+        chat(tools=[tool(f"{i}" + "x" * 100) for i in range(128)], tool_choice=named("g" * 100_000)),
+    ],
+)
+def test_errors_repeat_little_of_a_body(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_chat(body)
+    assert len(refused.value.message.encode()) <= MAX_ERROR_BYTES
+    assert len((refused.value.param or "").encode()) <= MAX_PARAM_BYTES
 
 
 def test_what_only_the_cluster_may_set_is_dropped_not_refused() -> None:

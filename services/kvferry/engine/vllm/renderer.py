@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -78,6 +78,7 @@ class VllmRenderer:
         self._model = model
         self._served_name = served_name
         self._max_model_len = int(config.max_model_len)
+        self._vocabulary_size = int(config.get_vocab_size())
         self._serving = ServingRender(
             OpenAIModelRegistry(
                 model_config=config,
@@ -196,6 +197,13 @@ class VllmRenderer:
             except VLLMClientError as error:
                 raise InvalidRequest(f"prompt: {error}", param="prompt") from None
 
+    def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
+        """Raises InvalidRequest for ids that engines would refuse, with all of them in the message."""
+        if token_ids and (largest := max(token_ids)) >= self._vocabulary_size:
+            raise InvalidRequest(
+                f"{field}: {largest} is not a token id of this model (0 to {self._vocabulary_size - 1})", param=field
+            )
+
     async def _ask_completion(self, body: Mapping[str, Any]) -> Rendered:
         (rendered,) = await self._ask_completions(body)
         return rendered
@@ -232,6 +240,8 @@ class VllmRenderer:
 
     def _within_context(self, rendered: Rendered, requested: int | None) -> RenderedPrompt:
         sampling = rendered.sampling
+        self._check_token_ids("allowed_token_ids", sampling.allowed_token_ids)
+        self._check_token_ids("logit_bias", sampling.logit_bias)
         num_prompt_tokens = len(rendered.token_ids)
         if requested is not None:
             if num_prompt_tokens + requested > self._max_model_len:
