@@ -97,6 +97,16 @@ def grpc_to(cluster: SimCluster, credentials: grpc.ChannelCredentials | None = N
     return grpc.aio.secure_channel(address, credentials)
 
 
+async def test_two_keys_in_one_request_are_refused(keys: Path) -> None:
+    key, other = new_key(keys, "acme", "ci"), new_key(keys, "other", "ci")
+    async with running(gateway={"keys_file": str(keys)}) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+        assert (await http.get("/v1/models", headers=bearer(key))).status_code == 200
+        both = [("authorization", f"Bearer {each}") for each in (key, other)]
+        answer = await http.get("/v1/models", headers=both)
+    assert answer.status_code == 401
+    assert "more than one" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("shown", ["no key", "wrong key", "another scheme"])
 async def test_whoever_has_no_key_is_refused(keys: Path, shown: str) -> None:
     key = new_key(keys, "acme", "ci")

@@ -182,3 +182,20 @@ async def test_an_upgrade_to_a_web_socket_is_not_taken(cluster: SimCluster, capl
         answer = await http.get("/v1/models", headers=headers)
     assert answer.status_code == 200
     assert "Traceback" not in caplog.text
+
+
+async def test_a_client_that_leaves_after_a_large_body_is_noticed(cluster: SimCluster) -> None:
+    gateway = cluster.gateway
+    assert gateway is not None
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    body = json.dumps({**BODY, "user": "x" * (200 << 10)}).encode()
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+    await until(lambda: gateway.admission.num_in_flight == 1)
+    # All in one read, so that much of it waits when the body ends.
+    writer.write(body)
+    (decode,) = cluster.engines(MemberKind.DECODE)
+    await until(lambda: decode.stats().num_running == 1)
+    writer.transport.abort()
+    await until(lambda: gateway.admission.num_in_flight == 0)
+    assert cluster.metric("kvferry_requests_cancelled_total") == 1
+    await cluster.until_quiet()

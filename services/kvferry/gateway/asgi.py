@@ -25,6 +25,7 @@ from kvferry.errors import (
 from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.generation import require_model
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
@@ -79,6 +80,9 @@ class HttpApp:
         self.openai: OpenAI | None = None
         self.is_leaving = False  # connections are not kept for further requests
         self.max_model_len: int | None = None
+        self.connection_limits = ConnectionLimits(
+            raise_descriptor_limit(config.max_connections), config.max_connections_per_peer
+        )
         self._admission = admission
         self._access = access
         self._config = config
@@ -146,10 +150,10 @@ class HttpApp:
     def _identify(self, scope: Message) -> Tenant:
         if self._access.is_open:
             return DEFAULT_TENANT
-        authorization = None
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                authorization = value.decode("latin-1")
+        found = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+        if len(found) > 1:
+            raise Unauthenticated("more than one authorization header")
+        authorization = found[0] if found else None
         exchange = exchange_of(scope)
         return self._access.identify(authorization, exchange.client_name if exchange is not None else None)
 
@@ -276,9 +280,12 @@ class HttpApp:
                         raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
                     pieces.append(piece)
                     if not message.get("more_body", False):
-                        return b"".join(pieces)
+                        break
         except TimeoutError:
             raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        if exchange is not None:
+            exchange.resume_reading()
+        return b"".join(pieces)
 
 
 class _ClientWatch:

@@ -78,7 +78,6 @@ def _http_server(app: HttpApp, tls: GatewayTls | None) -> Server:
             server_header=False,
             proxy_headers=False,  # the client's address is used nowhere
             timeout_keep_alive=75,
-            h11_max_incomplete_event_size=64 << 10,
             ssl_context_factory=None if tls is None else lambda _config, _make: tls.http_context(),
         )
     )

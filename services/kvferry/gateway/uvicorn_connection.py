@@ -1,18 +1,35 @@
-"""A way past ASGI for the body of a stream; the only file that knows uvicorn's internals.
+"""A way past ASGI for the body of a stream, and limits of connections; the only file that knows uvicorn's internals.
 
-uvicorn still handles everything but a stream's tokens. tests/unit/gateway/test_connection.py fails for a uvicorn that
-works differently.
+uvicorn still handles everything else. tests/unit/gateway/test_uvicorn_connection.py fails for a uvicorn that works
+differently.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, UrlTooLong
+from kvferry.gateway.connection_limits import ConnectionLimits
+from kvferry.gateway.openai_responses import error_body
+
 EXTENSION = "kvferry.exchange"  # the key of `scope["extensions"]` under which a request finds its Exchange
+
+# Of a request's line and headers. httptools itself keeps heads of any size, in quadratic time.
+MAX_HEAD_BYTES = 64 << 10
+MAX_URL_BYTES = 8 << 10
+MAX_HEADERS = 128
+# From a connection, or a request's first byte, to the end of its headers.
+HEAD_TIMEOUT_S = 30.0
+# How long a refused client may go on sending: closing at once could overtake the answer.
+LINGER_S = 2.0
+
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -21,7 +38,134 @@ class HttpProtocol(HttpToolsProtocol):
     on_lost: Callable[[], None] | None = None  # of the request that is served now; others wait in uvicorn's pipeline
     lost = False
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._limits: ConnectionLimits | None = getattr(self.app, "connection_limits", None)
+        self._reads_head = True
+        self._num_head_bytes = 0  # at least 1 if any has come
+        self._is_upgrade = False
+        self._fault: KvferryError | None = None  # why a callback has stopped the parser
+        self._is_refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        refusal = self._limits.open(self._peer) if self._limits is not None else None
+        if refusal is not None:
+            self._refuse(refusal)
+        else:
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
+
+    @property
+    def _peer(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data and not self._is_refused:
+            if self._reads_head:
+                self._num_head_bytes += len(data)
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._is_upgrade:
+                    return  # CONNECT, which the application has refused
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                continue
+            except httptools.HttpParserError:
+                self._refuse(self._fault or InvalidRequest("this is not a valid HTTP request"))
+                return
+            break
+        if self._reads_head and not self._is_refused:
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_head_too_large())
+            elif self._timer is None:
+                self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return the request's head without its upgrade, which HTTP lets a server ignore, and begin to parse anew.
+
+        The parser takes everything after the head for another protocol's, a body too.
+        """
+        pieces = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token for token in value.split(b",") if token.strip().lower() not in _UPGRADE_HEADERS]
+                value = b",".join(tokens)
+            if name not in _UPGRADE_HEADERS and (value or name != b"connection"):
+                pieces.append(b"%b: %b\r\n" % (name, value))
+        self._is_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        return b"".join([*pieces, b"\r\n"])
+
+    def _refuse(self, error: KvferryError) -> None:
+        """Answer outside any request, and end the connection."""
+        self._is_refused = True
+        self._end_timer()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            status, body = HTTPStatus(error.http_status), error_body(error)
+            again = f"retry-after: {error.retry_after_s}\r\n" if error.retry_after_s is not None else ""
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\n{again}connection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+                self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+                return
+        self.transport.close()
+
+    def _head_timed_out(self) -> None:
+        self._timer = None
+        if self._num_head_bytes:
+            self._refuse(HeadersTimeout(f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"))
+        else:
+            self._is_refused = True
+            self.transport.close()
+
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # Callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._reads_head = True
+        self._num_head_bytes = max(1, self._num_head_bytes)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._stop_parser(UrlTooLong(f"the URL is over {MAX_URL_BYTES} bytes, the limit"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._reads_head:
+            return  # a trailer: its sender may be another one than the headers'
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._stop_parser(_head_too_large())
+
+    def _stop_parser(self, fault: KvferryError) -> None:
+        self._fault = fault
+        raise fault
+
+    def on_message_complete(self) -> None:
+        if not self._is_upgrade:
+            super().on_message_complete()
+
     def on_headers_complete(self) -> None:
+        self._reads_head = False
+        self._num_head_bytes = 0
+        self._end_timer()
+        self._is_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+        if self._is_upgrade:
+            return  # the head comes again, without the upgrade
         super().on_headers_complete()
         # uvicorn has made a task of the application, which has not run yet.
         scope = cast("dict[str, Any]", self.scope)
@@ -32,6 +176,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        self._end_timer()
+        if self._limits is not None:
+            self._limits.close(self._peer)
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
@@ -78,8 +225,12 @@ class Exchange:
         if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
-        self._flow.resume_reading()  # as `receive` does: else a client that leaves goes unnoticed
+        self.resume_reading()
         return body
+
+    def resume_reading(self) -> None:
+        """Read on after a body: uvicorn pauses while much of it waits, and then misses that a client leaves."""
+        self._flow.resume_reading()
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         cycle = self._cycle
@@ -147,6 +298,10 @@ class _HeadBuffer:
             self._transport.write(self.head + data)
         else:
             self.head = data
+
+
+def _head_too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"the headers are over {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} lines, the limits")
 
 
 def exchange_of(scope: dict[str, Any]) -> Exchange | None:

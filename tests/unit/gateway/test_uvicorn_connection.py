@@ -14,7 +14,17 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvferry.gateway.uvicorn_connection import Exchange, HttpProtocol, exchange_of
+from kvferry.gateway import uvicorn_connection
+from kvferry.gateway.connection_limits import ConnectionLimits
+from kvferry.gateway.uvicorn_connection import (
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_URL_BYTES,
+    Exchange,
+    HttpProtocol,
+    exchange_of,
+)
+from support.waiting import until
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -24,7 +34,9 @@ App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 @asynccontextmanager
 async def serving(app: App) -> AsyncIterator[int]:
     """The port of a server on loopback."""
-    config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False
+    )
     config.load()
     server = uvicorn.Server(config)
     loop = asyncio.get_running_loop()
@@ -194,3 +206,185 @@ def test_no_exchange_under_another_server() -> None:
     assert exchange_of({"type": "http"}) is None
     assert exchange_of({"type": "http", "extensions": None}) is None
     assert exchange_of({"type": "http", "extensions": {"http.response.trailers": {}}}) is None
+
+
+class Echo:
+    """Answers with the headers' names, and keeps the scopes and bodies that it was given."""
+
+    def __init__(self, limits: ConnectionLimits | None = None) -> None:
+        self.connection_limits = limits
+        self.scopes: list[dict[str, Any]] = []
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self.scopes.append(scope)
+        self.bodies.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def exchanged(port: int, *pieces: bytes) -> bytes:
+    """Send the pieces one by one; return all that comes until the server ends the connection, or 2 s without end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(5):
+            while data := await reader.read(1 << 16):
+                answer += data
+                if answer.endswith((b"ok", b"}}")):
+                    break
+    except ConnectionError:
+        pass
+    finally:
+        writer.transport.abort()
+    return answer
+
+
+def head(*lines: bytes, line: bytes = b"GET / HTTP/1.1") -> bytes:
+    return b"\r\n".join([line, b"host: x", *lines, b"", b""])
+
+
+@pytest.mark.parametrize(
+    ("fits", "over", "status"),
+    [
+        (
+            [head(b"x: " + b"a" * (MAX_HEAD_BYTES - 100))],
+            [b"GET / HTTP/1.1\r\nx: ", *[b"a" * 4096] * (MAX_HEAD_BYTES // 4096 + 1)],
+            b"431",
+        ),
+        ([head(*[b"x: y"] * (MAX_HEADERS - 1))], [head(*[b"x: y"] * MAX_HEADERS)], b"431"),
+        (
+            [head(line=b"GET /" + b"a" * (MAX_URL_BYTES - 1) + b" HTTP/1.1")],
+            [head(line=b"GET /" + b"a" * MAX_URL_BYTES + b" HTTP/1.1")],
+            b"414",
+        ),
+        ([head()], [b"NONSENSE\r\n\r\n"], b"400"),
+    ],
+    ids=["bytes", "count", "url", "nonsense"],
+)
+async def test_heads_have_limits(fits: list[bytes], over: list[bytes], status: bytes) -> None:
+    app = Echo()
+    async with serving(app) as port:
+        assert (await exchanged(port, *fits)).startswith(b"HTTP/1.1 200")
+        assert len(app.scopes) == 1
+        refused = await exchanged(port, *over)
+        assert refused.startswith(b"HTTP/1.1 " + status), refused
+        assert b"content-type: application/json" in refused
+        assert b'"code"' in refused
+        assert len(app.scopes) == 1
+
+
+async def test_a_head_of_many_megabytes_is_read_no_further_than_its_limit() -> None:
+    app = Echo()
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"a" * (24 << 20))
+        async with asyncio.timeout(5):
+            assert (await reader.read(1 << 16)).startswith(b"HTTP/1.1 431")
+        writer.transport.abort()
+    assert not app.scopes
+
+
+async def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_connection, "HEAD_TIMEOUT_S", 0.2)
+    app = Echo()
+    async with serving(app) as port:
+        assert await exchanged(port) == b""
+        assert (await exchanged(port, b"GET / HT")).startswith(b"HTTP/1.1 408")
+        after_another = await exchanged_after_one(port, b"GET / HT")
+        assert after_another.startswith(b"HTTP/1.1 408")
+    assert len(app.scopes) == 1
+
+
+async def exchanged_after_one(port: int, piece: bytes) -> bytes:
+    """Send a whole request, read its answer, then send `piece` on the same connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head())
+        async with asyncio.timeout(5):
+            while not (await reader.read(1 << 16)).endswith(b"ok"):
+                pass
+            writer.write(piece)
+            return await reader.read(1 << 16)
+    finally:
+        writer.transport.abort()
+
+
+async def test_an_answer_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_connection, "HEAD_TIMEOUT_S", 0.1)
+    released = asyncio.Event()
+
+    class Slow(Echo):
+        async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+            await released.wait()
+            await super().__call__(scope, receive, send)
+
+    async with serving(Slow()) as port:
+        answering = asyncio.create_task(exchanged(port, head()))
+        await asyncio.sleep(0.3)
+        assert not answering.done()
+        released.set()
+        assert (await answering).startswith(b"HTTP/1.1 200")
+
+
+async def test_trailers_are_no_headers() -> None:
+    app = Echo()
+    async with serving(app) as port:
+        chunked = head(b"transfer-encoding: chunked", b"authorization: mine", line=b"POST / HTTP/1.1")
+        answer = await exchanged(port, chunked + b"2\r\nhi\r\n0\r\nauthorization: other\r\nx: y\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert app.bodies == [b"hi"]
+    assert [value for name, value in app.scopes[0]["headers"] if name == b"authorization"] == [b"mine"]
+    assert not any(name == b"x" for name, _ in app.scopes[0]["headers"])
+
+
+@pytest.mark.parametrize("split", [1, 7, 1000])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_an_upgrade_is_ignored_and_the_body_is_kept(split: int, framing: str) -> None:
+    """As the JDK's client asks for h2c with every first request."""
+    app = Echo()
+    length = b"content-length: 5" if framing == "length" else b"transfer-encoding: chunked"
+    body = b"hello" if framing == "length" else b"5\r\nhello\r\n0\r\n\r\n"
+    request = (
+        head(
+            b"connection: Upgrade, HTTP2-Settings",
+            b"upgrade: h2c",
+            b"http2-settings: AAA",
+            length,
+            line=b"POST /a HTTP/1.1",
+        )
+        + body
+    )
+    async with serving(app) as port:
+        pieces = [request[i : i + split] for i in range(0, len(request), split)]
+        assert (await exchanged(port, *pieces)).startswith(b"HTTP/1.1 200")
+    assert app.bodies == [b"hello"]
+    (scope,) = app.scopes
+    assert (scope["method"], scope["path"]) == ("POST", "/a")
+    assert not any(name in (b"upgrade", b"connection", b"http2-settings") for name, _ in scope["headers"])
+
+
+async def test_connections_have_limits() -> None:
+    for limits in (ConnectionLimits(2, 0), ConnectionLimits(100, 2)):
+        app = Echo(limits)
+        async with serving(app) as port:
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            await until(lambda limits=limits: limits.num_open == 2)
+            refused = await exchanged(port, head())
+            assert refused.startswith(b"HTTP/1.1 429")
+            assert b"retry-after: 1" in refused
+            assert b"2 connections" in refused
+            held[0][1].transport.abort()
+            await until(lambda limits=limits: limits.num_open == 1)
+            assert (await exchanged(port, head())).startswith(b"HTTP/1.1 200")
+            held[1][1].transport.abort()
+            await until(lambda limits=limits: limits.num_open == 0)
+        assert len(app.scopes) == 1
