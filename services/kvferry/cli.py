@@ -428,6 +428,7 @@ def _print_explanation(console: Console, request: dict[str, Any]) -> None:
         f"{request['request_id']}: {request['prompt_tokens_by_source']} prompt tokens by source, "
         f"{request['ferried_pages']} pages ferried"
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
+        + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")
         + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else ""),
         highlight=False,
     )

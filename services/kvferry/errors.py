@@ -25,6 +25,7 @@
     ├── Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
     ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
     ├── EngineError                  500  INTERNAL
+    │   ├── Quarantined
     │   └── UnsupportedEngine
     └── TierError                    500  INTERNAL
 
@@ -243,6 +244,12 @@ class EngineError(KvferryError):
     """The engine failed on one request and goes on."""
 
     code = "engine_error"
+
+
+class Quarantined(EngineError):
+    """Workers were lost while they computed the request; it is not tried again for some minutes."""
+
+    code = "request_quarantined"
 
 
 class UnsupportedEngine(EngineError):

@@ -258,6 +258,14 @@ CONTINUED_REQUESTS = Metric(
     Exporter.GATEWAY,
     "Requests whose decode worker was lost mid-stream and that another one continued.",
 )
+QUARANTINED_REQUESTS = Metric(
+    "kvferry_quarantined_requests_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests refused because workers were lost while they computed them.",
+    (Label("when", "the loss of the last worker, or the same request again", ("first", "again")),),
+)
 DECODE_RETRIES = Metric(
     "kvferry_decode_retries_total",
     Kind.COUNTER,

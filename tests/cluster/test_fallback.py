@@ -161,13 +161,13 @@ async def test_a_prefill_worker_that_refuses_because_it_leaves(undisturbed: str)
     """The refusal crosses the request: the gateway has not heard of the draining yet."""
     async with running(worker=SELDOM) as cluster:
         server = cluster.hosts(MemberKind.PREFILL)[0].server
-        accept = server.accept
+        refusal = server.refusal
 
-        def begin_draining_and_accept() -> KvferryError | None:
+        def begin_draining_and_refuse() -> KvferryError | None:
             server.draining = True
-            return accept()
+            return refusal()
 
-        server.accept = begin_draining_and_accept  # type: ignore[method-assign]
+        server.refusal = begin_draining_and_refuse  # type: ignore[method-assign]
         text, record = await succeeds(cluster)
         assert text == undisturbed
         assert "draining" in record["prefill_failure"]

@@ -191,6 +191,7 @@ def record_values(record: RequestRecord) -> dict[str, Any]:
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "prefill_failure": record.prefill_failure or None,
+        "lost_workers": record.lost_workers,
         "continued_after": record.continued_after,
         "ferried_pages": record.transferred_pages,
         "ferried_bytes": record.transferred_bytes,

@@ -53,8 +53,9 @@ MAX_TOOLS = 128
 # 2 x MAX_CHOICES times.
 MAX_TOKEN_IDS = 1024  # of stop_token_ids, allowed_token_ids and logit_bias, each
 MAX_STOP_STRINGS = 4  # as vLLM (VLLM_MAX_STOP_STRINGS) and OpenAI
+MAX_STOP_CHARS = 4096  # of one
 MAX_BAD_WORDS = 128
-MAX_TEXT_CHARS = 1024  # of one stop string or bad word
+MAX_BAD_WORD_CHARS = 256
 
 # Of one conversation. Each costs the gateway's event loop some microseconds, however short it is.
 MAX_MESSAGES = 4096
@@ -65,8 +66,12 @@ Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_TOKEN_IDS)]
-ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
-StopStrings = Annotated[list[ShortText], Meta(max_length=MAX_STOP_STRINGS)]
+StopStrings = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]], Meta(max_length=MAX_STOP_STRINGS)
+]
+BadWords = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]], Meta(max_length=MAX_BAD_WORDS)
+]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -88,7 +93,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)] | StopStrings | None = None
+    stop: Annotated[str, Meta(max_length=MAX_STOP_CHARS)] | StopStrings | None = None
     stop_token_ids: TokenIds | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -99,7 +104,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[ShortText], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: BadWords | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 

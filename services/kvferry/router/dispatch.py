@@ -25,9 +25,11 @@ from kvferry.engine.base import (
     TransferParams,
 )
 from kvferry.errors import (
+    EngineDead,
     KvferryError,
     NoDecodeWorker,
     Overloaded,
+    Quarantined,
     RequestError,
     UnavailableError,
     WorkerDraining,
@@ -38,6 +40,7 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.answer import AnswerSoFar, replayable
+from kvferry.router.engine_losses import QUARANTINE_S, EngineLosses, Quarantine, RequestLosses
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, can_exchange
 from kvferry.router.placer import Decision
@@ -56,6 +59,7 @@ MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
 MIN_STEPS = 8  # fewer say little about the time of a step
 
 _NO_HINTS = TierHints()
+_NOT_TRIED = f"the same request is not tried again for {QUARANTINE_S / 60:g} minutes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class _Router:
     volumes: Callable[[], Mapping[str, VolumeCosts]]
     clock: Callable[[], float]
     attempt_numbers: Iterator[int]
+    losses: EngineLosses
 
 
 class Dispatcher:
@@ -91,7 +96,9 @@ class Dispatcher:
             volumes,
             clock,
             itertools.count(1),
+            EngineLosses(),
         )
+        self._quarantine = Quarantine()
         self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
 
     def recent(self, request_id: str) -> list[RequestRecord]:
@@ -114,12 +121,22 @@ class Dispatcher:
         """Deliver outputs until one has a finish reason; `on_text` gets those of only tokens and text.
 
         Cancelling cancels the request on every worker. Without `may_be_aggregated` a prefill worker, if any, computes
-        the prompt. Raises NoDecodeWorker, or the request's error.
+        the prompt. Raises NoDecodeWorker, Quarantined, or the request's error.
         """
         record.request_id = request.request_id
         self._recent.append(record)
+        router = self._router
+        if self._quarantine.contains(request, router.clock()):
+            router.metrics.quarantined.labels(when="again").inc()
+            raise Quarantined(f"workers were lost while they computed this request; {_NOT_TRIED}")
         answer = AnswerSoFar(replayable(request), on_output, record, on_text)
-        await _RequestRun(self._router, answer, record, may_be_aggregated=may_be_aggregated).run()
+        try:
+            await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
+        except Quarantined as error:
+            self._quarantine.add(request, router.clock())
+            router.metrics.quarantined.labels(when="first").inc()
+            log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
+            raise
 
 
 @dataclass(slots=True)
@@ -186,6 +203,7 @@ class _RequestRun:
         self._record = record
         self._may_be_aggregated = may_be_aggregated
         self._failed = _FailedWorkers()
+        self._losses = RequestLosses()
         self._kept: _KeptPages | None = None
         self._last_error: KvferryError | None = None
 
@@ -201,6 +219,8 @@ class _RequestRun:
     async def _try_once(self) -> bool:
         router, request = self._router, self._answer.next_request()
         attempt = await self._place(request)
+        if self._losses.is_suspect:
+            router.losses.begin_trial(self._losses, attempt.placement.prefill, attempt.placement.decode)
         try:
             if attempt.placement.prefill is not None:
                 self._kept = await self._prefill(attempt, request)
@@ -212,6 +232,7 @@ class _RequestRun:
                 return False
             return await self._decode(attempt, request, decode)
         finally:
+            router.losses.end_trial(self._losses)
             router.policy.ended(attempt.id, router.clock(), attempt.num_generated)
 
     # Placing
@@ -222,6 +243,10 @@ class _RequestRun:
         A new request does not wait for workers; one that lost its worker does.
         """
         attempt, error = self._place_now(request), self._last_error
+        while attempt is None and self._losses.is_suspect and self._router.losses.has_trials:
+            # Other suspects occupy the workers that are left.
+            await self._router.losses.trial_end()
+            attempt = self._place_now(request)
         if attempt is None and error is not None and not isinstance(error, Overloaded):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._router.worker_wait_s):
@@ -270,7 +295,14 @@ class _RequestRun:
         return _Attempt(to_place.request_id, placement)
 
     def _candidates(self, kind: MemberKind) -> list[Candidate]:
-        return [candidate for link, candidate in self._router.workers.candidates(kind) if self._failed.may_try(link)]
+        """Return workers that did not fail this request; for a suspect those without another one on trial."""
+        router, losses = self._router, self._losses
+        candidates = [each for each in router.workers.candidates(kind) if self._failed.may_try(each[0])]
+        if losses.is_suspect:
+            candidates = [
+                each for each in candidates if not router.losses.is_occupied(each[0].member.member_id, losses)
+            ]
+        return [candidate for _, candidate in candidates]
 
     # Prefill
 
@@ -302,12 +334,12 @@ class _RequestRun:
                 raise WorkerLost(f"worker {worker} is gone")
             holder = link.member
             async with asyncio.timeout(router.prefill_timeout_s):
-                last = await _last_output(link, prompt)
+                last = await self._last_output(link, prompt)
         except TimeoutError:
             self._failed.give_up_prefill()
             self._note_fallback("timeout", f"prefill took over {router.prefill_timeout_s:g} s", prompt, span)
             return None
-        except RequestError:
+        except (RequestError, Quarantined):
             raise
         except KvferryError as error:
             self._failed.add_prefill(link)
@@ -327,6 +359,35 @@ class _RequestRun:
             computed_tokens = last.sources.local_compute
             router.policy.learn_prefill(worker, computed_tokens, (now_s - began_s) * 1e3, attempt.placement)
         return _KeptPages(holder, last.transfer_params)
+
+    async def _last_output(self, link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
+        remote = link.submit(prompt, _ignore)
+        try:
+            with self._on_engine(link):
+                return await remote.wait()
+        finally:
+            remote.cancel(lambda orphan: _release_orphan(link, orphan))
+
+    @contextlib.contextmanager
+    def _on_engine(self, link: WorkerLink) -> Iterator[None]:
+        """Count the loss of the worker's engine while the request is on it. Raises Quarantined for one too many."""
+        losses, worker = self._losses, link.member.member_id
+        engine = (worker, link.generation)
+        self._router.losses.begin(engine, losses)
+        try:
+            yield
+        except (WorkerLost, EngineDead) as error:
+            self._router.losses.lose(engine, losses, len(self._answer.token_ids))
+            self._record.lost_workers.append(worker)
+            if losses.are_too_many:
+                lost = ", ".join(losses.workers)
+                raise Quarantined(
+                    f"{len(losses.workers)} workers were lost while they computed this request ({lost}); {_NOT_TRIED}; "
+                    f"the last one: {error.message}"
+                ) from None
+            raise
+        finally:
+            self._router.losses.end(engine, losses)
 
     def _note_fallback(self, cause: str, message: str, request: EngineRequest, span: Span | None) -> None:
         log.warning("request %s: %s; another worker computes the prompt", request.request_id, message)
@@ -364,7 +425,8 @@ class _RequestRun:
                 )
                 if self._kept is not None:
                     self._kept.is_given = True
-                last = await remote.wait()
+                with self._on_engine(decode):
+                    last = await remote.wait()
                 attempt.num_generated = len(self._answer.token_ids)
                 if span is not None:
                     set_answer_attributes(span, attempt.num_generated, last)
@@ -389,6 +451,8 @@ class _RequestRun:
 
     def _on_first_output(self, attempt: _Attempt) -> None:
         attempt.first_output_s = self._router.clock()
+        self._losses.has_answered = True
+        self._router.losses.end_trial(self._losses)
         self._router.policy.first_token(attempt.id, attempt.first_output_s)
 
     def _note_finished(self, attempt: _Attempt, decode: WorkerLink, last: EngineOutput) -> None:
@@ -443,14 +507,6 @@ def _placement_request(request: EngineRequest, block_size: int, number: int) -> 
         block_size,
         request.sampling.max_tokens,
     )
-
-
-async def _last_output(link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
-    remote = link.submit(prompt, _ignore)
-    try:
-        return await remote.wait()
-    finally:
-        remote.cancel(lambda orphan: _release_orphan(link, orphan))
 
 
 def _ignore(output: EngineOutput) -> None:

@@ -10,6 +10,7 @@ from kvferry.telemetry import (
     PLACEMENTS,
     PREFILL_FALLBACKS,
     PREFILL_SECONDS,
+    QUARANTINED_REQUESTS,
     SKIPPED_VOLUME_LOADS,
     TRANSFERRED_PAGES,
 )
@@ -23,5 +24,6 @@ class RouterMetrics:
         self.prefill_seconds = exposition.histogram(PREFILL_SECONDS)
         self.prefill_fallbacks = exposition.counter(PREFILL_FALLBACKS)
         self.continued_requests = exposition.counter(CONTINUED_REQUESTS)
+        self.quarantined = exposition.counter(QUARANTINED_REQUESTS)
         self.decode_retries = exposition.counter(DECODE_RETRIES)
         self.transferred_pages = exposition.counter(TRANSFERRED_PAGES)

@@ -9,11 +9,12 @@ import pytest
 
 from kvferry.errors import MAX_ERROR_BYTES, MAX_PARAM_BYTES, InvalidRequest
 from kvferry.gateway.openai_bodies import (
+    MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
-    MAX_TEXT_CHARS,
     MAX_TOKEN_IDS,
     MAX_TOOL_CALLS,
     for_renderer,
@@ -146,10 +147,10 @@ CALL = called("f", "{}")["tool_calls"][0]
     ("field", "most", "param"),
     [
         (lambda count: {"stop": ["x"] * count}, MAX_STOP_STRINGS, "stop"),
-        (lambda count: {"stop": "x" * count}, MAX_TEXT_CHARS, "stop"),
-        (lambda count: {"stop": ["x" * count]}, MAX_TEXT_CHARS, "stop[0]"),
+        (lambda count: {"stop": "x" * count}, MAX_STOP_CHARS, "stop"),
+        (lambda count: {"stop": ["x" * count]}, MAX_STOP_CHARS, "stop[0]"),
         (lambda count: {"bad_words": ["x"] * count}, MAX_BAD_WORDS, "bad_words"),
-        (lambda count: {"bad_words": ["x" * count]}, MAX_TEXT_CHARS, "bad_words[0]"),
+        (lambda count: {"bad_words": ["x" * count]}, MAX_BAD_WORD_CHARS, "bad_words[0]"),
         (lambda count: {"stop_token_ids": [1] * count}, MAX_TOKEN_IDS, "stop_token_ids"),
         (lambda count: {"allowed_token_ids": [1] * count}, MAX_TOKEN_IDS, "allowed_token_ids"),
         (lambda count: {"logit_bias": {str(i): 1.0 for i in range(count)}}, MAX_TOKEN_IDS, "logit_bias"),

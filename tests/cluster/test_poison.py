@@ -1,0 +1,133 @@
+"""Requests that end the engines that get them: few engines are lost, and other requests do not fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.engine.sim import Faults, SimEngine
+from kvferry.engine.sim.tokenizer import SimTokenizer
+from kvferry.membership.base import MemberKind
+from support.waiting import until
+
+from .conftest import MODEL, SimCluster, running
+
+POISON = "poison"
+(POISON_TOKEN,) = SimTokenizer().encode(POISON)
+BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+SIM = {"step_ms": 2.0, "prefill_tokens_per_s": 20_000.0}
+
+
+def kill(engine: SimEngine) -> None:
+    engine.kill()
+
+
+def hang(engine: SimEngine) -> None:
+    engine.faults = Faults(stalled=True)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[SimEngine], None]]:
+    """Make engines end, as the one entry says, with any prompt that contains POISON."""
+    how = [kill]
+    generate = SimEngine.generate
+
+    async def generate_or_end(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        if POISON_TOKEN in list(request.prompt_token_ids):
+            how[0](engine)
+        async for output in generate(engine, request):
+            yield output
+
+    monkeypatch.setattr(SimEngine, "generate", generate_or_end)
+    return how
+
+
+def num_dead(cluster: SimCluster) -> int:
+    return sum(host.server.died.is_set() for host, _ in cluster.workers)
+
+
+async def ask(http: httpx.AsyncClient, prompt: str, **values: Any) -> httpx.Response:
+    return await http.post(
+        "/v1/completions", json={**BODY, "prompt": prompt, **values}, headers={"x-kvferry-debug": "1"}
+    )
+
+
+@asynccontextmanager
+async def client_of(cluster: SimCluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+        yield http
+
+
+def prompts(count: int) -> list[str]:
+    return [" ".join(f"w{i}x{j}" for j in range(40)) for i in range(count)]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 6), (0, 6)])
+async def test_a_request_loses_two_workers_at_most_and_is_refused_then(
+    poisoned: object, prefill: int, decode: int
+) -> None:
+    async with running(prefill, decode, sim=SIM) as cluster, client_of(cluster) as http:
+        answer = await ask(http, f"{POISON} one two")
+        assert answer.status_code == 500
+        assert "retry-after" not in answer.headers
+        error = answer.json()["error"]
+        assert error["code"] == "request_quarantined"
+        assert "2 workers were lost" in error["message"]
+        assert num_dead(cluster) == 2
+        assert cluster.metric('kvferry_quarantined_requests_total{when="first"}') == 1
+
+        again = await ask(http, f"{POISON} one two", seed=5)
+        assert (again.status_code, again.json()["error"]["code"]) == (500, "request_quarantined")
+        assert num_dead(cluster) == 2
+        assert cluster.metric('kvferry_quarantined_requests_total{when="again"}') == 1
+        assert (await ask(http, "one two")).status_code == 200
+
+
+async def test_explain_names_the_workers_that_were_lost(poisoned: object) -> None:
+    async with running(0, 3, sim=SIM) as cluster, client_of(cluster) as http:
+        assert cluster.gateway is not None
+        await ask(http, POISON)
+        assert cluster.gateway.app.openai is not None
+        (record,) = cluster.gateway.app.openai._dispatcher._recent
+        explained = await http.get(f"/kvferry/v1/requests/{record.request_id}")
+        (request,) = explained.json()["requests"]
+        dead = [host.worker_id for host, _ in cluster.workers if host.server.died.is_set()]
+        assert sorted(request["lost_workers"]) == sorted(dead)
+        assert len(dead) == 2
+
+
+@pytest.mark.parametrize("how", [kill, hang])
+@pytest.mark.parametrize("prefill", [0, 2])
+async def test_streams_beside_it_end_whole(
+    poisoned: list[Callable[[SimEngine], None]], how: Callable[[SimEngine], None], prefill: int
+) -> None:
+    poisoned[0] = how
+    worker = {"heartbeat_s": 0.2, "hang_timeout_s": 0.5}
+    async with running(prefill, 4, sim=SIM, worker=worker) as cluster, client_of(cluster) as http:
+        expected = [(await ask(http, prompt)).json()["choices"] for prompt in prompts(8)]
+        streams = [asyncio.create_task(ask(http, prompt)) for prompt in prompts(8)]
+        engines = cluster.engines(MemberKind.DECODE)
+        await until(lambda: sum(engine.stats().num_running for engine in engines) == 8)
+        answer = await ask(http, POISON)
+        assert answer.status_code == 500
+        assert num_dead(cluster) == 2
+        assert [(await stream).json().get("choices") for stream in streams] == expected
+
+
+@pytest.mark.parametrize("num_poisons", [1, 3])
+async def test_requests_that_wait_for_a_first_token_beside_it_are_answered(poisoned: object, num_poisons: int) -> None:
+    """They cannot be told apart from it by the first loss."""
+    async with running(0, 8, sim={**SIM, "prefill_tokens_per_s": 400.0}) as cluster, client_of(cluster) as http:
+        waiting = [asyncio.create_task(ask(http, prompt, max_tokens=4)) for prompt in prompts(16)]
+        engines = cluster.engines(MemberKind.DECODE)
+        await until(lambda: sum(e.stats().num_running + e.stats().num_waiting for e in engines) == 16)
+        answers = await asyncio.gather(*(ask(http, f"{POISON} {i}") for i in range(num_poisons)))
+        assert [answer.status_code for answer in answers] == [500] * num_poisons
+        assert num_dead(cluster) <= 2 * num_poisons
+        assert [(await each).status_code for each in waiting] == [200] * 16

@@ -1,0 +1,149 @@
+"""Which request is blamed for a lost engine, and which one is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from msgspec import structs
+
+from kvferry.engine.base import EngineRequest, Parse, RequestId, Sampling
+from kvferry.membership.base import MemberId
+from kvferry.router.engine_losses import (
+    MAX_LOSSES_WITHOUT_PROGRESS,
+    MAX_QUARANTINED,
+    MAX_SHARED_LOSSES,
+    QUARANTINE_S,
+    EngineLosses,
+    Quarantine,
+    RequestLosses,
+    digest_of,
+)
+
+A, B = MemberId("a"), MemberId("b")
+
+
+def lose(engines: EngineLosses, requests: Sequence[RequestLosses], *, num_tokens: int = 0, generation: int = 1) -> None:
+    engine = (A, generation)
+    for each in requests:
+        engines.begin(engine, each)
+    for each in requests:
+        engines.lose(engine, each, num_tokens)
+        engines.end(engine, each)
+
+
+def answered() -> RequestLosses:
+    losses = RequestLosses()
+    losses.has_answered = True
+    return losses
+
+
+def test_a_request_alone_is_refused_after_two_losses() -> None:
+    for request in (RequestLosses(), answered()):
+        engines = EngineLosses()
+        lose(engines, [request])
+        assert not request.are_too_many
+        lose(engines, [request])
+        assert request.are_too_many
+        assert request.workers == [A, A]
+
+
+def test_streams_are_not_blamed_beside_a_request_without_an_output() -> None:
+    engines, poison, streams = EngineLosses(), RequestLosses(), [answered() for _ in range(8)]
+    for _ in range(2):
+        lose(engines, [*streams, poison])
+    assert poison.are_too_many
+    assert not any(stream.num_blamed or stream.are_too_many for stream in streams)
+    for _ in range(20):
+        lose(engines, [*streams, RequestLosses()])
+    assert not any(stream.are_too_many for stream in streams)
+
+
+def test_streams_that_lose_engines_together_go_on_while_they_progress() -> None:
+    engines, streams = EngineLosses(), [answered(), answered()]
+    for i in range(MAX_SHARED_LOSSES - 1):
+        lose(engines, streams, num_tokens=i + 1)
+    assert not any(stream.are_too_many for stream in streams)
+    lose(engines, streams, num_tokens=MAX_SHARED_LOSSES)
+    assert all(stream.are_too_many for stream in streams)
+
+
+def test_streams_that_lose_engines_together_without_a_token_between_end() -> None:
+    engines, streams = EngineLosses(), [answered(), answered()]
+    for _ in range(MAX_LOSSES_WITHOUT_PROGRESS - 1):
+        lose(engines, streams, num_tokens=5)
+    assert not any(stream.are_too_many for stream in streams)
+    lose(engines, streams, num_tokens=5)
+    assert all(stream.are_too_many for stream in streams)
+
+
+def test_a_request_that_came_after_the_loss_is_not_blamed() -> None:
+    engines, first, later = EngineLosses(), RequestLosses(), RequestLosses()
+    engine = (A, 1)
+    engines.begin(engine, first)
+    engines.lose(engine, first, 0)
+    engines.begin(engine, later)
+    engines.lose(engine, later, 0)
+    assert (first.num_blamed, later.num_blamed) == (1, 0)
+    engines.end(engine, first)
+    engines.end(engine, later)
+    assert not engines._in_flight
+    assert not engines._suspects
+
+
+async def test_one_suspect_is_on_trial_on_a_worker() -> None:
+    engines, first, second = EngineLosses(), RequestLosses(), RequestLosses()
+    lose(engines, [first, second])
+    assert first.is_suspect
+    assert second.is_suspect
+    engines.begin_trial(first, None, B)
+    assert engines.is_occupied(B, second)
+    assert not engines.is_occupied(B, first)
+    assert not engines.is_occupied(A, second)
+    waiting = asyncio.create_task(engines.trial_end())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    engines.end_trial(first)
+    engines.end_trial(first)
+    await waiting
+    assert not engines.has_trials
+    assert not engines.is_occupied(B, second)
+
+
+REQUEST = EngineRequest(RequestId("r"), [1, 2, 3], Sampling(max_tokens=5, seed=1), cache_salt="acme")
+
+
+def test_a_digest_is_of_tenant_prompt_and_parameters() -> None:
+    same = dataclasses.replace(
+        REQUEST, request_id=RequestId("other"), sampling=structs.replace(REQUEST.sampling, seed=2)
+    )
+    assert digest_of(same) == digest_of(REQUEST)
+    others = [
+        dataclasses.replace(REQUEST, cache_salt="other"),
+        dataclasses.replace(REQUEST, prompt_token_ids=[1, 2]),
+        dataclasses.replace(REQUEST, sampling=structs.replace(REQUEST.sampling, structured_outputs="{}")),
+        dataclasses.replace(REQUEST, parse=Parse(b"x")),
+    ]
+    assert len({digest_of(each) for each in (REQUEST, *others)}) == 5
+
+
+def test_a_quarantine_ends() -> None:
+    quarantine = Quarantine()
+    assert not quarantine.contains(REQUEST, 0.0)
+    quarantine.add(REQUEST, 0.0)
+    assert quarantine.contains(REQUEST, QUARANTINE_S - 1)
+    quarantine.add(REQUEST, 10.0)
+    assert quarantine.contains(REQUEST, QUARANTINE_S + 1)
+    assert not quarantine.contains(REQUEST, QUARANTINE_S + 10)
+    assert repr(quarantine) == "<Quarantine of 0>"
+
+
+@pytest.mark.parametrize("surplus", [0, 1])
+def test_a_quarantine_has_a_limit(surplus: int) -> None:
+    quarantine = Quarantine()
+    for i in range(MAX_QUARANTINED + surplus):
+        quarantine.add(dataclasses.replace(REQUEST, prompt_token_ids=[i]), 0.0)
+    assert repr(quarantine) == f"<Quarantine of {MAX_QUARANTINED}>"
+    assert quarantine.contains(dataclasses.replace(REQUEST, prompt_token_ids=[0]), 1.0) == (not surplus)
