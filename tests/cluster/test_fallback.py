@@ -254,6 +254,39 @@ async def test_when_every_decode_worker_is_full_it_is_429(cluster: SimCluster) -
     assert int(answer.headers["retry-after"]) >= 1
 
 
+async def test_a_stream_that_lost_its_worker_waits_for_room(undisturbed: str) -> None:
+    async with running(decode=2, worker={"heartbeat_s": 0.2, "max_requests": 1}) as cluster:
+        hosts, engines = cluster.hosts(MemberKind.DECODE), cluster.engines(MemberKind.DECODE)
+        for engine in engines:
+            engine.faults = Faults(step_delay_s=0.05)
+        first, second = [asyncio.create_task(succeeds(cluster)) for _ in range(2)]
+        await until(lambda: all(engine.stats().num_running for engine in engines), what="both workers are full")
+        engines[0].kill()
+        # The other one has no room yet, and for a new request it never has.
+        await until(lambda: hosts[0].server.died.is_set())
+        assert (await post(cluster)).status_code == 429
+        engines[1].faults = Faults()
+        assert [text for text, _ in (await first, await second)] == [undisturbed] * 2
+        assert cluster.metric('kvferry_requests_total{endpoint="completions",status="429"}') == 1
+
+
+async def test_a_stream_that_finds_no_room_is_refused_in_the_end() -> None:
+    async with running(
+        decode=2, worker={"heartbeat_s": 0.2, "max_requests": 1}, gateway={"worker_wait_s": 0.5}
+    ) as cluster:
+        engines = cluster.engines(MemberKind.DECODE)
+        for engine in engines:
+            engine.faults = Faults(stalled=True)
+        asked = [asyncio.create_task(post(cluster)) for _ in range(2)]
+        await until(lambda: all(engine.stats().num_waiting for engine in engines), what="both workers are full")
+        engines[0].kill()
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        (refused,) = done
+        assert refused.result().status_code == 429
+        engines[1].faults = Faults()
+        assert sorted([(await each).status_code for each in asked]) == [200, 429]
+
+
 def parse_events(raw: str) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
     assert lines[-1] == "[DONE]", raw[-400:]

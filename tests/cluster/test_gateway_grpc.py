@@ -85,7 +85,7 @@ async def everything(chunks: Any) -> list[Any]:
 
 async def http_tokens(cluster: SimCluster, path: str, body: dict[str, Any]) -> tuple[str, list[str]]:
     """The text of a stream, and its tokens as its log-probabilities spell them."""
-    body = {"model": MODEL, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "stream": True, **body}
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 100, "ignore_eos": True, "stream": True, **body}
     async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
         answer = await http.post(path, json=body)
     events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line and not line.endswith("[DONE]")]
@@ -100,7 +100,7 @@ async def http_tokens(cluster: SimCluster, path: str, body: dict[str, Any]) -> t
 
 @pytest.mark.parametrize("kind", ["text", "token_ids", "conversation"])
 async def test_a_streams_tokens_equal_those_of_http(cluster: SimCluster, stub: Any, kind: str) -> None:
-    sampling = pb.Sampling(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
+    sampling = pb.Sampling(max_tokens=100, temperature=0, ignore_eos=True, logprobs=0)
     if kind == "conversation":
         request = pb.GenerateRequest(model=MODEL, conversation=conversation("tell me of the river"), sampling=sampling)
         messages = [{"role": "user", "content": "tell me of the river"}]
@@ -120,7 +120,7 @@ async def test_a_streams_tokens_equal_those_of_http(cluster: SimCluster, stub: A
     spelled = [position.top[0].text for chunk in chunks for position in chunk.logprobs]
     assert spelled == expected_tokens
     ids = [token for chunk in chunks for token in chunk.token_ids]
-    assert len(ids) == len(expected_tokens) == 8
+    assert len(ids) == len(expected_tokens) == 100
     assert ids == [position.top[0].token_id for chunk in chunks for position in chunk.logprobs]
     assert len(chunks) > 2, "nothing was streamed"
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [pb.FINISH_REASON_LENGTH]

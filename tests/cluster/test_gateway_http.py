@@ -249,3 +249,11 @@ async def test_metrics_tell_what_happened(cluster: SimCluster, http: httpx.Async
     assert 'kvferry_placements_total{reason="disaggregated"} 1.0' in seen
     assert 'kvferry_prefill_fallbacks_total{cause="timeout"} 0.0' in seen
     assert "kvferry_time_to_first_token_seconds_count 1.0" in seen
+
+
+async def test_choices_of_a_cold_prompt_report_no_cached_tokens(http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": " ".join(f"cold{i}" for i in range(200)), "max_tokens": 2, "n": 4}
+    cold = (await http.post("/v1/completions", json=body)).json()["usage"]
+    assert cold["prompt_tokens_details"]["cached_tokens"] == 0
+    warm = (await http.post("/v1/completions", json=body)).json()["usage"]
+    assert warm["prompt_tokens_details"]["cached_tokens"] >= 150

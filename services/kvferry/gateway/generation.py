@@ -86,6 +86,7 @@ class Generation:
             span.set({"kvferry.tenant": tenant.name})
         self.records = [RequestRecord(tenant=tenant.name, trace=span) for _ in self.requests]
         self.choices = [Choice() if request.parse is None else ParsedChoice() for request in self.requests]
+        self._n = n
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -110,8 +111,13 @@ class Generation:
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=min(self._num_prompt_tokens, sum(record.num_cached_tokens for record in self.records)),
+            cached_tokens=min(self._num_prompt_tokens, self._num_cached_tokens()),
         )
+
+    def _num_cached_tokens(self) -> int:
+        """Return prompt tokens that no choice had to compute; choices of a prompt share its pages."""
+        cached = [record.num_cached_tokens for record in self.records]
+        return sum(min(cached[i : i + self._n]) for i in range(0, len(cached), self._n))
 
     def debug_values(self) -> dict[str, Any]:
         ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)

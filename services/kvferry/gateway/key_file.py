@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 PREFIX = "kvf_"
 LOOK_INTERVAL_S = 1.0  # the file is looked at no more often
 
+# libyaml's reads thousands of keys ten times as fast; it is missing from some builds of PyYAML.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _FIELDS = ("tenant", "name", "sha256")
@@ -96,7 +99,7 @@ class KeyFile:
 def read_keys(file: Path) -> list[ApiKey]:
     """Raises ConfigError naming the file, the entry and the fault."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"gateway.keys_file: {file}: {error.strerror}", param="gateway.keys_file") from None
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -107,6 +110,8 @@ def read_keys(file: Path) -> list[ApiKey]:
     if not isinstance(values, list):
         raise ConfigError(f"gateway.keys_file: {file}: expected a list of {{tenant, name, sha256}}")
     keys: list[ApiKey] = []
+    names: set[tuple[str, str]] = set()
+    digest_to_key: dict[str, ApiKey] = {}
     for number, value in enumerate(values, start=1):
         where = f"gateway.keys_file: {file}: entry {number}"
         if not isinstance(value, dict) or value.keys() != set(_FIELDS):
@@ -117,11 +122,12 @@ def read_keys(file: Path) -> list[ApiKey]:
             key = ApiKey(Tenant(value["tenant"]), value["name"], value["sha256"])
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
-        for other in keys:
-            if (other.tenant.name, other.name) == (key.tenant.name, key.name):
-                raise ConfigError(f"{where}: the tenant {key.tenant.name!r} has a key {key.name!r} already")
-            if other.sha256 == key.sha256:
-                raise ConfigError(f"{where}: the same key as {other.tenant.name}/{other.name}")
+        if (key.tenant.name, key.name) in names:
+            raise ConfigError(f"{where}: the tenant {key.tenant.name!r} has a key {key.name!r} already")
+        if (other := digest_to_key.get(key.sha256)) is not None:
+            raise ConfigError(f"{where}: the same key as {other.tenant.name}/{other.name}")
+        names.add((key.tenant.name, key.name))
+        digest_to_key[key.sha256] = key
         keys.append(key)
     return keys
 

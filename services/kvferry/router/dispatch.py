@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 NUM_RECENT = 2048  # requests that `kvferry explain` can ask for
 MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
+ROOM_PAUSE_S = 0.1  # until a continuation asks full workers again
 MIN_STEPS = 8  # fewer say little about the time of a step
 
 _NO_HINTS = TierHints()
@@ -184,6 +185,15 @@ class _FailedWorkers:
     def add_overloaded(self, link: WorkerLink) -> None:
         self._overloaded.add(link.member.member_id)
 
+    @property
+    def any_overloaded(self) -> bool:
+        return bool(self._overloaded)
+
+    def forgive_overloaded(self) -> None:
+        """Let workers that were full be tried again."""
+        self._generations = {each for each in self._generations if each[0] not in self._overloaded}
+        self._overloaded.clear()
+
     def may_try(self, link: WorkerLink) -> bool:
         if not self._generations:
             return True
@@ -204,6 +214,7 @@ class _RequestRun:
         self._may_be_aggregated = may_be_aggregated
         self._failed = _FailedWorkers()
         self._losses = RequestLosses()
+        self._wait_ends_s: float | None = None  # of waiting for a worker since the last loss
         self._kept: _KeptPages | None = None
         self._last_error: KvferryError | None = None
 
@@ -240,25 +251,38 @@ class _RequestRun:
     async def _place(self, request: EngineRequest) -> _Attempt:
         """Place the request; the caller calls the policy's `ended`.
 
-        A new request does not wait for workers; one that lost its worker does.
+        A new request does not wait for workers or for room; one that lost its worker does.
         """
         attempt, error = self._place_now(request), self._last_error
         while attempt is None and self._losses.is_suspect and self._router.losses.has_trials:
             # Other suspects occupy the workers that are left.
             await self._router.losses.trial_end()
             attempt = self._place_now(request)
-        if attempt is None and error is not None and not isinstance(error, Overloaded):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._router.worker_wait_s):
-                    while attempt is None:
-                        await self._router.workers.change()
-                        attempt = self._place_now(request)
+        if attempt is None and error is not None and (self._losses.workers or not isinstance(error, Overloaded)):
+            attempt = await self._wait_for_worker(request)
         if attempt is not None:
             return attempt
         if isinstance(error, Overloaded):
             raise error
         why = f"; the last one failed: {error.message}" if error is not None else ""
         raise NoDecodeWorker(f"no decode worker is connected{why}")
+
+    async def _wait_for_worker(self, request: EngineRequest) -> _Attempt | None:
+        """Place the request when a worker comes or has room again; None after `worker_wait_s` since its last loss."""
+        clock = self._router.clock
+        if self._wait_ends_s is None:
+            self._wait_ends_s = clock() + self._router.worker_wait_s
+        attempt: _Attempt | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._wait_ends_s - clock())):
+                while attempt is None:
+                    if self._failed.any_overloaded:
+                        await asyncio.sleep(ROOM_PAUSE_S)
+                        self._failed.forgive_overloaded()
+                    else:
+                        await self._router.workers.change()
+                    attempt = self._place_now(request)
+        return attempt
 
     def _place_now(self, request: EngineRequest) -> _Attempt | None:
         """Prefer decode workers that can use the kept pages; None without any."""
@@ -377,6 +401,7 @@ class _RequestRun:
         try:
             yield
         except (WorkerLost, EngineDead) as error:
+            self._wait_ends_s = None
             self._router.losses.lose(engine, losses, len(self._answer.token_ids))
             self._record.lost_workers.append(worker)
             if losses.are_too_many:
@@ -491,7 +516,8 @@ class _RequestRun:
         self._last_error = error
         answer, metrics = self._answer, self._router.metrics
         where = f"after {len(answer.token_ids)} tokens" if answer.token_ids else "before its first token"
-        log.warning("request %s: %s, %s; trying another decode worker", answer.request_id, error.message, where)
+        level = logging.DEBUG if isinstance(error, Overloaded) else logging.WARNING  # asked again and again
+        log.log(level, "request %s: %s, %s; trying another decode worker", answer.request_id, error.message, where)
         if answer.token_ids:
             metrics.continued_requests.inc()
         else:
