@@ -194,6 +194,64 @@ def test_malformed_json_and_a_body_over_the_limit(machine: Machine) -> None:
     assert httpx.post(url, content=b"x" * (9 << 20), timeout=60).status_code == 413
 
 
+def chained_schema(length: int) -> dict[str, Any]:
+    links: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    return {"$defs": {**links, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+# Each ended a gateway, its workers, or all requests of a gateway on a worker.
+HARMFUL: dict[str, dict[str, Any]] = {
+    "structural tag of chained references": {
+        "response_format": {
+            "type": "structural_tag",
+            "structures": [{"begin": "<x>", "schema": chained_schema(10_000), "end": "</x>"}],
+            "triggers": ["<x>"],
+        }
+    },
+    "schema of chained references": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": chained_schema(10_000)}}
+    },
+    "long repetition": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "a{1,10000}"}},
+        }
+    },
+    "stop token ids": {"stop_token_ids": [7] * 1_400_000},
+    "logit bias outside the vocabulary": {"logit_bias": {"10000000": 1}, "n": 3},
+}
+
+
+def processes(machine: Machine) -> dict[str, int]:
+    both = members(machine, "prefill") | members(machine, "decode")
+    return {member_id: member["pid"] for member_id, member in both.items()}
+
+
+async def test_harmful_bodies_are_refused_beside_streams_that_go_on(machine: Machine) -> None:
+    before = processes(machine)
+    prompts = [f"Stream {i} of eight that nothing may disturb tells of" for i in range(8)]
+    asked = {"model": MODEL, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=machine.url, timeout=300) as http:
+
+        async def texts() -> list[str]:
+            answers = await asyncio.gather(
+                *(http.post("/v1/completions", json={**asked, "prompt": prompt}) for prompt in prompts)
+            )
+            assert [answer.status_code for answer in answers] == [200] * len(prompts)
+            return [answer.json()["choices"][0]["text"] for answer in answers]
+
+        expected = await texts()
+        streams = asyncio.create_task(texts())
+        for name, harmful in HARMFUL.items():
+            body = {**asked, "prompt": "x", **harmful}
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 400, f"{name}: {answer.text[:300]}"
+            assert answer.json()["error"]["param"].startswith(next(iter(harmful))), name
+            assert len(answer.content) < 2048, name
+        assert await streams == expected
+    assert processes(machine) == before
+
+
 async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(machine: Machine) -> None:
     prompt = "The harbour master of a small town keeps a diary. On the first page he wrote: " * 3
     values = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
