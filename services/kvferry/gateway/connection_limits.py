@@ -12,6 +12,7 @@ log = logging.getLogger(__name__)
 
 # Descriptors that a gateway needs beside its clients' connections: links, etcd, logs, listeners.
 _OTHER_DESCRIPTORS = 512
+MAX_LINGERING = 128  # refused connections whose clients may still read why
 
 
 class ConnectionLimits:
@@ -26,14 +27,19 @@ class ConnectionLimits:
     def __repr__(self) -> str:
         return f"<ConnectionLimits {self.num_open}/{self._max_connections} of {len(self._peers)} peers>"
 
+    @property
+    def max_with_refused(self) -> int:
+        """Connections at once, with refused ones that have not ended yet."""
+        return self._max_connections + MAX_LINGERING
+
     def open(self, peer: str) -> Overloaded | None:
-        """Count a connection, to be ended with `close`; return why it is one too many, or None."""
+        """Count a connection, to be ended with `close`; or return why it is one too many."""
+        if self.num_open >= self._max_connections:
+            return Overloaded(f"{self._max_connections} connections are open, the limit of this gateway")
+        if self._max_per_peer and self._peers[peer] >= self._max_per_peer:
+            return Overloaded(f"{self._max_per_peer} connections of this address are open, the limit of this gateway")
         self.num_open += 1
         self._peers[peer] += 1
-        if self.num_open > self._max_connections:
-            return Overloaded(f"{self._max_connections} connections are open, the limit of this gateway")
-        if self._max_per_peer and self._peers[peer] > self._max_per_peer:
-            return Overloaded(f"{self._max_per_peer} connections of this address are open, the limit of this gateway")
         return None
 
     def close(self, peer: str) -> None:

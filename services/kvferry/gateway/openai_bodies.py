@@ -200,6 +200,13 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
         if len(kinds) > 1 or not kinds <= {str, int, list}:
             raise InvalidRequest("prompt: expected a string, token ids, or a list of one kind of these", param="prompt")
+        num_prompts = 1 if kinds == {int} else len(prompt)
+        if num_prompts * (body.n or 1) > MAX_CHOICES:
+            raise InvalidRequest(
+                f"{num_prompts} prompts with n={body.n or 1} make {num_prompts * (body.n or 1)} choices; "
+                f"at most {MAX_CHOICES} are allowed",
+                param="prompt",
+            )
         for i, part in enumerate(prompt if kinds == {list} else [prompt] if kinds == {int} else []):
             if not part or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in part):
                 raise InvalidRequest(
@@ -208,13 +215,6 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
                 )
         if kinds == {str} and not all(prompt):
             raise InvalidRequest("prompt: no part may be empty", param="prompt")
-        num_prompts = 1 if kinds == {int} else len(prompt)
-        if num_prompts * (body.n or 1) > MAX_CHOICES:
-            raise InvalidRequest(
-                f"{num_prompts} prompts with n={body.n or 1} make {num_prompts * (body.n or 1)} choices; "
-                f"at most {MAX_CHOICES} are allowed",
-                param="prompt",
-            )
     elif not prompt:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
     return body
@@ -266,6 +266,8 @@ def _checked(values: Mapping[str, Any], kind: type[Body]) -> Body:
         structured_limits.check_response_format(body.response_format)
     if body.structured_outputs is not None:
         structured_limits.check_structured_outputs(body.structured_outputs)
+    if isinstance(body, ChatBody) and body.chat_template_kwargs is not None:
+        structured_limits.check_template_arguments(body.chat_template_kwargs)
     if isinstance(body, ChatBody) and body.tools:
         structured_limits.check_tools([tool.function.parameters for tool in body.tools])
     return body
@@ -282,7 +284,8 @@ def _check_sizes(messages: Sequence[Mapping[str, Any]]) -> None:
 def _check_message(where: str, message: Mapping[str, Any]) -> None:
     role = message.get("role")
     if role not in ROLES:
-        raise InvalidRequest(f"{where}.role: expected one of {', '.join(ROLES)}, not {role!r}", param=f"{where}.role")
+        found = repr(role) if isinstance(role, str) else _json_type(role)
+        raise InvalidRequest(f"{where}.role: expected one of {', '.join(ROLES)}, not {found}", param=f"{where}.role")
     content = message.get("content")
     if role == "function":
         raise InvalidRequest(f"{where}: functions are not supported; use tools", param=where)
@@ -299,8 +302,9 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
         for i, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
+                found = repr(kind) if isinstance(kind, str) else _json_type(kind)
                 raise InvalidRequest(
-                    f"{where}.content[{i}]: only parts of type 'text' with a string are supported, not {kind!r}",
+                    f"{where}.content[{i}]: only parts of type 'text' with a string are supported, not {found}",
                     param=f"{where}.content",
                 )
     elif content is not None and not isinstance(content, str):

@@ -14,7 +14,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, UrlTooLong
+from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.openai_responses import error_body
 
@@ -24,6 +24,7 @@ EXTENSION = "kvferry.exchange"  # the key of `scope["extensions"]` under which a
 MAX_HEAD_BYTES = 64 << 10
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
+MAX_PIPELINED = 16  # requests of a connection that wait behind the one in service
 # From a connection, or a request's first byte, to the end of its headers.
 HEAD_TIMEOUT_S = 30.0
 # How long a refused client may go on sending: closing at once could overtake the answer.
@@ -43,6 +44,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits: ConnectionLimits | None = getattr(self.app, "connection_limits", None)
         self._reads_head = True
         self._num_head_bytes = 0  # at least 1 if any has come
+        self._num_tail_bytes = 0  # after the last of a body: chunk sizes and trailers
+        self._is_counted = False
         self._is_upgrade = False
         self._fault: KvferryError | None = None  # why a callback has stopped the parser
         self._is_refused = False
@@ -51,10 +54,13 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         refusal = self._limits.open(self._peer) if self._limits is not None else None
-        if refusal is not None:
-            self._refuse(refusal)
+        if refusal is None:
+            self._is_counted = self._limits is not None
+            self._begin_timer()
+        elif len(self.connections) > self._limits.max_with_refused:  # type: ignore[union-attr]
+            transport.abort()  # too many refused clients linger
         else:
-            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
+            self._refuse(refusal)
 
     @property
     def _peer(self) -> str:
@@ -65,6 +71,8 @@ class HttpProtocol(HttpToolsProtocol):
         while data and not self._is_refused:
             if self._reads_head:
                 self._num_head_bytes += len(data)
+            else:
+                self._num_tail_bytes += len(data)
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
@@ -76,11 +84,15 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(self._fault or InvalidRequest("this is not a valid HTTP request"))
                 return
             break
-        if self._reads_head and not self._is_refused:
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(_head_too_large())
-            elif self._timer is None:
-                self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
+        if self._is_refused:
+            return
+        if (self._num_head_bytes if self._reads_head else self._num_tail_bytes) > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
+        elif self._timer is None and (self._reads_head or self.cycle is None or self.cycle.response_complete):
+            self._begin_timer()
+
+    def _begin_timer(self) -> None:
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
 
     def _head_without_upgrade(self) -> bytes:
         """Return the request's head without its upgrade, which HTTP lets a server ignore, and begin to parse anew.
@@ -100,12 +112,22 @@ class HttpProtocol(HttpToolsProtocol):
         return b"".join([*pieces, b"\r\n"])
 
     def _refuse(self, error: KvferryError) -> None:
-        """Answer outside any request, and end the connection."""
+        """Answer outside any request and end the connection, after the answers to requests that came whole."""
         self._is_refused = True
         self._end_timer()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            cycle.keep_alive = False
+            return
+        is_answering = False
+        if cycle is not None and not cycle.response_complete:
+            # The fault is in its body.
+            is_answering = cycle.response_started or bool(self.pipeline)
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not is_answering:
             status, body = HTTPStatus(error.http_status), error_body(error)
             again = f"retry-after: {error.retry_after_s}\r\n" if error.retry_after_s is not None else ""
             head = (
@@ -155,14 +177,20 @@ class HttpProtocol(HttpToolsProtocol):
         self._fault = fault
         raise fault
 
+    def on_body(self, body: bytes) -> None:
+        self._num_tail_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if not self._is_upgrade:
             super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         self._reads_head = False
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_tail_bytes = 0
         self._end_timer()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop_parser(Overloaded(f"over {MAX_PIPELINED} requests wait on this connection"))
         self._is_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
         if self._is_upgrade:
             return  # the head comes again, without the upgrade
@@ -177,7 +205,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self._end_timer()
-        if self._limits is not None:
+        if self._is_counted and self._limits is not None:
             self._limits.close(self._peer)
         super().connection_lost(exc)
         if self.on_lost is not None:

@@ -372,6 +372,87 @@ async def test_an_upgrade_is_ignored_and_the_body_is_kept(split: int, framing: s
     assert not any(name in (b"upgrade", b"connection", b"http2-settings") for name, _ in scope["headers"])
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [b"NONSENSE\r\n\r\n", b"GET /" + b"u" * 9000, b"GET / HTTP/1.1\r\nx: " + b"a" * (1 << 20)],
+    ids=["nonsense", "url", "bytes"],
+)
+async def test_a_bad_head_does_not_cut_the_answer_before_it(behind: bytes) -> None:
+    released = asyncio.Event()
+
+    class Slow(Echo):
+        async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+            await released.wait()
+            await super().__call__(scope, receive, send)
+
+    app = Slow()
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head() + behind)
+        await asyncio.sleep(0.05)
+        released.set()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.transport.abort()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"ok")
+    assert len(app.scopes) == 1
+
+
+async def test_requests_that_wait_on_one_connection_have_a_limit() -> None:
+    released = asyncio.Event()
+
+    class Slow(Echo):
+        async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+            await released.wait()
+            await super().__call__(scope, receive, send)
+
+    app = Slow()
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head() * 1000)
+        await asyncio.sleep(0.1)
+        released.set()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.transport.abort()
+    assert answer.count(b"HTTP/1.1 200") == len(app.scopes) == 1 + uvicorn_connection.MAX_PIPELINED
+
+
+async def test_a_body_that_cannot_be_read_is_400() -> None:
+    async with serving(Echo()) as port:
+        chunked = head(b"transfer-encoding: chunked", line=b"POST / HTTP/1.1")
+        assert (await exchanged(port, chunked, b"nonsense\r\n")).startswith(b"HTTP/1.1 400")
+
+
+async def test_trailers_have_a_limit() -> None:
+    async with serving(Echo()) as port:
+        chunked = head(b"transfer-encoding: chunked", line=b"POST / HTTP/1.1")
+        trailer = [b"0\r\nx: ", *[b"a" * 4096] * (MAX_HEAD_BYTES // 4096 + 1)]
+        assert (await exchanged(port, chunked, *trailer)).startswith(b"HTTP/1.1 431")
+
+
+async def test_nothing_keeps_a_connection_for_ever_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_connection, "HEAD_TIMEOUT_S", 0.2)
+    async with serving(Echo()) as port:
+        assert await exchanged_after_one(port, b"\r\n") == b""
+
+
+async def test_one_address_does_not_use_up_the_connections_of_all() -> None:
+    limits = ConnectionLimits(4, 2)
+    async with serving(Echo(limits)) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+        await until(lambda: limits.num_open == 2)
+        other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        other[1].write(head())
+        async with asyncio.timeout(5):
+            assert (await other[0].read(1 << 16)).startswith(b"HTTP/1.1 200")
+        for _, writer in [*held, other]:
+            writer.transport.abort()
+        await until(lambda: limits.num_open == 0)
+    assert repr(limits) == "<ConnectionLimits 0/4 of 0 peers>"
+
+
 async def test_connections_have_limits() -> None:
     for limits in (ConnectionLimits(2, 0), ConnectionLimits(100, 2)):
         app = Echo(limits)
