@@ -172,6 +172,9 @@ class WorkerServer:
     def refusal(self) -> KvferryError | None:
         if self.draining:
             return WorkerDraining(f"worker {self._worker_id} is draining")
+        if self.died.is_set():
+            # Not EngineDead: this request had no part in it, and is not to be counted among those that had.
+            return WorkerDraining(f"worker {self._worker_id} leaves: {self.why_died}")
         if self.num_requests >= self._max_requests:
             return Overloaded(
                 f"worker {self._worker_id} has {self._max_requests} requests, its limit",

@@ -247,6 +247,10 @@ class SimEngine:
                     return
         finally:
             self._remove(sequence)
+            # A last output that the reader never got names pages that nobody else can release before their lease ends.
+            for unread in sequence.outputs.pop_all():
+                if unread.transfer_params is not None:
+                    self._release(unread.transfer_params)
 
     async def abort(self, request_id: RequestId) -> None:
         sequence = self._scheduler.get(request_id)
@@ -256,6 +260,9 @@ class SimEngine:
             sequence.outputs.put(last)
 
     async def release(self, transfer_params: TransferParams) -> None:
+        self._release(transfer_params)
+
+    def _release(self, transfer_params: TransferParams) -> None:
         try:
             ticket = Ticket.from_params(transfer_params)
         except KvTransferError:

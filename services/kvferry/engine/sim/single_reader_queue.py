@@ -46,6 +46,11 @@ class SingleReaderQueue(Generic[T]):
                 self._waiter = None
         return self._items.popleft()
 
+    def pop_all(self) -> list[T]:
+        items = list(self._items)
+        self._items.clear()
+        return items
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -650,3 +650,17 @@ async def test_the_newest_listener_hears_from_now_on(engine: SimEngine) -> None:
     async with asyncio.timeout(DEADLINE_S):
         assert [batch.sequence async for batch in first] == [0]
         assert (await anext(second)).sequence == 1
+
+
+async def test_pages_whose_reader_left_with_the_last_output_are_released() -> None:
+    async with started() as engine:
+        outputs = engine.generate(request_for(prompt_of(64), 1, keep_for_transfer=True))
+        reading = asyncio.ensure_future(anext(outputs))
+        while not engine.num_offers:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        # The last output waits for its reader, which is cancelled before it runs again.
+        assert not reading.done()
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        assert not engine.num_offers
