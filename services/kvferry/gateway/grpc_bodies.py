@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import InvalidRequest, RequestError
+from kvferry.gateway.json_text import object_of
 from kvferry.gateway.openai_bodies import (
     MAX_MESSAGES,
     MAX_TOKEN_IDS,
@@ -144,7 +144,7 @@ def _structure(structure: pb.StructuredOutput) -> dict[str, Any]:
     field = "structured_output"
     match structure.WhichOneof("kind"):
         case "json_schema":
-            return {"json": _json_object(f"{field}.json_schema", structure.json_schema)}
+            return {"json": object_of(f"{field}.json_schema", structure.json_schema)}
         case "json_object":
             if not structure.json_object:
                 raise InvalidRequest(f"{field}.json_object: true is all it can be", param=f"{field}.json_object")
@@ -191,7 +191,7 @@ def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
             values["tool_choice"] = {"type": "function", "function": {"name": name}}
     if conversation.template_arguments:
         field = "conversation.template_arguments"
-        values["chat_template_kwargs"] = _json_object(field, conversation.template_arguments)
+        values["chat_template_kwargs"] = object_of(field, conversation.template_arguments)
     return values
 
 
@@ -220,18 +220,8 @@ def _function(field: str, tool: pb.Tool) -> dict[str, Any]:
     if tool.description:
         values["description"] = tool.description
     if tool.parameters:
-        values["parameters"] = _json_object(field, tool.parameters)
+        values["parameters"] = object_of(field, tool.parameters)
     return values
-
-
-def _json_object(field: str, text: str) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{field}: not valid JSON: {error}", param=field) from None
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{field}: expected a JSON object", param=field)
-    return value
 
 
 def _read(raw: bytes, kind: type[M]) -> M:

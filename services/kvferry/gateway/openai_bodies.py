@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
+from kvferry.gateway.json_text import json_type, object_of
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
 IGNORED = frozenset(
@@ -237,7 +238,7 @@ def _object(raw: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(values, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {_json_type(values)}")
+        raise InvalidRequest(f"the body must be a JSON object, not {json_type(values)}")
     return values
 
 
@@ -284,7 +285,7 @@ def _check_sizes(messages: Sequence[Mapping[str, Any]]) -> None:
 def _check_message(where: str, message: Mapping[str, Any]) -> None:
     role = message.get("role")
     if role not in ROLES:
-        found = repr(role) if isinstance(role, str) else _json_type(role)
+        found = repr(role) if isinstance(role, str) else json_type(role)
         raise InvalidRequest(f"{where}.role: expected one of {', '.join(ROLES)}, not {found}", param=f"{where}.role")
     content = message.get("content")
     if role == "function":
@@ -302,14 +303,14 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
         for i, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                found = repr(kind) if isinstance(kind, str) else _json_type(kind)
+                found = repr(kind) if isinstance(kind, str) else json_type(kind)
                 raise InvalidRequest(
                     f"{where}.content[{i}]: only parts of type 'text' with a string are supported, not {found}",
                     param=f"{where}.content",
                 )
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(
-            f"{where}.content: expected a string or a list of parts, not {_json_type(content)}",
+            f"{where}.content: expected a string or a list of parts, not {json_type(content)}",
             param=f"{where}.content",
         )
 
@@ -324,13 +325,7 @@ def _check_tool_calls(where: str, role: str, calls: object) -> None:
         place = where + path.strip("`")
         raise InvalidRequest(f"{place}: {text[0].lower()}{text[1:]}", param=place) from None
     for i, call in enumerate(read):
-        place = f"{where}[{i}].function.arguments"
-        try:
-            arguments = msgspec.json.decode(call.function.arguments or "{}")
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            raise InvalidRequest(f"{place}: not valid JSON: {error}", param=place) from None
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"{place}: expected a JSON object, not {_json_type(arguments)}", param=place)
+        object_of(f"{where}[{i}].function.arguments", call.function.arguments or "{}")
 
 
 def _check_tools(body: ChatBody) -> None:
@@ -344,15 +339,3 @@ def _check_tools(body: ChatBody) -> None:
         raise InvalidRequest(
             f"tool_choice: {choice.function.name!r} is not one of the tools ({', '.join(names)})", param="tool_choice"
         )
-
-
-def _json_type(value: object) -> str:
-    names: dict[type, str] = {
-        dict: "an object",
-        list: "an array",
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), "null")

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import InvalidRequest
+from kvferry.gateway.json_text import object_of
 
 MAX_SPEC_BYTES = 128 << 10  # of one schema, structural tag or list of choices
 MAX_TOOLS_BYTES = 512 << 10  # of the schemas of all tools
@@ -66,9 +67,10 @@ def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
         match name, spec:
             case "json" | "structural_tag", str():
                 _check_length(field, len(spec.encode(errors="surrogatepass")), MAX_SPEC_BYTES)
-                counts.check_spec(field, _from_json(field, spec))
+                # Only an object: vLLM and xgrammar would read a text inside the text once more.
+                counts.check_spec(field, object_of(field, spec))
             case "regex", str():
-                counts.check_pattern(field, spec, MAX_REGEX_SIZE)
+                _checked_size(field, spec, MAX_REGEX_SIZE)
             case "whitespace_pattern", str():
                 counts.check_pattern(field, spec)
             case "grammar", str():
@@ -140,15 +142,8 @@ class _Counts:
                 raise _refusal(field, what, MAX_PROPERTIES_BESIDE_PATTERNS)
         return num_bytes
 
-    def check_pattern(self, field: str, pattern: str, max_size: int = MAX_PATTERN_SIZE) -> None:
-        if len(pattern) > MAX_PATTERN_CHARS:
-            raise _refusal(field, "the length of a pattern", MAX_PATTERN_CHARS)
-        size = pattern_size(pattern, max_size)
-        if size > max_size:
-            raise _refusal(field, "the size of a pattern, with its repetitions unrolled,", max_size)
-        if max_size > MAX_PATTERN_SIZE:
-            return
-        self._pattern_cost += size * size
+    def check_pattern(self, field: str, pattern: str) -> None:
+        self._pattern_cost += _checked_size(field, pattern, MAX_PATTERN_SIZE) ** 2
         if self._pattern_cost > MAX_PATTERN_COST:
             raise _refusal(field, "the sum of the squares of all sizes of patterns", MAX_PATTERN_COST)
 
@@ -201,6 +196,16 @@ _READ: Mapping[str, Callable[[_Counts, object], None]] = {
     "grammar": _Counts._read_grammar,
     **dict.fromkeys(_BOUNDS, _Counts._read_bound),
 }
+
+
+def _checked_size(field: str, pattern: str, max_size: int) -> int:
+    """Return the pattern's size. Raises InvalidRequest over `max_size`."""
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise _refusal(field, "the length of a pattern", MAX_PATTERN_CHARS)
+    size = pattern_size(pattern, max_size)
+    if size > max_size:
+        raise _refusal(field, "the size of a pattern, with its repetitions unrolled,", max_size)
+    return size
 
 
 def pattern_size(pattern: str, max_size: int = MAX_PATTERN_SIZE) -> int:
@@ -274,19 +279,6 @@ def _check_grammar(field: str, grammar: str) -> None:
             raise _refusal(field, "the sum of its bounded repetitions", MAX_GRAMMAR_REPETITIONS)
     if num_repetitions * num_bytes > MAX_GRAMMAR_SIZE:
         raise _refusal(field, f"{num_bytes} bytes times {num_repetitions} bounded repetitions", MAX_GRAMMAR_SIZE)
-
-
-def _from_json(field: str, text: str) -> object:
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"{field}: not valid JSON: {error}", param=field) from None
-    except RecursionError:
-        raise _refusal(field, "its nesting", MAX_NESTING) from None
-    if not isinstance(value, dict):
-        # vLLM and xgrammar would read a text inside the text once more.
-        raise InvalidRequest(f"{field}: expected a JSON object", param=field)
-    return value
 
 
 def _check_length(field: str, num_bytes: int, most: int) -> None:
