@@ -228,6 +228,27 @@ class Echo:
         await send({"type": "http.response.body", "body": b"ok"})
 
 
+class Held(Echo):
+    """Answers once it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = asyncio.Event()
+        self.protocol: HttpProtocol | None = None
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        exchange = exchange_of(scope)
+        assert exchange is not None
+        self.protocol = exchange._protocol
+        await self.released.wait()
+        await super().__call__(scope, receive, send)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the connection reads no more."""
+        return self.protocol is not None and self.protocol._is_refused
+
+
 async def exchanged(port: int, *pieces: bytes) -> bytes:
     """Send the pieces one by one; return all that comes until the server ends the connection, or 2 s without end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -318,20 +339,14 @@ async def exchanged_after_one(port: int, piece: bytes) -> bytes:
         writer.transport.abort()
 
 
-async def test_an_answer_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_connection, "HEAD_TIMEOUT_S", 0.1)
-    released = asyncio.Event()
-
-    class Slow(Echo):
-        async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-            await released.wait()
-            await super().__call__(scope, receive, send)
-
-    async with serving(Slow()) as port:
+async def test_no_timer_runs_while_a_request_is_answered() -> None:
+    app = Held()
+    async with serving(app) as port:
         answering = asyncio.create_task(exchanged(port, head()))
-        await asyncio.sleep(0.3)
-        assert not answering.done()
-        released.set()
+        await until(lambda: app.protocol is not None)
+        assert app.protocol is not None
+        assert app.protocol._timer is None
+        app.released.set()
         assert (await answering).startswith(b"HTTP/1.1 200")
 
 
@@ -378,19 +393,12 @@ async def test_an_upgrade_is_ignored_and_the_body_is_kept(split: int, framing: s
     ids=["nonsense", "url", "bytes"],
 )
 async def test_a_bad_head_does_not_cut_the_answer_before_it(behind: bytes) -> None:
-    released = asyncio.Event()
-
-    class Slow(Echo):
-        async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-            await released.wait()
-            await super().__call__(scope, receive, send)
-
-    app = Slow()
+    app = Held()
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head() + behind)
-        await asyncio.sleep(0.05)
-        released.set()
+        await until(lambda: app.is_refused)
+        app.released.set()
         async with asyncio.timeout(5):
             answer = await reader.read()
         writer.transport.abort()
@@ -400,19 +408,12 @@ async def test_a_bad_head_does_not_cut_the_answer_before_it(behind: bytes) -> No
 
 
 async def test_requests_that_wait_on_one_connection_have_a_limit() -> None:
-    released = asyncio.Event()
-
-    class Slow(Echo):
-        async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-            await released.wait()
-            await super().__call__(scope, receive, send)
-
-    app = Slow()
+    app = Held()
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head() * 1000)
-        await asyncio.sleep(0.1)
-        released.set()
+        await until(lambda: app.is_refused)
+        app.released.set()
         async with asyncio.timeout(5):
             answer = await reader.read()
         writer.transport.abort()
