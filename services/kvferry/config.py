@@ -19,6 +19,7 @@ from kvferry.addresses import AUTO, require_loopback
 from kvferry.errors import ConfigError
 
 ENV_PREFIX = "KVFERRY__"
+DEFAULT_NAME = "kvferry"
 
 # What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return
 # garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
@@ -170,6 +171,9 @@ class GatewayConfig(_Section):
     request_timeout_s: float = Field(600, gt=0)
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
+    # While all workers are full, requests wait in line, first come first served, before anything of them is computed.
+    max_queued_requests: int = Field(256, ge=0)  # more get 429
+    queue_timeout_s: float = Field(10, ge=0)  # a request that would wait longer gets 429
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
     # A leaving gateway is not ready, but accepts requests for so long: load balancers need time to notice.
     linger_s: float = Field(0, ge=0)
@@ -184,6 +188,7 @@ class GatewayConfig(_Section):
 
 class MembershipConfig(_Section):
     endpoints: tuple[str, ...] = ()  # host:port of etcd; empty: `kvferry up` starts one
+    # Of this cluster's keys. Absent: /kvferry/NAME, and /kvferry for the cluster that is named kvferry.
     prefix: str = Field("/kvferry", pattern=r"^/[A-Za-z0-9._/-]+$")
     lease_ttl_s: int = Field(10, ge=2)
     ca_file: Path | None = None
@@ -313,7 +318,8 @@ Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "t
 class ClusterConfig(_Section):
     """The whole configuration, the same on every node."""
 
-    name: str = Field("kvferry", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
+    # Of this cluster, in etcd and between gateways and workers, which refuse those of other clusters.
+    name: str = Field(DEFAULT_NAME, pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     # Allow listeners off loopback without authentication: all of them, or those that are named.
     insecure: bool | tuple[Listener, ...] = False
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -328,6 +334,16 @@ class ClusterConfig(_Section):
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
     sim: SimConfig = SimConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prefix_names_the_cluster(cls, values: Any) -> Any:
+        # Two clusters under one prefix would take each other's workers.
+        name = values.get("name") if isinstance(values, Mapping) else None
+        membership = values.get("membership", {}) if isinstance(values, Mapping) else None
+        if not isinstance(name, str) or name == DEFAULT_NAME or not isinstance(membership, Mapping):
+            return values
+        return {**values, "membership": {"prefix": f"/kvferry/{name}", **membership}}
 
     @property
     def served_name(self) -> str:

@@ -17,6 +17,7 @@ from kvferry.engine.sim import SimEngine
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.router.dispatch import Dispatcher
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from support.waiting import until
 
@@ -35,6 +36,13 @@ class SimCluster:
     def url(self) -> str:
         assert self.gateway is not None
         return f"http://127.0.0.1:{self.gateway.port}"
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """That of the last gateway."""
+        assert self.gateway is not None
+        assert self.gateway.app.openai is not None
+        return self.gateway.app.openai._dispatcher
 
     def engines(self, kind: MemberKind) -> list[SimEngine]:
         return [engine for host, engine in self.workers if host.member.kind is kind]

@@ -163,9 +163,9 @@ async def test_a_prefill_worker_that_refuses_because_it_leaves(undisturbed: str)
         server = cluster.hosts(MemberKind.PREFILL)[0].server
         refusal = server.refusal
 
-        def begin_draining_and_refuse() -> KvferryError | None:
+        def begin_draining_and_refuse(**values: bool) -> KvferryError | None:
             server.draining = True
-            return refusal()
+            return refusal(**values)
 
         server.refusal = begin_draining_and_refuse  # type: ignore[method-assign]
         text, record = await succeeds(cluster)
@@ -246,17 +246,20 @@ async def test_a_decode_worker_that_refuses_is_passed_over(limit: str, undisturb
         await cluster.until_quiet()
 
 
-async def test_when_every_decode_worker_is_full_it_is_429(cluster: SimCluster) -> None:
-    cluster.hosts(MemberKind.DECODE)[0].server._max_requests = 0
-    answer = await post(cluster)
-    assert answer.status_code == 429
-    assert answer.json()["error"]["code"] == "overloaded"
-    assert int(answer.headers["retry-after"]) >= 1
+async def test_when_every_decode_worker_is_full_it_is_429() -> None:
+    async with running(gateway={"queue_timeout_s": 0.2}) as cluster:
+        cluster.hosts(MemberKind.DECODE)[0].server._max_requests = 0
+        answer = await post(cluster)
+        assert answer.status_code == 429
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert int(answer.headers["retry-after"]) >= 1
 
 
 async def test_a_stream_that_lost_its_worker_waits_for_room(undisturbed: str) -> None:
-    async with running(decode=2, worker={"heartbeat_s": 0.2, "max_requests": 1}) as cluster:
+    async with running(decode=2, gateway={"max_queued_requests": 0}) as cluster:
         hosts, engines = cluster.hosts(MemberKind.DECODE), cluster.engines(MemberKind.DECODE)
+        for host in hosts:
+            host.server._max_requests = 1
         for engine in engines:
             engine.faults = Faults(step_delay_s=0.05)
         first, second = [asyncio.create_task(succeeds(cluster)) for _ in range(2)]
@@ -264,7 +267,7 @@ async def test_a_stream_that_lost_its_worker_waits_for_room(undisturbed: str) ->
         engines[0].kill()
         # The other one has no room yet, and for a new request it never has.
         await until(lambda: hosts[0].server.died.is_set())
-        assert (await post(cluster)).status_code == 429
+        assert (await post(cluster, max_tokens=1)).status_code == 429
         engines[1].faults = Faults()
         assert [text for text, _ in (await first, await second)] == [undisturbed] * 2
         assert cluster.metric('kvferry_requests_total{endpoint="completions",status="429"}') == 1

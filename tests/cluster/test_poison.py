@@ -131,3 +131,48 @@ async def test_requests_that_wait_for_a_first_token_beside_it_are_answered(poiso
         assert [answer.status_code for answer in answers] == [500] * num_poisons
         assert num_dead(cluster) <= 2 * num_poisons
         assert [(await each).status_code for each in waiting] == [200] * 16
+
+
+async def test_every_gateway_refuses_what_one_has_in_quarantine(poisoned: object) -> None:
+    async with running(1, 5, sim=SIM) as cluster:
+        first = cluster.gateway
+        second = await cluster.add_gateway()
+        await cluster.ready()
+        async with client_of(cluster) as http:
+            assert (await ask(http, f"{POISON} one two")).status_code == 500
+        assert num_dead(cluster) == 2
+        assert cluster.metric('kvferry_quarantined_requests_total{when="first"}') == 1
+        third = await cluster.add_gateway()
+        await until(lambda: len(third.readiness().members) == 4)
+        for gateway in (first, second, third):
+            cluster.gateway = gateway
+            async with client_of(cluster) as http:
+                await until(lambda: not cluster.dispatcher._router.quarantine.is_empty(0.0), what="it was told")
+                again = await ask(http, f"{POISON} one two", seed=7)
+                assert again.json()["error"]["code"] == "request_quarantined"
+        assert num_dead(cluster) == 2
+
+
+async def test_copies_of_a_poison_lose_no_more_workers_than_were_hit_at_once(poisoned: object) -> None:
+    async with running(0, 8, sim=SIM) as cluster, client_of(cluster) as http:
+        await ask(http, f"{POISON} zero")
+        num_before = num_dead(cluster)
+        answers = await asyncio.gather(*(ask(http, f"{POISON} copies") for _ in range(6)))
+        assert [answer.status_code for answer in answers] == [500] * 6
+        # Round robin: the copies were on every worker that was left, at most once.
+        assert num_dead(cluster) <= 8
+        assert num_before == 2
+
+
+async def test_suspects_of_two_gateways_are_not_tried_on_one_worker_at_once() -> None:
+    async with running(0, 1, sim=SIM) as cluster:
+        (host,) = cluster.hosts(MemberKind.DECODE)
+        server = host.server
+        one, other = object(), object()
+        assert server.begin_trial(one)
+        assert server.begin_trial(one)
+        assert not server.begin_trial(other)
+        server.end_trial(other)
+        assert not server.begin_trial(other)
+        server.end_trial(one)
+        assert server.begin_trial(other)

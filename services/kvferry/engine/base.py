@@ -123,6 +123,9 @@ class EngineRequest:
     parse: Parse | None = None
     tier: TierHints | None = None  # None: the default namespace, no hints
     trace: TraceContext | None = None  # parent span; None if not sampled
+    deadline_s: float | None = None  # of `time.monotonic` in this process
+    is_suspect: bool = False  # an engine was lost under it before its first token
+    is_resumed: bool = False  # it has given tokens, and lost its worker
 
 
 def validate_continuation(request: EngineRequest) -> None:

@@ -42,6 +42,7 @@ from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.volume_pool import VolumePool, keeper_of
 from kvferry.router.volume_stream import follow_over
 from kvferry.router.worker_pool import WorkerPool
+from kvferry.served_model import identity
 from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ GC_THRESHOLD = 10_000
 # hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So it has the
 # socket several times.
 ACCEPTS_PER_TURN = 32
+
+MAX_NAMED = 16  # workers that /readyz names as incompatible
 
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
@@ -155,6 +158,8 @@ class GatewayHost:
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
             self._notifier = asyncio.create_task(self._notify_readiness())
+        # Before any link: a worker of another model must not get this gateway's tokens.
+        self.worker_pool.identity = await asyncio.to_thread(identity, self._config, self._model_folder)
         self.worker_pool.start()
         self.volume_pool.start()
         renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
@@ -193,6 +198,8 @@ class GatewayHost:
             missing = num_expected - len(self.worker_pool.usable(kind))
             if missing > 0:
                 waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
+        for link in self.worker_pool.incompatible()[:MAX_NAMED]:
+            waiting.append(f"{link.member.member_id} is left out: {link.why_incompatible}")
         return Readiness(
             ready=self.app.openai is not None
             and bool(self.worker_pool.usable(MemberKind.DECODE))

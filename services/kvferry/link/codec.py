@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -35,7 +37,7 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
-_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_FINISH_FROM_WIRE: dict[int, FinishReason] = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 _ERROR_BY_CODE = by_code()
 
@@ -44,6 +46,7 @@ _delta_from_json = msgspec.json.Decoder(AnswerDelta)
 
 _TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
 _OPTIONAL = frozenset({"seed", "logprobs"})
+_MAX_UINT32 = 2**32 - 1
 _SAMPLING_FIELDS = Sampling.__struct_fields__
 
 
@@ -95,6 +98,12 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     if request.trace is not None:
         submit.traceparent = request.trace.traceparent
         submit.tracestate = request.trace.tracestate
+    if request.deadline_s is not None:
+        submit.timeout_ms = min(_MAX_UINT32, max(0, math.ceil((request.deadline_s - time.monotonic()) * 1000.0)))
+    if request.is_suspect:
+        submit.suspect = True
+    if request.is_resumed:
+        submit.resumed = True
     return message
 
 
@@ -113,6 +122,9 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         parse=_parse_from_wire(message.parse) if message.HasField("parse") else None,
         tier=_tier_hints_from_wire(message.tier) if message.HasField("tier") else None,
         trace=TraceContext.of(message.traceparent, message.tracestate),
+        deadline_s=time.monotonic() + message.timeout_ms / 1000.0 if message.HasField("timeout_ms") else None,
+        is_suspect=message.suspect,
+        is_resumed=message.resumed,
     )
 
 
@@ -261,7 +273,13 @@ def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
         if failure.HasField("retry_after_s"):
             error.retry_after_s = failure.retry_after_s
         return error
-    output = EngineOutput(token_ids=(), text="", finish_reason=_FINISH_FROM_WIRE[message.reason])
+    reason = _FINISH_FROM_WIRE.get(message.reason)
+    if reason is None:
+        # Of a newer release. Only this request is ended by it, not the link.
+        return EngineError(
+            f"the worker ended the request for a reason that this gateway does not know ({message.reason})"
+        )
+    output = EngineOutput(token_ids=(), text="", finish_reason=reason)
     if message.stop_text:
         output.stop_reason = message.stop_text
     elif message.HasField("stop_token_id"):
@@ -299,13 +317,14 @@ def _cached_from_wire(message: pb.CachedTokens) -> CachedTokens:
     return CachedTokens(message.device, message.cpu, message.volume, message.kv_transfer)
 
 
-def stats_to_wire(load: EngineStats, *, draining: bool) -> pb.Load:
+def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> pb.Load:
     return pb.Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_pages_used=load.num_pages_used,
         num_pages=load.num_pages,
         draining=draining,
+        full=full,
         prompt_tokens=sources_to_wire(load.prompt_tokens),
         cached_tokens=_cached_to_wire(load.cached_tokens),
         transferred_bytes=load.transferred_bytes,

@@ -10,17 +10,27 @@ import contextlib
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from kvferry import __version__
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, TransferParams
-from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, WorkerLost
+from kvferry.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    KvferryError,
+    Overloaded,
+    WorkerDraining,
+    WorkerLost,
+)
 from kvferry.link import codec
 from kvferry.link.flow_control import SILENCE_LIMIT_S
 from kvferry.link.outgoing_queue import OutgoingQueue
+from kvferry.link.protocol import QUARANTINE, identity_of
 from kvferry.task_set import TaskSet
 from kvferry.tracing import Span
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -31,6 +41,8 @@ log = logging.getLogger(__name__)
 # engine's counters and sending them with every step would cost as much as a few tokens.
 STATS_INTERVAL_S = 0.05
 IDLE_STATS_DELAY_S = 0.07
+
+_MAX_LOGGED = 32  # requests, when an engine dies
 
 
 class SessionTransport(Protocol):
@@ -63,10 +75,22 @@ class SessionHost(Protocol):
     @property
     def instrumentation(self) -> RequestInstrumentation: ...
 
-    def welcome(self) -> pb.Welcome: ...
+    def welcome(self, hello: pb.Hello | None = None) -> pb.Welcome: ...
     def stats(self) -> pb.Load: ...
-    def refusal(self) -> KvferryError | None:
-        """Return why no new request can be accepted now, or None."""
+    def refusal(self, *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
+        """Return why no new request can be accepted now, or None. One that `has_place` counts already."""
+        ...
+
+    def begin_trial(self, owner: object) -> bool:
+        """Let a suspect in; False while the worker has another one. `end_trial` must follow."""
+        ...
+
+    def end_trial(self, owner: object) -> None:
+        """Idempotent."""
+        ...
+
+    def quarantine(self, message: pb.Quarantined, source: GatewaySession) -> None:
+        """Remember requests, and pass them on to the other gateways."""
         ...
 
     def requests_changed(self) -> None:
@@ -93,18 +117,20 @@ class GatewaySession:
         hello: pb.Hello,
         on_snapshot_wanted: Callable[[GatewaySession], None] | None = None,
     ) -> None:
-        if hello.version != __version__:
-            # All roles come in one wheel: a difference is a half-done upgrade, which an operator should see.
-            log.warning("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         self.gateway_id = hello.gateway_id
+        self.features = identity_of(hello).features
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.was_refused = False  # a request, because the worker was full; the gateway wants to know of room
+        self._reserved: set[int] = set()  # places of requests that are not submitted yet
         self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._failed_numbers: set[int] = set()  # of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
-        self._outgoing = OutgoingQueue(hello.gateway_id, worker.welcome())
+        welcome = worker.welcome(hello)
+        self._why_refused = welcome.refusal  # nothing is taken from this gateway
+        self._outgoing = OutgoingQueue(hello.gateway_id, welcome)
         self._flush_scheduled = False
         self._ended = False  # the link is gone
         now_s = self._loop.time()
@@ -122,6 +148,11 @@ class GatewaySession:
     @property
     def pending_bytes(self) -> int:
         return self._outgoing.pending_bytes
+
+    @property
+    def num_requests(self) -> int:
+        """Requests, and places reserved for requests."""
+        return len(self.tasks) + len(self._reserved)
 
     # From the gateway
 
@@ -141,6 +172,8 @@ class GatewaySession:
                     self._transport.messages_pending()
             case "submit":
                 self._submit(message.submit)
+            case "reserve":
+                self._reserve(message.reserve)
             case "cancel":
                 self._cancel(message.cancel.number)
             case "release":
@@ -148,14 +181,45 @@ class GatewaySession:
             case "want_snapshot":
                 if self.on_snapshot_wanted is not None:
                     self.on_snapshot_wanted(self)
+            case "quarantined":
+                self._worker.quarantine(message.quarantined, self)
+            case None:
+                pass  # of a newer release
             case kind:
-                raise ValueError(f"{kind or 'an empty message'} is not expected now")
+                raise ValueError(f"{kind} is not expected now")
+
+    def _reserve(self, message: pb.Reserve) -> None:
+        number = message.number
+        if number in self.tasks or number in self._reserved:
+            raise ValueError(f"request number {number} is in use")
+        refusal = self._refusal(is_resumed=message.resumed)
+        if refusal is not None:
+            self._refuse(number, refusal)
+            return
+        self._reserved.add(number)
+        self._outgoing.add_reserved(number)
+        self._worker.requests_changed()
+        self._schedule_flush()
+
+    def _refusal(self, *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
+        if self._why_refused:
+            return WorkerDraining(f"this worker refuses gateway {self.gateway_id}: {self._why_refused}")
+        return self._worker.refusal(is_resumed=is_resumed, has_place=has_place)
+
+    def _refuse(self, number: int, refusal: KvferryError) -> None:
+        self.was_refused = self.was_refused or isinstance(refusal, Overloaded)
+        self._worker.instrumentation.refused()
+        self._end(number, refusal)
 
     def _submit(self, message: pb.Submit) -> None:
         number = message.number
-        refusal = self._worker.refusal()
-        if refusal is None and number in self.tasks:
+        if number in self.tasks:
             raise ValueError(f"request number {number} is in use")
+        if number in self._reserved:
+            self._reserved.discard(number)
+            refusal = self._refusal(has_place=True)
+        else:
+            refusal = self._refusal(is_resumed=message.resumed)
         if refusal is None:
             try:
                 request = codec.submit_from_wire(message)
@@ -163,16 +227,22 @@ class GatewaySession:
                 # One bad message must not end the link, and with it every other request of that gateway.
                 log.warning("request %s cannot be read: %s", message.request_id, error)
                 refusal = InvalidRequest(f"the worker cannot read this request: {error}")
+        if refusal is None and request.is_suspect and not self._worker.begin_trial((self, number)):
+            refusal = Overloaded("another request under which an engine was lost is on this worker")
+            self.send_stats()  # the worker itself is not full
         if refusal is not None:
-            self._worker.instrumentation.refused()
-            self._end(number, refusal)
+            self._refuse(number, refusal)
+            self._worker.requests_changed()
             return
-        self.tasks[number] = self._loop.create_task(self._run(number, request))
+        self.tasks[number] = self._loop.create_task(self._run(number, request), name=request.request_id)
         self._worker.requests_changed()
         self._note_stats()
 
     def _cancel(self, number: int) -> None:
-        if (task := self.tasks.get(number)) is not None:
+        if number in self._reserved:
+            self._reserved.discard(number)
+            self._worker.requests_changed()
+        elif (task := self.tasks.get(number)) is not None:
             # Not at once: a task that never ran would skip its own cleanup. The loop runs callbacks in order.
             self._loop.call_soon(_cancel_once, task)
 
@@ -199,11 +269,21 @@ class GatewaySession:
             request = dataclasses.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
         try:
-            async with contextlib.aclosing(self._worker.engine.generate(request)) as outputs:  # type: ignore[type-var]
+            # The gateway ends the request at this time too; it may be gone, or not hear of it.
+            async with (
+                asyncio.timeout_at(self._deadline(request)),
+                contextlib.aclosing(self._worker.engine.generate(request)) as outputs,  # type: ignore[type-var]
+            ):
                 async for output in outputs:
                     self._add(number, output)
+                    if request.is_suspect:
+                        self._worker.end_trial((self, number))
             assert output is not None
             instrumented.finished(output)
+        except TimeoutError:
+            late = DeadlineExceeded("the request's deadline passed on its worker")
+            instrumented.failed(late)
+            self._end(number, late)
         except asyncio.CancelledError as error:
             instrumented.failed(error)
             self._end(number, EngineError("cancelled"))
@@ -219,7 +299,15 @@ class GatewaySession:
         finally:
             self.tasks.pop(number, None)
             self._failed_numbers.discard(number)
+            if request.is_suspect:
+                self._worker.end_trial((self, number))
             self._worker.requests_changed()
+
+    def _deadline(self, request: EngineRequest) -> float | None:
+        """Return the request's deadline on the loop's clock."""
+        if request.deadline_s is None:
+            return None
+        return self._loop.time() + (request.deadline_s - time.monotonic())
 
     def _add(self, number: int, output: EngineOutput) -> None:
         self._worker.note_output()
@@ -250,12 +338,27 @@ class GatewaySession:
             log.error("gateway %s is cut off", self.gateway_id)
             self._transport.abort()
 
+    def log_requests(self) -> None:
+        """Log the requests that were on the engine when it died: one of them may be the cause."""
+        if not self.tasks:
+            return
+        names = sorted(task.get_name() for task in self.tasks.values())
+        more = f" and {len(names) - _MAX_LOGGED} more" if len(names) > _MAX_LOGGED else ""
+        log.error(
+            "gateway %s had %d requests on the engine: %s%s",
+            self.gateway_id,
+            len(names),
+            ", ".join(names[:_MAX_LOGGED]),
+            more,
+        )
+
     def fail_all(self, error: KvferryError) -> None:
         if not self._ended and (numbers := self.tasks.keys() - self._failed_numbers):
             self._fail(numbers, error)
             self._schedule_flush()
 
     def _fail(self, numbers: set[int], error: KvferryError) -> None:
+        self._reserved -= numbers
         for number in sorted(numbers):
             self._outgoing.add_failure(number, error)
         for number in self.tasks:
@@ -277,6 +380,12 @@ class GatewaySession:
     def send_stats(self) -> None:
         self._stats_now = True
         self._schedule_flush()
+
+    def send_quarantined(self, message: pb.Quarantined) -> None:
+        """Does nothing for a gateway that does not know the message."""
+        if not self._ended and QUARANTINE in self.features:
+            self._outgoing.add_quarantined(message)
+            self._limit_pending()
 
     def _schedule_flush(self) -> None:
         # The tasks of one engine step all run in one pass of the event loop; the flush runs after them, so a step
@@ -314,6 +423,7 @@ class GatewaySession:
     def end(self) -> None:
         """The link is gone: nothing is sent or received any more. Idempotent."""
         self._ended = True
+        self._reserved.clear()
         self._outgoing.clear()
         self._heartbeat_timer.cancel()
         if self._stats_timer is not None:

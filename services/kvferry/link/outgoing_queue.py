@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 MAX_PENDING_BYTES = 16 << 20
 
 _FAILURE_BYTES = 64  # beside its message
+_NUMBER_BYTES = 10
 
 
 class _Pending:
@@ -79,6 +80,15 @@ class OutgoingQueue:
         codec.append_failure(step.message.step, number, error)
         self._grow(step, _FAILURE_BYTES + len(error.message))
 
+    def add_reserved(self, number: int) -> None:
+        step = self._open_step()
+        step.message.step.reserved.append(number)
+        self._grow(step, _NUMBER_BYTES)
+
+    def add_quarantined(self, message: pb.Quarantined) -> None:
+        self._pending.append(_Pending(pb.Upward(quarantined=message), message.ByteSize()))
+        self.pending_bytes += self._pending[-1].size_bytes
+
     def add_stats(self, stats: pb.Load) -> None:
         self._open_step().message.step.load.CopyFrom(stats)
 
@@ -119,7 +129,9 @@ class OutgoingQueue:
         steps = [pending.message.step for pending in self._pending]
         self._pending.clear()
         self.pending_bytes = 0
-        return {n for step in steps for n in (*step.numbers, *(ended.number for ended in step.finished))}
+        return {
+            n for step in steps for n in (*step.numbers, *step.reserved, *(ended.number for ended in step.finished))
+        }
 
     def close(self) -> None:
         self._is_closing = True

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from kvferry import __version__
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams
-from kvferry.errors import InvalidRequest, KvferryError, WorkerLost
+from kvferry.errors import InvalidRequest, KvferryError, Overloaded, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
+from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -24,6 +25,24 @@ log = logging.getLogger(__name__)
 
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
+
+
+class Place:
+    """A request's place on a worker, before the request is submitted."""
+
+    __slots__ = ("_link", "generation", "is_used", "number")
+
+    def __init__(self, link: WorkerLink, number: int, generation: int) -> None:
+        self._link = link
+        self.number = number
+        self.generation = generation
+        self.is_used = False
+
+    def release(self) -> None:
+        """Give the place back unless its request was submitted. Idempotent."""
+        if not self.is_used:
+            self.is_used = True
+            self._link.release_place(self)
 
 
 class WorkerLink:
@@ -39,13 +58,23 @@ class WorkerLink:
         gateway_id: str,
         on_change: Callable[[], None],
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
+        *,
+        identity: Identity | None = None,
     ) -> None:
+        """`identity` is this gateway's: a worker of another cluster, model or protocol is not connected."""
         self.member = member
         self.stats = EngineStats()
         self.draining = False
         self.connected = False
         self.generation = 0  # number of connections so far: a worker that was lost and came back may be tried again
+        self.is_full = False  # it refuses new requests
+        self.why_incompatible = ""  # empty unless worker and gateway must not work together
+        self.features: frozenset[str] = frozenset()  # of the worker
         self.on_residency: Callable[[pb.Residency], None] | None = None
+        self.on_quarantined: Callable[[pb.Quarantined], None] | None = None
+        self.on_room: Callable[[], None] | None = None
+        self._identity = identity or Identity()
+        self._reserving: dict[int, asyncio.Future[None]] = {}
         self._gateway_id = gateway_id
         self._on_change = on_change
         self._worker = worker
@@ -75,19 +104,55 @@ class WorkerLink:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def submit(self, request: EngineRequest, on_output: OnOutput, on_text: OnText | None = None) -> RemoteRequest:
-        """Never waits. Raises WorkerLost when the link is down, InvalidRequest for a request over MAX_FRAME_BYTES.
+    async def reserve(self, *, is_resumed: bool = False) -> Place:
+        """Reserve the place of a request that is submitted later. The caller submits it, or releases the place.
 
-        `on_text` gets outputs of only tokens and text.
+        Raises WorkerLost, or the worker's refusal: Overloaded, WorkerDraining. A worker that knows no places gives one
+        without asking.
         """
         if not self.connected:
             raise WorkerLost(f"worker {self.member.member_id} is not connected")
         number = self._next_number
+        self._next_number += 1
+        place = Place(self, number, self.generation)
+        if RESERVE not in self.features:
+            return place
+        answer = self._reserving[number] = self._loop.create_future()
+        self._send(pb.Downward(reserve=pb.Reserve(number=number, resumed=is_resumed)))
+        try:
+            await answer
+        except asyncio.CancelledError:
+            place.release()
+            raise
+        finally:
+            self._reserving.pop(number, None)
+        return place
+
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: OnOutput,
+        on_text: OnText | None = None,
+        place: Place | None = None,
+    ) -> RemoteRequest:
+        """Never waits. Raises WorkerLost when the link is down, InvalidRequest for a request over MAX_FRAME_BYTES.
+
+        `on_text` gets outputs of only tokens and text. A place that was reserved on an earlier connection is none.
+        """
+        if not self.connected:
+            raise WorkerLost(f"worker {self.member.member_id} is not connected")
+        number = self._next_number
+        if place is not None and place.generation == self.generation:
+            number = place.number
         payload = codec.submit_to_wire(number, request).SerializeToString()
         if len(payload) > MAX_FRAME_BYTES:
             # The worker would end the link, and with it every other request of this gateway.
             raise InvalidRequest(f"the request takes {len(payload)} bytes to a worker; the limit is {MAX_FRAME_BYTES}")
-        self._next_number += 1
+        if number == self._next_number:
+            self._next_number += 1
+        else:
+            assert place is not None
+            place.is_used = True
         remote = self._requests[number] = RemoteRequest(self.member.member_id, number, on_output, on_text, self.cancel)
         self._send_payload(payload)
         return remote
@@ -98,6 +163,15 @@ class WorkerLink:
         if on_orphan is not None:
             self._number_to_on_orphan[number] = on_orphan
         self._send(pb.Downward(cancel=pb.Cancel(number=number)))
+
+    def release_place(self, place: Place) -> None:
+        if self.connected and place.generation == self.generation and RESERVE in self.features:
+            self._send(pb.Downward(cancel=pb.Cancel(number=place.number)))
+
+    def quarantine(self, message: pb.Quarantined) -> None:
+        """Tell the worker, which tells its other gateways. Does nothing while the link is down."""
+        if self.connected and QUARANTINE in self.features:
+            self._send(pb.Downward(quarantined=message))
 
     def release(self, transfer_params: TransferParams) -> None:
         """Release kept pages that no decode engine was given.
@@ -144,7 +218,7 @@ class WorkerLink:
             return False
         self._connection = connection
         try:
-            self._send(pb.Downward(hello=pb.Hello(gateway_id=self._gateway_id, version=__version__)))
+            self._send(pb.Downward(hello=self._hello()))
             reason = await self._until_ended(connection)
             if self.generation == generation:
                 self._not_attached(reason)
@@ -155,6 +229,16 @@ class WorkerLink:
             self._disconnected("this gateway closed the link")
             await connection.close()
         return self.generation > generation
+
+    def _hello(self) -> pb.Hello:
+        own = self._identity
+        return pb.Hello(
+            gateway_id=self._gateway_id,
+            version=__version__,
+            protocol=own.protocol(),
+            cluster=own.cluster,
+            model=own.model.to_wire(),
+        )
 
     def _not_attached(self, reason: str) -> None:
         """Log the reason, as a warning only when it changes."""
@@ -213,9 +297,21 @@ class WorkerLink:
                         # Another process took the port of a worker that is gone.
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
+                    peer = identity_of(message.welcome)
+                    why_not = why_incompatible(self._identity, peer) or message.welcome.refusal
+                    self._note_incompatible(why_not)
+                    if why_not:
+                        self._give_up(why_not)
+                        return
+                    self.features = peer.features
                     self._connected(message.welcome)
+                case "quarantined":
+                    if self.on_quarantined is not None:
+                        self.on_quarantined(message.quarantined)
+                case None:
+                    pass  # of a newer release
                 case kind:
-                    raise ValueError(f"{kind or 'an empty message'} is not expected now")
+                    raise ValueError(f"{kind} is not expected now")
         except Exception:
             log.exception("a message of worker %s cannot be read", self.member.member_id)
             self._give_up("a message of it cannot be read")
@@ -240,9 +336,18 @@ class WorkerLink:
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
 
+    def _note_incompatible(self, why: str) -> None:
+        if why != self.why_incompatible:
+            self.why_incompatible = why
+            self._on_change()
+
     def _disconnected(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
+        self.is_full = False
         requests, self._requests = self._requests, {}
+        for answer in self._reserving.values():
+            if not answer.done():
+                answer.set_exception(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
         self._number_to_on_orphan.clear()
         for remote in requests.values():
             remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
@@ -251,6 +356,10 @@ class WorkerLink:
             self._on_change()
 
     def _on_step(self, step: pb.Step) -> None:
+        for number in step.reserved:
+            answer = self._reserving.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result(None)
         if codec.is_text_only(step):
             self._deliver_texts(step)
             self._deliver_outputs(codec.ends_of(step))
@@ -275,6 +384,11 @@ class WorkerLink:
         requests = self._requests
         for number, item in outputs:
             remote = requests.get(number)
+            if remote is None and (answer := self._reserving.get(number)) is not None:
+                if isinstance(item, KvferryError) and not answer.done():
+                    self._note_refusal(item)
+                    answer.set_exception(item)
+                continue
             if remote is None:
                 # Cancelled here, while the worker was still sending.
                 ended = isinstance(item, KvferryError) or item.finish_reason is not None
@@ -282,11 +396,21 @@ class WorkerLink:
                 if on_orphan is not None and isinstance(item, EngineOutput):
                     on_orphan(item)
                 continue
+            if isinstance(item, KvferryError):
+                self._note_refusal(item)
             if remote.deliver(item):
                 requests.pop(number, None)
 
+    def _note_refusal(self, error: KvferryError) -> None:
+        if isinstance(error, Overloaded):
+            # Until it says that it has room.
+            self.is_full = True
+
     def _update_stats(self, load: pb.Load) -> None:
         self.stats = codec.stats_from_wire(load)
+        was_full, self.is_full = self.is_full, load.full
+        if was_full and not load.full and self.on_room is not None:
+            self.on_room()
         if load.draining != self.draining:
             self.draining = load.draining
             self._on_change()

@@ -28,7 +28,7 @@ class AnswerSoFar:
     ) -> None:
         self.request_id = request.request_id
         self.token_ids: list[int] = []
-        self._request = request
+        self.request = request
         self._deliver = on_output
         self._deliver_text = on_text if on_text is not None else as_on_text(on_output)
         self._record = record
@@ -50,7 +50,7 @@ class AnswerSoFar:
 
     def next_request(self) -> EngineRequest:
         """Return it with a new id: the lost worker may know the old one."""
-        request, given = self._request, self.token_ids
+        request, given = self.request, self.token_ids
         if not given:
             return request
         self._attempt += 1
@@ -75,10 +75,10 @@ class AnswerSoFar:
         )
 
     def _from_prompt(self, request_id: RequestId) -> EngineRequest:
-        parse = self._request.parse
+        parse = self.request.parse
         if parse is not None:
             parse = dataclasses.replace(parse, num_tokens_before=len(self.token_ids), num_chars_before=self._num_chars)
-        return dataclasses.replace(self._request, request_id=request_id, parse=parse)
+        return dataclasses.replace(self.request, request_id=request_id, parse=parse)
 
     def on_output(self, output: EngineOutput) -> None:
         if self._on_first_output is not None:

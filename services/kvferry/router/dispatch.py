@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -19,15 +18,12 @@ from kvferry.engine.base import (
     EngineOutput,
     EngineRequest,
     PromptSources,
-    RequestId,
     Sampling,
     TierHints,
-    TransferParams,
 )
 from kvferry.errors import (
     EngineDead,
     KvferryError,
-    NoDecodeWorker,
     Overloaded,
     Quarantined,
     RequestError,
@@ -35,45 +31,32 @@ from kvferry.errors import (
     WorkerDraining,
     WorkerLost,
 )
+from kvferry.link.quarantine import QUARANTINE_S, Quarantine, to_wire
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
 from kvferry.link.worker_link import WorkerLink
-from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.pages.keys import route_keys, seed_of
+from kvferry.membership.base import MemberId
 from kvferry.router.answer import AnswerSoFar, replayable
-from kvferry.router.engine_losses import QUARANTINE_S, EngineLosses, Quarantine, RequestLosses
+from kvferry.router.engine_losses import EngineLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.placement import Candidate, Placement, PlacementRequest, can_exchange
+from kvferry.router.placement import Placement
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
+from kvferry.router.request_placer import NOT_TRIED, Attempt, KeptPages, RequestPlacer, Router
 from kvferry.router.request_record import RequestRecord, set_answer_attributes
+from kvferry.router.room_queue import ASK_AGAIN_S, RoomQueue
 from kvferry.router.volume_pool import volume_of
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.telemetry import FALLBACK_CAUSES
 from kvferry.tracing import Span, end_after
+from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 NUM_RECENT = 2048  # requests that `kvferry explain` can ask for
-MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
-ROOM_PAUSE_S = 0.1  # until a continuation asks full workers again
 MIN_STEPS = 8  # fewer say little about the time of a step
 
 _NO_HINTS = TierHints()
-_NOT_TRIED = f"the same request is not tried again for {QUARANTINE_S / 60:g} minutes"
-
-
-@dataclass(frozen=True, slots=True)
-class _Router:
-    workers: WorkerPool
-    policy: Policy
-    metrics: RouterMetrics
-    prefill_timeout_s: float
-    worker_wait_s: float
-    volumes: Callable[[], Mapping[str, VolumeCosts]]
-    clock: Callable[[], float]
-    attempt_numbers: Iterator[int]
-    losses: EngineLosses
 
 
 class Dispatcher:
@@ -88,7 +71,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock`, in seconds, must be the one that stamps the pool's candidates."""
-        self._router = _Router(
+        self._router = Router(
             workers,
             policy,
             metrics,
@@ -98,8 +81,14 @@ class Dispatcher:
             clock,
             itertools.count(1),
             EngineLosses(),
+            RoomQueue(config.max_queued_requests, clock),
+            config.queue_timeout_s,
+            config.request_timeout_s,
+            Quarantine(),
         )
-        self._quarantine = Quarantine()
+        workers.on_room = self._router.queue.note_room
+        workers.on_quarantined = self._learn_quarantined
+        workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
         self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
 
     def recent(self, request_id: str) -> list[RequestRecord]:
@@ -121,84 +110,39 @@ class Dispatcher:
     ) -> None:
         """Deliver outputs until one has a finish reason; `on_text` gets those of only tokens and text.
 
+        A request without a deadline gets that of `gateway.request_timeout_s`.
+
         Cancelling cancels the request on every worker. Without `may_be_aggregated` a prefill worker, if any, computes
         the prompt. Raises NoDecodeWorker, Quarantined, or the request's error.
         """
         record.request_id = request.request_id
         self._recent.append(record)
         router = self._router
-        if self._quarantine.contains(request, router.clock()):
-            router.metrics.quarantined.labels(when="again").inc()
-            raise Quarantined(f"workers were lost while they computed this request; {_NOT_TRIED}")
+        router.refuse_quarantined(request)
+        if request.deadline_s is None:
+            request = dataclasses.replace(request, deadline_s=time.monotonic() + router.request_timeout_s)
         answer = AnswerSoFar(replayable(request), on_output, record, on_text)
         try:
             await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
         except Quarantined as error:
-            self._quarantine.add(request, router.clock())
-            router.metrics.quarantined.labels(when="first").inc()
+            self._put_in_quarantine(request)
             log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
             raise
+        finally:
+            router.queue.completions.add(router.clock())
 
+    def _put_in_quarantine(self, request: EngineRequest) -> None:
+        router, digest, now_s = self._router, digest_of(request), self._router.clock()
+        if router.quarantine.contains(digest, now_s):
+            return  # a copy of this request was first
+        router.metrics.quarantined.labels(when="first").inc()
+        router.quarantine.add(digest, now_s)
+        router.workers.quarantine(to_wire([digest], now_s, [now_s + QUARANTINE_S]))
 
-@dataclass(slots=True)
-class _KeptPages:
-    """Pages that a prefill engine keeps. `params` are good for one engine, once."""
-
-    holder: Member
-    params: TransferParams
-    is_given: bool = False  # to a decode engine
-
-
-@dataclass(slots=True)
-class _Attempt:
-    id: RequestId
-    placement: Placement
-    submitted_s: float = 0.0  # to the decode worker
-    first_output_s: float | None = None
-    num_tokens_before: int = 0  # of the answer, from earlier attempts
-    num_generated: int | None = None  # of the whole answer; None unless it ended by itself
-
-
-class _FailedWorkers:
-    """Workers that failed a request, by generation: a returned worker may be tried again."""
-
-    def __init__(self) -> None:
-        self._generations: set[tuple[MemberId, int]] = set()
-        self._overloaded: set[MemberId] = set()
-        self._num_prefill_failures = 0
-
-    @property
-    def may_prefill(self) -> bool:
-        return self._num_prefill_failures < MAX_PREFILL_ATTEMPTS
-
-    def add_prefill(self, link: WorkerLink | None) -> None:
-        if link is not None:
-            self.add(link)
-        self._num_prefill_failures += 1
-
-    def give_up_prefill(self) -> None:
-        self._num_prefill_failures = MAX_PREFILL_ATTEMPTS
-
-    def add(self, link: WorkerLink) -> None:
-        self._generations.add((link.member.member_id, link.generation))
-
-    def add_overloaded(self, link: WorkerLink) -> None:
-        self._overloaded.add(link.member.member_id)
-
-    @property
-    def any_overloaded(self) -> bool:
-        return bool(self._overloaded)
-
-    def forgive_overloaded(self) -> None:
-        """Let workers that were full be tried again."""
-        self._generations = {each for each in self._generations if each[0] not in self._overloaded}
-        self._overloaded.clear()
-
-    def may_try(self, link: WorkerLink) -> bool:
-        if not self._generations:
-            return True
-        member_id = link.member.member_id
-        return member_id not in self._overloaded and (member_id, link.generation) not in self._generations
+    def _learn_quarantined(self, message: pb.Quarantined) -> None:
+        new = self._router.quarantine.add_from_wire(message, self._router.clock())
+        if new is not None:
+            log.warning("%d requests are in quarantine, as another gateway says", len(new.requests))
 
 
 # A prompt is computed by a prefill worker, and the decode worker's engine pulls its pages; or it is computed by the
@@ -207,130 +151,54 @@ class _FailedWorkers:
 
 
 class _RequestRun:
-    def __init__(self, router: _Router, answer: AnswerSoFar, record: RequestRecord, *, may_be_aggregated: bool) -> None:
+    def __init__(self, router: Router, answer: AnswerSoFar, record: RequestRecord, *, may_be_aggregated: bool) -> None:
         self._router = router
         self._answer = answer
         self._record = record
-        self._may_be_aggregated = may_be_aggregated
-        self._failed = _FailedWorkers()
-        self._losses = RequestLosses()
-        self._wait_ends_s: float | None = None  # of waiting for a worker since the last loss
-        self._kept: _KeptPages | None = None
-        self._last_error: KvferryError | None = None
+        self._placer = RequestPlacer(router, answer, record, may_be_aggregated=may_be_aggregated)
 
     async def run(self) -> None:
         try:
             while not await self._try_once():
                 pass
         finally:
-            self._release_kept()
+            self._placer.release_kept()
             self._answer.end_attempt()
             self._record.trace = None  # the record is remembered for longer than its request
 
     async def _try_once(self) -> bool:
-        router, request = self._router, self._answer.next_request()
-        attempt = await self._place(request)
-        if self._losses.is_suspect:
-            router.losses.begin_trial(self._losses, attempt.placement.prefill, attempt.placement.decode)
+        router, request, losses = self._router, self._answer.next_request(), self._placer.losses
+        if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
+            router.losses.adopt_blame(self._placer.digest, losses)
+        if losses.is_suspect or self._answer.token_ids:
+            request = dataclasses.replace(
+                request, is_suspect=losses.is_suspect, is_resumed=bool(self._answer.token_ids)
+            )
+        attempt = await self._placer.place(request)
         try:
+            if losses.is_suspect:
+                router.refuse_quarantined(request)  # a copy of it may have been the second one
+                router.losses.begin_trial(
+                    self._placer.digest, losses, attempt.placement.prefill, attempt.placement.decode
+                )
             if attempt.placement.prefill is not None:
-                self._kept = await self._prefill(attempt, request)
-                if self._kept is None and self._failed.may_prefill:
+                self._placer.kept = await self._prefill(attempt, request)
+                if self._placer.kept is None and self._placer.failed.may_prefill:
                     return False
             decode = router.workers.link(attempt.placement.decode)
             if decode is None:
-                self._last_error = WorkerLost(f"worker {attempt.placement.decode} is gone")
+                self._placer.last_error = WorkerLost(f"worker {attempt.placement.decode} is gone")
                 return False
             return await self._decode(attempt, request, decode)
         finally:
-            router.losses.end_trial(self._losses)
+            if attempt.place is not None:
+                attempt.place.release()
+            router.losses.end_trial(losses)
             router.policy.ended(attempt.id, router.clock(), attempt.num_generated)
-
-    # Placing
-
-    async def _place(self, request: EngineRequest) -> _Attempt:
-        """Place the request; the caller calls the policy's `ended`.
-
-        A new request does not wait for workers or for room; one that lost its worker does.
-        """
-        attempt, error = self._place_now(request), self._last_error
-        while attempt is None and self._losses.is_suspect and self._router.losses.has_trials:
-            # Other suspects occupy the workers that are left.
-            await self._router.losses.trial_end()
-            attempt = self._place_now(request)
-        if attempt is None and error is not None and (self._losses.workers or not isinstance(error, Overloaded)):
-            attempt = await self._wait_for_worker(request)
-        if attempt is not None:
-            return attempt
-        if isinstance(error, Overloaded):
-            raise error
-        why = f"; the last one failed: {error.message}" if error is not None else ""
-        raise NoDecodeWorker(f"no decode worker is connected{why}")
-
-    async def _wait_for_worker(self, request: EngineRequest) -> _Attempt | None:
-        """Place the request when a worker comes or has room again; None after `worker_wait_s` since its last loss."""
-        clock = self._router.clock
-        if self._wait_ends_s is None:
-            self._wait_ends_s = clock() + self._router.worker_wait_s
-        attempt: _Attempt | None = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._wait_ends_s - clock())):
-                while attempt is None:
-                    if self._failed.any_overloaded:
-                        await asyncio.sleep(ROOM_PAUSE_S)
-                        self._failed.forgive_overloaded()
-                    else:
-                        await self._router.workers.change()
-                    attempt = self._place_now(request)
-        return attempt
-
-    def _place_now(self, request: EngineRequest) -> _Attempt | None:
-        """Prefer decode workers that can use the kept pages; None without any."""
-        router, kept = self._router, self._kept
-        decode = self._candidates(MemberKind.DECODE)
-        if kept is not None:
-            exchanging = [candidate for candidate in decode if can_exchange(candidate.member, kept.holder)]
-            decode, kept = (exchanging, kept) if exchanging else (decode, None)
-        if not decode:
-            return None
-        prefill = self._candidates(MemberKind.PREFILL) if kept is None and self._failed.may_prefill else []
-        began_ns = time.perf_counter_ns()
-        now_s = router.clock()
-        to_place = _placement_request(request, decode[0].member.block_size, next(router.attempt_numbers))
-        placement = router.policy.place(
-            to_place,
-            prefill,
-            decode,
-            now_s,
-            volumes=router.volumes(),
-            may_be_aggregated=self._may_be_aggregated,
-        )
-        assert placement is not None
-        router.policy.began(to_place, placement, now_s)
-        if isinstance(placement, Decision) and placement.load.skipped_pages:
-            router.metrics.skipped_volume_loads.inc()
-        if kept is None:
-            self._release_kept()
-            self._record.reason = placement.reason.value
-            router.metrics.placements.labels(reason=placement.reason.value).inc()
-        took_ns = time.perf_counter_ns() - began_ns
-        router.metrics.placement_seconds.observe(took_ns / 1e9)
-        self._record.note_placement(placement, took_ns)
-        return _Attempt(to_place.request_id, placement)
-
-    def _candidates(self, kind: MemberKind) -> list[Candidate]:
-        """Return workers that did not fail this request; for a suspect those without another one on trial."""
-        router, losses = self._router, self._losses
-        candidates = [each for each in router.workers.candidates(kind) if self._failed.may_try(each[0])]
-        if losses.is_suspect:
-            candidates = [
-                each for each in candidates if not router.losses.is_occupied(each[0].member.member_id, losses)
-            ]
-        return [candidate for _, candidate in candidates]
 
     # Prefill
 
-    async def _prefill(self, attempt: _Attempt, request: EngineRequest) -> _KeptPages | None:
+    async def _prefill(self, attempt: Attempt, request: EngineRequest) -> KeptPages | None:
         worker = attempt.placement.prefill
         assert worker is not None
         prompt = dataclasses.replace(
@@ -348,8 +216,8 @@ class _RequestRun:
             return await self._prefill_on(worker, attempt, prompt, span)
 
     async def _prefill_on(
-        self, worker: MemberId, attempt: _Attempt, prompt: EngineRequest, span: Span | None
-    ) -> _KeptPages | None:
+        self, worker: MemberId, attempt: Attempt, prompt: EngineRequest, span: Span | None
+    ) -> KeptPages | None:
         router, record = self._router, self._record
         began_s = router.clock()
         link = router.workers.link(worker)
@@ -360,18 +228,25 @@ class _RequestRun:
             async with asyncio.timeout(router.prefill_timeout_s):
                 last = await self._last_output(link, prompt)
         except TimeoutError:
-            self._failed.give_up_prefill()
+            self._placer.failed.give_up_prefill()
             self._note_fallback("timeout", f"prefill took over {router.prefill_timeout_s:g} s", prompt, span)
             return None
         except (RequestError, Quarantined):
             raise
+        except Overloaded as error:
+            # Full is not failed: the link says so until the worker has room, and nothing was computed.
+            self._placer.last_error = error
+            if span is not None:
+                span.fail(error.code or "overloaded")
+            await self._pause_of_suspect(error)
+            return None
         except KvferryError as error:
-            self._failed.add_prefill(link)
+            self._placer.failed.add_prefill(link)
             cause = error.code if error.code in FALLBACK_CAUSES else "error"
             self._note_fallback(cause, error.message, prompt, span)
             return None
         if last.transfer_params is None:
-            self._failed.give_up_prefill()
+            self._placer.failed.give_up_prefill()
             self._note_fallback("no_transfer", "the prefill engine kept nothing", prompt, span)
             return None
         record.prefill_worker = worker
@@ -382,7 +257,7 @@ class _RequestRun:
         if last.sources is not None:
             computed_tokens = last.sources.local_compute
             router.policy.learn_prefill(worker, computed_tokens, (now_s - began_s) * 1e3, attempt.placement)
-        return _KeptPages(holder, last.transfer_params)
+        return KeptPages(holder, last.transfer_params)
 
     async def _last_output(self, link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
         remote = link.submit(prompt, _ignore)
@@ -395,19 +270,20 @@ class _RequestRun:
     @contextlib.contextmanager
     def _on_engine(self, link: WorkerLink) -> Iterator[None]:
         """Count the loss of the worker's engine while the request is on it. Raises Quarantined for one too many."""
-        losses, worker = self._losses, link.member.member_id
+        losses, worker = self._placer.losses, link.member.member_id
         engine = (worker, link.generation)
         self._router.losses.begin(engine, losses)
         try:
             yield
         except (WorkerLost, EngineDead) as error:
-            self._wait_ends_s = None
-            self._router.losses.lose(engine, losses, len(self._answer.token_ids))
+            self._placer.note_loss()
+            if self._router.losses.lose(engine, losses, len(self._answer.token_ids)) and losses.is_suspect:
+                self._router.losses.blame(self._placer.digest, losses, self._router.clock())
             self._record.lost_workers.append(worker)
             if losses.are_too_many:
                 lost = ", ".join(losses.workers)
                 raise Quarantined(
-                    f"{len(losses.workers)} workers were lost while they computed this request ({lost}); {_NOT_TRIED}; "
+                    f"{len(losses.workers)} workers were lost while they computed this request ({lost}); {NOT_TRIED}; "
                     f"the last one: {error.message}"
                 ) from None
             raise
@@ -421,18 +297,10 @@ class _RequestRun:
         if span is not None:
             span.fail(cause)
 
-    def _release_kept(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is None or kept.is_given:
-            return
-        link = self._router.workers.link(kept.holder.member_id)
-        if link is not None:
-            link.release(kept.params)
-
     # Decode
 
-    async def _decode(self, attempt: _Attempt, request: EngineRequest, decode: WorkerLink) -> bool:
-        self._failed.add(decode)
+    async def _decode(self, attempt: Attempt, request: EngineRequest, decode: WorkerLink) -> bool:
+        self._placer.failed.add(decode)
         self._record.decode_worker = decode.member.member_id
         attempt.submitted_s = self._router.clock()
         attempt.num_tokens_before = len(self._answer.token_ids)
@@ -446,10 +314,13 @@ class _RequestRun:
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
-                    self._decode_request(attempt, request), self._answer.on_output, self._answer.on_text
+                    self._decode_request(attempt, request),
+                    self._answer.on_output,
+                    self._answer.on_text,
+                    attempt.place,
                 )
-                if self._kept is not None:
-                    self._kept.is_given = True
+                if self._placer.kept is not None:
+                    self._placer.kept.is_given = True
                 with self._on_engine(decode):
                     last = await remote.wait()
                 attempt.num_generated = len(self._answer.token_ids)
@@ -459,6 +330,7 @@ class _RequestRun:
             if remote is None:
                 raise
             self._note_failed_decode(decode, error)
+            await self._pause_of_suspect(error)
             return False
         finally:
             if remote is not None:
@@ -466,28 +338,35 @@ class _RequestRun:
         self._note_finished(attempt, decode, last)
         return True
 
-    def _decode_request(self, attempt: _Attempt, request: EngineRequest) -> EngineRequest:
-        if self._kept is not None:
-            return dataclasses.replace(request, transfer_params=self._kept.params)
+    async def _pause_of_suspect(self, error: KvferryError) -> None:
+        """Wait for the suspect of another gateway that a worker has."""
+        if self._placer.losses.is_suspect and isinstance(error, Overloaded):
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    def _decode_request(self, attempt: Attempt, request: EngineRequest) -> EngineRequest:
+        if self._placer.kept is not None:
+            return dataclasses.replace(request, transfer_params=self._placer.kept.params)
         if attempt.placement.prefill is not None:
             return request
         hints = tier_hints(attempt.placement, request.tier)
         return request if hints is request.tier else dataclasses.replace(request, tier=hints)
 
-    def _on_first_output(self, attempt: _Attempt) -> None:
+    def _on_first_output(self, attempt: Attempt) -> None:
         attempt.first_output_s = self._router.clock()
-        self._losses.has_answered = True
-        self._router.losses.end_trial(self._losses)
+        if self._placer.losses.is_suspect:
+            self._router.losses.discharge(self._placer.digest)
+        self._placer.losses.has_answered = True
+        self._router.losses.end_trial(self._placer.losses)
         self._router.policy.first_token(attempt.id, attempt.first_output_s)
 
-    def _note_finished(self, attempt: _Attempt, decode: WorkerLink, last: EngineOutput) -> None:
+    def _note_finished(self, attempt: Attempt, decode: WorkerLink, last: EngineOutput) -> None:
         if last.sources is not None:
             self._record.note_sources(last.sources, last, decode.member)
             self._router.metrics.transferred_pages.inc(self._record.transferred_pages)
         measured = self._measure(attempt, decode, last)
         self._router.policy.learn(decode.member.member_id, measured)
 
-    def _measure(self, attempt: _Attempt, decode: WorkerLink, last: EngineOutput) -> Measured:
+    def _measure(self, attempt: Attempt, decode: WorkerLink, last: EngineOutput) -> Measured:
         now_s, submitted_s, first_s = self._router.clock(), attempt.submitted_s, attempt.first_output_s
         if first_s is None:
             first_s = now_s
@@ -508,12 +387,15 @@ class _RequestRun:
         if not isinstance(error, (WorkerDraining, Overloaded)):
             # That engine may have pulled the pages, or release them any moment, and a reader of released pages reads
             # another prompt's. The prefill worker has them cached and keeps them once more.
-            self._kept = None
-        elif self._kept is not None:
-            self._kept.is_given = False
+            self._placer.kept = None
+        elif self._placer.kept is not None:
+            self._placer.kept.is_given = False
         if isinstance(error, Overloaded):
-            self._failed.add_overloaded(decode)
-        self._last_error = error
+            self._placer.failed.forgive(decode)
+            # A new request is not sent there again before the worker tells of room; one that goes on would be.
+            if self._answer.token_ids:
+                self._placer.note_full()
+        self._placer.last_error = error
         answer, metrics = self._answer, self._router.metrics
         where = f"after {len(answer.token_ids)} tokens" if answer.token_ids else "before its first token"
         level = logging.DEBUG if isinstance(error, Overloaded) else logging.WARNING  # asked again and again
@@ -522,17 +404,6 @@ class _RequestRun:
             metrics.continued_requests.inc()
         else:
             metrics.decode_retries.inc()
-
-
-def _placement_request(request: EngineRequest, block_size: int, number: int) -> PlacementRequest:
-    tokens = request.prompt_token_ids
-    return PlacementRequest(
-        RequestId(f"{request.request_id}/{number}"),
-        route_keys(tokens, block_size, seed_of(request.cache_salt)),
-        len(tokens),
-        block_size,
-        request.sampling.max_tokens,
-    )
 
 
 def _ignore(output: EngineOutput) -> None:

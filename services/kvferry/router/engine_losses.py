@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import msgspec
 from msgspec import structs
@@ -26,10 +25,19 @@ MAX_LOSSES = 2
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
 
-QUARANTINE_S = 300.0
-MAX_QUARANTINED = 1024
+BLAMED_S = 60.0
+MAX_BLAMED = 1024
 
 Engine = tuple[MemberId, int]  # a worker and the generation of the link to it
+
+
+class _Blamed:
+    __slots__ = ("ends_s", "num_losses", "on_trial")
+
+    def __init__(self, num_losses: int, ends_s: float) -> None:
+        self.num_losses = num_losses
+        self.ends_s = ends_s
+        self.on_trial: RequestLosses | None = None
 
 
 class RequestLosses:
@@ -60,17 +68,25 @@ class RequestLosses:
             or self._num_shared >= MAX_SHARED_LOSSES
         )
 
-    def add(self, worker: MemberId, suspects: frozenset[RequestLosses], num_tokens: int) -> None:
-        """Count the loss of an engine. `suspects` are all requests on it that may be to blame."""
+    def add(self, worker: MemberId, suspects: frozenset[RequestLosses], num_tokens: int) -> bool:
+        """Count the loss of an engine. `suspects` are all requests on it that may be to blame.
+
+        Return whether this one is blamed.
+        """
         self.workers.append(worker)
         if self not in suspects:
-            return
+            return False
         if not self.has_answered or len(suspects) == 1:
             self.num_blamed += 1
-            return
+            return True
         self._num_shared += 1
         self._num_without_progress = 1 if num_tokens > self._num_tokens else self._num_without_progress + 1
         self._num_tokens = num_tokens
+        return False
+
+    def adopt(self, num_blamed: int) -> None:
+        """Be as suspect as a copy of this request."""
+        self.num_blamed = max(self.num_blamed, num_blamed)
 
 
 class EngineLosses:
@@ -80,6 +96,8 @@ class EngineLosses:
         self._in_flight: dict[Engine, set[RequestLosses]] = {}
         self._suspects: dict[Engine, frozenset[RequestLosses]] = {}  # of lost engines, until their requests have ended
         self._on_trial: dict[MemberId, RequestLosses] = {}
+        # Requests that were blamed and have not answered since: copies of them are suspects too.
+        self._blamed: OrderedDict[bytes, _Blamed] = OrderedDict()
         self._trial_ended = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -88,15 +106,18 @@ class EngineLosses:
     def begin(self, engine: Engine, losses: RequestLosses) -> None:
         self._in_flight.setdefault(engine, set()).add(losses)
 
-    def lose(self, engine: Engine, losses: RequestLosses, num_tokens: int) -> None:
-        """Count the loss of an engine against the request, which has `num_tokens` of its answer, if it is suspect."""
+    def lose(self, engine: Engine, losses: RequestLosses, num_tokens: int) -> bool:
+        """Count the loss of an engine against the request, which has `num_tokens` of its answer, if it is suspect.
+
+        Return whether it is blamed.
+        """
         suspects = self._suspects.get(engine)
         if suspects is None:
             # The first of its requests to hear of it: all the others are still in flight.
             lost = self._in_flight[engine]
             suspects = frozenset(each for each in lost if not each.has_answered) or frozenset(lost)
             self._suspects[engine] = suspects
-        losses.add(engine[0], suspects, num_tokens)
+        return losses.add(engine[0], suspects, num_tokens)
 
     def end(self, engine: Engine, losses: RequestLosses) -> None:
         left = self._in_flight[engine]
@@ -104,6 +125,32 @@ class EngineLosses:
         if not left:
             del self._in_flight[engine]
             self._suspects.pop(engine, None)
+
+    # Copies of a request: choices of one body, or a client that tries again
+
+    def knows_blamed(self, now_s: float) -> bool:
+        while self._blamed and next(iter(self._blamed.values())).ends_s <= now_s:
+            self._blamed.popitem(last=False)
+        return bool(self._blamed)
+
+    def blame(self, digest: bytes, losses: RequestLosses, now_s: float) -> None:
+        self._blamed[digest] = _Blamed(losses.num_blamed, now_s + BLAMED_S)
+        self._blamed.move_to_end(digest)
+        while len(self._blamed) > MAX_BLAMED:
+            self._blamed.popitem(last=False)
+
+    def adopt_blame(self, digest: bytes, losses: RequestLosses) -> None:
+        blamed = self._blamed.get(digest)
+        if blamed is not None and not losses.has_answered:
+            losses.adopt(blamed.num_losses)
+
+    def discharge(self, digest: bytes) -> None:
+        """A copy of the request has answered. Unknown digests are ignored."""
+        self._blamed.pop(digest, None)
+
+    def is_copy_on_trial(self, digest: bytes, losses: RequestLosses) -> bool:
+        blamed = self._blamed.get(digest)
+        return blamed is not None and blamed.on_trial is not None and blamed.on_trial is not losses
 
     # Trials
 
@@ -115,7 +162,9 @@ class EngineLosses:
     def has_trials(self) -> bool:
         return bool(self._on_trial)
 
-    def begin_trial(self, losses: RequestLosses, *workers: MemberId | None) -> None:
+    def begin_trial(self, digest: bytes, losses: RequestLosses, *workers: MemberId | None) -> None:
+        if (blamed := self._blamed.get(digest)) is not None:
+            blamed.on_trial = losses
         for worker in workers:
             if worker is not None:
                 self._on_trial[worker] = losses
@@ -125,6 +174,9 @@ class EngineLosses:
         mine = [worker for worker, tried in self._on_trial.items() if tried is losses]
         for worker in mine:
             del self._on_trial[worker]
+        for blamed in self._blamed.values():
+            if blamed.on_trial is losses:
+                blamed.on_trial = None
         if mine:
             self._trial_ended.set()
             self._trial_ended = asyncio.Event()
@@ -132,34 +184,6 @@ class EngineLosses:
     async def trial_end(self) -> None:
         """Wait until any trial ends."""
         await self._trial_ended.wait()
-
-
-class Quarantine:
-    """Digests of the latest MAX_QUARANTINED requests that ended engines, each for QUARANTINE_S."""
-
-    def __init__(self) -> None:
-        self._digest_to_end_s: OrderedDict[bytes, float] = OrderedDict()
-
-    def __repr__(self) -> str:
-        return f"<Quarantine of {len(self._digest_to_end_s)}>"
-
-    def add(self, request: EngineRequest, now_s: float) -> None:
-        digest = digest_of(request)
-        self._digest_to_end_s[digest] = now_s + QUARANTINE_S
-        self._digest_to_end_s.move_to_end(digest)
-        while len(self._digest_to_end_s) > MAX_QUARANTINED:
-            self._digest_to_end_s.popitem(last=False)
-
-    def contains(self, request: EngineRequest, now_s: float) -> bool:
-        for digest in list(self._ended(now_s)):
-            del self._digest_to_end_s[digest]
-        return bool(self._digest_to_end_s) and digest_of(request) in self._digest_to_end_s
-
-    def _ended(self, now_s: float) -> Iterator[bytes]:
-        for digest, end_s in self._digest_to_end_s.items():
-            if end_s > now_s:
-                return
-            yield digest
 
 
 def digest_of(request: EngineRequest) -> bytes:

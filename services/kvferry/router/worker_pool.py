@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 
 from kvferry.config import WorkerConfig
+from kvferry.link.protocol import Identity
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
 from kvferry.router.placement import Candidate
 from kvferry.task_set import TaskSet
+from kvferry.wire.v1 import worker_pb2 as pb
 
 
 class WorkerPool:
@@ -33,8 +35,12 @@ class WorkerPool:
     ) -> None:
         """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
-        `clock` stamps candidates, in seconds.
+        `clock` stamps candidates, in seconds. `identity` is compared with workers' from `start` on.
         """
+        self.on_room: Callable[[], None] = lambda: None  # a worker that was full has room
+        self.on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None
+        self.read_quarantined: Callable[[], pb.Quarantined | None] = lambda: None  # told to a worker that comes up
+        self.identity = Identity()
         self._on_up = on_up
         self._on_down = on_down
         self._up: dict[MemberId, int] = {}  # generation of the links that are up
@@ -64,6 +70,15 @@ class WorkerPool:
 
     def usable(self, kind: MemberKind) -> list[WorkerLink]:
         return [link for link in self.links(kind) if link.usable]
+
+    def incompatible(self) -> list[WorkerLink]:
+        """Return links to workers that this gateway must not work with."""
+        return [link for kind in WORKER_KINDS for link in self.links(kind) if link.why_incompatible]
+
+    def quarantine(self, message: pb.Quarantined) -> None:
+        """Tell all workers, which tell the other gateways."""
+        for link in self._links.values():
+            link.quarantine(message)
 
     def link(self, member_id: MemberId) -> WorkerLink | None:
         link = self._links.get(member_id)
@@ -107,7 +122,10 @@ class WorkerPool:
             return
         if known is not None:
             self._drop(member.member_id)
-        self._links[member.member_id] = WorkerLink(member, self._gateway_id, self._on_change, self._worker)
+        link = WorkerLink(member, self._gateway_id, self._on_change, self._worker, identity=self.identity)
+        link.on_room = lambda: self.on_room()
+        link.on_quarantined = lambda message: self.on_quarantined(message)
+        self._links[member.member_id] = link
 
     def _left(self, member_id: MemberId) -> None:
         if member_id in self._links:
@@ -120,11 +138,14 @@ class WorkerPool:
             if link.connected and self._up.get(member_id) != link.generation:
                 self._up[member_id] = link.generation
                 self._on_up(link)
+                if known := self.read_quarantined():
+                    link.quarantine(known)
             elif not link.connected and self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        self.on_room()
         self._notify_change()
 
     async def _sweep(self) -> None:

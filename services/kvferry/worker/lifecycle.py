@@ -21,6 +21,7 @@ from kvferry.errors import EngineDead, KvferryError
 from kvferry.exposition import SpanCounts
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener
+from kvferry.served_model import identity
 from kvferry.shared_memory import record_shared_memory
 from kvferry.tracing import Tracing, start_tracing
 from kvferry.worker.hang_detector import HangDetector
@@ -107,6 +108,7 @@ class WorkerHost:
 
     async def start(self) -> None:
         await self._engine.start()
+        self.server.identity = await asyncio.to_thread(identity, self._config, self._engine.info.model)
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
         # After the engine, which may fork: this starts a thread.
@@ -162,7 +164,7 @@ class WorkerHost:
         while True:
             try:
                 await self.check_health()
-                if hang_detector.is_hung(loop.time(), self.server.progress(), busy=self.server.num_requests > 0):
+                if hang_detector.is_hung(loop.time(), self.server.progress(), busy=self.server.is_busy):
                     raise EngineDead(f"the engine is hung: requests wait and no step finished for {timeout_s:g} s")
             except EngineDead as error:
                 log.error("%s leaves: %s", self.worker_id, error.message)

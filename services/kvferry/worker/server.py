@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -15,6 +16,8 @@ from kvferry.link import codec
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
+from kvferry.link.protocol import Identity, identity_of, why_incompatible
+from kvferry.link.quarantine import Quarantine
 from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.request_instrumentation import RequestInstrumentation
@@ -22,6 +25,11 @@ from kvferry.worker.request_instrumentation import RequestInstrumentation
 # Ended requests that `_retry_after_s` looks at.
 _NUM_ENDS = 64
 MAX_RETRY_AFTER_S = 60
+# Of `max_requests`, up to which requests that lost another worker are accepted.
+_RESUMED_SHARE = 2
+_MAX_REFUSED = 256  # gateways that are remembered as refused
+
+log = logging.getLogger(__name__)
 
 
 class WorkerServer:
@@ -41,7 +49,9 @@ class WorkerServer:
         heartbeat_s: float,
         frames: bool = True,
         tls: TlsConfig | None = None,
+        identity: Identity | None = None,
     ) -> None:
+        self.identity = identity or Identity()
         self._engine = engine
         self._worker_id = worker_id
         self._role = role
@@ -59,6 +69,9 @@ class WorkerServer:
         self._num_ended = 0
         self._end_times_s: deque[float] = deque(maxlen=_NUM_ENDS)
         self._num_requests_before = 0
+        self._on_trial: object = None  # the one suspect that may be on this worker
+        self._quarantine = Quarantine()
+        self._refused_gateways: dict[str, None] = {}  # of another cluster, model or protocol; oldest first
         self.draining = False
         self.instrumentation = RequestInstrumentation(role)
         self.died = asyncio.Event()  # set once the engine is known to be dead
@@ -83,7 +96,17 @@ class WorkerServer:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(session.tasks) for session in self._sessions)
+        """Requests, and places reserved for requests."""
+        return sum(session.num_requests for session in self._sessions)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has requests."""
+        return any(session.tasks for session in self._sessions)
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_requests >= self._max_requests
 
     @property
     def sessions(self) -> tuple[GatewaySession, ...]:
@@ -130,6 +153,7 @@ class WorkerServer:
         self.why_died = reason
         self.died.set()
         for session in self._sessions:
+            session.log_requests()
             session.fail_all(EngineDead(reason))
 
     # Called by transports and sessions
@@ -137,6 +161,8 @@ class WorkerServer:
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         session = GatewaySession(self, transport, hello, self._want_snapshot)
         self._sessions.add(session)
+        if known := self._quarantine.to_wire(asyncio.get_running_loop().time()):
+            session.send_quarantined(known)
         return session
 
     def detach(self, session: GatewaySession) -> asyncio.Task[None]:
@@ -152,9 +178,26 @@ class WorkerServer:
         session.end()
         return self._ending.spawn(end())
 
-    def welcome(self) -> pb.Welcome:
+    def welcome(self, hello: pb.Hello | None = None) -> pb.Welcome:
+        """`hello` is that of the gateway; a tool that asks says none."""
         info = self._engine.info
+        refusal = ""
+        if hello is not None:
+            refusal = why_incompatible(self.identity, identity_of(hello))
+            if refusal:
+                # A refused gateway dials again and again.
+                level = logging.DEBUG if hello.gateway_id in self._refused_gateways else logging.WARNING
+                log.log(level, "gateway %s is refused: %s", hello.gateway_id, refusal)
+                self._refused_gateways[hello.gateway_id] = None
+                if len(self._refused_gateways) > _MAX_REFUSED:
+                    del self._refused_gateways[next(iter(self._refused_gateways))]
+            elif hello.version != __version__:
+                log.info("gateway %s runs %s, this worker %s", hello.gateway_id, hello.version, __version__)
         return pb.Welcome(
+            protocol=self.identity.protocol(),
+            cluster=self.identity.cluster,
+            served=self.identity.model.to_wire(),
+            refusal=refusal,
             worker_id=self._worker_id,
             version=__version__,
             role=self._role,
@@ -167,15 +210,17 @@ class WorkerServer:
         )
 
     def stats(self) -> pb.Load:
-        return codec.stats_to_wire(self._engine_stats(), draining=self.draining)
+        return codec.stats_to_wire(self._engine_stats(), draining=self.draining, full=self.is_full)
 
-    def refusal(self) -> KvferryError | None:
-        if self.draining:
+    def refusal(self, *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
+        if self.draining and not has_place:
             return WorkerDraining(f"worker {self._worker_id} is draining")
         if self.died.is_set():
             # Not EngineDead: this request had no part in it, and is not to be counted among those that had.
             return WorkerDraining(f"worker {self._worker_id} leaves: {self.why_died}")
-        if self.num_requests >= self._max_requests:
+        # Answers that lost their worker are there already, and their clients have part of them.
+        limit = _RESUMED_SHARE * self._max_requests if is_resumed else self._max_requests
+        if not has_place and self.num_requests >= limit:
             return Overloaded(
                 f"worker {self._worker_id} has {self._max_requests} requests, its limit",
                 retry_after_s=self._retry_after_s(),
@@ -188,11 +233,33 @@ class WorkerServer:
         for _ in range(self._num_requests_before - num_requests):
             self._num_ended += 1
             self._end_times_s.append(now_s)
+        had_room, has_room = self._num_requests_before < self._max_requests, num_requests < self._max_requests
         self._num_requests_before = num_requests
+        if has_room and not had_room:
+            for session in self._sessions:
+                if session.was_refused:
+                    session.was_refused = False
+                    session.send_stats()
         if num_requests:
             self._idle.clear()
         else:
             self._idle.set()
+
+    def begin_trial(self, owner: object) -> bool:
+        if self._on_trial not in (None, owner):
+            return False
+        self._on_trial = owner
+        return True
+
+    def end_trial(self, owner: object) -> None:
+        if self._on_trial == owner:
+            self._on_trial = None
+
+    def quarantine(self, message: pb.Quarantined, source: GatewaySession) -> None:
+        if new := self._quarantine.add_from_wire(message, asyncio.get_running_loop().time()):
+            for session in self._sessions:
+                if session is not source:
+                    session.send_quarantined(new)
 
     def note_output(self) -> None:
         self._num_outputs += 1

@@ -6,18 +6,16 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
-import pytest
 from msgspec import structs
 
 from kvferry.engine.base import EngineRequest, Parse, RequestId, Sampling
 from kvferry.membership.base import MemberId
 from kvferry.router.engine_losses import (
+    BLAMED_S,
+    MAX_BLAMED,
     MAX_LOSSES_WITHOUT_PROGRESS,
-    MAX_QUARANTINED,
     MAX_SHARED_LOSSES,
-    QUARANTINE_S,
     EngineLosses,
-    Quarantine,
     RequestLosses,
     digest_of,
 )
@@ -98,7 +96,7 @@ async def test_one_suspect_is_on_trial_on_a_worker() -> None:
     lose(engines, [first, second])
     assert first.is_suspect
     assert second.is_suspect
-    engines.begin_trial(first, None, B)
+    engines.begin_trial(b"first", first, None, B)
     assert engines.is_occupied(B, second)
     assert not engines.is_occupied(B, first)
     assert not engines.is_occupied(A, second)
@@ -129,21 +127,34 @@ def test_a_digest_is_of_tenant_prompt_and_parameters() -> None:
     assert len({digest_of(each) for each in (REQUEST, *others)}) == 5
 
 
-def test_a_quarantine_ends() -> None:
-    quarantine = Quarantine()
-    assert not quarantine.contains(REQUEST, 0.0)
-    quarantine.add(REQUEST, 0.0)
-    assert quarantine.contains(REQUEST, QUARANTINE_S - 1)
-    quarantine.add(REQUEST, 10.0)
-    assert quarantine.contains(REQUEST, QUARANTINE_S + 1)
-    assert not quarantine.contains(REQUEST, QUARANTINE_S + 10)
-    assert repr(quarantine) == "<Quarantine of 0>"
+async def test_a_copy_of_a_blamed_request_is_a_suspect_and_waits_for_the_trial_of_another() -> None:
+    engines, first, copy, other = EngineLosses(), RequestLosses(), RequestLosses(), RequestLosses()
+    lose(engines, [first])
+    engines.blame(b"digest", first, 0.0)
+    assert engines.knows_blamed(1.0)
+    engines.adopt_blame(b"digest", copy)
+    engines.adopt_blame(b"another", other)
+    assert (copy.is_suspect, other.is_suspect) == (True, False)
+    engines.begin_trial(b"digest", first, None, B)
+    assert engines.is_copy_on_trial(b"digest", copy)
+    assert not engines.is_copy_on_trial(b"digest", first)
+    engines.end_trial(first)
+    assert not engines.is_copy_on_trial(b"digest", copy)
+    lose(engines, [copy])
+    assert copy.are_too_many, "the loss of its copy counts"
 
 
-@pytest.mark.parametrize("surplus", [0, 1])
-def test_a_quarantine_has_a_limit(surplus: int) -> None:
-    quarantine = Quarantine()
-    for i in range(MAX_QUARANTINED + surplus):
-        quarantine.add(dataclasses.replace(REQUEST, prompt_token_ids=[i]), 0.0)
-    assert repr(quarantine) == f"<Quarantine of {MAX_QUARANTINED}>"
-    assert quarantine.contains(dataclasses.replace(REQUEST, prompt_token_ids=[0]), 1.0) == (not surplus)
+def test_blame_ends_with_an_answer_or_with_time_and_has_a_limit() -> None:
+    engines, losses = EngineLosses(), RequestLosses()
+    lose(engines, [losses])
+    engines.blame(b"digest", losses, 0.0)
+    engines.discharge(b"digest")
+    assert not engines.knows_blamed(0.0)
+    for i in range(MAX_BLAMED + 1):
+        engines.blame(str(i).encode(), losses, 0.0)
+    first, second = RequestLosses(), RequestLosses()
+    engines.adopt_blame(b"0", first)
+    engines.adopt_blame(b"1", second)
+    assert (first.is_suspect, second.is_suspect) == (False, True)
+    assert engines.knows_blamed(BLAMED_S - 1.0)
+    assert not engines.knows_blamed(BLAMED_S)

@@ -15,7 +15,8 @@ import xxhash
 from kvferry.errors import ConfigError
 
 # Weights, their configuration, and code that comes with them.
-_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".json", ".py"})
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
+_SUFFIXES = _WEIGHT_SUFFIXES | {".json", ".py"}
 _READ_BYTES = 8 << 20
 _THREADS = 4
 
@@ -49,6 +50,11 @@ def weights_revision(folder: Path, cache: Path) -> str:
     for name, entry in now.items():
         whole.update(f"{name}\0{entry.digest}\0".encode())
     return whole.hexdigest()
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether weights lie directly in `folder`: a gateway may have a tokenizer only."""
+    return any(file.suffix in _WEIGHT_SUFFIXES for file in folder.iterdir()) if folder.is_dir() else False
 
 
 def _digest(file: Path, known: Mapping[str, _Known]) -> _Known:

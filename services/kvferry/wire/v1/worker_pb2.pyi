@@ -21,41 +21,73 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class Downward(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "ack", "release", "want_snapshot")
+    __slots__ = ("hello", "submit", "cancel", "ack", "release", "want_snapshot", "reserve", "quarantined")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     WANT_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
     ack: Ack
     release: Release
     want_snapshot: WantSnapshot
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., want_snapshot: _Optional[_Union[WantSnapshot, _Mapping]] = ...) -> None: ...
+    reserve: Reserve
+    quarantined: Quarantined
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., want_snapshot: _Optional[_Union[WantSnapshot, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ...) -> None: ...
 
 class Upward(_message.Message):
-    __slots__ = ("welcome", "step", "residency")
+    __slots__ = ("welcome", "step", "residency", "quarantined")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step: Step
     residency: Residency
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ...) -> None: ...
+    quarantined: Quarantined
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("gateway_id", "version")
+    __slots__ = ("gateway_id", "version", "protocol", "cluster", "model")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     version: str
-    def __init__(self, gateway_id: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    protocol: Protocol
+    cluster: str
+    model: Model
+    def __init__(self, gateway_id: _Optional[str] = ..., version: _Optional[str] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("served_name", "tokenizer", "weights")
+    SERVED_NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    served_name: str
+    tokenizer: str
+    weights: str
+    def __init__(self, served_name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
+
+class Protocol(_message.Message):
+    __slots__ = ("oldest", "newest", "features")
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    oldest: int
+    newest: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "version", "role", "engine_id", "model", "max_model_len", "block_size", "page_bytes", "load")
+    __slots__ = ("worker_id", "version", "role", "engine_id", "model", "max_model_len", "block_size", "page_bytes", "load", "protocol", "cluster", "served", "refusal")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +97,10 @@ class Welcome(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     version: str
     role: str
@@ -74,14 +110,18 @@ class Welcome(_message.Message):
     block_size: int
     page_bytes: int
     load: Load
-    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., engine_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    protocol: Protocol
+    cluster: str
+    served: Model
+    refusal: str
+    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., engine_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., served: _Optional[_Union[Model, _Mapping]] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +134,9 @@ class Submit(_message.Message):
     TIER_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -106,7 +149,32 @@ class Submit(_message.Message):
     tier: Tier
     traceparent: str
     tracestate: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    timeout_ms: int
+    suspect: bool
+    resumed: bool
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("number", "resumed")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    resumed: bool
+    def __init__(self, number: _Optional[int] = ..., resumed: _Optional[bool] = ...) -> None: ...
+
+class Quarantined(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[QuarantinedRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[QuarantinedRequest, _Mapping]]] = ...) -> None: ...
+
+class QuarantinedRequest(_message.Message):
+    __slots__ = ("digest", "left_ms")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    left_ms: int
+    def __init__(self, digest: _Optional[bytes] = ..., left_ms: _Optional[int] = ...) -> None: ...
 
 class Tier(_message.Message):
     __slots__ = ("tenant", "epoch", "volumes", "no_load")
@@ -250,7 +318,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., structured_outputs: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("numbers", "num_tokens", "token_ids", "texts", "logprobs", "finished", "load", "deltas")
+    __slots__ = ("numbers", "num_tokens", "token_ids", "texts", "logprobs", "finished", "load", "deltas", "reserved")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +327,7 @@ class Step(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -267,7 +336,8 @@ class Step(_message.Message):
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     load: Load
     deltas: _containers.RepeatedCompositeFieldContainer[StepDelta]
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[StepLogprobs, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ...) -> None: ...
+    reserved: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[StepLogprobs, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ..., reserved: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepDelta(_message.Message):
     __slots__ = ("index", "delta")
@@ -342,7 +412,7 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +423,7 @@ class Load(_message.Message):
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pages_used: int
@@ -363,7 +434,8 @@ class Load(_message.Message):
     num_generated_tokens: int
     num_steps: int
     cached_tokens: CachedTokens
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
+    full: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "cpu", "volume", "kv_transfer")

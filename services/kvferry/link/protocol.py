@@ -1,0 +1,78 @@
+"""What the two ends of a link compare before requests pass: protocol, cluster and model. Pure.
+
+Releases may differ while a cluster is upgraded. Ends of one cluster and model use the highest version of the protocol
+that both speak; an end skips messages of a kind that it does not know, and sends those of a feature only to an end that
+names it. Version 1 is the release before there were versions: it says nothing, and knows no feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.wire.v1 import worker_pb2 as pb
+
+OLDEST_VERSION = 1
+NEWEST_VERSION = 2
+
+RESERVE = "reserve"  # places of decode workers, before a prompt is computed
+QUARANTINE = "quarantine"  # requests that workers pass on to all gateways
+FEATURES = (RESERVE, QUARANTINE)
+
+_MAX_FEATURES = 64  # that a peer may name
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Empty values are not compared: a gateway may have a tokenizer only."""
+
+    served_name: str = ""
+    tokenizer: str = ""  # digest of the tokenizer's files
+    weights: str = ""  # `model.revision`, or a digest of the weight files
+
+    def to_wire(self) -> pb.Model:
+        return pb.Model(served_name=self.served_name, tokenizer=self.tokenizer, weights=self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What one end says of itself. An empty cluster is not compared: version 1 did not say it."""
+
+    cluster: str = ""
+    model: ServedModel = ServedModel()
+    oldest: int = OLDEST_VERSION
+    newest: int = NEWEST_VERSION
+    features: frozenset[str] = frozenset(FEATURES)
+
+    def protocol(self) -> pb.Protocol:
+        return pb.Protocol(oldest=self.oldest, newest=self.newest, features=sorted(self.features))
+
+
+def identity_of(said: pb.Hello | pb.Welcome) -> Identity:
+    model = said.model if isinstance(said, pb.Hello) else said.served
+    protocol = said.protocol
+    is_versioned = said.HasField("protocol")
+    return Identity(
+        said.cluster,
+        ServedModel(model.served_name, model.tokenizer, model.weights),
+        protocol.oldest if is_versioned else 1,
+        protocol.newest if is_versioned else 1,
+        frozenset(protocol.features[:_MAX_FEATURES]),
+    )
+
+
+def why_incompatible(own: Identity, peer: Identity) -> str:
+    """Return what keeps two ends apart, as `its ... , here ...`; empty if nothing does."""
+    if max(own.oldest, peer.oldest) > min(own.newest, peer.newest):
+        return (
+            f"it speaks versions {peer.oldest} to {peer.newest} of the protocol, "
+            f"and this end {own.oldest} to {own.newest}"
+        )
+    for name, theirs, ours in (
+        ("cluster", peer.cluster, own.cluster),
+        ("model", peer.model.served_name, own.model.served_name),
+        ("tokenizer", peer.model.tokenizer, own.model.tokenizer),
+        ("weights revision", peer.model.weights, own.model.weights),
+    ):
+        if theirs and ours and theirs != ours:
+            return f"its {name} is {theirs[:200]!r}, and here it is {ours!r}"
+    return ""

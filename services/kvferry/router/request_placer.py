@@ -1,0 +1,327 @@
+"""Finds workers for each attempt of one request, and waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvferry.engine.base import EngineRequest, RequestId, TransferParams
+from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
+from kvferry.link.quarantine import QUARANTINE_S, Quarantine
+from kvferry.link.worker_link import Place, WorkerLink
+from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.pages.keys import route_keys, seed_of
+from kvferry.router.answer import AnswerSoFar
+from kvferry.router.engine_losses import EngineLosses, RequestLosses, digest_of
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.placement import Candidate, Placement, PlacementRequest, can_exchange
+from kvferry.router.placer import Decision
+from kvferry.router.policy import Policy
+from kvferry.router.pricing import VolumeCosts
+from kvferry.router.request_record import RequestRecord
+from kvferry.router.room_queue import RoomQueue
+from kvferry.router.worker_pool import WorkerPool
+
+MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
+MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
+
+NOT_TRIED = f"the same request is not tried again for {QUARANTINE_S / 60:g} minutes"
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    workers: WorkerPool
+    policy: Policy
+    metrics: RouterMetrics
+    prefill_timeout_s: float
+    worker_wait_s: float
+    volumes: Callable[[], Mapping[str, VolumeCosts]]
+    clock: Callable[[], float]
+    attempt_numbers: Iterator[int]
+    losses: EngineLosses
+    queue: RoomQueue
+    queue_timeout_s: float
+    request_timeout_s: float
+    quarantine: Quarantine
+
+    def refuse_quarantined(self, request: EngineRequest) -> None:
+        """Raises Quarantined."""
+        if not self.quarantine.is_empty(self.clock()) and self.quarantine.contains(digest_of(request), self.clock()):
+            self.metrics.quarantined.labels(when="again").inc()
+            raise Quarantined(f"workers were lost while they computed this request; {NOT_TRIED}")
+
+
+@dataclass(slots=True)
+class KeptPages:
+    """Pages that a prefill engine keeps. `params` are good for one engine, once."""
+
+    holder: Member
+    params: TransferParams
+    is_given: bool = False  # to a decode engine
+
+
+@dataclass(slots=True)
+class Attempt:
+    id: RequestId
+    placement: Placement
+    place: Place | None = None  # on the decode worker, while a prefill worker computes the prompt
+    submitted_s: float = 0.0  # to the decode worker
+    first_output_s: float | None = None
+    num_tokens_before: int = 0  # of the answer, from earlier attempts
+    num_generated: int | None = None  # of the whole answer; None unless it ended by itself
+
+
+class FailedWorkers:
+    """Workers that failed a request, by generation: a returned worker may be tried again."""
+
+    def __init__(self) -> None:
+        self._generations: set[tuple[MemberId, int]] = set()
+        self._num_prefill_failures = 0
+
+    @property
+    def may_prefill(self) -> bool:
+        return self._num_prefill_failures < MAX_PREFILL_ATTEMPTS
+
+    def add_prefill(self, link: WorkerLink | None) -> None:
+        if link is not None:
+            self.add(link)
+        self._num_prefill_failures += 1
+
+    def give_up_prefill(self) -> None:
+        self._num_prefill_failures = MAX_PREFILL_ATTEMPTS
+
+    def add(self, link: WorkerLink) -> None:
+        self._generations.add((link.member.member_id, link.generation))
+
+    def forgive(self, link: WorkerLink) -> None:
+        """Let a worker that had no room be tried again."""
+        self._generations.discard((link.member.member_id, link.generation))
+
+    def may_try(self, link: WorkerLink) -> bool:
+        return not self._generations or (link.member.member_id, link.generation) not in self._generations
+
+
+class RequestPlacer:
+    """`kept` are pages of the prompt that a prefill worker keeps.
+
+    `failed`, `losses` and `last_error` are of all attempts.
+    """
+
+    def __init__(self, router: Router, answer: AnswerSoFar, record: RequestRecord, *, may_be_aggregated: bool) -> None:
+        self.failed = FailedWorkers()
+        self.losses = RequestLosses()
+        self.kept: KeptPages | None = None
+        self.last_error: KvferryError | None = None
+        self._router = router
+        self._answer = answer
+        self._record = record
+        self._may_be_aggregated = may_be_aggregated
+        self._loss_ends_s: float | None = None  # of waiting for a worker since the last loss
+        self._queue_ends_s: float | None = None  # of waiting in line
+        self._was_full = False
+
+    def note_loss(self) -> None:
+        """The time to wait for another worker begins anew."""
+        self._loss_ends_s = None
+
+    def note_full(self) -> None:
+        """The worker refused the attempt: without news of room it would again."""
+        self._was_full = True
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        return digest_of(self._answer.request)
+
+    async def place(self, request: EngineRequest) -> Attempt:
+        """Place the request, with its place on the decode worker; the caller calls the policy's `ended`.
+
+        A request waits for room in line. It waits for workers to come only if it lost one.
+        """
+        router = self._router
+        attempt: Attempt | None = None
+        must_wait, self._was_full = self._was_full, False
+        if not must_wait and (not len(router.queue) or self.losses.workers):
+            attempt = await self._reserve(request)
+        while attempt is None and self.losses.is_suspect and router.losses.has_trials:
+            # Other suspects occupy the workers that are left.
+            await router.losses.trial_end()
+            attempt = await self._reserve(request)
+        while attempt is None:
+            if self._is_room_short():
+                attempt = await self._wait_in_line(request)
+            elif self.losses.workers or self.last_error is not None:
+                attempt = await self._wait_for_worker(request)
+            else:
+                raise NoDecodeWorker("no decode worker is connected")
+        return attempt
+
+    def _is_room_short(self) -> bool:
+        """Whether workers that could take the request are connected: then it is room that is missing."""
+        workers, failed = self._router.workers, self.failed
+        return any(failed.may_try(link) for link in workers.usable(MemberKind.DECODE))
+
+    async def _wait_in_line(self, request: EngineRequest) -> Attempt | None:
+        """Place the request when its turn has come and a worker has room.
+
+        None when workers went away meanwhile. Raises Overloaded.
+        """
+        queue, error = self._router.queue, self.last_error
+        waiter = queue.enter(self._line_ends_s(request), is_resumed=bool(self.losses.workers))
+        try:
+            while True:
+                await waiter.turn()
+                attempt = await self._reserve(request)
+                if attempt is not None or not self._is_room_short():
+                    return attempt
+        except TimeoutError:
+            retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+            raise queue.refusal("all workers are full, and none had room in time", retry_after_s) from None
+        finally:
+            waiter.leave()
+
+    def _line_ends_s(self, request: EngineRequest) -> float:
+        router = self._router
+        now_s = router.clock()
+        if self.losses.workers:
+            ends_s = self._loss_wait_ends_s()
+        else:
+            ends_s = self._queue_ends_s = self._queue_ends_s or now_s + router.queue_timeout_s
+        if request.deadline_s is None:
+            return ends_s
+        return min(ends_s, now_s + request.deadline_s - time.monotonic())
+
+    def _loss_wait_ends_s(self) -> float:
+        if self._loss_ends_s is None:
+            self._loss_ends_s = self._router.clock() + self._router.worker_wait_s
+        return self._loss_ends_s
+
+    async def _wait_for_worker(self, request: EngineRequest) -> Attempt | None:
+        """Place the request when a worker comes. None when it is room that is missing.
+
+        Raises NoDecodeWorker after `worker_wait_s` since the request's last loss.
+        """
+        ends_s = self._loss_wait_ends_s()
+        attempt: Attempt | None = None
+        try:
+            async with asyncio.timeout(max(0.0, ends_s - self._router.clock())):
+                while attempt is None:
+                    await self._router.workers.change()
+                    attempt = await self._reserve(request)
+                    if attempt is None and self._is_room_short():
+                        return None
+        except TimeoutError:
+            why = f"; the last one failed: {self.last_error.message}" if self.last_error is not None else ""
+            raise NoDecodeWorker(f"no decode worker is connected{why}") from None
+        return attempt
+
+    async def _reserve(self, request: EngineRequest) -> Attempt | None:
+        """Place the request; where another worker computes its prompt, reserve its place first.
+
+        None when no worker takes it now.
+        """
+        workers = self._router.workers
+        for _ in range(MAX_REFUSALS):
+            attempt = self._place_now(request)
+            if attempt is None or attempt.placement.prefill is None:
+                return attempt
+            is_placed = False
+            decode = workers.link(attempt.placement.decode)
+            try:
+                if decode is not None:
+                    attempt.place = await decode.reserve(is_resumed=request.is_resumed)
+                    is_placed = True
+                    return attempt
+            except Overloaded as error:
+                self.last_error = error
+            except UnavailableError as error:
+                assert decode is not None
+                self.last_error = error
+                self.failed.add(decode)
+            finally:
+                if not is_placed:
+                    self._router.policy.ended(attempt.id, self._router.clock(), None)
+        return None
+
+    def _place_now(self, request: EngineRequest) -> Attempt | None:
+        """Prefer decode workers that can use the kept pages; None without any."""
+        router, kept = self._router, self.kept
+        decode = self._candidates(MemberKind.DECODE)
+        if kept is not None:
+            exchanging = [candidate for candidate in decode if can_exchange(candidate.member, kept.holder)]
+            decode, kept = (exchanging, kept) if exchanging else (decode, None)
+        if not decode:
+            return None
+        prefill: list[Candidate] = []
+        has_full_prefill = False
+        if kept is None and self.failed.may_prefill:
+            prefill = self._candidates(MemberKind.PREFILL)
+            if not prefill:
+                # Their queues are priced all the same: the decode worker may be cheaper.
+                prefill = self._candidates(MemberKind.PREFILL, full=True)
+                has_full_prefill = bool(prefill)
+        began_ns = time.perf_counter_ns()
+        now_s = router.clock()
+        to_place = _placement_request(request, decode[0].member.block_size, next(router.attempt_numbers))
+        placement = router.policy.place(
+            to_place,
+            prefill,
+            decode,
+            now_s,
+            volumes=router.volumes(),
+            may_be_aggregated=self._may_be_aggregated,
+        )
+        assert placement is not None
+        if has_full_prefill and placement.prefill is not None:
+            return None
+        router.policy.began(to_place, placement, now_s)
+        if isinstance(placement, Decision) and placement.load.skipped_pages:
+            router.metrics.skipped_volume_loads.inc()
+        if kept is None:
+            self.release_kept()
+            self._record.reason = placement.reason.value
+            router.metrics.placements.labels(reason=placement.reason.value).inc()
+        took_ns = time.perf_counter_ns() - began_ns
+        router.metrics.placement_seconds.observe(took_ns / 1e9)
+        self._record.note_placement(placement, took_ns)
+        return Attempt(to_place.request_id, placement)
+
+    def _candidates(self, kind: MemberKind, *, full: bool = False) -> list[Candidate]:
+        """Return workers that did not fail this request and have room; with `full`, those that have none.
+
+        For a suspect, those without another one on trial.
+        """
+        router, losses, is_resumed = self._router, self.losses, bool(self._answer.token_ids)
+        candidates = [
+            each
+            for each in router.workers.candidates(kind)
+            if (each[0].is_full and not is_resumed) is full and self.failed.may_try(each[0])
+        ]
+        if losses.is_suspect:
+            if router.losses.is_copy_on_trial(self.digest, losses):
+                return []
+            candidates = [
+                each for each in candidates if not router.losses.is_occupied(each[0].member.member_id, losses)
+            ]
+        return [candidate for _, candidate in candidates]
+
+    def release_kept(self) -> None:
+        kept, self.kept = self.kept, None
+        if kept is None or kept.is_given:
+            return
+        link = self._router.workers.link(kept.holder.member_id)
+        if link is not None:
+            link.release(kept.params)
+
+
+def _placement_request(request: EngineRequest, block_size: int, number: int) -> PlacementRequest:
+    tokens = request.prompt_token_ids
+    return PlacementRequest(
+        RequestId(f"{request.request_id}/{number}"),
+        route_keys(tokens, block_size, seed_of(request.cache_salt)),
+        len(tokens),
+        block_size,
+        request.sampling.max_tokens,
+    )

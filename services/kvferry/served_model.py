@@ -1,0 +1,42 @@
+"""What a process serves, as links compare it: a worker computes with it, a gateway renders its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from kvferry.config import ClusterConfig
+from kvferry.engine.vllm.weights import has_weights, weights_revision
+from kvferry.link.protocol import Identity, ServedModel
+from kvferry.model_folder import cache_folder
+
+# Files that decide which token an id is. Chat templates are not among them: gateways may have their own.
+_TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tekken.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def identity(config: ClusterConfig, model_folder: str) -> Identity:
+    """Return what this process says of itself. Reads files, all weights the first time: call it off the event loop.
+
+    Raises ConfigError for a folder that cannot be read.
+    """
+    return Identity(config.name, _served_model(config, model_folder))
+
+
+def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
+    weights = config.model.revision
+    if config.engine.kind == "sim":
+        return ServedModel(config.served_name, "sim", weights)
+    folder = Path(model_folder)
+    if not weights and has_weights(folder):
+        weights = weights_revision(folder, cache_folder() / "weights")
+    return ServedModel(config.served_name, _tokenizer_digest(folder), weights)
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    """Return 32 hexadecimal digits; empty without any of the files."""
+    digest = xxhash.xxh3_128()
+    names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    for name in names:
+        digest.update(f"{name}\0{xxhash.xxh3_128_hexdigest((folder / name).read_bytes())}\0".encode())
+    return digest.hexdigest() if names else ""

@@ -1,0 +1,154 @@
+"""Gateways and workers of other clusters, models and releases."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry import config as configuration
+from kvferry.config import ClusterConfig
+from kvferry.link.protocol import Identity, ServedModel
+from kvferry.membership.base import MemberKind
+from support.waiting import until
+
+from .conftest import MODEL, SimCluster, running
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "one two three", "max_tokens": 8, "temperature": 0}
+
+
+def changed(cluster: SimCluster, **values: Any) -> ClusterConfig:
+    dumped = cluster.config.model_dump()
+    for name, value in values.items():
+        dumped[name] = {**dumped[name], **value} if isinstance(value, dict) else value
+    return configuration.parse(dumped)
+
+
+async def ask(cluster: SimCluster, **values: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        return await http.post("/v1/completions", json={**BODY, **values}, headers={"x-kvferry-debug": "1"})
+
+
+async def readiness(cluster: SimCluster) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=cluster.url) as http:
+        values: dict[str, Any] = (await http.get("/readyz")).json()
+        return values
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"name": "another"}, "its cluster is 'another', and here it is 'kvferry'"),
+        ({"model": {"served_name": "other-model"}}, "its model is 'other-model', and here it is 'sim-model'"),
+        ({"model": {"revision": "r2"}}, "its weights revision is 'r2', and here it is 'r1'"),
+    ],
+)
+async def test_a_foreign_worker_gets_no_request_and_is_named(values: dict[str, Any], named: str) -> None:
+    async with running(0, 1, model={"path": MODEL, "revision": "r1"}) as cluster:
+        (own,) = cluster.hosts(MemberKind.DECODE)
+        foreign, engine = await cluster.add_worker(MemberKind.DECODE, changed(cluster, **values))
+        gateway = cluster.gateway
+        assert gateway is not None
+        await until(lambda: bool(gateway.worker_pool.incompatible()), what="the handshake is refused")
+        for _ in range(4):
+            answer = await ask(cluster)
+            assert answer.status_code == 200
+            assert answer.json()["kvferry"]["decode_worker"] == own.worker_id
+        assert engine.stats().prompt_tokens.total == 0
+        waiting = (await readiness(cluster))["waiting_for"]
+        assert waiting == [f"{foreign.worker_id} is left out: {named}"]
+
+
+@pytest.mark.parametrize("which", ["kvferry.worker.lifecycle", "kvferry.gateway.lifecycle"])
+async def test_either_end_that_compares_is_enough(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one says its cluster and compares nothing."""
+    monkeypatch.setattr(f"{which}.identity", lambda config, folder: Identity("another"))
+    monkeypatch.setattr(
+        "kvferry.link.worker_link.why_incompatible"
+        if which == "kvferry.gateway.lifecycle"
+        else "kvferry.worker.server.why_incompatible",
+        lambda own, peer: "",
+    )
+    async with running(0, 0) as cluster:
+        await cluster.add_worker(MemberKind.DECODE)
+        gateway = cluster.gateway
+        assert gateway is not None
+        await until(lambda: bool(gateway.worker_pool.incompatible()))
+        (link,) = gateway.worker_pool.incompatible()
+        assert "its cluster is" in link.why_incompatible
+        assert (await ask(cluster)).status_code == 503
+
+
+PREVIOUS_RELEASE = Identity("", ServedModel(), 1, 1, frozenset())
+
+
+async def test_workers_of_the_previous_release_serve_a_new_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: PREVIOUS_RELEASE)
+    async with running(1, 2) as cluster:
+        gateway = cluster.gateway
+        assert gateway is not None
+        assert all(link.features == frozenset() for link in gateway.worker_pool.usable(MemberKind.DECODE))
+        answers = await asyncio.gather(*(ask(cluster) for _ in range(8)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+        assert {answer.json()["kvferry"]["reason"] for answer in answers} == {"disaggregated"}
+        cluster.hosts(MemberKind.DECODE)[0].server._max_requests = 0
+        assert (await ask(cluster)).status_code == 200
+        await cluster.until_quiet()
+
+
+async def test_gateways_of_two_releases_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(1, 2) as cluster:
+        new = cluster.gateway
+        monkeypatch.setattr("kvferry.gateway.lifecycle.identity", lambda config, folder: PREVIOUS_RELEASE)
+        old = await cluster.add_gateway()
+        await cluster.ready()
+        sessions = [session for host, _ in cluster.workers for session in host.server.sessions]
+        assert sorted(len(session.features) for session in sessions) == [0, 0, 0, 2, 2, 2]
+        for gateway in (new, old):
+            cluster.gateway = gateway
+            answers = await asyncio.gather(*(ask(cluster) for _ in range(8)))
+            assert [answer.status_code for answer in answers] == [200] * 8
+        await cluster.until_quiet()
+
+
+async def test_a_model_change_never_answers_with_the_wrong_model() -> None:
+    """Rolling: old and new workers and gateways side by side, then the old ones leave."""
+    async with running(1, 2, model={"path": MODEL, "revision": "old"}) as cluster:
+        old = cluster.gateway
+        assert old is not None
+        old_workers = list(cluster.workers)
+        served: dict[str, set[str]] = {"old": set(), "new": set()}
+        ended = asyncio.Event()
+
+        async def load(url: str, revision: str) -> int:
+            num_answered = 0
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                while not ended.is_set():
+                    answer = await http.post("/v1/completions", json=BODY, headers={"x-kvferry-debug": "1"})
+                    assert answer.status_code == 200, answer.text
+                    record = answer.json()["kvferry"]
+                    served[revision] |= {record["decode_worker"], record["prefill_worker"]} - {None}
+                    num_answered += 1
+            return num_answered
+
+        loads = [asyncio.create_task(load(cluster.url, "old"))]
+        cluster.config = changed(cluster, model={"revision": "new"})
+        new_workers = [
+            await cluster.add_worker(kind) for kind in (MemberKind.PREFILL, MemberKind.DECODE, MemberKind.DECODE)
+        ]
+        new = await cluster.add_gateway()
+        await until(lambda: len(new.readiness().members) == 3)
+        loads.append(asyncio.create_task(load(cluster.url, "new")))
+        await until(lambda: len(served["new"]) >= 2 and len(served["old"]) >= 2)
+        ended.set()
+        assert all(num > 0 for num in await asyncio.gather(*loads))
+        assert served["old"] <= {host.worker_id for host, _ in old_workers}
+        assert served["new"] <= {host.worker_id for host, _ in new_workers}
+
+
+async def test_a_default_prefix_names_the_cluster() -> None:
+    assert configuration.parse({}).membership.prefix == "/kvferry"
+    assert configuration.parse({"name": "blue"}).membership.prefix == "/kvferry/blue"
+    assert configuration.parse({"name": "blue", "membership": {"prefix": "/own"}}).membership.prefix == "/own"

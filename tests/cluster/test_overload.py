@@ -1,0 +1,124 @@
+"""More requests than workers take: they wait in line or are refused, and nothing is computed for those."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.engine.sim import Faults
+from kvferry.membership.base import MemberKind
+from support.waiting import until
+
+from .conftest import MODEL, SimCluster, running
+
+BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+PROMPT_WORDS = 200
+
+
+def prompt(number: int) -> str:
+    return " ".join(f"w{number}x{j}" for j in range(PROMPT_WORDS))
+
+
+async def post(cluster: SimCluster, number: int, **values: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
+        return await http.post(
+            "/v1/completions", json={**BODY, "prompt": prompt(number), **values}, headers={"x-kvferry-debug": "1"}
+        )
+
+
+def num_computed(cluster: SimCluster) -> int:
+    return sum(engine.stats().prompt_tokens.local_compute for _, engine in cluster.workers)
+
+
+def limit(cluster: SimCluster, kind: MemberKind, max_requests: int) -> None:
+    for host in cluster.hosts(kind):
+        host.server._max_requests = max_requests
+
+
+async def test_nothing_is_computed_for_requests_that_full_decode_workers_refuse() -> None:
+    async with running(2, 4, gateway={"queue_timeout_s": 0.3}) as cluster:
+        limit(cluster, MemberKind.DECODE, 0)
+        answers = await asyncio.gather(*(post(cluster, i) for i in range(20)))
+        assert [answer.status_code for answer in answers] == [429] * 20
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+        assert num_computed(cluster) == 0
+        await cluster.until_quiet()
+
+
+@pytest.mark.parametrize("kind", [MemberKind.PREFILL, MemberKind.DECODE])
+async def test_requests_wait_in_line_while_workers_are_full(kind: MemberKind) -> None:
+    async with running(1, 2) as cluster:
+        limit(cluster, kind, 1)
+        answers = await asyncio.gather(*(post(cluster, i) for i in range(12)))
+        assert [answer.status_code for answer in answers] == [200] * 12
+        # A full prefill worker has not failed: no decode worker computes a prompt instead.
+        assert {answer.json()["kvferry"]["reason"] for answer in answers} == {"disaggregated"}
+        assert all(answer.json()["kvferry"]["prefill_failure"] is None for answer in answers)
+        await cluster.until_quiet()
+        assert all(host.server.num_requests == 0 for host, _ in cluster.workers)
+
+
+async def test_the_line_is_first_come_first_served_and_has_a_limit() -> None:
+    async with running(0, 1, gateway={"max_queued_requests": 3}) as cluster:
+        (engine,) = cluster.engines(MemberKind.DECODE)
+        limit(cluster, MemberKind.DECODE, 1)
+        engine.faults = Faults(stalled=True)
+        running_one = asyncio.create_task(post(cluster, 0))
+        await until(lambda: engine.stats().num_waiting == 1)
+        ended: list[int] = []
+        waiting = []
+        dispatcher = cluster.dispatcher
+        for number in range(1, 4):
+            task = asyncio.create_task(post(cluster, number))
+            task.add_done_callback(lambda _, number=number: ended.append(number))
+            waiting.append(task)
+            await until(lambda number=number: len(dispatcher._router.queue) == number)
+        refused = await post(cluster, 4)
+        assert refused.status_code == 429
+        assert "3 requests wait for room" in refused.json()["error"]["message"]
+        engine.faults = Faults()
+        assert [(await task).status_code for task in (running_one, *waiting)] == [200] * 4
+        assert ended == [1, 2, 3]
+        assert len(dispatcher._router.queue) == 0
+
+
+async def test_a_request_that_left_the_line_is_no_longer_in_it() -> None:
+    async with running(1, 1) as cluster:
+        limit(cluster, MemberKind.DECODE, 0)
+        asked = asyncio.create_task(post(cluster, 0))
+        await until(lambda: len(cluster.dispatcher._router.queue) == 1)
+        asked.cancel()
+        await until(lambda: len(cluster.dispatcher._router.queue) == 0, what="the client is gone from the line")
+        assert num_computed(cluster) == 0
+
+
+async def test_a_client_that_leaves_during_prefill_gives_its_place_back() -> None:
+    async with running(1, 1, sim={"step_ms": 1.0, "prefill_tokens_per_s": 500.0}) as cluster:
+        (decode,) = cluster.hosts(MemberKind.DECODE)
+        asked = asyncio.create_task(post(cluster, 0))
+        await until(lambda: decode.server.num_requests == 1, what="its place is reserved")
+        assert not decode.server.is_busy
+        asked.cancel()
+        await until(lambda: decode.server.num_requests == 0, what="its place is free")
+        await cluster.until_quiet()
+
+
+async def test_the_deadline_travels_to_the_worker() -> None:
+    """It ends the request there though the gateway does not."""
+    async with running(0, 1, gateway={"request_timeout_s": 0.4}) as cluster:
+        (engine,) = cluster.engines(MemberKind.DECODE)
+        engine.faults = Faults(stalled=True)
+        seen = []
+        generate = engine.generate
+
+        def watch(request: Any) -> Any:
+            seen.append(request.deadline_s)
+            return generate(request)
+
+        engine.generate = watch  # type: ignore[method-assign]
+        assert (await post(cluster, 0)).status_code == 504
+        assert seen[0] is not None
+        await cluster.until_quiet()
