@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import random
 import time
@@ -11,7 +13,17 @@ import psutil
 import pytest
 
 from bench.vllm_engines import VllmPair
-from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
+from kvferry.engine.base import (
+    Continued,
+    Engine,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    RequestId,
+    Sampling,
+    TransferParams,
+)
+from kvferry.errors import EngineError
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -88,6 +100,63 @@ async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
     assert after.prompt_tokens.local_compute - before.prompt_tokens.local_compute == num_tokens  # the aggregated ones
     num_pages = sum(-(-len(prompt) // info.block_size) for prompt in made)
     assert after.transferred_bytes - before.transferred_bytes == num_pages * info.page_bytes
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{3,12}$"},
+        "ports": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 3},
+        "is_open": {"type": "boolean"},
+    },
+    "required": ["name", "ports", "is_open"],
+    "additionalProperties": False,
+}
+STRUCTURES: list[dict[str, object]] = [
+    {"json": SCHEMA},
+    {"regex": "[a-f]{8}-[0-9]{4}-(open|closed)"},
+    {"choice": ["the harbour is open", "the harbour is closed"]},
+    {"grammar": 'root ::= "ferry " [a-z]+ " at " [0-9] [0-9] ":" [0-9] [0-9]'},
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda structure: next(iter(structure)))
+async def test_a_grammar_goes_on_exactly_after_any_token(vllm_pair: VllmPair, structure: dict[str, object]) -> None:
+    prompt = vllm_pair.tokenize("Describe the harbour as data. ")
+    sampling = Sampling(max_tokens=80, temperature=0.0, structured_outputs=json.dumps(structure))
+    outputs = [
+        output async for output in vllm_pair.decode.generate(EngineRequest(RequestId("whole"), prompt, sampling))
+    ]
+    whole = [token_id for output in outputs for token_id in output.token_ids]
+    text = "".join(output.text for output in outputs)
+    assert outputs[-1].finish_reason is FinishReason.STOP
+
+    async def go_on(num_given: int) -> None:
+        num_chars = sum(len(output.text) for output in itertools.islice(outputs, num_given))
+        request = EngineRequest(
+            RequestId(f"from-{num_given}"),
+            [*prompt, *whole[:num_given]],
+            sampling,
+            continued=Continued(num_given, num_chars),
+        )
+        rest = [output async for output in vllm_pair.decode.generate(request)]
+        assert [token_id for output in rest for token_id in output.token_ids] == whole[num_given:]
+        assert text[:num_chars] + "".join(output.text for output in rest) == text
+        assert rest[-1].finish_reason is FinishReason.STOP
+
+    assert all(len(output.token_ids) == 1 for output in outputs)
+    await asyncio.gather(*(go_on(num_given) for num_given in range(1, len(whole))))
+
+
+async def test_tokens_that_do_not_fit_the_grammar_end_their_request_only(vllm_pair: VllmPair) -> None:
+    prompt = vllm_pair.tokenize("Describe the harbour. ")
+    sampling = Sampling(max_tokens=20, temperature=0.0, structured_outputs=json.dumps({"regex": "[0-9]{30}"}))
+    given = vllm_pair.tokenize("letters")
+    request = EngineRequest(RequestId("wrong"), [*prompt, *given], sampling, continued=Continued(len(given), 7))
+    with pytest.raises(EngineError):
+        await run(vllm_pair.decode, request)
+    tokens, _ = await run(vllm_pair.decode, EngineRequest(RequestId("right"), prompt, sampling))
+    assert len(tokens) == 20
 
 
 async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmPair) -> None:

@@ -80,6 +80,7 @@ class Parse:
     request: bytes
     num_tokens_before: int = 0
     num_chars_before: int = 0
+    reasons: bool = True  # the model may reason before its answer; not sent to workers, which know it
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):

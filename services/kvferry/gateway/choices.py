@@ -24,6 +24,8 @@ class Choice:
     num_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    # Tokens given when a worker was lost, for each loss; the request's record has the same list.
+    resumed_after: list[int] = field(default_factory=list)
 
     def add(self, output: EngineOutput) -> None:
         if output.text:

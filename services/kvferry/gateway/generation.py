@@ -85,7 +85,10 @@ class Generation:
         if span is not None:
             span.set({"kvferry.tenant": tenant.name})
         self.records = [RequestRecord(tenant=tenant.name, trace=span) for _ in self.requests]
-        self.choices = [Choice() if request.parse is None else ParsedChoice() for request in self.requests]
+        self.choices = [
+            (Choice if request.parse is None else ParsedChoice)(resumed_after=record.continued_after)
+            for request, record in zip(self.requests, self.records, strict=True)
+        ]
         self._n = n
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
         self._dispatcher = dispatcher

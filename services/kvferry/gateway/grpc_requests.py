@@ -256,6 +256,7 @@ def _end(message: pb.Answer | pb.GenerateChunk, choice: Choice) -> None:
     if reason == pb.FINISH_REASON_STOP and isinstance(choice, ParsedChoice) and choice.made_calls:
         reason = pb.FINISH_REASON_TOOL_CALLS
     message.finish_reason = reason
+    message.resumed_after.extend(choice.resumed_after)
     if isinstance(choice.stop_reason, str):
         message.stop_text = _utf8(choice.stop_reason)
     elif choice.stop_reason is not None:

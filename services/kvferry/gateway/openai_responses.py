@@ -87,6 +87,15 @@ class _Chunks:
         return b"data: " + encode(values) + b"\n\n"
 
 
+def _resumed(choice: Choice) -> dict[str, Any]:
+    """Say that other workers went on with the choice: with sampling it may differ from an undisturbed one."""
+    return {"resumed_after": choice.resumed_after} if choice.resumed_after else {}
+
+
+def _resumed_json(choice: Choice) -> bytes:
+    return b',"resumed_after":' + encode(choice.resumed_after) if choice.resumed_after else b""
+
+
 class ChatFormat(_Chunks):
     chunk_object = "chat.completion.chunk"
 
@@ -103,8 +112,8 @@ class ChatFormat(_Chunks):
 
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
-            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
-            % (index, encode(self._finish_reason(choice)), encode(choice.stop_reason))
+            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}'
+            % (index, encode(self._finish_reason(choice)), encode(choice.stop_reason), _resumed_json(choice))
         )
 
     def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
@@ -118,6 +127,7 @@ class ChatFormat(_Chunks):
                     "logprobs": None if self._num_top is None else self._logprobs(choice.logprobs),
                     "finish_reason": self._finish_reason(choice),
                     "stop_reason": choice.stop_reason,
+                    **_resumed(choice),
                 }
                 for index, choice in enumerate(choices)
             ],
@@ -168,8 +178,8 @@ class CompletionFormat(_Chunks):
 
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
-            b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}'
-            % (index, encode(choice.finish_reason), encode(choice.stop_reason))
+            b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b%b}'
+            % (index, encode(choice.finish_reason), encode(choice.stop_reason), _resumed_json(choice))
         )
 
     def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
@@ -182,6 +192,7 @@ class CompletionFormat(_Chunks):
                     "logprobs": None if self._num_top is None else self._logprobs(choice.logprobs, 0),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
+                    **_resumed(choice),
                 }
                 for index, choice in enumerate(choices)
             ],

@@ -16,7 +16,8 @@ NEWEST_VERSION = 2
 
 RESERVE = "reserve"  # places of decode workers, before a prompt is computed
 QUARANTINE = "quarantine"  # requests that workers pass on to all gateways
-FEATURES = (RESERVE, QUARANTINE)
+REPLAY = "replay"  # of an answer's tokens in its grammar, when it goes on
+FEATURES = (RESERVE, QUARANTINE, REPLAY)
 
 _MAX_FEATURES = 64  # that a peer may name
 

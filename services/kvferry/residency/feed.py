@@ -63,7 +63,8 @@ class FollowerState(enum.StrEnum):
 class ResidencyFollower:
     """Applies one owner's messages to the index, in the caller's order. Pure.
 
-    Keys known before a gap stay until the next snapshot: most are still right.
+    Keys known before a gap stay until the next snapshot begins: most are still right. A snapshot's parts are applied as
+    they come, so that a large one does not hold up the caller.
     """
 
     def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:
@@ -73,7 +74,7 @@ class ResidencyFollower:
         self._max_waiting_deltas = max_waiting_deltas
         self._state = FollowerState.WAITING
         self._sequence = 0
-        self._parts: list[SnapshotPart] = []
+        self._last_part: SnapshotPart | None = None
         self._waiting: list[Delta] = []
         self.num_gaps = 0
 
@@ -97,14 +98,15 @@ class ResidencyFollower:
     def apply_part(self, part: SnapshotPart) -> bool:
         """Return whether the index is true now."""
         if part.part == 0:  # always begins a new snapshot
-            self._parts = []
+            self._index.drop_holder(self._owner)
             self._waiting = [delta for delta in self._waiting if delta.sequence > part.sequence]
             self._state = FollowerState.COLLECTING
         elif self._state is not FollowerState.COLLECTING or not self._continues(part):
             self._lost()
             return False
-        self._parts.append(part)
-        if len(self._parts) < part.num_parts:
+        self._index.store(Holder(self._owner, part.tier), part.keys)
+        self._last_part = SnapshotPart(part.sequence, part.part, part.num_parts, part.tier, ())
+        if part.part + 1 < part.num_parts:
             return False
         self._complete()
         return self._state is FollowerState.FOLLOWING
@@ -124,26 +126,25 @@ class ResidencyFollower:
 
     def drop(self) -> None:
         self._index.drop_holder(self._owner)
-        self._parts, self._waiting = [], []
+        self._last_part, self._waiting = None, []
         self._sequence = 0
         self._state = FollowerState.WAITING
 
     def _continues(self, part: SnapshotPart) -> bool:
-        last = self._parts[-1]
+        last = self._last_part
+        assert last is not None
         return (part.sequence, part.part, part.num_parts) == (last.sequence, last.part + 1, last.num_parts)
 
     def _lost(self) -> None:
         self.num_gaps += 1
-        self._parts, self._waiting = [], []
+        self._last_part, self._waiting = None, []
         self._state = FollowerState.WAITING
 
     def _complete(self) -> None:
-        parts, self._parts = self._parts, []
+        last, self._last_part = self._last_part, None
         waiting, self._waiting = self._waiting, []
-        self._index.drop_holder(self._owner)
-        for part in parts:
-            self._index.store(Holder(self._owner, part.tier), part.keys)
-        self._sequence = parts[-1].sequence
+        assert last is not None
+        self._sequence = last.sequence
         self._state = FollowerState.FOLLOWING
         for delta in waiting:
             self.apply_delta(delta)

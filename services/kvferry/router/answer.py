@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import secrets
 from array import array
 from collections import Counter
@@ -19,8 +20,9 @@ from kvferry.router.request_record import RequestRecord
 class AnswerSoFar:
     """Continues an answer whose worker was lost.
 
-    Most requests continue from the tokens so far. Requests with grammars, greedy penalties or bad words are computed
-    again, and repeated output is left out. For sampled requests, earlier penalties become a bias.
+    Most requests continue from the tokens so far; engines replay them in a grammar. Greedy requests with penalties or
+    bad words, and grammars after reasoning or on workers that do not replay, are computed again, and repeated output is
+    left out. For sampled requests, earlier penalties become a bias, and a seed is followed by another.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class AnswerSoFar:
         """Drop the callback, which may refer back to this answer: a cycle would keep the prompt."""
         self._on_first_output = None
 
-    def next_request(self) -> EngineRequest:
-        """Return it with a new id: the lost worker may know the old one."""
+    def next_request(self, *, replays_grammars: bool = True) -> EngineRequest:
+        """Return it with a new id: the lost worker may know the old one.
+
+        `replays_grammars` says whether all workers do.
+        """
         request, given = self.request, self.token_ids
         if not given:
             return request
@@ -57,7 +62,7 @@ class AnswerSoFar:
         if self._record.continued_after[-1:] != [len(given)]:
             self._record.continued_after.append(len(given))
         request_id = RequestId(f"{request.request_id}-c{self._attempt}")
-        if _restarts(request.sampling):
+        if _restarts(request, replays_grammars=replays_grammars):
             self._num_repeated, self._num_chars_repeated, self._position = len(given), self._num_chars, 0
             return self._from_prompt(request_id)
         # The engine must give at least one token, to say how the answer ended.
@@ -70,7 +75,7 @@ class AnswerSoFar:
             request,
             request_id=request_id,
             prompt_token_ids=array("I", [*request.prompt_token_ids, *given[:num_tokens]]),
-            sampling=_with_penalties_as_bias(given[:num_tokens], request.sampling),
+            sampling=_with_next_seed(num_tokens, _with_penalties_as_bias(given[:num_tokens], request.sampling)),
             continued=Continued(num_tokens, self._num_chars),
         )
 
@@ -115,8 +120,9 @@ class AnswerSoFar:
         )
 
 
-def _restarts(sampling: Sampling) -> bool:
-    if sampling.structured_outputs:
+def _restarts(request: EngineRequest, *, replays_grammars: bool) -> bool:
+    sampling = request.sampling
+    if sampling.structured_outputs and (not replays_grammars or (request.parse is not None and request.parse.reasons)):
         return True
     counts_tokens = sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words
     return sampling.temperature == 0 and bool(counts_tokens)
@@ -131,6 +137,14 @@ def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Samplin
         cost = sampling.presence_penalty + sampling.frequency_penalty * count
         bias[token_id] = bias.get(token_id, 0.0) - cost
     return structs.replace(sampling, logit_bias=bias)
+
+
+def _with_next_seed(num_tokens: int, sampling: Sampling) -> Sampling:
+    """An engine begins a seed's noise anew: the same seed would give the noise of the first tokens once more."""
+    if sampling.seed is None or sampling.temperature == 0:
+        return sampling
+    digest = hashlib.blake2b(f"{sampling.seed} {num_tokens}".encode(), digest_size=8).digest()
+    return structs.replace(sampling, seed=int.from_bytes(digest, "little", signed=True))
 
 
 def replayable(request: EngineRequest) -> EngineRequest:

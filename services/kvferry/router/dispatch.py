@@ -167,7 +167,8 @@ class _RequestRun:
             self._record.trace = None  # the record is remembered for longer than its request
 
     async def _try_once(self) -> bool:
-        router, request, losses = self._router, self._answer.next_request(), self._placer.losses
+        router, losses = self._router, self._placer.losses
+        request = self._answer.next_request(replays_grammars=self._placer.workers_replay_grammars())
         if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
             router.losses.adopt_blame(self._placer.digest, losses)
         if losses.is_suspect or self._answer.token_ids:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
+from kvferry.link.protocol import REPLAY
 from kvferry.link.quarantine import QUARANTINE_S, Quarantine
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
@@ -134,6 +135,10 @@ class RequestPlacer:
     @functools.cached_property
     def digest(self) -> bytes:
         return digest_of(self._answer.request)
+
+    def workers_replay_grammars(self) -> bool:
+        """Whether every worker that may get the request lets a grammar go on; those of an older release do not."""
+        return all(REPLAY in link.features for link in self._router.workers.usable(MemberKind.DECODE))
 
     async def place(self, request: EngineRequest) -> Attempt:
         """Place the request, with its place on the decode worker; the caller calls the policy's `ended`.

@@ -76,6 +76,11 @@ class PageMirror:
                     self._clear()
         self._evict_excess()
 
+    def restart(self) -> None:
+        """Forget all pages: batches will be numbered anew, from any number."""
+        self._next_batch = None
+        self._clear()
+
     def next_delta(self) -> Delta | None:
         """Return all changes since the last delta, or None."""
         if not self._cleared and not any(self._changes.values()):

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 
 from kvferry.engine.base import Engine
 from kvferry.link.gateway_session import GatewaySession
 from kvferry.residency.codec import delta_to_wire, part_to_wire
+from kvferry.residency.feed import SnapshotPart
 from kvferry.worker.page_mirror import PageMirror
 from kvferry.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
 
-# 512 KiB a part, so that a gateway reads steps in between.
-MAX_SNAPSHOT_KEYS = 65_536
+# 128 KiB a part, which holds up a gateway's streams for about 10 ms.
+MAX_SNAPSHOT_KEYS = 16_384
 
 # Changes are collected for so long: with small pages every step stores some, and a message costs a gateway as much as
 # several tokens. Gateways expect the pages of their own requests anyway.
 FLUSH_AFTER_S = 0.05
+
+MAX_WAITING_BYTES = 4 << 20  # of a gateway's unread messages, beyond which parts of a snapshot wait
+PART_PAUSE_S = 0.02
+RESTART_PAUSE_S = 1.0  # before an engine's events are read anew
 
 # Includes removed pages, whose hashes the engine may name again.
 _PAGES_PER_ENGINE_PAGE = 4
@@ -31,6 +37,7 @@ class ResidencyPublisher:
         self._engine = engine
         self._server = server
         self._subscribers: set[GatewaySession] = set()  # receive deltas since their snapshot
+        self._unsent: dict[GatewaySession, Iterator[SnapshotPart]] = {}  # parts of snapshots
         self._task: asyncio.Task[None] | None = None
         self._flush_scheduled = False
         self.mirror: PageMirror | None = None
@@ -50,15 +57,23 @@ class ResidencyPublisher:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read_events(self, mirror: PageMirror) -> None:
-        try:
-            async for batch in self._engine.kv_events():
-                mirror.apply(batch)
-                if not self._flush_scheduled:
-                    self._flush_scheduled = True
-                    asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self._flush)
-        except Exception:
-            # Requests continue without it: published pages are only hints.
-            log.exception("the engine's events cannot be read; gateways hear no more of what this worker holds")
+        while True:
+            try:
+                async for batch in self._engine.kv_events():
+                    mirror.apply(batch)
+                    self._schedule_flush()
+                return  # the engine is gone
+            except Exception:
+                log.exception("the engine's events cannot be read; they are read anew")
+            # What this worker holds is unknown now: gateways must not go by what it once held.
+            mirror.restart()
+            self._schedule_flush()
+            await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self._flush)
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -75,6 +90,18 @@ class ResidencyPublisher:
         if self.mirror is None:
             return
         self._subscribers.add(session)
-        for part in self.mirror.snapshot(MAX_SNAPSHOT_KEYS):
-            if not session.send_residency(part_to_wire(part)):
-                return  # the gateway sees that parts are missing
+        self._unsent[session] = self.mirror.snapshot(MAX_SNAPSHOT_KEYS)
+        self._send_parts(session)
+
+    def _send_parts(self, session: GatewaySession) -> None:
+        """Send parts while the gateway reads them: a large snapshot is more than may wait for it."""
+        parts = self._unsent.get(session)
+        if parts is None or session not in self._server.sessions:
+            self._unsent.pop(session, None)
+            return
+        while session.pending_bytes < MAX_WAITING_BYTES:
+            part = next(parts, None)
+            if part is None or not session.send_residency(part_to_wire(part)):
+                del self._unsent[session]  # complete, or the gateway sees that parts are missing
+                return
+        asyncio.get_running_loop().call_later(PART_PAUSE_S, self._send_parts, session)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
+
+from support.waiting import until
 
 pytestmark = pytest.mark.model
 
@@ -17,3 +22,29 @@ class TestEvents:
 
         kinds = {kind.__name__ for kind in kv_events.KVCacheEvent.__subclasses__()}
         assert kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+    async def test_missed_batches_are_replayed(self, tmp_path: Path) -> None:
+        """The listener comes late, as to a socket that dropped what it could not hold."""
+        from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
+
+        from kvferry.engine.vllm.events import listen
+
+        endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+        publisher = ZmqEventPublisher(0, endpoint, replay, buffer_steps=4)
+        try:
+            for _ in range(3):
+                publisher.publish(KVEventBatch(ts=0.0, events=[AllBlocksCleared()]))
+            await until(lambda: len(publisher._buffer) == 3)
+            batches = listen(endpoint, replay)
+            first = asyncio.ensure_future(anext(batches))
+            while not first.done():  # until the subscription is there
+                publisher.publish(KVEventBatch(ts=0.0, events=[]))
+                await asyncio.wait([first], timeout=0.05)
+            numbers = [(await first).sequence]
+            assert len(publisher._buffer) == 4
+            for _ in range(3):
+                numbers.append((await anext(batches)).sequence)
+            assert numbers == list(range(numbers[0], numbers[0] + 4))
+            await batches.aclose()
+        finally:
+            publisher.shutdown()

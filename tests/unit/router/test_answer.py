@@ -6,6 +6,7 @@ import dataclasses
 from array import array
 
 import pytest
+from msgspec import structs
 
 from kvferry.engine.base import (
     AnswerDelta,
@@ -93,7 +94,11 @@ def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
     client.give(3, text="")  # held back
     again = client.answer.next_request()
     assert again == dataclasses.replace(
-        client.asked, request_id="r-c1", prompt_token_ids=array("I", [*PROMPT, 1, 2, 3]), continued=Continued(3, 2)
+        client.asked,
+        request_id="r-c1",
+        prompt_token_ids=array("I", [*PROMPT, 1, 2, 3]),
+        sampling=structs.replace(client.asked.sampling, seed=again.sampling.seed),
+        continued=Continued(3, 2),
     )
     client.give(4, text="de", end=FinishReason.STOP)
     assert (client.token_ids, client.text) == ([1, 2, 3, 4], "bcde")
@@ -137,8 +142,6 @@ def test_the_only_token_is_computed_again_from_the_prompt() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"structured_outputs": "{}"},
-        {"structured_outputs": "{}", "temperature": 1.0},
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},
         {"bad_words": ("x",)},
@@ -158,8 +161,38 @@ def test_where_an_engine_would_begin_anew_the_answer_is_computed_again_and_compa
     assert (client.token_ids, client.text, client.logprob_ids) == ([1, 2, 3, 4, 5], "bcdef", [1, 2, 3, 4, 5])
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
+def test_a_grammar_goes_on_where_workers_replay_it_and_is_computed_again_elsewhere(sampling: dict[str, object]) -> None:
+    client = Client(structured_outputs="{}", **sampling)
+    client.give(1, 2, 3)
+    assert client.answer.next_request().continued == Continued(3, 3)
+    again = client.answer.next_request(replays_grammars=False)
+    assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
+    assert again.sampling == client.first.sampling
+
+
+def test_a_grammar_after_reasoning_is_computed_again() -> None:
+    for reasons in (True, False):
+        client = Client(Parse(b"{}", reasons=reasons), structured_outputs="{}")
+        client.give(1, 2, 3)
+        assert (client.answer.next_request().continued is None) == reasons
+
+
+def test_noise_of_a_seed_is_not_repeated_in_the_rest_of_an_answer() -> None:
+    client = Client(temperature=1.0, seed=7)
+    client.give(1, 2)
+    second = client.answer.next_request().sampling.seed
+    client.give(3)
+    third = client.answer.next_request().sampling.seed
+    assert len({7, second, third}) == 3
+    assert client.answer.next_request().sampling.seed == third
+    greedy = Client(temperature=0.0, seed=7)
+    greedy.give(1)
+    assert greedy.answer.next_request().sampling.seed == 7
+
+
 def test_another_answer_than_before_is_an_error_and_never_shown() -> None:
-    client = Client(structured_outputs="{}")
+    client = Client(presence_penalty=0.5)
     client.give(1, 2, 3)
     client.answer.next_request()
     client.give(1)

@@ -15,11 +15,19 @@ TIER_CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.tier_connector"
 TIER_CONNECTOR_CLASS = "TierConnector"
 CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.cpu_tier"
 CPU_TIER_CLASS = "CpuTierSpec"
+# Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
+NUM_REPLAYABLE = 2000
 RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
 
 
 def engine_arguments(
-    model_folder: str, model: ModelConfig, engine: EngineConfig, *, kv_transfer: dict[str, Any], events_endpoint: str
+    model_folder: str,
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    kv_transfer: dict[str, Any],
+    events_endpoint: str,
+    replay_endpoint: str,
 ) -> dict[str, Any]:
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
@@ -50,6 +58,8 @@ def engine_arguments(
             "publisher": "zmq",
             "endpoint": events_endpoint,
             "topic": "kv",
+            "replay_endpoint": replay_endpoint,
+            "buffer_steps": NUM_REPLAYABLE,
         },
         **{name: value for name, value in optional.items() if value is not None},
     }

@@ -169,10 +169,14 @@ class VllmEngine:
             self._config,
             kv_transfer=kv_transfer_config(self._config, engine_id, producer=self._producer, tiers=tiers),
             events_endpoint=self._events_endpoint(),
+            replay_endpoint=self._replay_endpoint(),
         )
 
     def _events_endpoint(self) -> str:
         return f"ipc://{self._folder}/events"
+
+    def _replay_endpoint(self) -> str:
+        return f"ipc://{self._folder}/replay"
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         from vllm.exceptions import VLLMClientError
@@ -217,7 +221,9 @@ class VllmEngine:
 
         sampling, continued = request.sampling, request.continued
         params = to_vllm(
-            sampling if continued is None else remaining_limits(sampling, continued), transfer_params=transfer
+            sampling if continued is None else remaining_limits(sampling, continued),
+            transfer_params=transfer,
+            num_given=continued.num_tokens if continued is not None else 0,
         )
         parsed = None
         options: dict[str, Any] = {}
@@ -298,7 +304,7 @@ class VllmEngine:
     def kv_events(self) -> AsyncIterator[KvEventBatch]:
         from kvferry.engine.vllm.events import listen
 
-        return listen(self._events_endpoint())
+        return listen(self._events_endpoint(), self._replay_endpoint())
 
     async def stop(self) -> None:
         if self._llm is not None:

@@ -5,6 +5,7 @@ They carry salts and token ids without authentication, so the socket is an ipc f
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,21 +23,59 @@ log = logging.getLogger(__name__)
 
 _decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
+_REPLAY_TIMEOUT_S = 2.0  # for each batch; vLLM looks for requests every 0.1 s
+_END_OF_REPLAY = b"\xff" * 8
 
-async def listen(endpoint: str) -> AsyncIterator[KvEventBatch]:
-    """`endpoint` is the ipc address that the engine binds."""
+
+async def listen(endpoint: str, replay_endpoint: str) -> AsyncIterator[KvEventBatch]:
+    """Yield all batches of the engine's life, in order. Those that vLLM no longer has leave a gap in the numbers.
+
+    Both endpoints are ipc addresses that the engine binds.
+    """
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.SUB)  # type: ignore[attr-defined]
+    expected = 0
     try:
         socket.connect(endpoint)
         socket.subscribe(b"")
         while True:
-            _topic, sequence, payload = await socket.recv_multipart()
-            batch = _decoder.decode(payload)
-            yield KvEventBatch(int.from_bytes(sequence, "big"), [_translate(event) for event in batch.events])
+            _topic, raw, payload = await socket.recv_multipart()
+            sequence = int.from_bytes(raw, "big")
+            if sequence > expected:
+                for missed, old in await _replayed(context, replay_endpoint, expected, sequence):
+                    yield _batch(missed, old)
+            yield _batch(sequence, payload)
+            expected = sequence + 1
     finally:
         socket.close(linger=0)
         context.destroy(linger=0)
+
+
+async def _replayed(context: Any, endpoint: str, first: int, end: int) -> list[tuple[int, bytes]]:
+    """Return the batches from `first` to before `end` that the engine still has."""
+    socket = context.socket(zmq.DEALER)
+    batches: list[tuple[int, bytes]] = []
+    try:
+        socket.connect(endpoint)
+        await socket.send_multipart((b"", first.to_bytes(8, "big")))
+        while True:
+            async with asyncio.timeout(_REPLAY_TIMEOUT_S):
+                _empty, _topic, raw, payload = await socket.recv_multipart()
+            if raw == _END_OF_REPLAY:
+                break
+            sequence = int.from_bytes(raw, "big")
+            if sequence < end:
+                batches.append((sequence, payload))
+    except TimeoutError:
+        log.warning("the engine does not replay its events from %d on", first)
+    finally:
+        socket.close(linger=0)
+    log.info("%d of %d missed batches of events were replayed", len(batches), end - first)
+    return batches
+
+
+def _batch(sequence: int, payload: bytes) -> KvEventBatch:
+    return KvEventBatch(sequence, [_translate(event) for event in _decoder.decode(payload).events])
 
 
 def _translate(event: Any) -> KvEvent:

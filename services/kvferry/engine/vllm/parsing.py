@@ -52,7 +52,7 @@ def parse_of(
         "reasoning_ended": reasoning_ended,
         "num_earlier_calls": sum(len(message.get("tool_calls") or ()) for message in body["messages"]),
     }
-    return Parse(json.dumps(values).encode())
+    return Parse(json.dumps(values).encode(), reasons=bool(model.reasoning_parser))
 
 
 @dataclass(frozen=True, slots=True)

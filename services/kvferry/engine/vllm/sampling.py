@@ -10,6 +10,7 @@ from msgspec import structs
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from kvferry.engine.base import Sampling
+from kvferry.engine.vllm.plugins.grammar_replay import NUM_GIVEN
 from kvferry.errors import InvalidRequest
 
 # Fields with the same name on both sides and, except containers, the same type.
@@ -54,8 +55,11 @@ def from_vllm(params: SamplingParams) -> Sampling:
     return Sampling(structured_outputs=_structured_to_json(params.structured_outputs), **values)
 
 
-def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None) -> SamplingParams:
-    """Raises InvalidRequest for values that vLLM refuses."""
+def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None, num_given: int = 0) -> SamplingParams:
+    """`num_given` of the prompt's tokens belong to the answer. Raises InvalidRequest for values that vLLM refuses."""
+    extra_args: dict[str, Any] = {"kv_transfer_params": transfer_params} if transfer_params else {}
+    if num_given and sampling.structured_outputs:
+        extra_args[NUM_GIVEN] = num_given
     values: dict[str, Any] = {name: getattr(sampling, name) for name in CARRIED}
     for name in ("stop", "stop_token_ids", "bad_words"):
         values[name] = list(values[name])
@@ -66,7 +70,7 @@ def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None) -> Sa
             **values,
             structured_outputs=_structured_from_json(sampling.structured_outputs),
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": transfer_params} if transfer_params else None,
+            extra_args=extra_args or None,
         )
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
