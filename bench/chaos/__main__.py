@@ -1,7 +1,8 @@
 """`python -m bench.chaos`: break a cluster of real processes under load, and say what its clients saw.
 
-Prints a table, and as its last line one JSON object. Exits with 1 when a request failed that should not have, or an
-answer differs from the undisturbed one. Bounded: by the number of kills, and by --timeout in all.
+Prints a table, and as its last line one JSON object. Exits with 1 when a request failed that should not have, an answer
+differs from the undisturbed one or came from a worker of another model than its gateway's, or when overload costs more
+than it may. Bounded: by the number of kills, and by --timeout in all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.chaos.faults import Fault, etcd_away, hanging, killing, leaving
+from bench.chaos import overload
+from bench.chaos.faults import Fault, etcd_away, hanging, killing, leaving, poisoning, upgrading
 from bench.chaos.fleet import Fleet, fleet
 from bench.chaos.load import Client, Load, make_prompts, summarize
 from kvferry.membership.base import MemberKind
@@ -28,6 +31,7 @@ from kvferry_loadtest.machine import machine_line
 
 # More than the workers keep: most prompts have to be computed when they come again.
 NUM_PROMPTS = 320
+MIN_GOODPUT = 0.95  # of the capacity, under overload
 
 
 async def ask_undisturbed(running: Fleet, prompts: list[str], max_tokens: int) -> list[str]:
@@ -60,58 +64,97 @@ async def run_fault(
     async with load.running():
         await fault(running, seeded, times, say)
     kills = sum(process.num_kills for process in running.processes) - before
-    return summarize(load.outcomes, expected, kills or times)
+    return summarize(load.outcomes, expected, kills or times, running.is_foreign)
 
 
-async def run(arguments: argparse.Namespace, console: Console) -> dict[str, dict[str, Any]]:
-    prompts = make_prompts(NUM_PROMPTS, arguments.seed)
-    kills = arguments.kills
-    plan: dict[str, tuple[Fault, int]] = {
-        "prefill": (killing(MemberKind.PREFILL), kills),
-        "decode": (killing(MemberKind.DECODE), kills),
-        "gateway": (killing(MemberKind.GATEWAY), kills),
-        "etcd": (etcd_away(arguments.outage_s), 1),
-        "drain": (leaving, max(1, kills // 2)),
-        "hang": (hanging, max(1, kills // 10)),
-    }
-    chosen = arguments.faults.split(",") if arguments.faults else list(plan)
+# Faults of one cluster, in this order; the last one changes its model.
+FAULTS: dict[str, Callable[[argparse.Namespace], tuple[Fault, int]]] = {
+    "prefill": lambda given: (killing(MemberKind.PREFILL), given.kills),
+    "decode": lambda given: (killing(MemberKind.DECODE), given.kills),
+    "gateway": lambda given: (killing(MemberKind.GATEWAY), given.kills),
+    "etcd": lambda given: (etcd_away(given.outage_s), 1),
+    "drain": lambda given: (leaving, max(1, given.kills // 2)),
+    "hang": lambda given: (hanging, max(1, given.kills // 10)),
+    "poison": lambda given: (poisoning, max(1, given.kills // 4)),
+    "upgrade": lambda given: (upgrading, 1),
+}
+# Of a cluster whose second gateway speaks as the previous release does.
+RELEASES = "releases"
+OVERLOAD = "overload"
+
+
+async def run(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return a row per fault, and that of the overload, empty unless it was chosen."""
+    chosen = arguments.faults.split(",") if arguments.faults else [*FAULTS, RELEASES, OVERLOAD]
     rows: dict[str, dict[str, Any]] = {}
+    overloaded: dict[str, Any] = {}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="kvferry-chaos-") as folder, Progress(*columns, console=console) as bar:
         task = bar.add_task("starting the cluster")
-        async with fleet(Path(folder)) as running:
-            bar.update(task, description="asking every prompt once, undisturbed")
-            expected = await ask_undisturbed(running, prompts, arguments.max_tokens)
-            for name in chosen:
-                client = Client(running.urls, prompts, arguments.max_tokens)
-                load = Load(client, len(prompts), arguments.streams)
 
-                def say(what: str, load: Load = load) -> None:
-                    failed = sum(bool(outcome.error) for outcome in load.outcomes)
-                    bar.update(task, description=f"{what}: {len(load.outcomes)} requests, {failed} failed")
+        def say(what: str) -> None:
+            bar.update(task, description=what)
 
-                say(name)
-                fault, times = plan[name]
-                try:
-                    seeded = random.Random(arguments.seed)
-                    rows[name] = await run_fault(running, fault, times, load, expected, seeded, say)
-                finally:
-                    await client.close()
+        if faults := [name for name in chosen if name in FAULTS]:
+            rows |= await _run_faults(Path(folder), {name: FAULTS[name](arguments) for name in faults}, arguments, say)
+        if RELEASES in chosen:
+            plan = {RELEASES: (killing(MemberKind.DECODE), max(1, arguments.kills // 4))}
+            rows |= await _run_faults(Path(folder) / RELEASES, plan, arguments, say, overrides=_of_two_releases)
+        if OVERLOAD in chosen:
+            overloaded = await overload.measure(Path(folder) / OVERLOAD, arguments.overload_s, arguments.seed, say)
+    return rows, overloaded
+
+
+async def _run_faults(
+    folder: Path,
+    plan: Mapping[str, tuple[Fault, int]],
+    arguments: argparse.Namespace,
+    say: Callable[[str], None],
+    **values: Any,
+) -> dict[str, dict[str, Any]]:
+    prompts = make_prompts(NUM_PROMPTS, arguments.seed)
+    rows: dict[str, dict[str, Any]] = {}
+    async with fleet(folder, **values) as running:
+        say("asking every prompt once, undisturbed")
+        expected = await ask_undisturbed(running, prompts, arguments.max_tokens)
+        for name, (fault, times) in plan.items():
+            client = Client(running.urls, prompts, arguments.max_tokens)
+            load = Load(client, len(prompts), arguments.streams)
+
+            def tell(what: str, load: Load = load) -> None:
+                failed = sum(bool(outcome.error) for outcome in load.outcomes)
+                say(f"{what}: {len(load.outcomes)} requests, {failed} failed")
+
+            tell(name)
+            try:
+                rows[name] = await run_fault(running, fault, times, load, expected, random.Random(arguments.seed), tell)
+            finally:
+                await client.close()
     return rows
 
 
-def show(rows: dict[str, dict[str, Any]], console: Console) -> None:
+def _of_two_releases(kind: MemberKind, i: int) -> dict[str, Any]:
+    return {"release": "previous"} if kind is MemberKind.GATEWAY and i else {}
+
+
+def show(rows: dict[str, dict[str, Any]], overloaded: dict[str, Any], console: Console) -> None:
     table = Table(title="what clients saw")
-    for column in ("fault", "kills", "requests", "failed", "continued", "recomputed", "retried", "inexact", "extra ms"):
+    names = ("kills", "requests", "failed", "continued", "recomputed", "retried", "inexact", "foreign")
+    for column in ("fault", *names, "extra ms"):
         table.add_column(column, justify="left" if column == "fault" else "right")
     for name, row in rows.items():
         extra = "" if row["extra_ms_p50"] is None else f"{row['extra_ms_p50']:.0f}"
-        names = ("kills", "requests", "failed", "continued", "recomputed", "retried", "inexact")
         table.add_row(name, *(str(row[key]) for key in names), extra)
     console.print(table)
     for name, row in rows.items():
         for error in row["errors"]:
             console.print(f"{name}: {error}")
+    if overloaded:
+        console.print(
+            f"overload: {overloaded['overload_per_s']} answers/s of {overloaded['capacity_per_s']} at capacity "
+            f"({overloaded['goodput']}); {overloaded['refused']} refused, for which "
+            f"{overloaded['refused_tokens_computed']} prompt tokens were computed"
+        )
 
 
 def main() -> None:
@@ -122,14 +165,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="of each kind (default: %(default)s)")
     parser.add_argument("--outage-s", type=float, default=60, help="how long etcd is away (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=120, help="of each answer (default: %(default)s)")
-    parser.add_argument("--faults", default="", help="some of: prefill,decode,gateway,etcd,drain,hang")
+    parser.add_argument("--faults", default="", help=f"some of: {','.join([*FAULTS, RELEASES, OVERLOAD])}")
+    parser.add_argument("--overload-s", type=float, default=20, help="of each of its two loads (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=1500, help="seconds in all (default: %(default)s)")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     started_s = time.perf_counter()
-    rows = asyncio.run(asyncio.wait_for(run(arguments, console), arguments.timeout))
-    show(rows, console)
+    rows, overloaded = asyncio.run(asyncio.wait_for(run(arguments, console), arguments.timeout))
+    show(rows, overloaded, console)
     print(
         json.dumps(
             {
@@ -139,10 +183,15 @@ def main() -> None:
                 "1 etcd",
                 "seconds": round(time.perf_counter() - started_s),
                 "faults": rows,
+                "overload": overloaded,
             }
         )
     )
-    if any(row["failed"] or row["inexact"] for row in rows.values()):
+    if any(row["failed"] or row["inexact"] or row["foreign"] for row in rows.values()):
+        sys.exit(1)
+    if overloaded and (
+        overloaded["goodput"] < MIN_GOODPUT or overloaded["refused_tokens_computed"] > 0 or overloaded["errors"]
+    ):
         sys.exit(1)
 
 

@@ -6,8 +6,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from bench.chaos.fleet import Fleet
+import httpx
+
+from bench.chaos.fleet import Fleet, Process
+from bench.chaos.member import POISON
 from kvferry.membership.base import MemberKind
+from kvferry.router.engine_losses import MAX_LOSSES
 
 Progress = Callable[[str], None]
 Fault = Callable[[Fleet, random.Random, int, Progress], Awaitable[None]]
@@ -49,6 +53,55 @@ async def leaving(fleet: Fleet, seeded: random.Random, times: int, progress: Pro
         await leaver.stop()
         await fleet.replace(leaver)
         progress(f"drain {i + 1}/{times}")
+
+
+async def poisoning(fleet: Fleet, seeded: random.Random, times: int, progress: Progress) -> None:
+    """Requests that end the engines that get them; workers are replaced. Each must be refused after two engines."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        for i in range(times):
+            await asyncio.sleep(seeded.uniform(0.2, 1.2))
+            before = sum(process.num_kills for process in fleet.processes)
+            ending = [asyncio.create_task(_replaced_when_dead(worker)) for worker in fleet.workers()]
+            body = {"model": "sim-model", "prompt": f"{POISON} {i} {seeded.random()}", "max_tokens": 8}
+            for url in fleet.urls():
+                # The second gateway knows from the first one.
+                answer = await http.post(f"{url}/v1/completions", json=body)
+                assert answer.status_code == 500, answer.text
+                assert answer.json()["error"]["code"] == "request_quarantined", answer.text
+            # An engine's process ends a moment after its requests.
+            while (dead := sum(process.num_kills for process in fleet.processes) - before) < MAX_LOSSES:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await fleet.complete()
+            dead = sum(process.num_kills for process in fleet.processes) - before
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            assert dead == MAX_LOSSES, f"one request ended {dead} engines"
+            progress(f"poison {i + 1}/{times}")
+
+
+async def _replaced_when_dead(worker: Process) -> None:
+    while True:
+        assert worker.process is not None
+        await worker.process.wait()
+        worker.num_kills += 1
+        await worker.start()
+
+
+async def upgrading(fleet: Fleet, seeded: random.Random, times: int, progress: Progress) -> None:
+    """Change the model's revision by a rolling upgrade: new workers and a new gateway join, then the old ones leave."""
+    for i in range(times):
+        old = list(fleet.processes)
+        model = {**old[0].config["model"], "revision": f"r{i + 2}"}
+        for process in old:
+            await fleet.add(process, model=model).start()
+            await fleet.complete()
+        # Clients first: a gateway leaves before the workers that it needs.
+        for process in sorted(old, key=lambda process: process.kind is not MemberKind.GATEWAY):
+            await process.stop()
+            fleet.processes.remove(process)
+        await fleet.complete()
+        progress(f"upgrade {i + 1}/{times}")
 
 
 def etcd_away(seconds: float) -> Fault:

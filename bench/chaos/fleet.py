@@ -94,9 +94,19 @@ class Fleet:
 
     etcd: EtcdServer
     processes: list[Process] = field(default_factory=list)
+    models: dict[str, Any] = field(
+        default_factory=dict
+    )  # by member id, of gateways by URL; also of processes that left
+
+    def is_foreign(self, url: str, worker: str) -> bool:
+        """Whether the worker has another model than the gateway at `url`."""
+        return bool(self.models[worker] != self.models[url])
 
     def of(self, kind: MemberKind) -> list[Process]:
         return [process for process in self.processes if process.kind is kind]
+
+    def workers(self) -> list[Process]:
+        return [process for process in self.processes if process.kind in WORKER_KINDS]
 
     def urls(self) -> list[str]:
         """Gateways that take requests, as a load balancer knows them."""
@@ -107,22 +117,35 @@ class Fleet:
         await self.complete()
 
     async def complete(self, within_s: float = 60.0) -> None:
-        """Wait until every gateway has a link to every worker, and to no other."""
-        workers = {process.member_id for process in self.processes if process.kind in WORKER_KINDS}
+        """Wait until every gateway has a link to every worker of its model, and to no other."""
         async with httpx.AsyncClient(timeout=5) as http, asyncio.timeout(within_s):
             for process in self.of(MemberKind.GATEWAY):
                 members: set[str] = set()
-                while members != workers:
+                while members != self._workers_of(process):
                     with contextlib.suppress(httpx.TransportError):
                         answer = (await http.get(f"{process.url}/readyz")).json()
                         members = set(answer["members"])
                     await asyncio.sleep(0.02)
                 process.ready = True
+        for process in self.processes:
+            name = process.url if process.kind is MemberKind.GATEWAY else process.member_id
+            self.models[name] = process.config["model"]
+
+    def _workers_of(self, gateway: Process) -> set[str]:
+        return {each.member_id for each in self.workers() if each.config["model"] == gateway.config["model"]}
 
     async def replace(self, process: Process) -> None:
         """What a supervisor does after a death."""
         await process.start()
         await self.complete()
+
+    def add(self, like: Process, **sections: Any) -> Process:
+        """Add a process with sections of the configuration of its own; the caller starts it."""
+        port = free_port("127.0.0.1") if like.kind is MemberKind.GATEWAY else 0
+        log = like.log.with_name(f"{like.kind.value}-added-{len(self.processes)}.log")
+        process = Process(like.kind, port, {**like.config, **sections}, log)
+        self.processes.append(process)
+        return process
 
 
 @asynccontextmanager
@@ -139,10 +162,10 @@ async def fleet(
 
     `values` are sections of its configuration; `overrides` gives sections of one member's own, by kind and number.
     """
-    (folder / "etcd").mkdir()
+    (folder / "etcd").mkdir(parents=True)
     with EtcdServer(folder / "etcd") as etcd:
         config = {
-            "model": {"path": "sim-model"},
+            "model": {"path": "sim-model", "revision": "r1"},
             "engine": {"kind": "sim", "block_size": 16},
             "membership": {"endpoints": [etcd.endpoint], "lease_ttl_s": 5},
             "prefill": {"replicas": prefill},

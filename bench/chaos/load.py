@@ -26,11 +26,16 @@ class Outcome:
     error: str = ""
     elapsed_s: float = 0.0
     num_attempts: int = 0
+    url: str = ""  # of the gateway that answered
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
     def continued(self) -> bool:
         return bool(self.record.get("continued_after"))
+
+    @property
+    def workers(self) -> list[str]:
+        return [self.record[key] for key in ("prefill_worker", "decode_worker") if self.record.get(key)]
 
     @property
     def recomputed(self) -> bool:
@@ -76,8 +81,9 @@ class Client:
                 break
             self._turn += 1
             outcome.text = ""
+            outcome.url = urls[self._turn % len(urls)]
             try:
-                outcome.error = await self._stream(urls[self._turn % len(urls)], outcome)
+                outcome.error = await self._stream(outcome.url, outcome)
                 break
             except httpx.TransportError as error:
                 outcome.error = f"{type(error).__name__} after {outcome.num_attempts} attempts"
@@ -144,8 +150,13 @@ class Load:
             await asyncio.gather(*streams, return_exceptions=True)
 
 
-def summarize(outcomes: Sequence[Outcome], expected: Sequence[str], kills: int) -> dict[str, Any]:
-    """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not."""
+def summarize(
+    outcomes: Sequence[Outcome], expected: Sequence[str], kills: int, is_foreign: Callable[[str, str], bool]
+) -> dict[str, Any]:
+    """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not.
+
+    `is_foreign` tells of a gateway's URL and a worker's id whether their models differ.
+    """
     failed = [outcome for outcome in outcomes if outcome.error]
     whole = [outcome for outcome in outcomes if not outcome.error]
     calm_s = [outcome.elapsed_s for outcome in whole if not outcome.affected]
@@ -161,6 +172,7 @@ def summarize(outcomes: Sequence[Outcome], expected: Sequence[str], kills: int) 
         "recomputed": sum(outcome.recomputed for outcome in whole),
         "retried": sum(outcome.num_attempts > 1 for outcome in outcomes),
         "inexact": sum(outcome.text != expected[outcome.prompt] for outcome in whole),
+        "foreign": sum(any(is_foreign(each.url, worker) for worker in each.workers) for each in whole),
         "extra_ms_p50": extra_ms,
         "errors": sorted({outcome.error for outcome in failed})[:3],
     }

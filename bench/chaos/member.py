@@ -1,7 +1,9 @@
 """One worker or gateway as a process of its own: `python -m bench.chaos.member KIND PORT CONFIG`, CONFIG as JSON.
 
 What a Serve replica does, without Serve: a test kills and starts these a hundred times. Prints one line once it serves
-and goes on until it is killed, or ends itself when its engine dies.
+and goes on until it is killed, or ends itself when its engine dies. An engine dies of a prompt with the word POISON.
+CONFIG may have `release: previous`: the process then says and sends no more than the release before versions of the
+protocol.
 """
 
 from __future__ import annotations
@@ -11,16 +13,45 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import AsyncIterator
 
 from kvferry import config as configuration
+from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.engine.sim import SimEngine
+from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import EngineDead
+from kvferry.gateway import lifecycle as gateway_lifecycle
 from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.link.protocol import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
+from kvferry.worker import lifecycle as worker_lifecycle
 from kvferry.worker.lifecycle import WorkerHost, build_engine
+
+POISON = "poison"
+
+
+def make_mortal(engine: SimEngine) -> None:
+    """Let the engine die of a prompt with POISON."""
+    (poison,) = SimTokenizer().encode(POISON)
+    generate = engine.generate
+
+    def generate_or_die(request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        if poison in list(request.prompt_token_ids):
+            engine.kill()
+        return generate(request)
+
+    engine.generate = generate_or_die  # type: ignore[method-assign]
+
+
+def be_previous_release() -> None:
+    for module in (gateway_lifecycle, worker_lifecycle):
+        module.identity = lambda config, folder: Identity("", ServedModel(), 1, 1, frozenset())
 
 
 async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
+    if values.pop("release", "") == "previous":
+        be_previous_release()
     asked_to_stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked_to_stop.set)
     config = configuration.parse(values)
@@ -36,7 +67,10 @@ async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
         await gateway.drain()
         await gateway.stop()
         return
-    worker = WorkerHost(config, kind, build_engine(config, kind, config.model.path), membership)
+    engine = build_engine(config, kind, config.model.path)
+    assert isinstance(engine, SimEngine)
+    make_mortal(engine)
+    worker = WorkerHost(config, kind, engine, membership)
     await worker.start()
     print(json.dumps({"member_id": worker.worker_id}), flush=True)
     try:

@@ -53,7 +53,7 @@ async def listen(endpoint: str, replay_endpoint: str) -> AsyncIterator[KvEventBa
 
 async def _replayed(context: Any, endpoint: str, first: int, end: int) -> list[tuple[int, bytes]]:
     """Return the batches from `first` to before `end` that the engine still has."""
-    socket = context.socket(zmq.DEALER)
+    socket = context.socket(zmq.DEALER)  # type: ignore[attr-defined]
     batches: list[tuple[int, bytes]] = []
     try:
         socket.connect(endpoint)
