@@ -190,8 +190,27 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineDurations:
+    """Time that the parts of one request took in its engine. None: unknown, or there was no such part.
+
+    A share, above 0 and at most 1, is the part of that time spent on this request, where the engine computed other
+    prompts or pulled other requests' pages at the same time.
+    """
+
+    queue_ms: float | None = None  # until the engine began to fetch pages or to compute
+    prefill_ms: float | None = None  # without fetching pages
+    kv_transfer_ms: float | None = None
+    load_ms: float | None = None
+    prefill_share: float | None = None
+    kv_transfer_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Seconds of `time.monotonic`. `kv_transfer` and `load` are begin and end of waiting for pages."""
+    """Seconds of `time.monotonic`. `kv_transfer` and `load` are begin and end of waiting for pages.
+
+    The shares are those of EngineDurations.
+    """
 
     queued_s: float
     scheduled_s: float  # computing began, after any fetch of pages
@@ -199,6 +218,27 @@ class EngineTimes:
     last_token_s: float
     kv_transfer: tuple[float, float] | None = None
     load: tuple[float, float] | None = None
+    prefill_share: float | None = None
+    kv_transfer_share: float | None = None
+
+    @property
+    def begun_s(self) -> float:
+        """When the engine began to fetch pages or to compute."""
+        return min(wait[0] for wait in (self.kv_transfer, self.load, (self.scheduled_s,)) if wait is not None)
+
+    def durations(self) -> EngineDurations:
+        return EngineDurations(
+            _elapsed_ms((self.queued_s, self.begun_s)),
+            _elapsed_ms((self.scheduled_s, self.first_token_s)),
+            _elapsed_ms(self.kv_transfer),
+            _elapsed_ms(self.load),
+            self.prefill_share,
+            self.kv_transfer_share,
+        )
+
+
+def _elapsed_ms(interval: tuple[float, float] | None) -> float | None:
+    return max(0.0, interval[1] - interval[0]) * 1e3 if interval is not None else None
 
 
 @dataclass(slots=True)
@@ -206,8 +246,8 @@ class EngineOutput:
     """What one step added to one request.
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then alternatives, most likely first. `text` may
-    lag behind `token_ids`; `delta` is its parsed form. All other fields are set on the last output only; `times` never
-    leaves the worker.
+    lag behind `token_ids`; `delta` is its parsed form. All other fields are set on the last output only; of `times` a
+    gateway gets the `durations`.
     """
 
     token_ids: Sequence[int]
@@ -220,6 +260,7 @@ class EngineOutput:
     transfer_params: TransferParams | None = None
     delta: AnswerDelta | None = None
     times: EngineTimes | None = None
+    durations: EngineDurations | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +286,8 @@ class EngineStats:
     transferred_bytes: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0  # finished; does not grow while the engine hangs
+    # Of requests that this engine computes and that have no first token yet, cached tokens included. None: not counted.
+    queued_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kvferry.engine.base import (
     AnswerDelta,
     CachedTokens,
     Continued,
+    EngineDurations,
     EngineOutput,
     EngineRequest,
     EngineStats,
@@ -43,6 +44,10 @@ _ERROR_BY_CODE = by_code()
 
 _json = msgspec.json.Encoder()
 _delta_from_json = msgspec.json.Decoder(AnswerDelta)
+
+_TIMES_BYTES = 64  # of Durations
+_DURATIONS = ("queue_ms", "prefill_ms", "kv_transfer_ms", "load_ms")
+_SHARES = ("prefill_share", "kv_transfer_share")
 
 _TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
 _OPTIONAL = frozenset({"seed", "logprobs"})
@@ -171,6 +176,8 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
             finished.sources.CopyFrom(sources_to_wire(output.sources))
         if output.cached is not None:
             finished.cached.CopyFrom(_cached_to_wire(output.cached))
+        if output.times is not None:
+            _set_durations(finished.durations, output.times.durations())
         if output.transfer_params is not None:
             finished.transfer_params = json.dumps(output.transfer_params).encode()
         step.finished.append(finished)
@@ -184,6 +191,8 @@ def approximate_bytes(output: EngineOutput) -> int:
     if output.delta is not None:
         size += 64 + 4 * (len(output.delta.content) + len(output.delta.reasoning))
         size += sum(128 + 4 * len(call.arguments) for call in output.delta.tool_calls)
+    if output.times is not None:
+        size += _TIMES_BYTES
     return size
 
 
@@ -288,6 +297,8 @@ def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
         output.sources = sources_from_wire(message.sources)
     if message.HasField("cached"):
         output.cached = _cached_from_wire(message.cached)
+    if message.HasField("durations"):
+        output.durations = _durations_from_wire(message.durations)
     if message.transfer_params:
         output.transfer_params = json.loads(message.transfer_params)
     return output
@@ -317,6 +328,21 @@ def _cached_from_wire(message: pb.CachedTokens) -> CachedTokens:
     return CachedTokens(message.device, message.cpu, message.volume, message.kv_transfer)
 
 
+def _set_durations(message: pb.Durations, durations: EngineDurations) -> None:
+    for name in (*_DURATIONS, *_SHARES):
+        value = getattr(durations, name)
+        if value is not None:
+            setattr(message, name, value)
+
+
+def _durations_from_wire(message: pb.Durations) -> EngineDurations:
+    # Values that no clock can give are taken for unknown: rates are learned from them.
+    values = {name: getattr(message, name) for name in (*_DURATIONS, *_SHARES) if message.HasField(name)}
+    durations = {name: value for name, value in values.items() if name in _DURATIONS and 0.0 <= value < math.inf}
+    shares = {name: value for name, value in values.items() if name in _SHARES and 0.0 < value <= 1.0}
+    return EngineDurations(**durations, **shares)
+
+
 def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> pb.Load:
     return pb.Load(
         num_running=load.num_running,
@@ -330,6 +356,7 @@ def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> p
         transferred_bytes=load.transferred_bytes,
         num_generated_tokens=load.num_generated_tokens,
         num_steps=load.num_steps,
+        queued_prompt_tokens=load.queued_prompt_tokens,
     )
 
 
@@ -344,4 +371,5 @@ def stats_from_wire(message: pb.Load) -> EngineStats:
         transferred_bytes=message.transferred_bytes,
         num_generated_tokens=message.num_generated_tokens,
         num_steps=message.num_steps,
+        queued_prompt_tokens=message.queued_prompt_tokens if message.HasField("queued_prompt_tokens") else None,
     )

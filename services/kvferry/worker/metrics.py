@@ -54,8 +54,7 @@ class WorkerMetrics:
         self._reason_to_count[reason].inc()
 
     def observe(self, times: EngineTimes) -> None:
-        begun_s = min(wait[0] for wait in (times.kv_transfer, times.load, (times.scheduled_s,)) if wait is not None)
-        self._queue_seconds.observe(max(0.0, begun_s - times.queued_s))
+        self._queue_seconds.observe(max(0.0, times.begun_s - times.queued_s))
         self._prefill_seconds.observe(max(0.0, times.first_token_s - times.scheduled_s))
         self._decode_seconds.observe(max(0.0, times.last_token_s - times.first_token_s))
 

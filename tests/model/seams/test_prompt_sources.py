@@ -28,6 +28,8 @@ class TestPromptSources:
         assert "self.request_states" in source
         assert "self.external_req_ids" in source
         assert "external_req_id" in parameters(RequestState.__init__)
+        assert "self.stats = RequestStateStats(" in inspect.getsource(RequestState.__init__)
+        assert not inspect.iscoroutinefunction(OutputProcessor.process_outputs)
         assert "prefill_stats" in {field.name for field in msgspec.structs.fields(EngineCoreOutput)}
         assert {"num_computed_tokens", "num_local_cached_tokens", "num_external_cached_tokens"} <= {
             field.name for field in dataclasses.fields(PrefillStats)

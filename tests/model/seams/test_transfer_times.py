@@ -35,10 +35,11 @@ class TestTransferTimes:
 
         assert "metrics" in parameters(RequestOutput.__init__)
         stats = RequestStateStats(queued_ts=1.0, scheduled_ts=2.0, first_token_ts=3.0, last_token_ts=4.0)
-        times = _times(stats, [1.25, 1.75], None)
+        times = _times(stats, [1.25, 1.75, 0.5], None, 0.25)
         assert times is not None
         assert (times.queued_s, times.scheduled_s, times.first_token_s, times.last_token_s) == (1.0, 2.0, 3.0, 4.0)
         assert (times.kv_transfer, times.load) == ((1.25, 1.75), None)
+        assert (times.kv_transfer_share, times.prefill_share) == (0.5, 0.25)
         assert _times(RequestStateStats(), None, None) is None
 
     def test_vllm_has_a_registry_of_its_own_metrics(self) -> None:

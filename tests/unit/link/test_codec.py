@@ -8,9 +8,11 @@ from kvferry.engine.base import (
     AnswerDelta,
     CachedTokens,
     Continued,
+    EngineDurations,
     EngineOutput,
     EngineRequest,
     EngineStats,
+    EngineTimes,
     FinishReason,
     Parse,
     PromptSources,
@@ -224,8 +226,47 @@ def test_an_error_stays_itself_across_the_wire(error: KvferryError) -> None:
     assert received.message == error.message
 
 
-def test_load_survives_the_wire() -> None:
-    load = EngineStats(1, 2, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14)
+TIMES = EngineTimes(10.0, 12.0, 12.5, 14.5, (10.25, 11.75), (11.0, 11.125), 0.5, 0.25)
+
+
+def sent(output: EngineOutput) -> EngineOutput:
+    """The end of a request as the gateway gets it."""
+    step = pb.Step()
+    codec.append_output(step, 1, output)
+    ((_, end),) = codec.outputs_of(pb.Step.FromString(step.SerializeToString()))
+    assert isinstance(end, EngineOutput)
+    return end
+
+
+def test_durations_are_the_times_of_one_engine_without_its_clock() -> None:
+    end = sent(EngineOutput((), "", finish_reason=FinishReason.STOP, times=TIMES))
+    assert end.times is None
+    assert end.durations == EngineDurations(250.0, 500.0, 1500.0, 125.0, 0.5, 0.25)
+    partly = sent(EngineOutput((), "", finish_reason=FinishReason.STOP, times=EngineTimes(10.0, 12.0, 12.5, 14.5)))
+    assert partly.durations == EngineDurations(queue_ms=2000.0, prefill_ms=500.0)
+    assert sent(EngineOutput((), "", finish_reason=FinishReason.STOP)).durations is None
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_durations_that_no_clock_gives_are_unknown(value: float) -> None:
+    names = EngineDurations.__dataclass_fields__
+    finished = pb.Finished(reason=pb.FINISH_REASON_STOP, durations=pb.Durations(**dict.fromkeys(names, value)))
+    ((_, end),) = codec.ends_of(pb.Step(finished=[finished]))
+    assert isinstance(end, EngineOutput)
+    assert end.durations == EngineDurations()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_is_above_0_and_at_most_1(share: float) -> None:
+    durations = pb.Durations(prefill_share=share, kv_transfer_share=1.0)
+    ((_, end),) = codec.ends_of(pb.Step(finished=[pb.Finished(reason=pb.FINISH_REASON_STOP, durations=durations)]))
+    assert isinstance(end, EngineOutput)
+    assert end.durations == EngineDurations(kv_transfer_share=1.0)
+
+
+@pytest.mark.parametrize("queued", [None, 0, 15])
+def test_load_survives_the_wire(queued: int | None) -> None:
+    load = EngineStats(1, 2, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14, queued)
     message = codec.stats_to_wire(load, draining=True)
     assert message.draining
     assert codec.stats_from_wire(pb.Load.FromString(message.SerializeToString())) == load
@@ -254,6 +295,7 @@ def test_an_estimate_of_an_outputs_size_is_never_far_below_it() -> None:
         EngineOutput(range(2**31 - 200, 2**31 - 100), "漢字😀" * 100),
         EngineOutput((1,) * 10, "x" * 10, [[TokenLogprob(2**31 - 1, "😀😀", -0.1)] * 21] * 10),
         EngineOutput((), "", finish_reason=FinishReason.STOP),
+        EngineOutput((), "", finish_reason=FinishReason.STOP, times=TIMES, sources=PromptSources(9**9, 9**9, 9**9)),
     ]
     for output in outputs:
         step = pb.Step()

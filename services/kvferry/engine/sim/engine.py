@@ -211,6 +211,11 @@ class SimEngine:
             transferred_bytes=self._fetcher.stats.num_bytes,
             num_generated_tokens=self._steps.num_generated_tokens,
             num_steps=self._steps.num_steps,
+            queued_prompt_tokens=sum(
+                sequence.num_prompt
+                for sequence in self._scheduler
+                if not sequence.has_first_token and sequence.request.transfer_params is None
+            ),
         )
 
     def kv_transfer_stats(self) -> KvTransferStats:

@@ -15,6 +15,7 @@ from kvferry.engine.sim.kv_cache import KvCache
 from kvferry.engine.sim.kv_transfer import PULL_TIMEOUT_S, KvTransferError, Ticket, pull_pages, release_offer
 from kvferry.engine.sim.sequence import Phase, TokenSequence
 from kvferry.engine.sim.tier import SimTier
+from kvferry.engine.time_shares import TransferShares
 from kvferry.residency.index import Tier
 from kvferry.task_set import TaskSet
 
@@ -46,6 +47,7 @@ class KvFetcher:
         self._num_bytes = 0
         self._num_failed = 0
         self._seconds = 0.0
+        self._shares = TransferShares()
         self.num_wrong_pages = 0  # brought by a tier, and computed instead
 
     @property
@@ -82,6 +84,7 @@ class KvFetcher:
         num_wanted = max(0, len(expected) - first)
         num_pulled = 0
         began_s = time.monotonic()
+        self._shares.begin(sequence.request.request_id, began_s)
         is_complete = False
         try:
             pulled = pull_pages(
@@ -104,10 +107,12 @@ class KvFetcher:
                 "request %s computes its prompt: %s", sequence.request.request_id, str(error) or type(error).__name__
             )
         finally:
-            sequence.times.kv_transfer = (began_s, time.monotonic())
+            ended_s = time.monotonic()
+            sequence.times.kv_transfer = (began_s, ended_s)
+            [sequence.times.kv_transfer_share] = self._shares.end({sequence.request.request_id: num_pulled}, ended_s)
             if is_complete:
                 self._num_transfers += 1
-                self._seconds += sequence.times.kv_transfer[1] - began_s
+                self._seconds += ended_s - began_s
             else:
                 self._num_failed += 1
             # After any error: nothing else takes the sequence out of FETCHING.

@@ -25,7 +25,9 @@ class Phase(enum.Enum):
 class SequenceTimes:
     """EngineTimes of a sequence. Preemption resets nothing."""
 
-    __slots__ = ("first_token_s", "kv_transfer", "load", "queued_s", "scheduled_s")
+    __slots__ = (
+        "first_token_s", "kv_transfer", "kv_transfer_share", "load", "prefill_share", "queued_s", "scheduled_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.queued_s = time.monotonic()
@@ -33,17 +35,25 @@ class SequenceTimes:
         self.first_token_s = 0.0
         self.kv_transfer: tuple[float, float] | None = None
         self.load: tuple[float, float] | None = None
+        self.prefill_share: float | None = None
+        self.kv_transfer_share: float | None = None
 
     def scheduled(self) -> None:
         if not self.scheduled_s:
             self.scheduled_s = time.monotonic()
 
-    def first_token(self) -> None:
-        self.first_token_s = time.monotonic()
-
     def ended(self, *, with_first_token: bool) -> EngineTimes:
         last_s = self.first_token_s if with_first_token else time.monotonic()
-        return EngineTimes(self.queued_s, self.scheduled_s, self.first_token_s, last_s, self.kv_transfer, self.load)
+        return EngineTimes(
+            self.queued_s,
+            self.scheduled_s,
+            self.first_token_s,
+            last_s,
+            self.kv_transfer,
+            self.load,
+            self.prefill_share,
+            self.kv_transfer_share,
+        )
 
 
 class TokenSequence:
@@ -88,6 +98,10 @@ class TokenSequence:
             f"<TokenSequence {self.request.request_id} {self.phase.name} prompt={self.num_prompt} "
             f"computed={self.num_computed}/{self.num_tokens} pages={len(self.pages)}>"
         )
+
+    @property
+    def has_first_token(self) -> bool:
+        return self.num_tokens > self.num_prompt
 
     @property
     def namespace(self) -> Namespace:

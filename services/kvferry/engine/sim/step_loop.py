@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from kvferry.engine.sim.kv_cache import KvCache
 from kvferry.engine.sim.kv_transfer import PullFault
 from kvferry.engine.sim.scheduler import Plan, Scheduler
 from kvferry.engine.sim.sequence import Phase, TokenSequence
+from kvferry.engine.time_shares import PromptShares, PromptTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class StepLoop:
         self._step_s = sim.step_ms / 1000
         self._block_size = cache.pool.block_size
         self._work = asyncio.Event()
+        self._prompt_shares = PromptShares()
         self.faults = Faults()
         self.prompt_tokens = PromptSources()
         self.cached_tokens = CachedTokens()
@@ -88,6 +91,8 @@ class StepLoop:
     def _commit(self, plan: Plan) -> None:
         block_size = self._block_size
         self.num_steps += 1
+        now_s = time.monotonic()
+        self._divide_time(plan, now_s)
         for sequence, num_now in plan:
             if sequence.phase is not Phase.RUNNING:
                 continue  # removed while the step ran
@@ -95,9 +100,27 @@ class StepLoop:
             if num_computed // block_size > sequence.num_stored:
                 self._cache.store_computed(sequence)
             if num_computed == sequence.num_tokens:
-                self._generate_token(sequence)
+                self._generate_token(sequence, now_s)
 
-    def _generate_token(self, sequence: TokenSequence) -> None:
+    def _divide_time(self, plan: Plan, now_s: float) -> None:
+        """Set the shares of prompts that end in this step."""
+        ended = [
+            (sequence, sequence.sources.local_compute)
+            for sequence, num_now in plan
+            if sequence.phase is Phase.RUNNING
+            and not sequence.has_first_token
+            and sequence.num_computed + num_now == sequence.num_prompt
+            and sequence.sources is not None
+        ]
+        if not ended:
+            return
+        shares = self._prompt_shares.divide(
+            [PromptTime(sequence.times.scheduled_s, now_s, num_tokens) for sequence, num_tokens in ended]
+        )
+        for (sequence, _), share in zip(ended, shares, strict=True):
+            sequence.times.prefill_share = share
+
+    def _generate_token(self, sequence: TokenSequence, now_s: float) -> None:
         answer = sequence.answer
         logprobs = None
         if sequence.request.sampling.logprobs is None:
@@ -106,10 +129,10 @@ class StepLoop:
             before = answer.digest()
             token_id = answer.next_token()
             logprobs = (answer.logprobs(before, token_id),)
-        if sequence.num_tokens == sequence.num_prompt and sequence.sources is not None:
+        if not sequence.has_first_token and sequence.sources is not None:
             self.prompt_tokens += sequence.sources
             self.cached_tokens += sequence.cached
-            sequence.times.first_token()
+            sequence.times.first_token_s = now_s
         sequence.append(token_id)
         self.num_generated_tokens += 1
         output = EngineOutput((token_id,), answer.text, logprobs)

@@ -89,6 +89,7 @@ class VllmEngine:
         self._stat_logger: Any = None
         self._parsers: Any = None
         self._folder: Path | None = None
+        self._num_queued_prompt_tokens = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -192,14 +193,19 @@ class VllmEngine:
         finished = False
         if request.continued is not None:
             self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
+        num_queued = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
+        self._num_queued_prompt_tokens += num_queued
         try:
             params, parsed, options = self._prepare(request, transfer)
             async for output in llm.generate(prompt, params, request_id, **options):
+                if num_queued:
+                    self._num_queued_prompt_tokens -= num_queued
+                    num_queued = 0
                 completion = output.outputs[0]
                 result = to_engine_output(completion)
                 if output.finished:
                     finished = True
-                    finish_output(result, output, self._prompt_sources.pop(request_id) or PromptSources())
+                    finish_output(result, output, *(self._prompt_sources.pop(request_id) or (PromptSources(),)))
                 if parsed is not None and result.finish_reason is not FinishReason.ABORT:
                     result.delta = parsed.on_output(completion.token_ids, completion.text, finished=finished)
                 yield result
@@ -208,6 +214,7 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error), param=getattr(error, "parameter", None)) from None
         finally:
+            self._num_queued_prompt_tokens -= num_queued
             self._prompt_sources.pop(request_id)
             self._continuations.forget(request_id)
             if not finished and not llm.errored:
@@ -277,6 +284,7 @@ class VllmEngine:
             transferred_bytes=counters.transferred_bytes,
             num_generated_tokens=counters.num_generated_tokens,
             num_steps=counters.num_steps,
+            queued_prompt_tokens=self._num_queued_prompt_tokens,
         )
 
     def kv_transfer_stats(self) -> KvTransferStats:

@@ -22,7 +22,9 @@ def to_engine_output(completion: Any) -> EngineOutput:
     return output
 
 
-def finish_output(result: EngineOutput, output: Any, sources: PromptSources) -> None:
+def finish_output(
+    result: EngineOutput, output: Any, sources: PromptSources, prefill_share: float | None = None
+) -> None:
     """Raises EngineError for an unknown finish reason."""
     completion = output.outputs[0]
     result.finish_reason = _FINISH_REASONS.get(completion.finish_reason)
@@ -34,11 +36,14 @@ def finish_output(result: EngineOutput, output: Any, sources: PromptSources) -> 
     loaded = transfer_params.pop(CACHED_PARAMETER, None) if transfer_params is not None else None
     result.cached = cached_tokens(sources, loaded)
     result.transfer_params = transfer_params or None
-    result.times = _times(output.metrics, kv_transfer, load)
+    result.times = _times(output.metrics, kv_transfer, load, prefill_share)
 
 
-def _times(stats: Any, kv_transfer: Any, load: Any) -> EngineTimes | None:
-    """In the core's monotonic clock; None for a request that never began."""
+def _times(stats: Any, kv_transfer: Any, load: Any, prefill_share: float | None = None) -> EngineTimes | None:
+    """In the core's monotonic clock; None for a request that never began.
+
+    `kv_transfer` and `load` are begin, end and share.
+    """
     if stats is None or not stats.first_token_ts:
         return None
     return EngineTimes(
@@ -46,8 +51,10 @@ def _times(stats: Any, kv_transfer: Any, load: Any) -> EngineTimes | None:
         stats.scheduled_ts,
         stats.first_token_ts,
         stats.last_token_ts,
-        tuple(kv_transfer) if kv_transfer is not None else None,
-        tuple(load) if load is not None else None,
+        tuple(kv_transfer[:2]) if kv_transfer is not None else None,
+        tuple(load[:2]) if load is not None else None,
+        prefill_share,
+        kv_transfer[2] if kv_transfer is not None else None,
     )
 
 

@@ -372,7 +372,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("number", "reason", "stop_text", "stop_token_id", "sources", "transfer_params", "failure", "cached")
+    __slots__ = ("number", "reason", "stop_text", "stop_token_id", "sources", "transfer_params", "failure", "cached", "durations")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -381,6 +381,7 @@ class Finished(_message.Message):
     TRANSFER_PARAMS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    DURATIONS_FIELD_NUMBER: _ClassVar[int]
     number: int
     reason: FinishReason
     stop_text: str
@@ -389,7 +390,24 @@ class Finished(_message.Message):
     transfer_params: bytes
     failure: Failure
     cached: CachedTokens
-    def __init__(self, number: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., transfer_params: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
+    durations: Durations
+    def __init__(self, number: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., transfer_params: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ...) -> None: ...
+
+class Durations(_message.Message):
+    __slots__ = ("queue_ms", "prefill_ms", "kv_transfer_ms", "load_ms", "prefill_share", "kv_transfer_share")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SHARE_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_SHARE_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    prefill_ms: float
+    kv_transfer_ms: float
+    load_ms: float
+    prefill_share: float
+    kv_transfer_share: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., kv_transfer_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., prefill_share: _Optional[float] = ..., kv_transfer_share: _Optional[float] = ...) -> None: ...
 
 class PromptSources(_message.Message):
     __slots__ = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -412,7 +430,7 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full")
+    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -424,6 +442,7 @@ class Load(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pages_used: int
@@ -435,7 +454,8 @@ class Load(_message.Message):
     num_steps: int
     cached_tokens: CachedTokens
     full: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ...) -> None: ...
+    queued_prompt_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "cpu", "volume", "kv_transfer")

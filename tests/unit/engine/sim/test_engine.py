@@ -191,6 +191,22 @@ async def test_slow_prefill_and_slow_steps_take_longer(time: VirtualTime) -> Non
 # Faults.
 
 
+async def test_prompts_of_one_step_share_its_time_and_count_as_queued_until_it_ends() -> None:
+    async with started(step_ms=40, prefill_tokens_per_s=2000) as engine:
+        requests = [request_for(prompt_of(num), 1) for num in (20, 60)]
+        ends = [asyncio.create_task(finish(engine.generate(request))) for request in requests]
+        assert engine.stats().queued_prompt_tokens == 0
+        await asyncio.sleep(0)
+        assert engine.stats().queued_prompt_tokens == 80
+        (_, short), (_, long) = await asyncio.gather(*ends)
+        assert engine.stats().queued_prompt_tokens == 0
+        assert short.times is not None
+        assert long.times is not None
+        assert short.times.first_token_s == long.times.first_token_s
+        shares = [short.times.prefill_share, long.times.prefill_share]
+        assert shares == pytest.approx([0.25, 0.75], rel=0.1)
+
+
 async def test_a_stalled_engine_goes_on_when_it_may(engine: SimEngine) -> None:
     outputs = engine.generate(request_for(prompt_of(10), 1000))
     await anext(outputs)
@@ -323,6 +339,22 @@ async def test_pulled_pages_are_a_cache_for_the_next(pair: tuple[SimEngine, SimE
     await run(decode, prompt, transfer_params=await prefill(prefiller, prompt))
     _, last = await run(decode, prompt)
     assert last.sources == PromptSources(local_compute=2, local_cache_hit=28)
+
+
+async def test_pulls_at_the_same_time_share_it(pair: tuple[SimEngine, SimEngine]) -> None:
+    prompts = [prompt_of(80) for _ in range(8)]
+    params = [await prefill(pair[0], prompt) for prompt in prompts]
+    ends = await asyncio.gather(
+        *(run(pair[1], prompt, transfer_params=each) for prompt, each in zip(prompts, params, strict=True))
+    )
+    shares = [last.times.kv_transfer_share for _, last in ends if last.times is not None]
+    assert all(share is not None and 0 < share < 1 for share in shares)
+    assert min(share for share in shares if share is not None) < 0.3
+    alone = prompt_of(80)
+    _, last = await run(pair[1], alone, transfer_params=await prefill(pair[0], alone))
+    assert last.times is not None
+    assert last.times.kv_transfer_share == 1.0
+    assert pair[1].stats().queued_prompt_tokens == 0
 
 
 async def test_a_pull_of_what_is_cached_already_releases_the_offer(pair: tuple[SimEngine, SimEngine]) -> None:

@@ -42,7 +42,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            self._times.started(request.request_id)
+            self._times.started(request.request_id, num_external_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)

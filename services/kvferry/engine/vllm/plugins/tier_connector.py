@@ -138,7 +138,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             state = self._tier_state(request)
-            self._times.started(request.request_id, state.waited_since_s)
+            self._times.started(request.request_id, num_external_tokens, state.waited_since_s)
             if state.loaded_tokens is None:
                 by_source = self.scheduler.get_external_cache_hit_sources(request, num_external_tokens)
                 state.loaded_tokens = {
