@@ -257,7 +257,8 @@ class _RequestRun:
         router.policy.prefilled(attempt.id, now_s)
         if last.sources is not None:
             computed_tokens = last.sources.local_compute
-            router.policy.learn_prefill(worker, computed_tokens, (now_s - began_s) * 1e3, attempt.placement)
+            elapsed_ms = (now_s - began_s) * 1e3
+            router.policy.learn_prefill(worker, computed_tokens, elapsed_ms, attempt.placement, last.durations)
         return KeptPages(holder, last.transfer_params)
 
     async def _last_output(self, link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
@@ -382,6 +383,7 @@ class _RequestRun:
             queue_tokens=aggregated.queue_tokens if aggregated is not None else 0,
             step_ms=(now_s - first_s) * 1e3 / num_steps if num_steps >= MIN_STEPS else None,
             num_streams=max(1, decode.stats.num_running),
+            durations=last.durations,
         )
 
     def _note_failed_decode(self, decode: WorkerLink, error: UnavailableError | Overloaded) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from kvferry.engine.base import RequestId
@@ -10,19 +11,27 @@ from kvferry.membership.base import MemberId
 
 # About the most tokens that an engine computes in one step: vLLM's default for long prompts is 2,048 to 8,192.
 _STEP_TOKENS = 2048
+# Prompts whose end a report may not know yet: workers report 20 times a second.
+_NUM_ENDS = 64
 
 
 class WorkerAccount:
     """Requests of this gateway on one worker."""
 
-    __slots__ = ("head_since_s", "incoming", "member_id", "prefills", "queued_tokens", "streams")
+    __slots__ = (
+        "arriving_pages", "head_since_s", "incoming", "member_id", "prefills", "prompt_ends", "prompt_tokens",
+        "queued_tokens", "streams",
+    )  # fmt: skip
 
     def __init__(self, member_id: MemberId) -> None:
         self.member_id = member_id
         # Prompts being computed here, first come first: request -> tokens. `queued_tokens` is their sum.
         self.prefills: dict[RequestId, int] = {}
         self.queued_tokens = 0
+        self.prompt_tokens = 0  # of `prefills`, cached ones included
+        self.prompt_ends: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDS)  # (when, tokens) of the last ones
         self.head_since_s = 0.0  # when the first of `prefills` began
+        self.arriving_pages = 0  # of computed prompts, until the first token from here
         self.incoming: set[RequestId] = set()  # to be decoded here; a prefill worker still computes their prompts
         self.streams: dict[RequestId, float] = {}  # request -> when it was sent here, oldest first
 
@@ -34,7 +43,12 @@ class WorkerAccount:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.prefills or self.incoming or self.streams)
+        return not (self.prefills or self.incoming or self.streams or self.arriving_pages)
+
+    def prompt_tokens_at(self, reported_s: float) -> int:
+        """Return this gateway's part of the queued prompt tokens in a report that arrived then, or a bit more."""
+        ended = itertools.takewhile(lambda end: end[0] > reported_s, reversed(self.prompt_ends))
+        return self.prompt_tokens + sum(num_tokens for _, num_tokens in ended)
 
     def num_streams_since(self, since_s: float) -> int:
         """O(their number)."""
@@ -56,6 +70,9 @@ class WorkerAccount:
 class _Flight:
     computing: WorkerAccount | None  # None once the prompt is computed
     decode: WorkerAccount
+    num_tokens: int
+    lacking_pages: int
+    is_arriving: bool = False  # the decode worker may be pulling the pages
 
 
 class Ledger:
@@ -95,8 +112,11 @@ class Ledger:
         decode: MemberId,
         missing_tokens: int,
         now_s: float,
+        *,
+        num_tokens: int,
+        lacking_pages: int,
     ) -> None:
-        """`prefill`, if given, else `decode` computes `missing_tokens`.
+        """`prefill`, if given, else `decode` computes `missing_tokens` of `num_tokens`. `decode` pulls `lacking_pages`.
 
         Raises ValueError for a request in flight.
         """
@@ -108,11 +128,12 @@ class Ledger:
             computing.head_since_s = now_s
         computing.prefills[request_id] = missing_tokens
         computing.queued_tokens += missing_tokens
+        computing.prompt_tokens += num_tokens
         if prefill is None:
             decoding.streams[request_id] = now_s
         else:
             decoding.incoming.add(request_id)
-        self._flights[request_id] = _Flight(computing, decoding)
+        self._flights[request_id] = _Flight(computing, decoding, num_tokens, lacking_pages)
         self._note_change(computing, decoding)
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
@@ -124,7 +145,16 @@ class Ledger:
         if request_id in flight.decode.incoming:
             flight.decode.incoming.remove(request_id)
             flight.decode.streams[request_id] = now_s
+            flight.decode.arriving_pages += flight.lacking_pages
+            flight.is_arriving = True
             self._note_change(flight.decode)
+
+    def first_token(self, request_id: RequestId, now_s: float) -> None:
+        """Unknown requests are ignored."""
+        self.prefilled(request_id, now_s)
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            self._end_arrival(flight)
 
     def end(self, request_id: RequestId, now_s: float) -> bool:
         """Returns False for a request that is not in flight."""
@@ -132,6 +162,7 @@ class Ledger:
         if flight is None:
             return False
         self._end_prefill(request_id, flight, now_s)
+        self._end_arrival(flight)
         flight.decode.incoming.discard(request_id)
         flight.decode.streams.pop(request_id, None)
         self._note_change(flight.decode)
@@ -145,14 +176,21 @@ class Ledger:
     def check(self) -> None:
         prefills: dict[int, set[RequestId]] = {}
         streams: dict[int, set[RequestId]] = {}
+        prompt_tokens: Counter[int] = Counter()
+        arriving: Counter[int] = Counter()
         for request_id, flight in self._flights.items():
             if flight.computing is not None:
                 prefills.setdefault(id(flight.computing), set()).add(request_id)
+                prompt_tokens[id(flight.computing)] += flight.num_tokens
+            if flight.is_arriving:
+                arriving[id(flight.decode)] += flight.lacking_pages
             streams.setdefault(id(flight.decode), set()).add(request_id)
         for account in self._accounts.values():
             computed = prefills.get(id(account), set())
             assert account.prefills.keys() == computed, f"{account} computes for requests not in flight"
             assert account.queued_tokens == sum(account.prefills.values()), f"{account} has {account.prefills}"
+            assert account.prompt_tokens == prompt_tokens[id(account)], f"{account} has prompts of other lengths"
+            assert account.arriving_pages == arriving[id(account)], f"{account} waits for pages that nobody sends"
             ours = account.streams.keys() | account.incoming
             assert ours == streams.get(id(account), set()), f"{account} has streams that are not in flight"
             num_ours = len(account.streams) + len(account.incoming)
@@ -164,7 +202,15 @@ class Ledger:
             if next(iter(account.prefills)) == request_id:
                 account.head_since_s = now_s
             account.queued_tokens -= account.prefills.pop(request_id)
+            account.prompt_tokens -= flight.num_tokens
+            account.prompt_ends.append((now_s, flight.num_tokens))
             self._note_change(account)
+
+    def _end_arrival(self, flight: _Flight) -> None:
+        if flight.is_arriving:
+            flight.is_arriving = False
+            flight.decode.arriving_pages -= flight.lacking_pages
+            self._note_change(flight.decode)
 
     def _note_change(self, *accounts: WorkerAccount) -> None:
         self._changed.update(account.member_id for account in accounts)

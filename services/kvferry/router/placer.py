@@ -131,7 +131,7 @@ class Placer:
         if not decode:
             return None
         self._expected_pages.expire(now_s)
-        pages = self._pricer.find(request, volumes)
+        pages = self._pricer.find(request, volumes, now_s)
         decode_quotes = self._pricer.quote_decode(pages, decode, now_s)
         prefill_quotes = self._pricer.quote_prefill(pages, prefill, now_s)
         aggregated = min(decode_quotes, key=_aggregated_ms)
@@ -163,7 +163,15 @@ class Placer:
     def began(self, request: PlacementRequest, decision: Decision, now_s: float) -> None:
         """Raises ValueError when the request is in flight already."""
         request_id, prefill, decode = request.request_id, decision.prefill, decision.decode
-        self._ledger.begin(request_id, prefill, decode, decision.missing_tokens, now_s)
+        self._ledger.begin(
+            request_id,
+            prefill,
+            decode,
+            decision.missing_tokens,
+            now_s,
+            num_tokens=request.num_tokens,
+            lacking_pages=decision.lacking_pages,
+        )
         self._expected_pages.begin(request_id, request.keys, prefill, decode, now_s)
 
     def prefilled(self, request_id: RequestId, now_s: float) -> None:
@@ -171,7 +179,7 @@ class Placer:
         self._expected_pages.prefilled(request_id, now_s)
 
     def first_token(self, request_id: RequestId, now_s: float) -> None:
-        self._ledger.prefilled(request_id, now_s)
+        self._ledger.first_token(request_id, now_s)
         self._expected_pages.first_token(request_id, now_s)
 
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None = None) -> None:
@@ -181,14 +189,17 @@ class Placer:
             self._pricer.learn_answer_length(num_generated)
 
     def observed_prefill(
-        self, worker: MemberId, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int = 0
+        self, worker: MemberId, computed_tokens: int, elapsed_ms: float, other_tokens: float = 0.0
     ) -> None:
-        """Jobs of a few tokens are ignored."""
+        """`other_tokens` of other prompts were computed meanwhile. Jobs of a few tokens are ignored."""
         pool = self._pricer.decode if worker in self._pricer.decode.by_member else self._pricer.prefill
-        pool.observed_prefill(worker, computed_tokens, elapsed_ms, queued_ahead_tokens)
+        pool.observed_prefill(worker, computed_tokens, elapsed_ms, other_tokens)
 
-    def observed_kv_transfer(self, worker: MemberId, num_pages: int, elapsed_ms: float) -> None:
-        self._pricer.decode.observed_kv_transfer(worker, num_pages, elapsed_ms)
+    def observed_kv_transfer(
+        self, worker: MemberId, num_pages: int, elapsed_ms: float, other_pages: float = 0.0
+    ) -> None:
+        """`other_pages` of other requests were transferred meanwhile."""
+        self._pricer.decode.observed_kv_transfer(worker, num_pages, elapsed_ms, other_pages)
 
     def observed_step(self, worker: MemberId, step_ms: float, num_streams: int) -> None:
         self._pricer.decode.observed_step(worker, step_ms, num_streams)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from kvferry.engine.base import RequestId
+from kvferry.engine.base import EngineDurations, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, RoundRobin
@@ -17,7 +17,10 @@ from kvferry.router.rates import CostDefaults
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One attempt on its decode worker. Times in ms."""
+    """One attempt on its decode worker. Times in ms.
+
+    Where the engine measured its own time, `durations` say it; the gateway's times hold queues and other requests too.
+    """
 
     first_token_ms: float
     load_ms: float  # of that, the expected time to load pages from slower tiers, when aggregated
@@ -26,6 +29,7 @@ class Measured:
     queue_tokens: int  # computed before the prompt, when aggregated
     step_ms: float | None  # mean time between its tokens
     num_streams: int  # on the worker meanwhile
+    durations: EngineDurations | None = None  # None from older workers
 
 
 class Policy(Protocol):
@@ -51,8 +55,15 @@ class Policy(Protocol):
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None: ...
 
     def learn_prefill(
-        self, worker: MemberId, computed_tokens: int, elapsed_ms: float, placement: Placement
-    ) -> None: ...
+        self,
+        worker: MemberId,
+        computed_tokens: int,
+        elapsed_ms: float,
+        placement: Placement,
+        durations: EngineDurations | None,
+    ) -> None:
+        """`elapsed_ms` from the gateway's submit to the end counts where `durations` are not known."""
+        ...
 
     def learn(self, worker: MemberId, measured: Measured) -> None: ...
 
@@ -74,24 +85,49 @@ class PricedPolicy:
         assert isinstance(placement, Decision)
         self.placer.began(request, placement, now_s)
 
-    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, placement: Placement) -> None:
+    def learn_prefill(
+        self,
+        worker: MemberId,
+        computed_tokens: int,
+        elapsed_ms: float,
+        placement: Placement,
+        durations: EngineDurations | None,
+    ) -> None:
         queue_tokens, load_ms = (
             (placement.queue_tokens, placement.price.load_ms) if isinstance(placement, Decision) else (0, 0.0)
         )
-        self.placer.observed_prefill(worker, computed_tokens, elapsed_ms - load_ms, queue_tokens)
+        self._learn_prefill(worker, computed_tokens, durations, elapsed_ms - load_ms, queue_tokens)
 
     def learn(self, worker: MemberId, measured: Measured) -> None:
-        if measured.transferred_pages:
-            self.placer.observed_kv_transfer(worker, measured.transferred_pages, measured.first_token_ms)
+        durations, num_pages = measured.durations, measured.transferred_pages
+        if num_pages:
+            if durations is None or durations.kv_transfer_ms is None:
+                self.placer.observed_kv_transfer(worker, num_pages, measured.first_token_ms)
+            elif (other_pages := _beside(num_pages, durations.kv_transfer_share)) is not None:
+                self.placer.observed_kv_transfer(worker, num_pages, durations.kv_transfer_ms, other_pages)
         elif measured.computed_tokens:
-            self.placer.observed_prefill(
-                worker,
-                measured.computed_tokens,
-                measured.first_token_ms - measured.load_ms,
-                measured.queue_tokens,
-            )
+            elapsed_ms = measured.first_token_ms - measured.load_ms
+            self._learn_prefill(worker, measured.computed_tokens, durations, elapsed_ms, measured.queue_tokens)
         if measured.step_ms is not None:
             self.placer.observed_step(worker, measured.step_ms, measured.num_streams)
+
+    def _learn_prefill(
+        self,
+        worker: MemberId,
+        computed_tokens: int,
+        durations: EngineDurations | None,
+        elapsed_ms: float,
+        queue_tokens: int,
+    ) -> None:
+        if durations is None or durations.prefill_ms is None:
+            self.placer.observed_prefill(worker, computed_tokens, elapsed_ms, queue_tokens)
+        elif (other_tokens := _beside(computed_tokens, durations.prefill_share)) is not None:
+            self.placer.observed_prefill(worker, computed_tokens, durations.prefill_ms, other_tokens)
+
+
+def _beside(amount: int, share: float | None) -> float | None:
+    """Return what was done for other requests in the time of which this one had `share`, if known."""
+    return amount / share - amount if share is not None else None
 
 
 class RoundRobinPolicy:
@@ -124,7 +160,14 @@ class RoundRobinPolicy:
     def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None:
         pass
 
-    def learn_prefill(self, worker: MemberId, computed_tokens: int, elapsed_ms: float, placement: Placement) -> None:
+    def learn_prefill(
+        self,
+        worker: MemberId,
+        computed_tokens: int,
+        elapsed_ms: float,
+        placement: Placement,
+        durations: EngineDurations | None,
+    ) -> None:
         pass
 
     def learn(self, worker: MemberId, measured: Measured) -> None:

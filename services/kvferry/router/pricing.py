@@ -2,7 +2,7 @@
 
     disaggregated = prefill(P) + decode(D)          aggregated = compute(D) + streams(D)
     prefill(P)    = queue + load from slower tiers + compute x (1 + work_weight)
-    decode(D)     = handoff_ms + lacking pages x transfer rate + streams(D)
+    decode(D)     = handoff_ms + (lacking pages + pages on their way to D) x transfer rate + streams(D)
     compute(D)    = queue + load + compute x (1 + work_weight + interference_weight x (streams + 1))
     streams(D)    = this answer's steps, its effect on the steps of other streams, waiting, full memory
 
@@ -52,7 +52,7 @@ class Price:
 
     prefill: MemberId | None
     decode: MemberId
-    queue_ms: float  # of prompts before this one
+    queue_ms: float  # of prompts before this one; on a prefill worker also until its memory has room
     load_ms: float  # of pages from slower tiers
     compute_ms: float  # of missing tokens
     others_ms: float  # what the compute costs other requests
@@ -242,14 +242,23 @@ class Pricer:
         self._cost_defaults = cost_defaults
         self._groups: dict[tuple[str, int, str], int] = {}
         self._output_tokens = cost_defaults.output_tokens  # how long an answer is
-        self.prefill = CostPool(ledger, expected_pages, cost_defaults, self._groups)
-        self.decode = CostPool(ledger, expected_pages, cost_defaults, self._groups)
+
+        def in_prefill(name: str) -> float | None:
+            return self.prefill.rates.fresh(name)
+
+        def in_decode(name: str) -> float | None:
+            return self.decode.rates.fresh(name)
+
+        self.prefill = CostPool(ledger, expected_pages, cost_defaults, self._groups, in_decode)
+        self.decode = CostPool(ledger, expected_pages, cost_defaults, self._groups, in_prefill)
 
     @property
     def num_groups(self) -> int:
         return len(self._groups)
 
-    def find(self, request: PlacementRequest, volumes: Mapping[str, VolumeCosts]) -> PrefixPages:
+    def find(self, request: PlacementRequest, volumes: Mapping[str, VolumeCosts], now_s: float) -> PrefixPages:
+        self.prefill.advance(now_s)
+        self.decode.advance(now_s)
         for member_id in self._ledger.pop_changed():
             self.prefill.invalidate(member_id)
             self.decode.invalidate(member_id)
@@ -272,8 +281,7 @@ class Pricer:
             if costs is None or costs.candidate is not candidate:
                 costs = pool.update(candidate, self._output_tokens)
             ms_per_token, account = costs.ms_per_token, costs.account
-            # Prompts of other gateways are assumed to be as long as this one.
-            queue_ms = costs.foreign_prompts * num_tokens * ms_per_token
+            queue_ms = costs.foreign_ms + num_tokens * costs.foreign_ms_per_token
             if account.prefills:
                 queue_ms += account.queue_ms(ms_per_token, fixed_ms, now_s)
             on_gpu = held = gpu.get(member_id, 0)
@@ -287,6 +295,9 @@ class Pricer:
                     held, load_ms = slower.depth, slower.load_ms
             # An engine computes the last token whatever it holds.
             missing_tokens = num_tokens - held * block_size or 1
+            if missing_tokens > costs.free_tokens:
+                # Without room for its pages the prompt waits until kept ones have been pulled.
+                queue_ms += (missing_tokens - costs.free_tokens) * costs.full_ms_per_token
             compute_ms = fixed_ms + missing_tokens * ms_per_token
             quote = PrefillQuote()
             quote.worker = costs
@@ -305,7 +316,7 @@ class Pricer:
         costs_of, is_slower, is_on_volume = pool.by_member.get, pages.is_on_slower_tier, pages.is_on_volume
         num_tokens, block_size = request.num_tokens, request.block_size
         num_pages = -(-num_tokens // block_size)
-        fixed_ms, handoff_ms = cost_defaults.prefill_fixed_ms, cost_defaults.handoff_ms
+        fixed_ms = cost_defaults.prefill_fixed_ms
         steps = min(float(request.max_tokens), self._output_tokens)
         wanted_pages = num_pages + int(steps) // block_size
         quotes: list[DecodeQuote] = []
@@ -326,7 +337,7 @@ class Pricer:
             # of another request brings are there in time for this one's transfer, and too late for aggregated serving.
             arriving = costs.arriving_pages
             lacking_pages = num_pages - (expected_depth(arriving, request.keys, held) if arriving else held)
-            kv_transfer_ms = handoff_ms + lacking_pages * costs.kv_transfer_page_ms + load_ms
+            kv_transfer_ms = costs.handoff_ms + lacking_pages * costs.kv_transfer_page_ms + load_ms
             if is_on_volume:
                 pages.add_volume(slower, costs, block_size * ms_per_token * costs.compute_weight)
                 held, load_ms = slower.depth, slower.load_ms
@@ -334,7 +345,9 @@ class Pricer:
             tight_pages = wanted_pages * (costs.unreported_streams + 1) - costs.free_pages
             if tight_pages > 0:
                 streams_ms += tight_pages * costs.full_ms_per_page
-            queue_ms = account.queue_ms(ms_per_token, fixed_ms, now_s) if account.prefills else 0.0
+            queue_ms = costs.foreign_ms
+            if account.prefills:
+                queue_ms += account.queue_ms(ms_per_token, fixed_ms, now_s)
             missing_tokens = num_tokens - held * block_size or 1
             compute_ms = fixed_ms + missing_tokens * ms_per_token
             quote = DecodeQuote()

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kvferry.engine.base import PromptSources
 from kvferry.membership.base import MemberId
 from kvferry.router.expected_pages import ExpectedPages, WorkerPages
 from kvferry.router.ledger import Ledger, WorkerAccount
 from kvferry.router.placement import Candidate, page_format
-from kvferry.router.rates import CostDefaults, RatePool, WorkerRates
+from kvferry.router.rates import (
+    CostDefaults,
+    RatePool,
+    WorkerRates,
+    kv_transfer_rate,
+    prefill_rate,
+    step_scale,
+)
+
+# How many prompt tokens of reports decide what part of other gateways' prompts is computed, the rest being cached.
+_SHARE_TOKENS = 50_000
 
 
 class WorkerCosts:
@@ -17,15 +30,21 @@ class WorkerCosts:
         "arriving_pages",
         "candidate",
         "compute_weight",
+        "computed_share",
         "expected_pages",
-        "foreign_prompts",
+        "foreign_ms",
+        "foreign_ms_per_token",
         "free_pages",
+        "free_tokens",
         "full_ms_per_page",
+        "full_ms_per_token",
         "group",
+        "handoff_ms",
         "kv_transfer_page_ms",
         "ms_per_step",
         "ms_per_token",
         "node",
+        "prompt_tokens",
         "rates",
         "step_ms",
         "unreported_streams",
@@ -41,7 +60,11 @@ class WorkerCosts:
         self.group = 0  # of workers that can exchange pages
         self.node = ""
         self.ms_per_token = 0.0
-        self.foreign_prompts = 0.0  # other gateways' prompts before a new one
+        self.foreign_ms = 0.0  # of other gateways' prompts before a new one
+        self.foreign_ms_per_token = 0.0  # the same where their tokens are not reported, per token of the new one
+        self.prompt_tokens = PromptSources()  # of the last report
+        self.computed_share = 1.0  # of the prompt tokens in reports; the rest was cached
+        self.handoff_ms = 0.0  # of a KV transfer to this worker apart from its pages: the transfers before it, too
         self.kv_transfer_page_ms = 0.0
         self.step_ms = 0.0  # with one more stream
         self.ms_per_step = 0.0  # what a step of one more stream costs it and the others
@@ -50,19 +73,23 @@ class WorkerCosts:
         self.unreported_streams = 0  # that the report does not count
         self.free_pages = 0.0  # before memory gets tight
         self.full_ms_per_page = 0.0
+        self.free_tokens = 0.0  # the same in tokens, without the prompts that are queued
+        self.full_ms_per_token = 0.0
 
-    def update(self, candidate: Candidate, group: int, cost_defaults: CostDefaults, output_tokens: float) -> None:
+    def update(
+        self, candidate: Candidate, group: int, cost_defaults: CostDefaults, pool: RatePool, output_tokens: float
+    ) -> None:
         self.candidate = candidate
         self.group = group
         self.node = candidate.member.node
         account, stats, rates = self.account, candidate.stats, self.rates
-        self.ms_per_token = rates.prefill_ms_per_token.value
-        self.kv_transfer_page_ms = rates.kv_transfer_page_ms.value
-        # The prompt that runs is half done.
-        self.foreign_prompts = max(0.0, stats.num_running + stats.num_waiting - len(account.prefills) - 0.5)
+        self.ms_per_token = pool.prefill_ms_per_token(rates, is_tried=bool(account.prefills))
+        self.kv_transfer_page_ms = pool.kv_transfer_page_ms(rates, is_tried=bool(account.incoming))
+        self._price_foreign_prompts(candidate)
+        self.handoff_ms = cost_defaults.handoff_ms + account.arriving_pages * self.kv_transfer_page_ms
         self.unreported_streams = len(account.incoming) + account.num_streams_since(candidate.reported_s)
         streams = stats.num_running + stats.num_waiting + self.unreported_streams
-        scale = rates.step_scale.value
+        scale = pool.step_scale(rates, is_tried=bool(account.streams))
         self.step_ms = scale * (cost_defaults.step_ms + cost_defaults.step_ms_per_stream * (streams + 1))
         self.ms_per_step = self.step_ms + scale * cost_defaults.step_ms_per_stream * streams
         # Each waiting request waits for a stream to end; the ends of the running ones are spread over an answer's time.
@@ -75,6 +102,29 @@ class WorkerCosts:
             )
         else:
             self.free_pages, self.full_ms_per_page = float("inf"), 0.0
+        block_size = candidate.member.block_size
+        self.free_tokens = self.free_pages * block_size - account.queued_tokens
+        self.full_ms_per_token = self.full_ms_per_page / block_size
+
+    def _price_foreign_prompts(self, candidate: Candidate) -> None:
+        account, stats = self.account, candidate.stats
+        if stats.queued_prompt_tokens is None:  # an older worker: they are taken to be as long as the new prompt
+            # The prompt that runs is half done.
+            num_prompts = max(0.0, stats.num_running + stats.num_waiting - len(account.prefills) - 0.5)
+            self.foreign_ms, self.foreign_ms_per_token = 0.0, num_prompts * self.ms_per_token
+            return
+        if stats.prompt_tokens is not self.prompt_tokens:
+            self._learn_computed_share(stats.prompt_tokens)
+        num_tokens = max(0, stats.queued_prompt_tokens - account.prompt_tokens_at(candidate.reported_s))
+        self.foreign_ms, self.foreign_ms_per_token = num_tokens * self.computed_share * self.ms_per_token, 0.0
+
+    def _learn_computed_share(self, prompt_tokens: PromptSources) -> None:
+        before, self.prompt_tokens = self.prompt_tokens, prompt_tokens
+        num_tokens = prompt_tokens.total - before.total
+        num_computed = prompt_tokens.local_compute - before.local_compute
+        if 0 <= num_computed <= num_tokens and num_tokens:  # else the engine was restarted
+            gain = min(1.0, num_tokens / _SHARE_TOKENS)
+            self.computed_share += gain * (num_computed / num_tokens - self.computed_share)
 
 
 class CostPool:
@@ -84,12 +134,14 @@ class CostPool:
         expected_pages: ExpectedPages,
         cost_defaults: CostDefaults,
         groups: dict[tuple[str, int, str], int],
+        typical_of_peers: Callable[[str], float | None],
     ) -> None:
+        """`typical_of_peers` as for RatePool."""
         self._ledger = ledger
         self._expected_pages = expected_pages
         self._cost_defaults = cost_defaults
         self._groups = groups
-        self._rates = RatePool(cost_defaults)
+        self.rates = RatePool(cost_defaults, typical_of_peers)
         self.by_member: dict[MemberId, WorkerCosts] = {}
 
     def update(self, candidate: Candidate, output_tokens: float) -> WorkerCosts:
@@ -99,10 +151,10 @@ class CostPool:
             costs = self.by_member[member.member_id] = WorkerCosts(
                 self._ledger.account(member.member_id),
                 self._expected_pages.of(member.member_id),
-                self._rates.of(member.member_id),
+                self.rates.of(member.member_id),
             )
         group = self._groups.setdefault(page_format(member), len(self._groups))
-        costs.update(candidate, group, self._cost_defaults, output_tokens)
+        costs.update(candidate, group, self._cost_defaults, self.rates, output_tokens)
         return costs
 
     def invalidate(self, member_id: MemberId) -> None:
@@ -111,24 +163,27 @@ class CostPool:
         if costs is not None:
             costs.candidate = None
 
-    def observed_prefill(
-        self, member_id: MemberId, computed_tokens: int, elapsed_ms: float, queued_ahead_tokens: int
-    ) -> None:
-        rates = self._rates.of(member_id)
-        if rates.observed_prefill(self._cost_defaults, computed_tokens, elapsed_ms, queued_ahead_tokens):
-            self._note_rate(member_id)
+    def advance(self, now_s: float) -> None:
+        """Count a placement: rates age."""
+        if self.rates.advance(now_s):
+            self._refresh()
 
-    def observed_kv_transfer(self, member_id: MemberId, num_pages: int, elapsed_ms: float) -> None:
-        if self._rates.of(member_id).observed_kv_transfer(self._cost_defaults, num_pages, elapsed_ms):
-            self._note_rate(member_id)
+    def observed_prefill(
+        self, member_id: MemberId, computed_tokens: int, elapsed_ms: float, other_tokens: float
+    ) -> None:
+        rate = prefill_rate(self._cost_defaults, computed_tokens, elapsed_ms, other_tokens)
+        self._learn(member_id, "prefill_ms_per_token", rate, computed_tokens)
+
+    def observed_kv_transfer(self, member_id: MemberId, num_pages: int, elapsed_ms: float, other_pages: float) -> None:
+        rate = kv_transfer_rate(self._cost_defaults, num_pages, elapsed_ms, other_pages)
+        self._learn(member_id, "kv_transfer_page_ms", rate, num_pages)
 
     def observed_step(self, member_id: MemberId, step_ms: float, num_streams: int) -> None:
-        if self._rates.of(member_id).observed_step(self._cost_defaults, step_ms, num_streams):
-            self._note_rate(member_id)
+        self._learn(member_id, "step_scale", step_scale(self._cost_defaults, step_ms, num_streams))
 
     def forget(self, member_id: MemberId) -> None:
         self.by_member.pop(member_id, None)
-        self._rates.forget(member_id)
+        self.rates.forget(member_id)
 
     def check(self) -> None:
         for member_id, costs in self.by_member.items():
@@ -136,11 +191,15 @@ class CostPool:
             pages = self._expected_pages.of(member_id)
             assert costs.expected_pages is pages.computed, f"{member_id} is priced by other expected pages"
             assert costs.arriving_pages is pages.arriving, f"{member_id} is priced by other arriving pages"
-            assert costs.rates is self._rates.of(member_id), f"{member_id} is priced by other rates"
+            assert costs.rates is self.rates.of(member_id), f"{member_id} is priced by other rates"
 
-    def _note_rate(self, member_id: MemberId) -> None:
-        if self._rates.changed():
-            for costs in self.by_member.values():
-                costs.candidate = None
-        else:
-            self.invalidate(member_id)
+    def _learn(self, member_id: MemberId, name: str, rate: float | None, size: float = 1.0) -> None:
+        if rate is None:
+            return
+        self.invalidate(member_id)
+        if self.rates.observe(member_id, name, rate, size):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        for member_id in self.rates.refresh():
+            self.invalidate(MemberId(member_id))

@@ -12,9 +12,17 @@ A, B = RequestId("a"), RequestId("b")
 P, D = MemberId("p"), MemberId("d")
 
 
+def begin(
+    ledger: Ledger, request_id: RequestId, prefill: MemberId | None, decode: MemberId, missing: int, now_s: float
+) -> None:
+    """A fifth of the prompt is cached, and the decode worker lacks 10 pages."""
+    num_pages = 0 if prefill is None else 10
+    ledger.begin(request_id, prefill, decode, missing, now_s, num_tokens=missing * 5 // 4, lacking_pages=num_pages)
+
+
 def test_a_disaggregated_request_moves_from_prefill_to_a_stream() -> None:
     ledger = Ledger()
-    ledger.begin(A, P, D, 100, 1.0)
+    begin(ledger, A, P, D, 100, 1.0)
     assert ledger.account(P).queued_tokens == 100
     assert ledger.account(D).incoming == {A}
     ledger.prefilled(A, 2.0)
@@ -28,7 +36,7 @@ def test_a_disaggregated_request_moves_from_prefill_to_a_stream() -> None:
 
 def test_an_aggregated_request_is_a_stream_from_its_beginning() -> None:
     ledger = Ledger()
-    ledger.begin(A, None, D, 100, 1.0)
+    begin(ledger, A, None, D, 100, 1.0)
     account = ledger.account(D)
     assert (account.queued_tokens, account.streams) == (100, {A: 1.0})
     ledger.prefilled(A, 2.0)
@@ -38,8 +46,8 @@ def test_an_aggregated_request_is_a_stream_from_its_beginning() -> None:
 
 def test_the_queue_is_what_is_left_of_the_first_prompt_and_all_others() -> None:
     ledger = Ledger()
-    ledger.begin(A, P, D, 1000, 0.0)
-    ledger.begin(B, P, D, 2048, 0.1)
+    begin(ledger, A, P, D, 1000, 0.0)
+    begin(ledger, B, P, D, 2048, 0.1)
     account = ledger.account(P)
     assert account.queue_ms(0.1, 5.0, 0.05) == pytest.approx(105 - 50 + 204.8 + 5)
     # As long again as it is late.
@@ -50,7 +58,7 @@ def test_the_queue_is_what_is_left_of_the_first_prompt_and_all_others() -> None:
 
 def test_changes_are_reported_once() -> None:
     ledger = Ledger()
-    ledger.begin(A, P, D, 1, 0.0)
+    begin(ledger, A, P, D, 1, 0.0)
     assert ledger.pop_changed() == {P, D}
     assert ledger.pop_changed() == set()
     ledger.prefilled(A, 1.0)
@@ -61,7 +69,7 @@ def test_changes_are_reported_once() -> None:
 
 def test_check_names_what_is_broken() -> None:
     ledger = Ledger()
-    ledger.begin(A, P, D, 10, 0.0)
+    begin(ledger, A, P, D, 10, 0.0)
     ledger.account(P).queued_tokens = 11
     with pytest.raises(AssertionError, match="p: 1 prefills of 11 tokens"):
         ledger.check()
