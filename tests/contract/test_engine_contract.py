@@ -322,6 +322,47 @@ async def test_pulled_pages_give_the_answer_that_was_computed(engine_pair: Engin
     await eventually(lambda: engine_pair.decode.stats().transferred_bytes > transferred_bytes)
 
 
+async def test_the_last_output_says_what_took_how_long(engine_pair: EnginePair) -> None:
+    prompt = fresh_prompt(engine_pair, 150)
+    computed = (await run(engine_pair.decode, prompt, greedy(), cache_salt="computed")).outputs[-1]
+    transfer_params = await prefill(engine_pair, prompt)
+    pulled = (await run(engine_pair.decode, prompt, greedy(), transfer_params=transfer_params)).outputs[-1]
+    assert computed.times is not None
+    assert pulled.times is not None
+    durations = computed.times.durations()
+    assert durations.queue_ms is not None
+    assert durations.queue_ms >= 0
+    assert durations.prefill_ms is not None
+    assert durations.prefill_ms > 0
+    assert durations.prefill_share is not None
+    assert 0 < durations.prefill_share <= 1
+    assert (durations.kv_transfer_ms, durations.load_ms) == (None, None)
+    durations = pulled.times.durations()
+    assert durations.kv_transfer_ms is not None
+    assert durations.kv_transfer_ms > 0
+    assert durations.kv_transfer_share == 1.0
+
+
+async def test_prompts_are_queued_until_their_first_token_unless_they_are_pulled(engine_pair: EnginePair) -> None:
+    engine, prompt = engine_pair.decode, fresh_prompt(engine_pair, 40)
+    assert engine.stats().queued_prompt_tokens == 0
+    queued: list[int | None] = []
+    async for _ in engine.generate(EngineRequest(fresh_id(), prompt, greedy(3))):
+        queued.append(engine.stats().queued_prompt_tokens)
+    assert queued == [0] * len(queued)
+    transfer_params = await prefill(engine_pair, prompt)
+    reader = asyncio.create_task(run(engine, prompt, greedy(), transfer_params=transfer_params))
+    await asyncio.sleep(0)
+    assert engine.stats().queued_prompt_tokens == 0
+    await reader
+    computing = asyncio.create_task(run(engine, fresh_prompt(engine_pair, 60), greedy()))
+    await asyncio.sleep(0)
+    assert engine.stats().queued_prompt_tokens == 60
+    computing.cancel()
+    await asyncio.gather(computing, return_exceptions=True)
+    assert engine.stats().queued_prompt_tokens == 0
+
+
 async def test_a_prompt_half_known_pulls_the_other_half(engine_pair: EnginePair) -> None:
     block_size = engine_pair.decode.info.block_size
     prompt = fresh_prompt(engine_pair, 3 * block_size + 5)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 NUM_RECENT = 512  # intervals or transfers that one which took long may overlap
 _SPEED_UNDER_WAY = 0.5
+# Computed tokens of a prompt from which time is divided. The rest is mostly a step's fixed cost: that of a prompt whose
+# pages were transferred must not shorten the time of one that is computed beside it.
+MIN_TOKENS = 32
 
 
 def share_of(part: float, whole: float) -> float | None:
@@ -79,11 +82,19 @@ class PromptShares:
         self._given: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)  # intervals apart from each other, in order
 
     def divide(self, prompts: Sequence[PromptTime]) -> list[float | None]:
-        """Return the share of each prompt's own time, above 0 and at most 1; None where nothing is left to give."""
-        num_tokens = sum(prompt.num_tokens for prompt in prompts)
-        given_s = self._give(min(prompt.begin_s for prompt in prompts), max(prompt.end_s for prompt in prompts))
+        """Return the share of each prompt's own time, above 0 and at most 1.
+
+        None for one of fewer than MIN_TOKENS, which takes no time from others, and where no time is left.
+        """
+        counted = [prompt for prompt in prompts if prompt.num_tokens >= MIN_TOKENS]
+        if not counted:
+            return [None] * len(prompts)
+        num_tokens = sum(prompt.num_tokens for prompt in counted)
+        given_s = self._give(min(prompt.begin_s for prompt in counted), max(prompt.end_s for prompt in counted))
         return [
-            share_of(given_s * prompt.num_tokens / num_tokens if num_tokens else 0.0, prompt.end_s - prompt.begin_s)
+            share_of(given_s * prompt.num_tokens / num_tokens, prompt.end_s - prompt.begin_s)
+            if prompt.num_tokens >= MIN_TOKENS
+            else None
             for prompt in prompts
         ]
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvferry.engine.time_shares import NUM_RECENT, PromptShares, PromptTime, TransferShares, share_of
+from kvferry.engine.time_shares import MIN_TOKENS, NUM_RECENT, PromptShares, PromptTime, TransferShares, share_of
 
 
 def costs_of(begins_s: dict[str, float], ended: list[tuple[float, dict[str, int]]]) -> list[float]:
@@ -83,7 +83,13 @@ def test_time_is_given_once() -> None:
     assert shares.divide([PromptTime(1.0, 5.0, 500)]) == [None]
     # One that took long, around two others.
     assert shares.divide([PromptTime(-2.0, 10.0, 500)]) == [pytest.approx(6 / 12)]
-    assert shares.divide([PromptTime(20.0, 21.0, 0)]) == [None]
+
+
+def test_prompts_that_are_not_computed_take_no_time() -> None:
+    shares = PromptShares()
+    assert shares.divide([PromptTime(1.0, 2.0, 0), PromptTime(1.0, 2.0, 1)]) == [None, None]
+    mixed = shares.divide([PromptTime(0.0, 3.0, MIN_TOKENS), PromptTime(2.0, 3.0, MIN_TOKENS - 1)])
+    assert mixed == [1.0, None]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -115,7 +121,7 @@ def test_steps_of_chunks_give_the_rate_of_the_whole(seed: int) -> None:
 def test_only_the_last_intervals_are_remembered() -> None:
     shares = PromptShares()
     for i in range(3 * NUM_RECENT):
-        shares.divide([PromptTime(2.0 * i, 2.0 * i + 1, 10)])
+        shares.divide([PromptTime(2.0 * i, 2.0 * i + 1, 100)])
     assert len(shares._given) == NUM_RECENT
-    assert shares.divide([PromptTime(0.0, 6.0 * NUM_RECENT, 10)]) == [pytest.approx(1 - 1 / 6, rel=0.01)]
+    assert shares.divide([PromptTime(0.0, 6.0 * NUM_RECENT, 100)]) == [pytest.approx(1 - 1 / 6, rel=0.01)]
     assert len(shares._given) == 1

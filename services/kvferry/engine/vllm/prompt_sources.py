@@ -50,10 +50,10 @@ class PromptSourceRecorder:
             (
                 state.external_req_id,
                 sources,
-                PromptTime(state.stats.scheduled_ts, state.stats.first_token_ts, num_tokens),
+                PromptTime(state.stats.scheduled_ts, state.stats.first_token_ts, sources.local_compute),
             )
             for state, sources in first
-            if state.stats is not None and state.stats.scheduled_ts and (num_tokens := sources.local_compute)
+            if state.stats is not None and state.stats.scheduled_ts
         ]
         if not timed:
             return

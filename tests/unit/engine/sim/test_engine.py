@@ -192,12 +192,12 @@ async def test_slow_prefill_and_slow_steps_take_longer(time: VirtualTime) -> Non
 
 
 async def test_prompts_of_one_step_share_its_time_and_count_as_queued_until_it_ends() -> None:
-    async with started(step_ms=40, prefill_tokens_per_s=2000) as engine:
-        requests = [request_for(prompt_of(num), 1) for num in (20, 60)]
+    async with started(step_ms=40, prefill_tokens_per_s=4000) as engine:
+        requests = [request_for(prompt_of(num), 1) for num in (40, 120)]
         ends = [asyncio.create_task(finish(engine.generate(request))) for request in requests]
         assert engine.stats().queued_prompt_tokens == 0
         await asyncio.sleep(0)
-        assert engine.stats().queued_prompt_tokens == 80
+        assert engine.stats().queued_prompt_tokens == 160
         (_, short), (_, long) = await asyncio.gather(*ends)
         assert engine.stats().queued_prompt_tokens == 0
         assert short.times is not None
