@@ -373,6 +373,7 @@ async def test_a_decode_worker_lost_mid_stream_is_continued_by_another(how: str,
         assert comparable(events) == comparable(expected)
         assert len({event["id"] for event in events}) == 1
         assert cluster.metric("kvferry_continued_requests_total") >= 1
+        assert any(choice.get("resumed_after") for event in events for choice in event["choices"])
         await cluster.until_quiet()
 
 

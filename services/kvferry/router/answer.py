@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import secrets
 from array import array
 from collections import Counter
@@ -22,7 +21,7 @@ class AnswerSoFar:
 
     Most requests continue from the tokens so far; engines replay them in a grammar. Greedy requests with penalties or
     bad words, and grammars after reasoning or on workers that do not replay, are computed again, and repeated output is
-    left out. For sampled requests, earlier penalties become a bias, and a seed is followed by another.
+    left out. For sampled requests, earlier penalties become a bias.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class AnswerSoFar:
             request,
             request_id=request_id,
             prompt_token_ids=array("I", [*request.prompt_token_ids, *given[:num_tokens]]),
-            sampling=_with_next_seed(num_tokens, _with_penalties_as_bias(given[:num_tokens], request.sampling)),
+            sampling=_with_penalties_as_bias(given[:num_tokens], request.sampling),
             continued=Continued(num_tokens, self._num_chars),
         )
 
@@ -137,14 +136,6 @@ def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Samplin
         cost = sampling.presence_penalty + sampling.frequency_penalty * count
         bias[token_id] = bias.get(token_id, 0.0) - cost
     return structs.replace(sampling, logit_bias=bias)
-
-
-def _with_next_seed(num_tokens: int, sampling: Sampling) -> Sampling:
-    """An engine begins a seed's noise anew: the same seed would give the noise of the first tokens once more."""
-    if sampling.seed is None or sampling.temperature == 0:
-        return sampling
-    digest = hashlib.blake2b(f"{sampling.seed} {num_tokens}".encode(), digest_size=8).digest()
-    return structs.replace(sampling, seed=int.from_bytes(digest, "little", signed=True))
 
 
 def replayable(request: EngineRequest) -> EngineRequest:

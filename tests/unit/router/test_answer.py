@@ -6,7 +6,6 @@ import dataclasses
 from array import array
 
 import pytest
-from msgspec import structs
 
 from kvferry.engine.base import (
     AnswerDelta,
@@ -97,7 +96,6 @@ def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
         client.asked,
         request_id="r-c1",
         prompt_token_ids=array("I", [*PROMPT, 1, 2, 3]),
-        sampling=structs.replace(client.asked.sampling, seed=again.sampling.seed),
         continued=Continued(3, 2),
     )
     client.give(4, text="de", end=FinishReason.STOP)
@@ -176,19 +174,6 @@ def test_a_grammar_after_reasoning_is_computed_again() -> None:
         client = Client(Parse(b"{}", reasons=reasons), structured_outputs="{}")
         client.give(1, 2, 3)
         assert (client.answer.next_request().continued is None) == reasons
-
-
-def test_noise_of_a_seed_is_not_repeated_in_the_rest_of_an_answer() -> None:
-    client = Client(temperature=1.0, seed=7)
-    client.give(1, 2)
-    second = client.answer.next_request().sampling.seed
-    client.give(3)
-    third = client.answer.next_request().sampling.seed
-    assert len({7, second, third}) == 3
-    assert client.answer.next_request().sampling.seed == third
-    greedy = Client(temperature=0.0, seed=7)
-    greedy.give(1)
-    assert greedy.answer.next_request().sampling.seed == 7
 
 
 def test_another_answer_than_before_is_an_error_and_never_shown() -> None:

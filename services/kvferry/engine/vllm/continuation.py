@@ -7,6 +7,7 @@ stop string. So the request's detokenizer is fed those tokens.
 from __future__ import annotations
 
 import copy
+import hashlib
 from typing import Any
 
 from msgspec import structs
@@ -50,8 +51,16 @@ def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued, min_
 
 
 def remaining_limits(sampling: Sampling, continued: Continued) -> Sampling:
+    """Return the parameters of the rest: fewer tokens, and another seed, derived from the request's."""
     return structs.replace(
         sampling,
+        seed=_next_seed(sampling.seed, continued.num_tokens) if sampling.seed is not None else None,
         max_tokens=sampling.max_tokens - continued.num_tokens,
         min_tokens=max(0, sampling.min_tokens - continued.num_tokens),
     )
+
+
+def _next_seed(seed: int, num_tokens: int) -> int:
+    """vLLM begins a seed's noise anew: the same seed would give the noise of the first tokens once more."""
+    digest = hashlib.blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
