@@ -168,6 +168,10 @@ class GatewayConfig(_Section):
     max_connections: int = Field(8192, ge=1)  # of HTTP clients; the process's limit of open files is raised for them
     max_connections_per_peer: int = Field(0, ge=0)  # of one address; 0: no limit, as behind a load balancer
     max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more unread is cut
+    # Grammars of structured outputs are compiled in processes of their own first; what exceeds these gets 400.
+    grammar_processes: int = Field(2, ge=1, le=64)
+    grammar_cpu_s: float = Field(2.0, gt=0, le=60)
+    grammar_memory_mib: int = Field(512, ge=64)
     request_timeout_s: float = Field(600, gt=0)
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"

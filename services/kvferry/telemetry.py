@@ -89,6 +89,7 @@ _CODE_TO_ERROR = {code: kind for code, kind in by_code().items() if not issubcla
 REFUSAL_CODES = tuple(sorted(_CODE_TO_ERROR))
 # 499: the client left before the end.
 STATUSES = tuple(sorted({"200", "499", "500", *(str(kind.http_status) for kind in _CODE_TO_ERROR.values())}))
+GRAMMAR_OUTCOMES = ("ok", "refused", "cpu_time", "memory", "crashed", "late")
 SPAN_OUTCOMES = ("exported", "failed", "dropped")
 END_REASONS = ("stop", "length", "abort", "error", "refused")
 KV_TRANSFER_FAILURES = ("transfer", "handshake", "lease_ended")
@@ -205,6 +206,14 @@ SLOW_CLIENTS = Metric(
     "requests",
     Exporter.GATEWAY,
     "Streams cut because the client left more than gateway.max_write_buffer_bytes unread.",
+)
+GRAMMAR_CHECKS = Metric(
+    "kvferry_grammar_checks_total",
+    Kind.COUNTER,
+    "grammars",
+    Exporter.GATEWAY,
+    "Grammars of structured outputs compiled in a process of their own, by outcome; repeated ones are not compiled.",
+    (Label("outcome", "`late`: killed before its CPU time was used", GRAMMAR_OUTCOMES),),
 )
 READY = Metric(
     "kvferry_ready", Kind.GAUGE, "1", Exporter.GATEWAY, "1 while a request sent now can be answered, as `/readyz` says."

@@ -403,3 +403,16 @@ class Renderer(Protocol):
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]: ...
 
     def max_model_len(self) -> int: ...
+
+    @property
+    def grammar_outcomes(self) -> Mapping[str, int]:
+        """How many grammars were checked, by outcome (telemetry.GRAMMAR_OUTCOMES)."""
+        ...
+
+    def start(self) -> None:
+        """Start what runs in the background, on the event loop that will render."""
+        ...
+
+    async def close(self) -> None:
+        """Idempotent."""
+        ...

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,6 +20,8 @@ from kvferry import __version__
 from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
+from kvferry.engine.grammar_checks import WALL_PER_CPU, GrammarChecks
+from kvferry.engine.grammar_forks import GrammarLimits
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
@@ -66,7 +69,22 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
         return SimRenderer(
             config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
         )
-    return VllmRenderer(model_folder, config.served_name, config.model)
+    return VllmRenderer(model_folder, config.served_name, config.model, _grammar_checks(config, model_folder))
+
+
+def _grammar_checks(config: ClusterConfig, model_folder: str) -> GrammarChecks:
+    gateway = config.gateway
+    trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
+    limits = GrammarLimits(
+        cpu_s=gateway.grammar_cpu_s,
+        wall_s=gateway.grammar_cpu_s * WALL_PER_CPU,
+        memory_bytes=gateway.grammar_memory_mib << 20,
+    )
+    return GrammarChecks(
+        [sys.executable, "-m", "kvferry.engine.vllm.grammar_process", "--model-folder", model_folder, *trust],
+        limits,
+        num_processes=gateway.grammar_processes,
+    )
 
 
 def _http_server(app: HttpApp, tls: GatewayTls | None) -> Server:
@@ -96,6 +114,7 @@ class GatewayHost:
     ) -> None:
         """Raises ConfigError for keys or certificates that cannot be used."""
         self._make_renderer = make_renderer
+        self._renderer: Renderer | None = None
         self._config = config
         self._model_folder = model_folder
         self._membership = membership
@@ -110,6 +129,7 @@ class GatewayHost:
             self._sample_volumes,
             is_ready=lambda: self.readiness().ready,
             read_span_counts=self._span_counts,
+            read_grammar_outcomes=lambda: self._renderer.grammar_outcomes if self._renderer is not None else {},
         )
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
@@ -162,7 +182,8 @@ class GatewayHost:
         self.worker_pool.identity = await asyncio.to_thread(identity, self._config, self._model_folder)
         self.worker_pool.start()
         self.volume_pool.start()
-        renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
+        self._renderer = renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
+        renderer.start()
         dispatcher = Dispatcher(
             self.worker_pool, self.policy, self.metrics, self._config.gateway, volumes=self.volume_pool.costs
         )
@@ -244,6 +265,8 @@ class GatewayHost:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._deregister()
+        if self._renderer is not None:
+            await self._renderer.close()
         await self._listener.stop()
         if self._tracing is not None:
             await self._tracing.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
@@ -12,6 +12,7 @@ from kvferry.telemetry import (
     ENDPOINTS,
     GATEWAY_SPANS,
     GENERATED_TOKENS,
+    GRAMMAR_CHECKS,
     INTER_TOKEN,
     PROMPT_TOKENS,
     READY,
@@ -77,6 +78,7 @@ class GatewayMetrics(RouterMetrics):
         *,
         is_ready: Callable[[], bool] = lambda: False,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
+        read_grammar_outcomes: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.exposition = exposition = Exposition(Exporter.GATEWAY)
         super().__init__(exposition)
@@ -94,6 +96,10 @@ class GatewayMetrics(RouterMetrics):
         self.slow_clients = exposition.counter(SLOW_CLIENTS)
         exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
         exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
+        exposition.read(
+            (GRAMMAR_CHECKS,),
+            lambda: [Reading(GRAMMAR_CHECKS, (outcome,), num) for outcome, num in read_grammar_outcomes().items()],
+        )
         exposition.read(WORKERS_SEEN, lambda: _of_workers(read_workers()))
         exposition.read(VOLUMES_SEEN, lambda: _of_volumes(read_volumes()))
 

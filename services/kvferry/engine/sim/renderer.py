@@ -53,6 +53,16 @@ class SimRenderer:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    @property
+    def grammar_outcomes(self) -> Mapping[str, int]:
+        return {}  # engines of the simulation carry grammars and compile none
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
         if body.get("tools") and body.get("tool_choice") != "none" and not self._tool_parser:
             raise InvalidRequest("tools need model.tool_parser, which is not set", param="tools")

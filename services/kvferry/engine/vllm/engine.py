@@ -47,6 +47,7 @@ from kvferry.engine.vllm.arguments import (
     prepare_environment,
     tier_connector,
 )
+from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.model_folder import cache_folder
@@ -88,6 +89,7 @@ class VllmEngine:
         self._continuations: Any = None
         self._stat_logger: Any = None
         self._parsers: Any = None
+        self._validator: StructuredOutputValidator | None = None
         self._folder: Path | None = None
         self._num_queued_prompt_tokens = 0
 
@@ -143,13 +145,16 @@ class VllmEngine:
             return counters[-1]
 
         try:
-            arguments = AsyncEngineArgs(**self._arguments(engine_id))
+            arguments = AsyncEngineArgs(
+                **self._arguments(engine_id), structured_outputs_config=structured_outputs_config()
+            )
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[make_counters])
         except ValueError as error:
             raise UnsupportedEngine(f"vLLM refuses this configuration: {error}") from error
         self._stat_logger = counters[0]
         self._prompt_sources = PromptSourceRecorder(self._llm.output_processor)
         self._continuations = Continuations(self._llm.output_processor)
+        self._validator = StructuredOutputValidator(self._llm)
         self._parsers = Parsers(self._model, self._llm.output_processor.tokenizer, self._llm.model_config)
         self._info = describe(
             self._llm.vllm_config, engine_id, self._model_folder, cpu_bytes=cpu_tier_bytes(self._tier)
@@ -197,6 +202,8 @@ class VllmEngine:
         self._num_queued_prompt_tokens += num_queued
         try:
             params, parsed, options = self._prepare(request, transfer)
+            assert self._validator is not None
+            await self._validator.validate(params)
             async for output in llm.generate(prompt, params, request_id, **options):
                 if num_queued:
                     self._num_queued_prompt_tokens -= num_queued
@@ -317,6 +324,8 @@ class VllmEngine:
     async def stop(self) -> None:
         if self._llm is not None:
             llm, self._llm = self._llm, None
+            if self._validator is not None:
+                self._validator.close()
             await asyncio.to_thread(llm.shutdown)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import dataclasses
 import gc
+import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
 from kvferry.engine.base import Parse, RenderedPrompt
+from kvferry.engine.grammar_checks import GrammarChecks
 from kvferry.engine.vllm.plain_prompts import PlainPrompts, Rendered, verify
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
@@ -36,7 +38,10 @@ class VllmRenderer:
     Plain prompts take a short way if `verify` found no difference.
     """
 
-    def __init__(self, model_folder: str, served_name: str, model: ModelConfig) -> None:
+    def __init__(
+        self, model_folder: str, served_name: str, model: ModelConfig, grammars: GrammarChecks | None = None
+    ) -> None:
+        """Without `grammars`, vLLM reads structured outputs unchecked, in this process."""
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         # Read by vLLM's CPU platform while it builds a configuration; no cache is allocated here.
@@ -75,6 +80,7 @@ class VllmRenderer:
             raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
         online.warmup()
         self._online = online
+        self._grammars = grammars
         self._model = model
         self._served_name = served_name
         self._max_model_len = int(config.max_model_len)
@@ -90,11 +96,7 @@ class VllmRenderer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
         # In the thread, because the caller may run an event loop.
         self._plain = self._thread.submit(self._verified_plain_prompts).result()
-        # The 630,000 imported objects live as long as the process. Unfrozen, they make every full garbage collection a
-        # pause of 0.3 s for all streams.
-        gc.collect()
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # else extension modules report leaks at exit
+        _freeze_imported()
 
     @property
     def renders_plain_prompts_itself(self) -> bool:
@@ -124,6 +126,19 @@ class VllmRenderer:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    @property
+    def grammar_outcomes(self) -> Mapping[str, int]:
+        return self._grammars.outcomes if self._grammars is not None else {}
+
+    def start(self) -> None:
+        if self._grammars is not None:
+            self._grammars.start()
+
+    async def close(self) -> None:
+        if self._grammars is not None:
+            await self._grammars.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
         if body.get("tools") and body.get("tool_choice") != "none" and not self._model.tool_parser:
             raise InvalidRequest(
@@ -141,7 +156,9 @@ class VllmRenderer:
             if rendered is not None and self._plain_parse is not None:
                 rendered = dataclasses.replace(rendered, parse=self._plain_parse)
         if rendered is None:
+            await self._check_asked_grammar(body)
             rendered = await self._ask_chat(body)
+            await self._check_grammars(body, [rendered])
         return self._within_context(rendered, requested)
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
@@ -150,7 +167,21 @@ class VllmRenderer:
             rendered = await self._at_once_if_short(self._plain.completion, body, len(body["prompt"]))
             if rendered is not None:
                 return [self._within_context(rendered, requested)]
-        return [self._within_context(one, requested) for one in await self._ask_completions(body)]
+        await self._check_asked_grammar(body)
+        asked = await self._ask_completions(body)
+        await self._check_grammars(body, asked)
+        return [self._within_context(one, requested) for one in asked]
+
+    async def _check_asked_grammar(self, body: Mapping[str, Any]) -> None:
+        """Check a body's grammar before vLLM's validators read it in this process."""
+        if self._grammars is not None and (spec := _asked_grammar(body)) is not None:
+            await self._grammars.check(spec, param=_grammar_field(body))
+
+    async def _check_grammars(self, body: Mapping[str, Any], rendered: Sequence[Rendered]) -> None:
+        """Check what engines will get, such as grammars of tools."""
+        if self._grammars is not None:
+            for spec in {one.sampling.structured_outputs for one in rendered} - {""}:
+                await self._grammars.check(spec, param=_grammar_field(body))
 
     async def _at_once_if_short(
         self, render: Callable[[Mapping[str, Any]], Rendered | None], body: Mapping[str, Any], num_chars: int
@@ -254,6 +285,32 @@ class VllmRenderer:
         if sampling.max_tokens < 1:
             raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
         return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling, parse=rendered.parse)
+
+
+def _freeze_imported() -> None:
+    """Leave the 630,000 imported objects out of garbage collections: a full one would pause all streams for 0.3 s."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else extension modules report leaks at exit
+
+
+def _asked_grammar(body: Mapping[str, Any]) -> str | None:
+    """Return the grammar that a body's fields name, as a Sampling has it; None if vLLM has nothing to compile of it."""
+    asked: dict[str, Any] | None = body.get("structured_outputs")
+    if asked is None:
+        response_format: dict[str, Any] = body.get("response_format") or {}
+        match response_format.get("type"):
+            case "structural_tag":
+                asked = {"structural_tag": json.dumps(response_format)}
+            case "json_schema" if isinstance(response_format.get("json_schema"), dict):
+                asked = {"json": response_format["json_schema"].get("schema")}
+            case _:
+                return None
+    return json.dumps({name: value for name, value in asked.items() if value not in (None, False)})
+
+
+def _grammar_field(body: Mapping[str, Any]) -> str | None:
+    return next((name for name in ("structured_outputs", "response_format", "tools") if body.get(name)), None)
 
 
 def _as_rendered(request: Any) -> Rendered:

@@ -68,7 +68,7 @@ def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None, num_g
     try:
         return SamplingParams(
             **values,
-            structured_outputs=_structured_from_json(sampling.structured_outputs),
+            structured_outputs=structured_from_json(sampling.structured_outputs),
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args or None,
         )
@@ -87,5 +87,5 @@ def _structured_to_json(params: StructuredOutputsParams | None) -> str:
     return json.dumps(values)
 
 
-def _structured_from_json(text: str) -> StructuredOutputsParams | None:
+def structured_from_json(text: str) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**json.loads(text)) if text else None

@@ -1,0 +1,214 @@
+"""Compiles grammars in forks of one process, which has the grammar library loaded and runs nothing else.
+
+A fork costs milliseconds and ends after one grammar. CPU time, memory and stack of a fork are limited, so that a
+grammar which exhausts them, or crashes the library, ends only its fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import os
+import resource
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+LENGTH_BYTES = 4  # of a frame's length, little-endian
+
+# Less than any thread of an engine has (8 MiB, or 2 where the stack is not limited): a grammar that passes here does
+# not overflow a stack there.
+STACK_BYTES = 1 << 20
+
+_MAX_REASON_CHARS = 1000
+_READ_BYTES = 1 << 18
+_PR_SET_PDEATHSIG = 1
+
+
+class Outcome(enum.StrEnum):
+    OK = "ok"
+    REFUSED = "refused"  # by the library, with its reason
+    CPU_TIME = "cpu_time"
+    MEMORY = "memory"
+    CRASHED = "crashed"
+    LATE = "late"  # killed before its CPU time was used: the machine is busy
+
+
+class GrammarLimits(msgspec.Struct, frozen=True):
+    """Limits of one fork. `memory_bytes` is what it may map beyond the process it was forked from."""
+
+    cpu_s: float
+    wall_s: float
+    memory_bytes: int
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    outcome: Outcome
+    reason: str = ""
+    cpu_s: float = 0.0
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    spec: str
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """The first, with the number READY, says that the library is loaded."""
+
+    number: int
+    verdict: Verdict
+
+
+READY = 0
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+@dataclass(slots=True)
+class _Fork:
+    number: int
+    pid: int
+    deadline_s: float
+    said: bytes = b""
+    killed: bool = False
+
+
+class ForkServer:
+    """Answers `Asked` on a connection until its end, each in a fork. The connection's other end limits their number."""
+
+    def __init__(self, connection: socket.socket, compile_spec: Callable[[str], None], limits: GrammarLimits) -> None:
+        """`compile_spec` raises an exception for a grammar that the library refuses."""
+        self._connection = connection
+        self._compile = compile_spec
+        self._limits = limits
+        self._selector = selectors.DefaultSelector()
+        self._pipe_to_fork: dict[int, _Fork] = {}
+        self._unread = b""
+
+    def __repr__(self) -> str:
+        return f"<ForkServer {len(self._pipe_to_fork)} forks>"
+
+    def run(self) -> None:
+        """Serve until the other end closes or is lost."""
+        self._selector.register(self._connection, selectors.EVENT_READ)
+        self._connection.sendall(frame(Answered(READY, Verdict(Outcome.OK))))
+        try:
+            while True:
+                for key, _ in self._selector.select(self._wait_s()):
+                    if key.fileobj is self._connection:
+                        self._read_requests()
+                    else:
+                        self._read_fork(key.fd)
+                self._kill_late()
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            for fork in self._pipe_to_fork.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(fork.pid, signal.SIGKILL)
+
+    def _wait_s(self) -> float | None:
+        waiting = [fork.deadline_s for fork in self._pipe_to_fork.values() if not fork.killed]
+        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+
+    def _read_requests(self) -> None:
+        data = self._connection.recv(_READ_BYTES)
+        if not data:
+            raise EOFError
+        self._unread += data
+        while len(self._unread) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._unread[:LENGTH_BYTES], "little")
+            if len(self._unread) < end:
+                return
+            asked = msgspec.msgpack.decode(self._unread[LENGTH_BYTES:end], type=Asked)
+            self._unread = self._unread[end:]
+            self._fork(asked)
+
+    def _fork(self, asked: Asked) -> None:
+        read_end, write_end = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.close(read_end)
+                self._connection.close()
+                _limit(self._limits, parent)
+                os.write(write_end, msgspec.msgpack.encode(self._verdict(asked.spec)))
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        self._pipe_to_fork[read_end] = _Fork(asked.number, pid, time.monotonic() + self._limits.wall_s)
+        self._selector.register(read_end, selectors.EVENT_READ)
+
+    def _verdict(self, spec: str) -> Verdict:
+        try:
+            self._compile(spec)
+        except MemoryError:
+            return Verdict(Outcome.MEMORY)
+        except Exception as error:
+            return Verdict(Outcome.REFUSED, str(error)[:_MAX_REASON_CHARS])
+        return Verdict(Outcome.OK)
+
+    def _read_fork(self, pipe: int) -> None:
+        fork = self._pipe_to_fork[pipe]
+        data = os.read(pipe, _READ_BYTES)
+        fork.said += data
+        if data:
+            return
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        del self._pipe_to_fork[pipe]
+        _, status, usage = os.wait4(fork.pid, 0)
+        cpu_s = usage.ru_utime + usage.ru_stime
+        verdict = self._end_of(fork, status)
+        self._connection.sendall(frame(Answered(fork.number, msgspec.structs.replace(verdict, cpu_s=cpu_s))))
+
+    def _end_of(self, fork: _Fork, status: int) -> Verdict:
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number in (signal.SIGPROF, signal.SIGXCPU):
+                return Verdict(Outcome.CPU_TIME)
+            if fork.killed:
+                return Verdict(Outcome.LATE)
+            return Verdict(Outcome.CRASHED, signal.Signals(number).name)
+        try:
+            return msgspec.msgpack.decode(fork.said, type=Verdict)
+        except msgspec.DecodeError:
+            return Verdict(Outcome.CRASHED, "no verdict")
+
+    def _kill_late(self) -> None:
+        now_s = time.monotonic()
+        for fork in self._pipe_to_fork.values():
+            if not fork.killed and now_s >= fork.deadline_s:
+                fork.killed = True
+                os.kill(fork.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
+
+
+def _limit(limits: GrammarLimits, parent: int) -> None:
+    """Limit this process, and end it with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    mapped_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    address_space = mapped_bytes + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    threading.stack_size(STACK_BYTES)
+    whole_s = int(limits.cpu_s) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (whole_s, whole_s))
+    # RLIMIT_CPU counts whole seconds. Its default action ends the process, whatever the library is doing.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)

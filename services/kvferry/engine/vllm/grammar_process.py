@@ -1,0 +1,83 @@
+"""The grammar process: compiles structured outputs as vLLM's engines do (`python -m`, with a GrammarLimits as JSON).
+
+Its standard input is the connection to the process that asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import msgspec
+
+from kvferry.engine.grammar_forks import ForkServer, GrammarLimits
+
+# Compiled before the first fork, so that no fork imports what vLLM imports late.
+_FIRST_SPECS = (
+    '{"json": {"type": "object", "properties": {"a": {"type": "string"}}}}',
+    '{"regex": "a+"}',
+    '{"choice": ["a", "b"]}',
+)
+
+
+def grammar_compiler(model_folder: str, *, trust_remote_code: bool) -> Callable[[str], None]:
+    """Return a function that validates and compiles a Sampling's `structured_outputs`, and raises what vLLM raises.
+
+    vLLM's front end validates, its engine compiles; some grammars pass only the first.
+    """
+    from vllm.config import ModelConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.tokenizers import cached_tokenizer_from_config
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    from kvferry.engine.vllm.sampling import structured_from_json
+    from kvferry.engine.vllm.structured_outputs import structured_outputs_config
+
+    model = ModelConfig(model=model_folder, tokenizer=model_folder, trust_remote_code=trust_remote_code)
+    config = structured_outputs_config()
+    tokenizer = cached_tokenizer_from_config(model)
+    backend = XgrammarBackend(
+        SimpleNamespace(structured_outputs_config=config, model_config=model, speculative_config=None),
+        tokenizer=tokenizer,
+        vocab_size=model.get_vocab_size(),
+    )
+    bitmask = backend.allocate_token_bitmask(1)
+
+    def compile_spec(spec: str) -> None:
+        params = SamplingParams(structured_outputs=structured_from_json(spec))
+        params._validate_structured_outputs(model, config, tokenizer)
+        assert params.structured_outputs is not None
+        grammar = backend.compile_grammar(*get_structured_output_key(params.structured_outputs))
+        grammar.fill_bitmask(bitmask, 0)  # as each step of an engine
+
+    return compile_spec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile grammars for a gateway.")
+    parser.add_argument("--model-folder", required=True)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("limits")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches it too; it ends with the gateway
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    compile_spec = grammar_compiler(arguments.model_folder, trust_remote_code=arguments.trust_remote_code)
+    for spec in _FIRST_SPECS:
+        compile_spec(spec)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that it marks
+    with socket.socket(fileno=os.dup(0)) as connection:
+        limits = msgspec.json.decode(arguments.limits, type=GrammarLimits)
+        ForkServer(connection, compile_spec, limits).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A grammar process without vLLM: what it does with a spec is the spec."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+
+import msgspec
+
+from kvferry.engine.grammar_forks import ForkServer, GrammarLimits
+
+
+def compile_spec(spec: str) -> None:
+    match spec.partition(" ")[0]:
+        case "ok":
+            return
+        case "refuse":
+            raise ValueError("refused because\nof a second line")
+        case "spin":
+            while True:
+                pass
+        case "wait":
+            time.sleep(60)
+        case "allocate":
+            ctypes.memset(ctypes.create_string_buffer(1 << 30), 1, 1 << 30)
+        case "segfault":
+            ctypes.string_at(0)
+        case "recurse":
+            _recurse()
+        case "kill":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        case "environment":
+            raise ValueError(",".join(sorted(os.environ)))
+
+
+def _recurse() -> None:
+    # qsort's comparison calls qsort: native frames, which Python does not count.
+    libc = ctypes.CDLL(None)
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    sys.setrecursionlimit(1_000_000)
+
+    def compare(_a: int, _b: int) -> int:
+        libc.qsort(numbers, 2, 4, compare_c)
+        return 0
+
+    numbers, compare_c = (ctypes.c_int * 2)(2, 1), kind(compare)
+    compare(0, 0)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=os.dup(0)) as connection:
+        ForkServer(connection, compile_spec, msgspec.json.decode(sys.argv[-1], type=GrammarLimits)).run()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry.engine import grammar_checks
+from kvferry.engine.grammar_checks import MAX_SPEC_BYTES, MAX_WAITING, GrammarChecks, environment_of_process
+from kvferry.engine.grammar_forks import GrammarLimits
+from kvferry.errors import InvalidRequest, NotReady, Overloaded
+from support.waiting import until
+
+COMMAND = [sys.executable, "-m", "tests.support.grammar_process"]
+LIMITS = GrammarLimits(cpu_s=0.3, wall_s=30.0, memory_bytes=256 << 20)
+
+
+def made(limits: GrammarLimits = LIMITS, num_processes: int = 2) -> GrammarChecks:
+    return GrammarChecks(COMMAND, limits, num_processes=num_processes)
+
+
+@pytest.fixture
+async def checks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarChecks]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    checks = made()
+    yield checks
+    await checks.close()
+
+
+def pid_of(checks: GrammarChecks) -> int:
+    assert checks._process is not None
+    return checks._process.popen.pid
+
+
+def forks_of(checks: GrammarChecks) -> list[psutil.Process]:
+    return psutil.Process(pid_of(checks)).children()
+
+
+async def refusal(checks: GrammarChecks, spec: str) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        await checks.check(spec, param="response_format")
+    assert refused.value.param == "response_format"
+    return refused.value.message
+
+
+async def test_a_verdict_is_kept(checks: GrammarChecks) -> None:
+    for _ in range(3):
+        await checks.check("ok", param=None)
+        assert await refusal(checks, "refuse") == "response_format: refused because"
+    assert checks.outcomes == {"ok": 1, "refused": 1}
+
+
+async def test_what_exhausts_a_fork_is_refused_and_ends_nothing_else(checks: GrammarChecks) -> None:
+    await checks.check("ok", param=None)
+    pid = pid_of(checks)
+    assert await refusal(checks, "spin") == (
+        "response_format: compiling its grammar takes over 0.3 s of CPU time, the limit"
+    )
+    for spec in ("allocate", "segfault", "recurse"):
+        assert "over 256 MiB of memory, or nests too deeply" in await refusal(checks, spec)
+    await checks.check("ok again", param=None)
+    assert pid_of(checks) == pid
+    assert not forks_of(checks)
+    assert checks.outcomes == {"ok": 2, "cpu_time": 1, "crashed": 3} or checks.outcomes["memory"] == 1
+
+
+async def test_a_fork_that_waits_is_killed_and_its_verdict_forgotten(checks: GrammarChecks) -> None:
+    late = made(GrammarLimits(cpu_s=30.0, wall_s=0.05, memory_bytes=256 << 20))
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="too busy"):
+            await late.check("wait", param=None)
+    assert late.outcomes == {"late": 2}
+    await late.close()
+
+
+async def test_equal_grammars_are_compiled_once(checks: GrammarChecks) -> None:
+    await asyncio.gather(*(checks.check("ok", param=None) for _ in range(100)))
+    assert checks.outcomes == {"ok": 1}
+
+
+async def test_one_who_leaves_does_not_end_the_check_of_another(checks: GrammarChecks) -> None:
+    first = asyncio.create_task(checks.check("ok", param=None))
+    second = asyncio.create_task(checks.check("ok", param=None))
+    await asyncio.sleep(0)
+    first.cancel()
+    await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> None:
+    await checks.check("ok", param=None)
+    held = [asyncio.create_task(checks.check(f"wait {i}", param=None)) for i in range(2 + MAX_WAITING)]
+    await until(lambda: len(forks_of(checks)) == 2)
+    with pytest.raises(Overloaded, match=f"{MAX_WAITING} grammars wait"):
+        await checks.check("ok again", param=None)
+    assert len(forks_of(checks)) == 2
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_verdicts_are_kept_up_to_a_number(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "MAX_VERDICTS", 2)
+    for spec in ("ok 1", "ok 2", "ok 1", "ok 3", "ok 1", "ok 2"):
+        await checks.check(spec, param=None)
+    assert checks.outcomes == {"ok": 4}
+
+
+async def test_a_spec_that_is_too_long_is_refused_before_any_process(checks: GrammarChecks) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_SPEC_BYTES}"):
+        await checks.check("ok" + "x" * MAX_SPEC_BYTES, param=None)
+    assert checks._process is None
+
+
+async def test_a_process_that_dies_is_started_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "_FIRST_PAUSE_S", 0.0)
+    await checks.check("ok", param=None)
+    with pytest.raises(NotReady, match="ended or hangs"):
+        await checks.check("kill", param=None)
+    await checks.check("ok again", param=None)
+
+
+async def test_a_process_that_does_not_start_is_tried_again_later_and_later(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = GrammarChecks([sys.executable, "-c", "0"], LIMITS, num_processes=1)
+    with pytest.raises(NotReady, match="does not start"):
+        await broken.check("ok", param=None)
+    with pytest.raises(NotReady, match="starts again soon"):
+        await broken.check("ok", param=None)
+    await broken.close()
+
+
+async def test_the_process_has_no_secrets_and_forks_no_connection(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("KVFERRY_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    assert "secret" not in environment_of_process(os.environ).values()
+    seen = await refusal(checks, "environment")
+    assert "VLLM_LOGGING_LEVEL" in seen
+    assert not any(name in seen for name in ("VLLM_API_KEY", "KVFERRY_API_KEY", "HF_TOKEN"))
+
+
+async def test_forks_and_process_end_with_the_one_that_asks(checks: GrammarChecks) -> None:
+    await checks.check("ok", param=None)
+    held = asyncio.create_task(checks.check("wait", param=None))
+    await until(lambda: len(forks_of(checks)) == 1)
+    process = psutil.Process(pid_of(checks))
+    (fork,) = forks_of(checks)
+    assert checks._process is not None
+    checks._process.writer.close()  # as the end of this process would
+    await until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    with pytest.raises(NotReady):
+        await held
