@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -42,6 +42,7 @@ from rich.table import Table
 from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ClusterConfig
+from kvferry.engine.base import Renderer
 from kvferry.errors import KvferryError
 from kvferry.local.authority import make_certificates
 from kvferry_loadtest.machine import machine_line
@@ -111,15 +112,10 @@ async def run_worker(config: ClusterConfig, kind: str) -> None:
         await host.stop()
 
 
-async def run_gateway(config: ClusterConfig, members: Sequence[dict[str, Any]], model: str | None) -> None:
-    import msgspec
-
-    from kvferry.engine.base import Renderer
+def make_renderer_of(model: str | None) -> Callable[[ClusterConfig, str], Renderer]:
+    """Return a gateway's renderer for the tokens of a real model, whose engines are simulated."""
     from kvferry.engine.sim.tokenizer import VOCABULARY_SIZE
-    from kvferry.engine.vllm.renderer import VllmRenderer
-    from kvferry.gateway.lifecycle import GatewayHost, build_renderer
-    from kvferry.membership.base import Member, MemberKind
-    from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+    from kvferry.gateway.lifecycle import build_renderer
 
     def make_renderer(config: ClusterConfig, folder: str) -> Renderer:
         if model is None:
@@ -127,7 +123,22 @@ async def run_gateway(config: ClusterConfig, members: Sequence[dict[str, Any]], 
         size = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         if size > VOCABULARY_SIZE:
             raise SystemExit(f"the model has {size} token ids, the sim engines know {VOCABULARY_SIZE}")
-        return VllmRenderer(model, MODEL, config.model)
+        engine = config.engine.model_copy(update={"kind": "vllm"})
+        return build_renderer(config.model_copy(update={"engine": engine}), model)
+
+    return make_renderer
+
+
+async def run_gateway(
+    config: ClusterConfig,
+    members: Sequence[dict[str, Any]],
+    make_renderer: Callable[[ClusterConfig, str], Renderer],
+) -> None:
+    import msgspec
+
+    from kvferry.gateway.lifecycle import GatewayHost
+    from kvferry.membership.base import Member, MemberKind
+    from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 
     registry = MemoryRegistry()
     membership = MemoryMembership(registry)
@@ -214,10 +225,11 @@ async def run_floor_reader(spec: dict[str, Any]) -> None:
 
 
 class Children:
-    """Programs of this file, each with a log; ended in reverse order."""
+    """Roles of a benchmark's module, each with a log; ended in reverse order."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str = "bench.gateway") -> None:
         self._folder = folder
+        self._module = module
         self._children: list[subprocess.Popen[str]] = []
 
     def start(self, role: str, spec: dict[str, Any]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
@@ -225,7 +237,7 @@ class Children:
         log = self._folder / f"{role}-{len(self._children)}.log"
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", "bench.gateway", "--role", role, "--spec", json.dumps(spec)],
+                [sys.executable, "-m", self._module, "--role", role, "--spec", json.dumps(spec)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -637,7 +649,9 @@ def main() -> None:
         return
     program = {
         "worker": lambda: run_worker(configuration.parse(spec["config"]), spec["kind"]),
-        "gateway": lambda: run_gateway(configuration.parse(spec["config"]), spec["members"], spec["model"]),
+        "gateway": lambda: run_gateway(
+            configuration.parse(spec["config"]), spec["members"], make_renderer_of(spec["model"])
+        ),
         "client": lambda: run_client(spec),
         "floor": lambda: run_floor(spec),
         "floor_reader": lambda: run_floor_reader(spec),

@@ -141,8 +141,9 @@ def validate_continuation(request: EngineRequest) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """Garbage collections pass it over: a long answer has 100,000."""
+
     token_id: int
     text: str
     logprob: float

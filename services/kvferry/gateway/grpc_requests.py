@@ -14,6 +14,7 @@ from kvferry.gateway.generation import Gathered, Generation, refuse_abort, requi
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
+from kvferry.gateway.openai_responses import POSITIONS_AT_ONCE
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
 from kvferry.inference.v1 import inference_pb2 as pb
@@ -97,15 +98,14 @@ class InferenceAnswer:
         generation = self._generation
         sinks = [_GatheredWithIds(generation, choice) for choice in generation.choices]
         await generation.run(sinks)
-        return pb.GenerateResponse(
-            request_id=self.answer_id,
-            model=self._model,
-            answers=[
-                _answer(choice, sink.token_ids if self._with_token_ids else ())
-                for choice, sink in zip(generation.choices, sinks, strict=True)
-            ],
-            usage=_usage(generation.usage()),
-        )
+        response = pb.GenerateResponse(request_id=self.answer_id, model=self._model, usage=_usage(generation.usage()))
+        for choice, sink in zip(generation.choices, sinks, strict=True):
+            answer = response.answers.add()
+            _fill(answer, choice, sink.token_ids if self._with_token_ids else ())
+            for start in range(0, len(choice.logprobs), POSITIONS_AT_ONCE):
+                answer.logprobs.extend(map(_position, choice.logprobs[start : start + POSITIONS_AT_ONCE]))
+                await asyncio.sleep(0)
+        return response
 
     async def stream(self, chunks: Chunks) -> None:
         """Fill `chunks` until the end. Raises KvferryError; earlier chunks are valid."""
@@ -241,14 +241,15 @@ class _Streamed:
             self._chunks.of(self._index, len(text)).text += _utf8(text)
 
 
-def _answer(choice: Choice, token_ids: Iterable[int]) -> pb.Answer:
-    answer = pb.Answer(text=_utf8("".join(choice.text)), token_ids=token_ids, logprobs=map(_position, choice.logprobs))
+def _fill(answer: pb.Answer, choice: Choice, token_ids: Iterable[int]) -> None:
+    """Set all but the log-probabilities."""
+    answer.text = _utf8("".join(choice.text))
+    answer.token_ids.extend(token_ids)
     if isinstance(choice, ParsedChoice):
         answer.reasoning = _utf8("".join(choice.reasoning))
         for _, call in sorted(choice.calls.items()):
             answer.tool_calls.add(id=call.id, name=call.name, arguments=_utf8("".join(call.arguments)))
     _end(answer, choice)
-    return answer
 
 
 def _end(message: pb.Answer | pb.GenerateChunk, choice: Choice) -> None:

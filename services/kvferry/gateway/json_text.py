@@ -1,18 +1,34 @@
-"""JSON that stands as text in a field of a body or message."""
+"""JSON of clients: bodies, and texts in their fields."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
 from kvferry.errors import InvalidRequest
 
+MAX_NUMBER_CHARS = 1024
+
+
+def _float(digits: str) -> float:
+    """Raises ValueError for a number that is none of a float's."""
+    if len(digits) > MAX_NUMBER_CHARS:
+        raise ValueError(f"a number has more than {MAX_NUMBER_CHARS} characters")
+    if -math.inf < (number := float(digits)) < math.inf:
+        return number
+    raise ValueError("a number is out of range")
+
+
+# msgspec's own conversion takes 8 us for a number such as -1.5e300: 7.5 s for a body of 8 MiB.
+decode_json = msgspec.json.Decoder(float_hook=_float).decode
+
 
 def object_of(field: str, text: str) -> dict[str, Any]:
     """Return the JSON object in `text`. Raises InvalidRequest that names the field."""
     try:
-        value = msgspec.json.decode(text)
+        value = decode_json(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidRequest(f"{field}: not valid JSON: {error}", param=field) from None
     if not isinstance(value, dict):

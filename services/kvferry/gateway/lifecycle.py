@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 # every few dozen requests, 7 % of their time, and the full ones among them hold up all streams.
 GC_THRESHOLD = 10_000
 
+# A thread that renders keeps the interpreter from the event loop for so long; at Python's 5 ms, longer than a step.
+SWITCH_INTERVAL_S = 0.0005
+
 # libuv takes one connection from a listening socket in each turn of the loop, and a turn is milliseconds long while
 # hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So it has the
 # socket several times.
@@ -160,6 +163,7 @@ class GatewayHost:
     async def start(self) -> None:
         """Listen, load the renderer, and return; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         gateway = self._config.gateway
         # Gateways of one node share the port, also an old and a new one; the kernel spreads connections over them.
         listener = socket.create_server(

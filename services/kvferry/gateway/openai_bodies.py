@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
-from kvferry.gateway.json_text import json_type, object_of
+from kvferry.gateway.json_text import decode_json, json_type, object_of
+from kvferry.gateway.json_values import MAX_VALUES, num_values_at_most
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
 IGNORED = frozenset(
@@ -66,6 +67,7 @@ MAX_TOOL_CALLS = 4096  # in all messages
 Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+PromptTokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_TOKEN_IDS)]
 StopStrings = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]], Meta(max_length=MAX_STOP_STRINGS)
@@ -180,6 +182,7 @@ def read_chat(raw: bytes) -> ChatBody:
 def chat_of(values: Mapping[str, Any]) -> ChatBody:
     body = _checked(values, ChatBody)
     _check_sizes(body.messages)
+    _check_arguments(body.messages)
     for i, message in enumerate(body.messages):
         _check_message(f"messages[{i}]", message)
     if body.top_logprobs and not body.logprobs:
@@ -196,7 +199,7 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
     body = _checked(values, CompletionBody)
     prompt = body.prompt
     if isinstance(prompt, list):
-        kinds = {type(part) for part in prompt}
+        kinds = set(map(type, prompt))
         if not prompt:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
         if len(kinds) > 1 or not kinds <= {str, int, list}:
@@ -209,11 +212,13 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
                 param="prompt",
             )
         for i, part in enumerate(prompt if kinds == {list} else [prompt] if kinds == {int} else []):
-            if not part or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in part):
+            try:
+                msgspec.convert(part, PromptTokenIds)
+            except msgspec.ValidationError:
                 raise InvalidRequest(
                     f"prompt[{i}]: expected token ids, at least one, none negative, none over {MAX_INT32}",
                     param="prompt",
-                )
+                ) from None
         if kinds == {str} and not all(prompt):
             raise InvalidRequest("prompt: no part may be empty", param="prompt")
     elif not prompt:
@@ -232,7 +237,7 @@ def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        values = msgspec.json.decode(raw)
+        values = decode_json(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
@@ -280,6 +285,23 @@ def _check_sizes(messages: Sequence[Mapping[str, Any]]) -> None:
         if (count := sum(map(len, lists))) > most:
             kind = "parts" if name == "content" else "tool calls"
             raise InvalidRequest(f"messages: {count} {kind} are too many; at most {most} are allowed", param="messages")
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Limit the values in arguments of tool calls, which are JSON in texts."""
+    num_values = 0
+    for message in messages:
+        if isinstance(calls := message.get("tool_calls"), list):
+            for call in calls:
+                function = call.get("function") if isinstance(call, dict) else None
+                arguments = function.get("arguments") if isinstance(function, dict) else None
+                if isinstance(arguments, str):
+                    num_values += num_values_at_most(arguments.encode(errors="surrogatepass"))
+    if num_values > MAX_VALUES:
+        raise InvalidRequest(
+            f"messages: the arguments of tool calls have {num_values} values; at most {MAX_VALUES} are allowed",
+            param="messages",
+        )
 
 
 def _check_message(where: str, message: Mapping[str, Any]) -> None:

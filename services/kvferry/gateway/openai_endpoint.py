@@ -14,6 +14,7 @@ from msgspec import structs
 from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, require_model
+from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
 from kvferry.gateway.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
@@ -49,6 +50,7 @@ class OpenAI:
 
     async def chat(self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None) -> Answer:
         begun_ns = time.time_ns()
+        await check_num_values(raw, MAX_VALUES)
         body = read_chat(raw)
         require_model(body.model, self._served_name)
         rendered = await self._renderer.render_chat(for_renderer(body))
@@ -69,6 +71,7 @@ class OpenAI:
         self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
     ) -> Answer:
         begun_ns = time.time_ns()
+        await check_num_values(raw, MAX_VALUES + self._renderer.max_model_len())
         body = read_completion(raw)
         require_model(body.model, self._served_name)
         rendered = await self._renderer.render_completion(for_renderer(body))
@@ -151,7 +154,7 @@ class Answer:
     async def whole(self) -> bytes:
         generation = self._generation
         await generation.run([Gathered(generation, choice) for choice in generation.choices])
-        return self._format.whole(generation.choices, generation.usage(), self._debug_values())
+        return await self._format.whole(generation.choices, generation.usage(), self._debug_values())
 
     async def stream(self, writer: StreamWriter) -> None:
         """Write all events up to `[DONE]`, then close the writer.

@@ -69,12 +69,12 @@ def test_a_completion_chunk_is_json_of_openais_shape(text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("make", [chat, completion])
-def test_whole_answers_logprobs_and_stop_reasons_take_any_text(make: Any, text: str) -> None:
+async def test_whole_answers_logprobs_and_stop_reasons_take_any_text(make: Any, text: str) -> None:
     fmt = make(num_top=1)
     output = EngineOutput((1,), text, [[logprob(text)]], finish_reason=FinishReason.STOP, stop_reason=text)
     choice = Choice()
     choice.add(output)
-    whole = json.loads(fmt.whole([choice], Usage(3, 1), {"reason": text}))
+    whole = json.loads(await fmt.whole([choice], Usage(3, 1), {"reason": text}))
     (said,) = whole["choices"]
     assert (said["text"] if make is completion else said["message"]["content"]) == text
     assert (said["finish_reason"], said["stop_reason"]) == ("stop", text)
@@ -116,7 +116,7 @@ def test_usage_is_null_in_every_chunk_but_the_last_where_it_was_asked_for(make: 
         assert "usage" not in event(chunk)
 
 
-def test_text_offsets_go_on_from_chunk_to_chunk_for_each_choice_apart() -> None:
+async def test_text_offsets_go_on_from_chunk_to_chunk_for_each_choice_apart() -> None:
     fmt = completion(num_top=1)
     tokens = ["ab", "ü", "😀", "c"]
 
@@ -132,7 +132,7 @@ def test_text_offsets_go_on_from_chunk_to_chunk_for_each_choice_apart() -> None:
 
     choice = Choice()
     choice.add(EngineOutput([1] * 4, "".join(tokens), [[logprob(text)] for text in tokens]))
-    whole = json.loads(completion(num_top=1).whole([choice], Usage(), None))
+    whole = json.loads(await completion(num_top=1).whole([choice], Usage(), None))
     assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3, 4]
     assert whole["choices"][0]["logprobs"]["tokens"] == tokens
 

@@ -23,6 +23,7 @@ from kvferry.config import ModelConfig
 from kvferry.engine.base import Parse, RenderedPrompt
 from kvferry.engine.grammar_checks import GrammarChecks
 from kvferry.engine.vllm.plain_prompts import PlainPrompts, Rendered, verify
+from kvferry.engine.vllm.render_loop import RenderLoop
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 # Longer prompts are rendered in a thread (0.1 ms there and back). This many characters take about 0.6 ms on the event
 # loop, which delays the tokens of all streams.
 MOST_CHARS_AT_ONCE = 2_000
+CHARS_PER_MESSAGE = 50  # that a message takes as long as, besides its own
 
 
 class VllmRenderer:
@@ -94,8 +96,9 @@ class VllmRenderer:
         )
         self._plain_parse = self._parse_of_plain()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
-        # In the thread, because the caller may run an event loop.
-        self._plain = self._thread.submit(self._verified_plain_prompts).result()
+        # vLLM's renderer keeps the loop that first ran it.
+        self._loop = RenderLoop()
+        self._plain = self._verified_plain_prompts()
         _freeze_imported()
 
     @property
@@ -105,7 +108,7 @@ class VllmRenderer:
     def _verified_plain_prompts(self) -> PlainPrompts | None:
         try:
             plain = PlainPrompts(self._serving)
-            difference = asyncio.run(verify(plain, self._ask_chat, self._ask_completion))
+            difference = self._loop.run_and_wait(verify(plain, self._ask_chat, self._ask_completion))
         except Exception as error:
             # vLLM's own renderer works without PlainPrompts.
             difference = f"{type(error).__name__}: {error}"
@@ -138,6 +141,7 @@ class VllmRenderer:
         if self._grammars is not None:
             await self._grammars.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._loop.close()
 
     async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
         if body.get("tools") and body.get("tool_choice") != "none" and not self._model.tool_parser:
@@ -151,13 +155,13 @@ class VllmRenderer:
             requested = body.get("max_tokens")
         rendered: Rendered | None = None
         if self._plain is not None and self._plain.takes_chat(body):
-            num_chars = sum(len(message["content"]) for message in body["messages"])
+            num_chars = sum(CHARS_PER_MESSAGE + len(message["content"]) for message in body["messages"])
             rendered = await self._at_once_if_short(self._plain.chat, body, num_chars)
             if rendered is not None and self._plain_parse is not None:
                 rendered = dataclasses.replace(rendered, parse=self._plain_parse)
         if rendered is None:
             await self._check_asked_grammar(body)
-            rendered = await self._ask_chat(body)
+            rendered = await self._loop.run(self._ask_chat(body))
             await self._check_grammars(body, [rendered])
         return self._within_context(rendered, requested)
 
@@ -168,7 +172,7 @@ class VllmRenderer:
             if rendered is not None:
                 return [self._within_context(rendered, requested)]
         await self._check_asked_grammar(body)
-        asked = await self._ask_completions(body)
+        asked = await self._loop.run(self._ask_completions(body))
         await self._check_grammars(body, asked)
         return [self._within_context(one, requested) for one in asked]
 

@@ -1,0 +1,335 @@
+"""What the worst bodies of one client do to the streams of others.
+
+A gateway with the real renderer where the default model is there, simulated workers, a client that reads `--streams`
+streams, and one that sends each of WORST_BODIES several times: each is a process. A gap is the time between two tokens
+of a stream, as its client sees them, beyond an engine's step. Before each body there is as long a time without one:
+the baseline, which shows what the machine does anyway.
+
+Beside it stand, of the gateway's event loop, the longest time between two turns, and the most CPU time that its thread
+used between two turns: the second does not grow where other processes have the cores.
+
+The last line on stdout is one JSON object; everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.gateway import Children, bench_config, find_model, make_renderer_of, run_gateway, say, told_to_end
+from bench.worst_bodies import MODEL, WORST_BODIES, WorstBody
+from kvferry import config as configuration
+from kvferry_loadtest.machine import machine_line
+
+SETTLE_S = 1.0  # of streams, before the first window
+MIN_WINDOW_S = 0.25
+ANSWER_TIMEOUT_S = 120.0
+NOTED_S = 0.003  # shorter ones are not noted
+
+
+# --- The gateway, with a heartbeat.
+
+
+class Heartbeat:
+    """Notes turns of the event loop that were late, as (when, seconds late, CPU seconds of the thread)."""
+
+    PERIOD_S = 0.001
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[float, float, float]] = []
+        self._loop = asyncio.get_running_loop()
+        self._due_s = time.monotonic()
+        self._cpu_s = time.thread_time()
+        self._beat()
+
+    def _beat(self) -> None:
+        now_s, cpu_s = time.monotonic(), time.thread_time()
+        late_s, used_s = now_s - self._due_s, cpu_s - self._cpu_s
+        if late_s > NOTED_S or used_s > NOTED_S:
+            self.noted.append((now_s, late_s, used_s))
+        self._due_s, self._cpu_s = now_s + self.PERIOD_S, cpu_s
+        self._loop.call_later(self.PERIOD_S, self._beat)
+
+
+async def run_watched_gateway(spec: dict[str, Any]) -> None:
+    heartbeat = Heartbeat()
+    try:
+        await run_gateway(configuration.parse(spec["config"]), spec["members"], make_renderer_of(spec["model"]))
+    finally:
+        write(spec["heartbeats"], heartbeat.noted)
+
+
+def write(file: str, values: object) -> None:
+    Path(file).write_text(json.dumps(values), encoding="utf-8")
+
+
+# --- The innocent.
+
+
+class Stream(asyncio.Protocol):
+    """Reads one stream after the other, and notes gaps between tokens as (when, seconds)."""
+
+    def __init__(self, port: int, num_tokens: int, step_s: float, gaps: list[tuple[float, float]]) -> None:
+        body = json.dumps(
+            {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "Tell me a long story."}],
+                "max_tokens": num_tokens,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        ).encode()
+        self._request = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        ).encode() + body
+        self._step_s = step_s
+        self._gaps = gaps
+        self._last_s = 0.0
+        self.failure = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        if not data.startswith((b"HTTP/1.1 200", b"data: ")) and b"data: " not in data:
+            self.failure = self.failure or data[:200].decode(errors="replace")
+        if self._last_s and now_s - self._last_s - self._step_s > NOTED_S:
+            self._gaps.append((now_s, now_s - self._last_s - self._step_s))
+        self._last_s = now_s
+        if data.endswith(b"0\r\n\r\n"):
+            self._last_s = 0.0
+            self._transport.write(self._request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.failure = self.failure or "the connection was lost"
+
+
+async def run_streams(spec: dict[str, Any]) -> None:
+    loop = asyncio.get_running_loop()
+    gaps: list[tuple[float, float]] = []
+    streams: list[Stream] = []
+    for i in range(spec["streams"]):
+        # Streams end at different times: a new one's first token takes its prefill.
+        num_tokens = 1500 + 37 * i
+        _, stream = await loop.create_connection(
+            lambda num_tokens=num_tokens: Stream(spec["port"], num_tokens, spec["step_s"], gaps),  # type: ignore[misc]
+            "127.0.0.1",
+            spec["port"],
+        )
+        streams.append(stream)
+    say({"streams": len(streams)})
+    await told_to_end()
+    failures = [stream.failure for stream in streams if stream.failure]
+    write(spec["gaps"], {"gaps": gaps, "failures": failures})
+
+
+# --- The sender.
+
+
+@dataclass
+class Sent:
+    """One body's times: windows of `time.monotonic`, each with as long a one before it."""
+
+    body: WorstBody
+    size_bytes: int
+    statuses: list[int] = field(default_factory=list)
+    windows: list[tuple[float, float]] = field(default_factory=list)
+    quiet: list[tuple[float, float]] = field(default_factory=list)
+
+
+def post(port: int, path: str, raw: bytes) -> int:
+    """Send one body and read the whole answer. Returns the status."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(raw)}\r\nconnection: close\r\n\r\n"
+    ).encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_TIMEOUT_S) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(head + raw)
+        answer = b""
+        while piece := connection.recv(1 << 18):
+            answer = answer or piece
+    return int(answer.split(b" ", 2)[1])
+
+
+def send_all(port: int, bodies: Sequence[WorstBody], repeat: int, console: Console) -> list[Sent]:
+    sent = []
+    for body in bodies:
+        raw = body.build()
+        one = Sent(body, len(raw))
+        with console.status(body.name):
+            for _ in range(repeat):
+                begun_s = time.monotonic()
+                one.statuses.append(post(port, body.path, raw))
+                # What follows the answer counts too: freeing, and collecting garbage.
+                time.sleep(max(0.05, MIN_WINDOW_S - (time.monotonic() - begun_s)))
+                ended_s = time.monotonic()
+                one.windows.append((begun_s, ended_s))
+                time.sleep(min(2.0, ended_s - begun_s))
+                one.quiet.append((ended_s, time.monotonic()))
+        sent.append(one)
+    return sent
+
+
+# --- Measuring.
+
+
+def worst_ms(noted: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]], column: int) -> list[float]:
+    """Return the largest value of a column in each window, in milliseconds."""
+    return [
+        1e3 * max((entry[column] for entry in noted if begun_s <= entry[0] <= ended_s), default=0.0)
+        for begun_s, ended_s in windows
+    ]
+
+
+def results_of(
+    sent: Sequence[Sent], gaps: Sequence[Sequence[float]], heartbeats: Sequence[Sequence[float]], *, simulated: bool
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.body.name,
+            "size_bytes": one.size_bytes,
+            "statuses": sorted(set(one.statuses)),
+            "expected": one.body.expected(simulated=simulated),
+            "gap_ms": round(max(worst_ms(gaps, one.windows, 1)), 1),
+            "median_gap_ms": round(statistics.median(worst_ms(gaps, one.windows, 1)), 1),
+            "quiet_gap_ms": round(max(worst_ms(gaps, one.quiet, 1)), 1),
+            "loop_late_ms": round(max(worst_ms(heartbeats, one.windows, 1)), 1),
+            "loop_cpu_ms": round(max(worst_ms(heartbeats, one.windows, 2)), 1),
+        }
+        for one in sent
+    ]
+
+
+def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    baseline = sorted(result["quiet_gap_ms"] for result in results)
+    worst = max(results, key=lambda result: result["gap_ms"])
+    return {
+        "worst_gap_ms": worst["gap_ms"],
+        "worst_body": worst["name"],
+        "worst_median_gap_ms": max(result["median_gap_ms"] for result in results),
+        "bodies": len(results),
+        "baseline_gap_ms": baseline[-1],
+        "baseline_median_gap_ms": statistics.median(baseline),
+        "loop_cpu_ms": max(result["loop_cpu_ms"] for result in results),
+        "wrong_statuses": [r["name"] for r in results if r["statuses"] != [r["expected"]]],
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> Table:
+    shown = Table(title="gaps of other clients' streams beyond a step, in ms", title_justify="left")
+    for column in ("body", "bytes", "status", "worst", "median", "without", "loop late", "loop CPU"):
+        shown.add_column(column, justify="left" if column == "body" else "right")
+    for result in sorted(results, key=lambda result: -float(result["median_gap_ms"])):
+        statuses = "/".join(map(str, result["statuses"]))
+        wrong = "" if result["statuses"] == [result["expected"]] else f", not {result['expected']}"
+        shown.add_row(
+            result["name"],
+            f"{result['size_bytes']:,}",
+            statuses + wrong,
+            *(
+                f"{result[key]:.1f}"
+                for key in ("gap_ms", "median_gap_ms", "quiet_gap_ms", "loop_late_ms", "loop_cpu_ms")
+            ),
+        )
+    return shown
+
+
+def bench(arguments: argparse.Namespace) -> dict[str, Any]:
+    console = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=120)
+    where = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
+    model = find_model(arguments)
+    bodies = [body for body in WORST_BODIES if arguments.only in body.name]
+    with tempfile.TemporaryDirectory(prefix="bench-neighbours-") as name:
+        folder = Path(name)
+        gap_file, heartbeat_file = folder / "gaps.json", folder / "heartbeats.json"
+        config = bench_config(arguments, folder).model_dump(mode="json")
+        children = Children(folder, "bench.neighbours")
+        workers = Children(folder)
+        try:
+            members = [
+                workers.start("worker", {"config": config, "kind": "decode"})[1]["member"]
+                for _ in range(arguments.decode)
+            ]
+            with console.status("starting the gateway (a real renderer takes about 10 s)"):
+                spec = {"config": config, "members": members, "model": model, "heartbeats": str(heartbeat_file)}
+                _, said = children.start("gateway", spec)
+            port = said["port"]
+            if model is not None:
+                # The first grammar waits for the grammar process.
+                post(port, "/v1/chat/completions", grammar_body())
+            spec = {
+                "port": port,
+                "streams": arguments.streams,
+                "step_s": arguments.step_ms / 1e3,
+                "gaps": str(gap_file),
+            }
+            children.start("streams", spec)
+            time.sleep(SETTLE_S)
+            sent = send_all(port, bodies, arguments.repeat, console)
+        finally:
+            children.end()
+            workers.end()
+        seen = json.loads(gap_file.read_text(encoding="utf-8"))
+        heartbeats = json.loads(heartbeat_file.read_text(encoding="utf-8"))
+    results = results_of(sent, seen["gaps"], heartbeats, simulated=model is None)
+    console.print(table(results))
+    return {
+        **summary(results),
+        "broken_streams": len(seen["failures"]),
+        "failures": sorted(set(seen["failures"]))[:3],
+        "machine": where,
+        "load": f"{arguments.streams} streams at {arguments.step_ms:g} ms steps over {arguments.decode} workers, sim; "
+        f"each body {arguments.repeat} times",
+        "rendering": "chat template and tokens of a real model" if model else "the simulator's",
+        "results": results,
+    }
+
+
+def grammar_body() -> bytes:
+    values = {"model": MODEL, "prompt": "hi", "max_tokens": 1, "structured_outputs": {"regex": "a+"}}
+    return json.dumps(values).encode()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what the worst bodies do to the streams of others.")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--decode", type=int, default=2, help="decode workers, each a process")
+    parser.add_argument("--prefill", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--step-ms", type=float, default=5.0, help="length of an engine step")
+    parser.add_argument("--repeat", type=int, default=3, help="how often each body is sent")
+    parser.add_argument("--only", default="", help="only bodies whose name contains this")
+    parser.add_argument("--no-model", action="store_true", help="render with the simulator")
+    parser.add_argument("--mutual-tls", action="store_true", help="between gateway and workers, as `kvferry up` has it")
+    parser.add_argument("--role", choices=("bench", "gateway", "streams"), default="bench", help=argparse.SUPPRESS)
+    parser.add_argument("--spec", type=json.loads, default={}, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.role == "bench":
+        print(json.dumps(bench(arguments)))
+        return
+    import uvloop
+
+    uvloop.run(run_watched_gateway(arguments.spec) if arguments.role == "gateway" else run_streams(arguments.spec))
+
+
+if __name__ == "__main__":
+    main()

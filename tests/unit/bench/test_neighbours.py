@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from bench.neighbours import Sent, post, results_of, summary
+from bench.worst_bodies import MAX_BODY_BYTES, MODEL, WORST_BODIES, WorstBody
+from kvferry import config as configuration
+from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.worker.lifecycle import WorkerHost, build_engine
+from support.waiting import until
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def port() -> AsyncIterator[int]:
+    config = configuration.parse(
+        {
+            "model": {"served_name": MODEL},
+            "engine": {"kind": "sim", "block_size": 16, "max_num_seqs": 512},
+            "prefill": {"replicas": 0},
+            "decode": {"replicas": 1},
+            "gateway": {"http_port": 0, "grpc_port": None},
+            "sim": {"step_ms": 0, "prefill_tokens_per_s": 1_000_000, "num_pages": 32_768},
+        }
+    )
+    registry = MemoryRegistry()
+    engine = build_engine(config, MemberKind.DECODE, MODEL)
+    worker = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(registry))
+    gateway = GatewayHost(config, MODEL, MemoryMembership(registry))
+    await worker.start()
+    await gateway.start()
+    await until(lambda: gateway.readiness().ready)
+    yield gateway.port
+    await gateway.stop()
+    await worker.stop()
+
+
+def test_there_are_enough_bodies_with_names_of_their_own() -> None:
+    assert len(WORST_BODIES) >= 25
+    assert not [name for name, times in Counter(body.name for body in WORST_BODIES).items() if times > 1]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("body", WORST_BODIES, ids=lambda body: body.name)
+async def test_each_gets_its_status(port: int, body: WorstBody) -> None:
+    raw = body.build()
+    assert len(raw) <= MAX_BODY_BYTES
+    assert await asyncio.to_thread(post, port, body.path, raw) == body.expected(simulated=True)
+
+
+def test_gaps_count_for_the_body_whose_window_they_end_in() -> None:
+    body, other = WORST_BODIES[:2]
+    sent = [
+        Sent(body, 10, [body.status] * 2, windows=[(1.0, 2.0), (3.0, 4.0)], quiet=[(2.0, 3.0), (4.0, 5.0)]),
+        Sent(other, 20, [500], windows=[(5.0, 6.0)], quiet=[(6.0, 7.0)]),
+    ]
+    gaps = [(1.5, 0.010), (1.6, 0.004), (3.5, 0.030), (2.5, 0.007), (5.5, 0.002)]
+    heartbeats = [(1.5, 0.009, 0.008), (3.2, 0.001, 0.020)]
+    first, second = results_of(sent, gaps, heartbeats, simulated=False)
+    assert (first["gap_ms"], first["median_gap_ms"], first["quiet_gap_ms"]) == (30.0, 20.0, 7.0)
+    assert (first["loop_late_ms"], first["loop_cpu_ms"]) == (9.0, 20.0)
+    assert second["gap_ms"] == 2.0
+    said = summary([first, second])
+    assert (said["worst_gap_ms"], said["worst_body"], said["bodies"]) == (30.0, body.name, 2)
+    assert said["baseline_gap_ms"] == 7.0
+    assert said["wrong_statuses"] == [other.name]

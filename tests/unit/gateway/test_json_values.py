@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import InvalidRequest
+from kvferry.gateway import json_values
+from kvferry.gateway.json_values import MAX_BACKSLASHES, UNCOUNTED_BYTES, check_num_values, num_values_at_most
+
+MOST = 1000
+
+
+def count(value: Any) -> int:
+    """Values as they are counted: of every object, list and element, less the first of each."""
+    if isinstance(value, dict):
+        return 1 + sum(count(each) for each in value.values()) + max(0, len(value) - 1)
+    if isinstance(value, list):
+        return 1 + sum(count(each) for each in value) + max(0, len(value) - 1)
+    return 0
+
+
+@pytest.mark.parametrize("value", ["0", '""', "[]", "{}", '{"a":0}', "null", '"a,b"'])
+async def test_a_body_has_so_many_values_and_no_more(value: str) -> None:
+    async def check(num: int) -> None:
+        body = json.dumps({"a": [json.loads(value)] * num, "text": ",[{" * UNCOUNTED_BYTES})
+        await check_num_values(body.encode(), MOST)
+
+    per_value = 2 if value[0] in "[{" else 1
+    most = (MOST - 2) // per_value
+    await check(most)
+    with pytest.raises(InvalidRequest, match=f"at most {MOST} are allowed"):
+        await check(most + 2)
+
+
+@pytest.mark.parametrize("piece", [",", "[{", '\\"', "\\\\", '\\",', "\\\\\\\\\\", '{"a": [1, 2]}', "é,", "\n"])
+async def test_texts_hold_any_number_of_commas_and_brackets(piece: str) -> None:
+    await check_num_values(json.dumps({"prompt": piece * 100_000, "n": 1}).encode(), MOST)
+
+
+async def test_texts_have_a_limited_number_of_escapes() -> None:
+    await check_num_values(b"\\" * MAX_BACKSLASHES, MOST)
+    with pytest.raises(InvalidRequest, match="too many backslashes"):
+        await check_num_values(b"\\" * (MAX_BACKSLASHES + 1), MOST)
+
+
+async def test_a_small_body_is_not_counted() -> None:
+    await check_num_values(b"[" + b"0," * (UNCOUNTED_BYTES // 2 - 1) + b"0", 1)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(alphabet='a\\",[{:'),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a\\",[{:'), inner),
+        max_leaves=30,
+    ),
+    st.integers(1, 64),
+)
+async def test_slices_do_not_change_the_count(value: Any, slice_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_values, "_SLICE_BYTES", slice_bytes)
+        raw = json.dumps(value).encode()
+        counted = await json_values._num_values_outside_texts(raw, 1_000_000)
+    assert counted == count(value)
+    assert counted <= num_values_at_most(raw)
