@@ -21,6 +21,7 @@ from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.engine.vllm.parsing import Parsers, texts_of
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.engine.vllm.sampling import to_vllm
+from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator
 from kvferry.errors import ConfigError, EngineError, InvalidRequest
 
 pytestmark = pytest.mark.model
@@ -312,6 +313,8 @@ async def outputs_of(llm: SaidByVllm, parsers: Parsers, request: EngineRequest) 
     engine._llm, engine._parsers = llm, parsers
     engine._prompt_sources = SimpleNamespace(pop=lambda _: None)
     engine._continuations = SimpleNamespace(expect=lambda *_: None, forget=lambda _: None)
+    processor = SimpleNamespace(model_config=None, structured_outputs_config=None, tokenizer=None)
+    engine._validator = StructuredOutputValidator(SimpleNamespace(input_processor=processor))
     return [output async for output in engine.generate(request)]
 
 
