@@ -107,8 +107,8 @@ class Client:
             if answer.status_code != 200:
                 return f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
             async for line in answer.aiter_lines():
-                if not line:
-                    continue
+                if not line.startswith("data: "):
+                    continue  # empty, or a comment
                 if line == "data: [DONE]":
                     return ""
                 event = json.loads(line.removeprefix("data: "))

@@ -229,8 +229,9 @@ def key() -> None:
 @click.option("--tenant", required=True, help="Whose key: lower-case letters, digits and dashes.")
 @click.option("--name", required=True, help="What to call it, to tell it from the tenant's other keys.")
 @click.option("--file", "into", type=click.Path(path_type=Path), help="Where to add it; by default gateway.keys_file.")
+@click.option("--operator", is_flag=True, help="Also lets it read metrics of all tenants and the list of targets.")
 @_reported
-def new_key(tenant: str, name: str, into: Path | None) -> None:
+def new_key(tenant: str, name: str, into: Path | None, operator: bool) -> None:
     """Print a new key, once, and add its hash to a file of keys.
 
     Gateways that use the file take the key within a second. To end a key, remove its line.
@@ -240,7 +241,7 @@ def new_key(tenant: str, name: str, into: Path | None) -> None:
     file = into or configuration.load().gateway.keys_file
     if file is None:
         raise ConfigError("--file is needed: no gateway.keys_file is configured (KVFERRY__GATEWAY__KEYS_FILE)")
-    click.echo(key_file.new_key(file, tenant, name))
+    click.echo(key_file.new_key(file, tenant, name, operator=operator))
 
 
 @main.group()

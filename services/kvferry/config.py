@@ -164,15 +164,27 @@ class GatewayConfig(_Section):
     tls: ServerTlsConfig = ServerTlsConfig()  # of HTTP and gRPC; files may be replaced while it serves
     # At most a fifth of what a message to a worker may have: a byte of text may become a token id, which takes five.
     max_body_bytes: int = Field(8 << 20, ge=1024, le=12 << 20)
-    max_requests: int = Field(1024, ge=1)  # in flight at once; more get 429
-    max_connections: int = Field(8192, ge=1)  # of HTTP clients; the process's limit of open files is raised for them
-    max_connections_per_peer: int = Field(0, ge=0)  # of one address; 0: no limit, as behind a load balancer
+    # Choices in flight, of HTTP and gRPC: each is a request of its own on the workers. More than these three get 429.
+    max_requests: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(16 << 20, ge=1)  # in flight, those of a prompt once for each of its choices
+    max_pending_body_bytes: int = Field(256 << 20, ge=1024)  # of bodies that are read, and of requests in flight
+    # Of HTTP, and of gRPC as many again; the process's limit of open files is raised for them.
+    max_connections: int = Field(8192, ge=1)
+    max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
+    max_grpc_calls: int = Field(8192, ge=1)  # at once, also of health checks and reflection
+    max_grpc_streams_per_connection: int = Field(1024, ge=1)
+    # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
+    allowed_hosts: tuple[str, ...] = ()
     max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more unread is cut
     # Grammars of structured outputs are compiled in processes of their own first; what exceeds these gets 400.
     grammar_processes: int = Field(2, ge=1, le=64)
     grammar_cpu_s: float = Field(2.0, gt=0, le=60)
     grammar_memory_mib: int = Field(512, ge=64)
-    request_timeout_s: float = Field(600, gt=0)
+    request_timeout_s: float = Field(600, gt=0)  # from a complete body to the end of the answer
+    first_token_timeout_s: float = Field(300, gt=0)  # of each choice
+    # Of each choice. Longer than `worker.hang_timeout_s`, or answers end before another worker continues them.
+    inter_token_timeout_s: float = Field(180, gt=0)
+    sse_keep_alive_s: float = Field(15, ge=0)  # a stream is never silent for longer; 0: no comments are sent
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
     # While all workers are full, requests wait in line, first come first served, before anything of them is computed.
@@ -187,6 +199,15 @@ class GatewayConfig(_Section):
     def _two_ports(self) -> GatewayConfig:
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError(f"http_port and grpc_port are both {self.http_port}; each needs its own")
+        return self
+
+    @model_validator(mode="after")
+    def _largest_body_fits(self) -> GatewayConfig:
+        if self.max_pending_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_pending_body_bytes ({self.max_pending_body_bytes}) must be at least max_body_bytes "
+                f"({self.max_body_bytes}), or the largest body could never be read"
+            )
         return self
 
 
@@ -348,6 +369,16 @@ class ClusterConfig(_Section):
         if not isinstance(name, str) or name == DEFAULT_NAME or not isinstance(membership, Mapping):
             return values
         return {**values, "membership": {"prefix": f"/kvferry/{name}", **membership}}
+
+    @model_validator(mode="after")
+    def _longest_prompt_fits(self) -> ClusterConfig:
+        max_model_len = self.sim.max_model_len if self.engine.kind == "sim" else self.model.max_model_len
+        if max_model_len is not None and self.gateway.max_prompt_tokens < max_model_len:
+            raise ValueError(
+                f"gateway.max_prompt_tokens ({self.gateway.max_prompt_tokens}) must be at least the model's context "
+                f"({max_model_len}), or the longest prompt could never be admitted"
+            )
+        return self
 
     @property
     def served_name(self) -> str:

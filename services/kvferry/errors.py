@@ -13,6 +13,7 @@
     │   ├── HeadersTimeout           408  DEADLINE_EXCEEDED
     │   ├── HeadersTooLarge          431  INVALID_ARGUMENT
     │   ├── UrlTooLong               414  INVALID_ARGUMENT
+    │   ├── UnsupportedMediaType     415  INVALID_ARGUMENT
     │   ├── ModelNotFound            404  NOT_FOUND
     │   ├── RouteNotFound            404  UNIMPLEMENTED
     │   └── MethodNotAllowed         405  UNIMPLEMENTED
@@ -152,6 +153,13 @@ class UrlTooLong(RequestError):
 
     http_status = 414
     code = "url_too_long"
+
+
+class UnsupportedMediaType(RequestError):
+    """The body's `Content-Type` is not JSON's."""
+
+    http_status = 415
+    code = "unsupported_media_type"
 
 
 class ModelNotFound(RequestError):

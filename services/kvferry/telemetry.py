@@ -165,6 +165,27 @@ REQUESTS_CANCELLED = Metric(
 REQUESTS_IN_FLIGHT = Metric(
     "kvferry_requests_in_flight", Kind.GAUGE, "requests", Exporter.GATEWAY, "Requests being answered now."
 )
+CHOICES_IN_FLIGHT = Metric(
+    "kvferry_choices_in_flight",
+    Kind.GAUGE,
+    "choices",
+    Exporter.GATEWAY,
+    "Choices of requests whose bodies are complete; at most gateway.max_requests.",
+)
+PROMPT_TOKENS_IN_FLIGHT = Metric(
+    "kvferry_prompt_tokens_in_flight",
+    Kind.GAUGE,
+    "tokens",
+    Exporter.GATEWAY,
+    "Prompt tokens of requests in flight, once for each choice; at most gateway.max_prompt_tokens.",
+)
+BODY_BYTES_IN_FLIGHT = Metric(
+    "kvferry_body_bytes_in_flight",
+    Kind.GAUGE,
+    "bytes",
+    Exporter.GATEWAY,
+    "Bytes of bodies that are read, and of requests in flight; at most gateway.max_pending_body_bytes.",
+)
 REQUEST_SECONDS = Metric(
     "kvferry_request_seconds",
     Kind.HISTOGRAM,

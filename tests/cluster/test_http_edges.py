@@ -81,7 +81,7 @@ async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster
     assert gateway is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     body = json.dumps({**BODY, "logprobs": 5, "n": 8}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(head + body)
     await until(lambda: gateway.admission.num_in_flight == 1)
@@ -189,7 +189,7 @@ async def test_a_client_that_leaves_after_a_large_body_is_noticed(cluster: SimCl
     assert gateway is not None
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     body = json.dumps({**BODY, "user": "x" * (200 << 10)}).encode()
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode())
     await until(lambda: gateway.admission.num_in_flight == 1)
     # All in one read, so that much of it waits when the body ends.
     writer.write(body)

@@ -36,7 +36,7 @@ async def connect_without_reading(cluster: SimCluster, body: dict[str, Any]) -> 
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, ("127.0.0.1", cluster.gateway.port))
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
     await loop.sock_sendall(client, head + raw)
     return client
 
@@ -108,7 +108,7 @@ async def test_an_answer_behind_one_that_was_not_read_waits_for_it(cluster: SimC
     """Pipelined: the second answer begins while the connection is still full of the first."""
     assert cluster.gateway is not None
     body = json.dumps({**BODY, "max_tokens": 300}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.gateway.port, limit=1 << 24)
     writer.write((head + body) * 2)
     async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""Admission of requests, for HTTP and gRPC alike."""
+"""Admission of requests, for HTTP and gRPC alike: what one may take, and what all may have in flight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.config import GatewayConfig
-from kvferry.errors import KvferryError, NotReady, Overloaded
+from kvferry.engine.base import RenderedPrompt
+from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.tracing import Tracing
+
+# Of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its end,
+# an entry of log-probabilities as about 200 bytes.
+MAX_ANSWER_TOKENS = 4 << 20
+MAX_LOGPROB_ENTRIES = 1 << 20
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -25,10 +31,93 @@ class Readiness(msgspec.Struct, frozen=True):
     members: Sequence[str]
 
 
+class Claim:
+    """What one request holds of a gateway's limits. Released by its admission at the request's end."""
+
+    __slots__ = ("_admission", "num_body_bytes", "num_choices", "num_prompt_tokens")
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.num_choices = 0
+        self.num_prompt_tokens = 0
+        self.num_body_bytes = 0
+
+    def add_body_bytes(self, num_bytes: int) -> None:
+        """Raises Overloaded, and holds what it held, where all bodies together would be too large."""
+        admission = self._admission
+        if admission.num_body_bytes + num_bytes > admission.max_body_bytes:
+            raise Overloaded(
+                f"bodies of {admission.num_body_bytes} bytes are in flight; "
+                f"gateway.max_pending_body_bytes is {admission.max_body_bytes}"
+            )
+        self.num_body_bytes += num_bytes
+        admission.num_body_bytes += num_bytes
+
+    def take_choices(self, num_choices: int) -> None:
+        """Call once the body is complete. Raises Overloaded, or InvalidRequest where an idle gateway would too."""
+        admission = self._admission
+        if num_choices > admission.max_choices:
+            raise InvalidRequest(
+                f"{num_choices} choices are too many; gateway.max_requests is {admission.max_choices}", param="n"
+            )
+        if admission.num_choices + num_choices > admission.max_choices:
+            raise admission.too_many_choices(num_choices)
+        self.num_choices += num_choices
+        admission.num_choices += num_choices
+
+    def take_prompt_tokens(self, num_tokens: int) -> None:
+        """Raises as `take_choices` does. A prompt's tokens count once for each of its choices."""
+        admission = self._admission
+        if num_tokens > admission.max_prompt_tokens:
+            raise InvalidRequest(
+                f"choices times prompt tokens are {num_tokens}; "
+                f"gateway.max_prompt_tokens is {admission.max_prompt_tokens}",
+                param="n",
+            )
+        if admission.num_prompt_tokens + num_tokens > admission.max_prompt_tokens:
+            raise Overloaded(
+                f"{admission.num_prompt_tokens} prompt tokens are in flight and this request has {num_tokens}; "
+                f"gateway.max_prompt_tokens is {admission.max_prompt_tokens}"
+            )
+        self.num_prompt_tokens += num_tokens
+        admission.num_prompt_tokens += num_tokens
+
+    def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
+        """Take the prompts' tokens for an answer of `n` choices per prompt.
+
+        Raises InvalidRequest for an answer that may become too large, and as `take_prompt_tokens` does.
+        """
+        num_choices = n * len(prompts)
+        max_tokens = max(prompt.sampling.max_tokens for prompt in prompts)
+        num_top = prompts[0].sampling.logprobs  # the same for all
+        num_tokens = num_choices * max_tokens
+        if num_tokens > MAX_ANSWER_TOKENS:
+            raise InvalidRequest(
+                f"{num_choices} choices with max_tokens {max_tokens} make {num_tokens} tokens; "
+                f"at most {MAX_ANSWER_TOKENS} are allowed",
+                param="max_tokens",
+            )
+        if num_top is not None and (num_entries := num_tokens * (num_top + 1)) > MAX_LOGPROB_ENTRIES:
+            raise InvalidRequest(
+                f"{num_choices} choices with max_tokens {max_tokens} and {num_top} top log-probabilities make "
+                f"{num_entries} entries (tokens times alternatives + 1); at most {MAX_LOGPROB_ENTRIES} are allowed",
+                param="max_tokens",
+            )
+        self.take_prompt_tokens(n * sum(len(prompt.token_ids) for prompt in prompts))
+
+    def release(self) -> None:
+        admission = self._admission
+        admission.num_choices -= self.num_choices
+        admission.num_prompt_tokens -= self.num_prompt_tokens
+        admission.num_body_bytes -= self.num_body_bytes
+        self.num_choices = self.num_prompt_tokens = self.num_body_bytes = 0
+
+
 @dataclass(slots=True)
 class CountedRequest:
     """One request in flight. `status` is its HTTP status in metrics, `trace` its span or None."""
 
+    claim: Claim
     status: str = "500"
     trace: RequestTrace | None = None
     error: KvferryError | None = None
@@ -46,25 +135,41 @@ class CountedRequest:
 
 
 class Admission:
-    """Counts requests; refuses them while the gateway is full, unready or leaving."""
+    """Counts requests; refuses them while the gateway is full, unready or leaving.
+
+    A body counts its bytes as they arrive; choices and prompt tokens count from the complete body on.
+    """
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
         self.draining = False
-        self.num_in_flight = 0
+        self.num_in_flight = 0  # requests, also those whose bodies are read
+        self.num_choices = 0
+        self.num_prompt_tokens = 0
+        self.num_body_bytes = 0
+        self.max_choices = config.max_requests
+        self.max_prompt_tokens = config.max_prompt_tokens
+        self.max_body_bytes = config.max_pending_body_bytes
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()
         self.tracing: Tracing | None = None
-        self._max_requests = config.max_requests
         self._metrics = metrics
         self._read_readiness = read_readiness
 
+    @property
+    def in_flight(self) -> tuple[int, int, int]:
+        """Choices, prompt tokens and body bytes."""
+        return self.num_choices, self.num_prompt_tokens, self.num_body_bytes
+
     def __repr__(self) -> str:
-        return f"<Admission {self.num_in_flight}/{self._max_requests}{' draining' if self.draining else ''}>"
+        return (
+            f"<Admission requests={self.num_in_flight} choices={self.num_choices}/{self.max_choices} "
+            f"tokens={self.num_prompt_tokens} bytes={self.num_body_bytes}{' draining' if self.draining else ''}>"
+        )
 
     @contextlib.contextmanager
     def count_request(self, endpoint: str) -> Iterator[CountedRequest]:
         """Count a request in flight, and its status at the end."""
-        counted = CountedRequest()
+        counted = CountedRequest(Claim(self))
         begun_s = time.perf_counter()
         self.num_in_flight += 1
         self.idle.clear()
@@ -72,6 +177,7 @@ class Admission:
         try:
             yield counted
         finally:
+            counted.claim.release()
             self.num_in_flight -= 1
             if not self.num_in_flight:
                 self.idle.set()
@@ -80,17 +186,24 @@ class Admission:
             self._metrics.request_seconds[endpoint].observe(time.perf_counter() - begun_s)
             if counted.error is not None:
                 self._metrics.note_refusal(counted.error.code)
+                counted.error = None  # its traceback holds the request
             if counted.trace is not None:
                 counted.trace.end(counted.status)
 
     def require_admission(self, *, can_render: bool) -> None:
-        """Raises NotReady or Overloaded for the request that has just begun."""
+        """Refuse a request before its body is read. Raises NotReady, or Overloaded where no choice has room."""
         if not can_render or self.draining:
             raise NotReady(
                 "this gateway is stopping" if self.draining else "this gateway is starting: " + self._missing()
             )
-        if self.num_in_flight > self._max_requests:
-            raise Overloaded(f"{self._max_requests} requests are in flight, the limit of this gateway")
+        if self.num_choices >= self.max_choices:
+            raise self.too_many_choices(1)
+
+    def too_many_choices(self, num_wanted: int) -> Overloaded:
+        return Overloaded(
+            f"{self.num_choices} choices are in flight and this request has {num_wanted} or more; "
+            f"gateway.max_requests is {self.max_choices}"
+        )
 
     def _missing(self) -> str:
         return "waiting for " + (", ".join(self._read_readiness().waiting_for) or "the renderer")

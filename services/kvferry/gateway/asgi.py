@@ -24,17 +24,17 @@ from kvferry.errors import (
 )
 from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
-from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
+from kvferry.gateway.browser_requests import require_json, require_local_page, require_one_host
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.generation import require_model
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
-from kvferry.gateway.stream_writer import StreamWriter, open_stream_writer
+from kvferry.gateway.stream_writer import StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
 from kvferry.gateway.uvicorn_connection import Exchange, exchange_of
-from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,9 @@ class HttpApp:
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
         path, method = scope["path"], scope["method"]
         try:
+            require_one_host(scope["headers"])
+            if self._access.checks_pages:
+                require_local_page(scope["headers"], self._config.allowed_hosts)
             match path:
                 case "/v1/chat/completions":
                     await self._generate("chat_completions", scope, receive, send)
@@ -111,18 +114,16 @@ class HttpApp:
                     await _respond(send, 200, b'{"status":"ok"}')
                 case "/readyz":
                     _allow(method, "GET")
-                    readiness = self._read_readiness()
+                    readiness = self._readiness(scope)
                     await _respond(send, 200 if readiness.ready else 503, msgspec.json.encode(readiness))
                 case "/metrics":
                     _allow(method, "GET")
-                    if not self._access.metrics_are_open:
-                        self._identify(scope)
+                    self._access.require_operator(*self._shown(scope))
                     kind = (b"content-type", CONTENT_TYPE.encode())
                     await _respond(send, 200, self._metrics.render(), [kind])
                 case "/kvferry/v1/targets":
                     _allow(method, "GET")
-                    if not self._access.metrics_are_open:
-                        self._identify(scope)
+                    self._access.require_operator(*self._shown(scope))
                     await _respond(send, 200, await self._read_targets())
                 case _ if path.startswith(EXPLAIN_PATH):
                     _allow(method, "GET")
@@ -147,15 +148,26 @@ class HttpApp:
             "max_model_len": self.max_model_len,
         }
 
+    def _readiness(self, scope: Message) -> Readiness:
+        """Return readiness, without the names of workers for a client without a key."""
+        readiness = self._read_readiness()
+        try:
+            self._identify(scope)
+        except KvferryError:
+            return msgspec.structs.replace(readiness, members=())
+        return readiness
+
     def _identify(self, scope: Message) -> Tenant:
-        if self._access.is_open:
-            return DEFAULT_TENANT
+        return DEFAULT_TENANT if self._access.is_open else self._access.identify(*self._shown(scope))
+
+    def _shown(self, scope: Message) -> tuple[str | None, str | None]:
+        """Return the `authorization` header and the name in the client's certificate, where there are some."""
         found = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
         if len(found) > 1:
             raise Unauthenticated("more than one authorization header")
         authorization = found[0] if found else None
         exchange = exchange_of(scope)
-        return self._access.identify(authorization, exchange.client_name if exchange is not None else None)
+        return authorization, exchange.client_name if exchange is not None else None
 
     def _explain(self, answer_id: str, tenant: Tenant) -> bytes:
         """Return the recorded placements of an answer. Raises RouteNotFound for an unknown id."""
@@ -166,19 +178,22 @@ class HttpApp:
 
     async def _generate(self, endpoint: str, scope: Message, receive: Receive, send: Send) -> None:
         with self._admission.count_request(endpoint) as counted:
-            if self._admission.tracing is not None:
-                counted.trace = self._begin_trace(self._admission.tracing, endpoint, scope)
             try:
-                _allow(scope["method"], "POST")
-                tenant = self._identify(scope)
+                try:
+                    _allow(scope["method"], "POST")
+                    tenant = self._identify(scope)
+                except KvferryError:
+                    # A client without a key does not decide what is sampled.
+                    counted.trace = self._begin_trace(endpoint, scope, ())
+                    raise
+                counted.trace = self._begin_trace(endpoint, scope, scope["headers"])
+                require_json(scope["headers"])
                 self._admission.require_admission(can_render=self.openai is not None)
                 exchange = exchange_of(scope)
-                raw = await self._read_body(scope, exchange, receive)
+                raw = await self._read_body(scope, exchange, receive, counted.claim)
                 debug = _read_debug(scope["headers"])
                 async with _ClientWatch(exchange, receive) as client_watch:
-                    await self._serve(
-                        endpoint, raw, exchange, send, client_watch, tenant=tenant, debug=debug, trace=counted.trace
-                    )
+                    await self._serve(endpoint, raw, exchange, send, client_watch, counted, tenant=tenant, debug=debug)
                 counted.status = "200"
             except _ClientGone as error:
                 counted.left(error)
@@ -203,9 +218,15 @@ class HttpApp:
                 counted.failed(fault)
                 await _respond_error(send, fault, counted.trace)
 
-    def _begin_trace(self, tracing: Tracing, endpoint: str, scope: Message) -> RequestTrace:
+    def _begin_trace(
+        self, endpoint: str, scope: Message, headers: Sequence[tuple[bytes, bytes]]
+    ) -> RequestTrace | None:
+        """Begin a span below that of `headers`, if requests are traced."""
+        tracing = self._admission.tracing
+        if tracing is None:
+            return None
         attributes = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
-        return begin_trace(tracing, trace_headers(scope["headers"]), endpoint, self._served_name, attributes)
+        return begin_trace(tracing, trace_headers(headers), endpoint, self._served_name, attributes)
 
     async def _serve(
         self,
@@ -214,19 +235,20 @@ class HttpApp:
         exchange: Exchange | None,
         send: Send,
         client_watch: _ClientWatch,
+        counted: CountedRequest,
         *,
         tenant: Tenant,
         debug: Debug,
-        trace: RequestTrace | None,
     ) -> None:
         """Send the answer. Raises a KvferryError only while no byte was sent."""
         assert self.openai is not None
+        trace = counted.trace
         read = self.openai.chat if endpoint == "chat_completions" else self.openai.completion
         timeout_s = self._config.request_timeout_s
         writer: StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await read(raw, tenant=tenant, debug=debug, trace=trace)
+                answer = await read(raw, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
                 named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
                     body = await answer.whole()
@@ -242,9 +264,10 @@ class HttpApp:
                     self._config.max_write_buffer_bytes,
                     lambda: client_watch.end(_ClientSlow()),
                 )
-                await answer.stream(writer)
+                with keep_alive(writer, self._config.sse_keep_alive_s):
+                    await answer.stream(writer)
         except TimeoutError:
-            error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
+            error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)")
             if writer is None or not writer.started:
                 raise error from None
             if trace is not None:
@@ -257,7 +280,7 @@ class HttpApp:
             if writer is not None:
                 writer.abandon()
 
-    async def _read_body(self, scope: Message, exchange: Exchange | None, receive: Receive) -> bytes:
+    async def _read_body(self, scope: Message, exchange: Exchange | None, receive: Receive, claim: Claim) -> bytes:
         limit = self._config.max_body_bytes
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
@@ -265,6 +288,7 @@ class HttpApp:
         if exchange is not None and (body := exchange.whole_body()) is not None:
             if len(body) > limit:
                 raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
+            claim.add_body_bytes(len(body))
             return body
         pieces: list[bytes] = []
         size = 0
@@ -278,6 +302,7 @@ class HttpApp:
                     size += len(piece)
                     if size > limit:
                         raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
+                    claim.add_body_bytes(len(piece))
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         break

@@ -17,6 +17,7 @@ from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
+from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.request_record import RequestRecord
@@ -78,6 +79,7 @@ class Generation:
         metrics: GatewayMetrics,
         *,
         tenant: Tenant,
+        timeouts: TokenTimeouts,
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
     ) -> None:
@@ -97,15 +99,20 @@ class Generation:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._may_be_aggregated = may_be_aggregated
+        self._timeouts = timeouts
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
 
     async def run(self, sinks: Sequence[Sink]) -> None:
-        """Run all choices at once; the first failure ends the answer. Raises KvferryError."""
-        if len(sinks) == 1:
-            await self._dispatch(0, sinks[0])
-        else:
-            await self._run_several(sinks)
+        """Run all choices at once; the first failure ends the answer.
+
+        Raises KvferryError: DeadlineExceeded where a choice waited too long for a token.
+        """
+        async with self._timeouts.watch(self.choices):
+            if len(sinks) == 1:
+                await self._dispatch(0, sinks[0])
+            else:
+                await self._run_several(sinks)
         self._settle()
 
     def note_first_token(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
+from kvferry.gateway.admission import Claim
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort, require_model
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
@@ -17,6 +18,7 @@ from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.openai_responses import POSITIONS_AT_ONCE
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
+from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.router.dispatch import Dispatcher
 
@@ -28,34 +30,55 @@ _LOGPROB_BYTES = 24
 
 
 class Inference:
-    def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: GatewayMetrics, served_name: str) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        dispatcher: Dispatcher,
+        metrics: GatewayMetrics,
+        served_name: str,
+        timeouts: TokenTimeouts,
+    ) -> None:
+        self._timeouts = timeouts
         self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._served_name = served_name
 
     async def generate(
-        self, raw: bytes, *, tenant: Tenant, disaggregate: bool = False, trace: RequestTrace | None = None
+        self,
+        raw: bytes,
+        *,
+        claim: Claim,
+        tenant: Tenant,
+        disaggregate: bool = False,
+        trace: RequestTrace | None = None,
     ) -> InferenceAnswer:
-        """Raises a RequestError for a bad message; its `param` is the field."""
+        """Take the answer's choices and prompt tokens into `claim`.
+
+        Raises a RequestError for a bad message, whose `param` is the field, or Overloaded.
+        """
         begun_ns = time.time_ns()
         message, body = read_generate(raw)
         require_model(message.model, self._served_name)
+        n = body.n or 1
         try:
+            claim.take_choices(n)  # a message has one prompt
             if isinstance(body, ChatBody):
                 rendered = [await self._renderer.render_chat(for_renderer(body))]
             else:
                 rendered = list(await self._renderer.render_completion(for_renderer(body)))
+            claim.take_answer(rendered, n)
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
         answer_id = f"gen-{secrets.token_hex(12)}"
         generation = Generation(
             answer_id,
             rendered,
-            body.n or 1,
+            n,
             self._dispatcher,
             self._metrics,
             tenant=tenant,
+            timeouts=self._timeouts,
             may_be_aggregated=not disaggregate,
             trace=trace,
         )

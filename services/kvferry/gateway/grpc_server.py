@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from kvferry.addresses import join_host_port
 from kvferry.config import GatewayConfig
-from kvferry.errors import BodyTooLarge, ConfigError, DeadlineExceeded, EngineError, KvferryError
+from kvferry.errors import (
+    BodyTooLarge,
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    KvferryError,
+    Unauthenticated,
+)
 from kvferry.gateway.access import Access
-from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.admission import Admission, CountedRequest, Readiness
 from kvferry.gateway.grpc_errors import status_of
+from kvferry.gateway.grpc_health import SERVICE as HEALTH
+from kvferry.gateway.grpc_health import Health
+from kvferry.gateway.grpc_messages import MessageReads
 from kvferry.gateway.grpc_requests import Chunks, Inference, InferenceAnswer
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
 SERVICE = "kvferry.inference.v1.Inference"
-HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+
+# For TLS, and for HTTP/2's settings.
+HANDSHAKE_TIMEOUT_S = 15.0
 
 REQUEST_ID = "x-request-id"
 # Only calls that reach workers are traced.
@@ -63,8 +73,10 @@ class GrpcEndpoint:
         self._served_name = served_name
         self._access = access
         self._read_readiness = read_readiness
-        self._health = _Health(self._is_ready)
+        self._health = Health(("", SERVICE), self._is_ready)
+        self._reads = MessageReads(max(1, config.max_pending_body_bytes // _max_message_bytes(config)))
         self._server: grpc.aio.Server | None = None
+        self._draining: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<GrpcEndpoint port={self.port} {self._admission!r}>"
@@ -72,24 +84,25 @@ class GrpcEndpoint:
     async def start(self, credentials: grpc.ServerCredentials | None) -> None:
         config = self._config
         assert config.grpc_port is not None
-        server = grpc.aio.server(options=_options(config))
+        server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=config.max_grpc_calls)
         methods: dict[str, Any] = {
-            # No deserializer: a client is identified before its message is parsed.
-            "Generate": grpc.unary_unary_rpc_method_handler(
+            # As if requests were streamed: gRPC reads another call's message, of any size and at any pace, before it
+            # asks who calls. These read it themselves, after authentication and admission.
+            "Generate": grpc.stream_unary_rpc_method_handler(
                 self._serve_generate, response_serializer=pb.GenerateResponse.SerializeToString
             ),
-            "GenerateStream": grpc.unary_stream_rpc_method_handler(
+            "GenerateStream": grpc.stream_stream_rpc_method_handler(
                 self._serve_stream, response_serializer=pb.GenerateChunk.SerializeToString
             ),
-            "Tokenize": grpc.unary_unary_rpc_method_handler(
+            "Tokenize": grpc.stream_unary_rpc_method_handler(
                 self._serve_tokenize, response_serializer=pb.TokenizeResponse.SerializeToString
             ),
-            "ListModels": grpc.unary_unary_rpc_method_handler(
+            "ListModels": grpc.stream_unary_rpc_method_handler(
                 self._serve_models, response_serializer=pb.ListModelsResponse.SerializeToString
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        server.add_generic_rpc_handlers((self._health.handler(),))
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
             _Reflection((SERVICE, HEALTH, REFLECTION), self._identify), server
         )
@@ -106,56 +119,65 @@ class GrpcEndpoint:
             ) from None
         await server.start()
         self._server = server
-        await self.notify_readiness()
 
-    async def notify_readiness(self) -> None:
+    def notify_readiness(self) -> None:
         """Notify watchers of the health service; `Check` always reads the current state."""
-        await self._health.notify()
+        self._health.notify()
+
+    def drain(self, timeout_s: float) -> None:
+        """Stop listening and take no more calls. Those that run are cut off after `timeout_s`."""
+        if self._server is not None and self._draining is None:
+            # Never cancelled: a server whose stopping was cancelled never stops.
+            self._draining = asyncio.create_task(self._server.stop(timeout_s))
 
     async def stop(self) -> None:
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(None)
+        if self._draining is not None:
+            await self._draining
 
     def _is_ready(self) -> bool:
         return self.inference is not None and self._read_readiness().ready
 
     # What clients call.
 
-    async def _serve_generate(self, raw: bytes, context: Context) -> pb.GenerateResponse:
-        async def answer(inference: Inference, tenant: Tenant, trace: RequestTrace | None) -> pb.GenerateResponse:
-            answer = await self._begin(inference, raw, tenant, trace, context)
+    async def _serve_generate(self, _: object, context: Context) -> pb.GenerateResponse:
+        async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> Any:
+            answer = await self._begin(inference, raw, tenant, counted, context)
             return await answer.whole()
 
-        return await self._admitted("grpc_generate", raw, context, answer)
+        return await self._admitted("grpc_generate", context, answer)
 
     # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector, and the request
     # with it.
-    async def _serve_stream(self, raw: bytes, context: Context) -> None:
-        async def answer(inference: Inference, tenant: Tenant, trace: RequestTrace | None) -> None:
-            answer = await self._begin(inference, raw, tenant, trace, context)
+    async def _serve_stream(self, _: object, context: Context) -> None:
+        async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> None:
+            answer = await self._begin(inference, raw, tenant, counted, context)
             with _UntilSlow() as until_slow:
                 await _send(answer, Chunks(self._config.max_write_buffer_bytes, until_slow.end), context)
 
-        await self._admitted("grpc_generate_stream", raw, context, answer)
+        await self._admitted("grpc_generate_stream", context, answer)
 
-    async def _serve_tokenize(self, raw: bytes, context: Context) -> pb.TokenizeResponse:
-        async def answer(inference: Inference, tenant: Tenant, _: RequestTrace | None) -> pb.TokenizeResponse:
+    async def _serve_tokenize(self, _: object, context: Context) -> pb.TokenizeResponse:
+        async def answer(inference: Inference, raw: bytes, *_: object) -> pb.TokenizeResponse:
             return await inference.tokenize(raw)
 
-        return await self._admitted("grpc_tokenize", raw, context, answer)
+        return await self._admitted("grpc_tokenize", context, answer)
 
-    async def _serve_models(self, raw: bytes, context: Context) -> pb.ListModelsResponse:
-        async def answer(inference: Inference, tenant: Tenant, _: RequestTrace | None) -> pb.ListModelsResponse:
+    async def _serve_models(self, _: object, context: Context) -> pb.ListModelsResponse:
+        async def answer(inference: Inference, *_: object) -> pb.ListModelsResponse:
             return inference.models()
 
-        return await self._admitted("grpc_list_models", raw, context, answer)
+        return await self._admitted("grpc_list_models", context, answer)
 
     async def _begin(
-        self, inference: Inference, raw: bytes, tenant: Tenant, trace: RequestTrace | None, context: Context
+        self, inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest, context: Context
     ) -> InferenceAnswer:
-        disaggregate = _wants_disaggregation(context)
-        answer = await inference.generate(raw, tenant=tenant, disaggregate=disaggregate, trace=trace)
+        disaggregate, trace = _wants_disaggregation(context), counted.trace
+        answer = await inference.generate(
+            raw, claim=counted.claim, tenant=tenant, disaggregate=disaggregate, trace=trace
+        )
         traced = trace.headers.items() if trace is not None else ()
         await context.send_initial_metadata(((REQUEST_ID, answer.answer_id), *traced))
         return answer
@@ -163,24 +185,32 @@ class GrpcEndpoint:
     async def _admitted(
         self,
         endpoint: str,
-        raw: bytes,
         context: Context,
-        answer: Callable[[Inference, Tenant, RequestTrace | None], Awaitable[R]],
+        answer: Callable[[Inference, bytes, Tenant, CountedRequest], Awaitable[R]],
     ) -> R:
-        """Authenticate, admit, run `answer` within its time, and turn errors into statuses."""
+        """Authenticate, admit, read the message, run `answer` within its time, and turn errors into statuses."""
         with self._admission.count_request(endpoint) as counted:
-            if self._admission.tracing is not None and endpoint in _TRACED:
-                counted.trace = self._begin_trace(self._admission.tracing, endpoint, context)
             try:
-                tenant = self._identify(context)
+                try:
+                    tenant = self._identify(context)
+                except KvferryError:
+                    # A client without a key does not decide what is sampled.
+                    counted.trace = self._begin_trace(endpoint, {})
+                    raise
+                metadata = context.invocation_metadata() or ()
+                counted.trace = self._begin_trace(
+                    endpoint, {name: value for name, value in metadata if isinstance(value, str)}
+                )
                 inference = self.inference
                 self._admission.require_admission(can_render=inference is not None)
                 assert inference is not None
+                raw = await self._reads.read(context)
                 if len(raw) > self._config.max_body_bytes:
                     raise BodyTooLarge(
                         f"the message is {len(raw)} bytes; the limit is {self._config.max_body_bytes}", param="message"
                     )
-                answered = await self._in_time(answer(inference, tenant, counted.trace), context.time_remaining())
+                counted.claim.add_body_bytes(len(raw))
+                answered = await self._in_time(answer(inference, raw, tenant, counted), context.time_remaining())
                 counted.status = "200"
                 return answered
             except asyncio.CancelledError as error:
@@ -204,8 +234,11 @@ class GrpcEndpoint:
                 counted.failed(fault)
                 await _abort(context, fault)
 
-    def _begin_trace(self, tracing: Tracing, endpoint: str, context: Context) -> RequestTrace:
-        metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+    def _begin_trace(self, endpoint: str, headers: Mapping[str, str]) -> RequestTrace | None:
+        """Begin a span below that of `headers`, if calls of `endpoint` are traced."""
+        tracing = self._admission.tracing
+        if tracing is None or endpoint not in _TRACED:
+            return None
         is_stream = endpoint == "grpc_generate_stream"
         attributes = {
             "rpc.system": "grpc",
@@ -213,7 +246,7 @@ class GrpcEndpoint:
             "rpc.method": "GenerateStream" if is_stream else "Generate",
             "gen_ai.request.stream": is_stream,
         }
-        return begin_trace(tracing, metadata, endpoint, self._served_name, attributes)
+        return begin_trace(tracing, headers, endpoint, self._served_name, attributes)
 
     async def _in_time(self, answer: Awaitable[R], remaining_s: float | None) -> R:
         timeout_s = self._config.request_timeout_s
@@ -223,38 +256,19 @@ class GrpcEndpoint:
                 return await answer
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the request took longer than {timeout_s:g} s" if is_ours else "the deadline of the call passed"
+                f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)"
+                if is_ours
+                else "the deadline of the call passed"
             ) from None
 
     def _identify(self, context: Context) -> Tenant:
-        authorization = None
-        for name, value in context.invocation_metadata() or ():
-            if name == "authorization":
-                authorization = value if isinstance(value, str) else value.decode("latin-1")
+        found = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
+        if len(found) > 1:
+            raise Unauthenticated("more than one authorization in the metadata")
+        authorization = found[0] if found else None
+        if isinstance(authorization, bytes):
+            authorization = authorization.decode("latin-1")
         return self._access.identify(authorization, _client_name(context))
-
-
-class _Health(health.aio.HealthServicer):
-    """grpc.health.v1: SERVING means ready. Needs no key."""
-
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
-        super().__init__()
-        self._is_ready = is_ready
-
-    async def notify(self) -> None:
-        for service in ("", SERVICE):
-            await self.set(service, self._status())
-
-    async def Check(  # noqa: N802  gRPC's name
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", SERVICE):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
-        return health_pb2.HealthCheckResponse(status=self._status())
-
-    def _status(self) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
-        response = health_pb2.HealthCheckResponse
-        return response.SERVING if self._is_ready() else response.NOT_SERVING
 
 
 class _Reflection(reflection.aio.ReflectionServicer):
@@ -333,10 +347,18 @@ def _wants_disaggregation(context: Context) -> bool:
     return any(pair == (DEBUG, "disaggregate") for pair in context.invocation_metadata() or ())
 
 
+def _max_message_bytes(config: GatewayConfig) -> int:
+    """Up to this, a message over `max_body_bytes` is refused by name; beyond it, by gRPC."""
+    return config.max_body_bytes + min(config.max_body_bytes, 1 << 20)
+
+
 def _options(config: GatewayConfig) -> tuple[tuple[str, int], ...]:
     return (
-        # Up to this, a message that is too large is refused by name; beyond it, by gRPC.
-        ("grpc.max_receive_message_length", 2 * config.max_body_bytes),
+        ("grpc.max_receive_message_length", _max_message_bytes(config)),
+        ("grpc.max_concurrent_streams", config.max_grpc_streams_per_connection),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
+        ("grpc.max_connection_idle_ms", 900_000),
         # As on the HTTP port: gateways of one node share it, also an old one and its successor.
         ("grpc.so_reuseport", int(config.grpc_port != 0)),
         # A client that vanished is found within a minute, and its requests end.

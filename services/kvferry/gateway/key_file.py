@@ -1,4 +1,4 @@
-"""API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each.
+"""API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each, `operator: true` for some.
 
 Keys are 32 random bytes, so a plain SHA-256 suffices.
 """
@@ -36,6 +36,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _FIELDS = ("tenant", "name", "sha256")
+_OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class ApiKey:
     tenant: Tenant
     name: str
     sha256: str  # of the whole key, prefix included; hexadecimal
+    operator: bool = False  # may read what is not of one tenant: metrics, targets
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -114,12 +116,14 @@ def read_keys(file: Path) -> list[ApiKey]:
     digest_to_key: dict[str, ApiKey] = {}
     for number, value in enumerate(values, start=1):
         where = f"gateway.keys_file: {file}: entry {number}"
-        if not isinstance(value, dict) or value.keys() != set(_FIELDS):
-            raise ConfigError(f"{where}: expected exactly {', '.join(_FIELDS)}")
+        if not isinstance(value, dict) or value.keys() - {_OPERATOR} != set(_FIELDS):
+            raise ConfigError(f"{where}: expected exactly {', '.join(_FIELDS)}, and {_OPERATOR} where it is true")
         if not all(isinstance(value[field], str) for field in _FIELDS):
             raise ConfigError(f"{where}: {', '.join(_FIELDS)} are strings; quote what YAML takes for a number")
+        if not isinstance(operator := value.get(_OPERATOR, False), bool):
+            raise ConfigError(f"{where}: {_OPERATOR} is true or false")
         try:
-            key = ApiKey(Tenant(value["tenant"]), value["name"], value["sha256"])
+            key = ApiKey(Tenant(value["tenant"]), value["name"], value["sha256"], operator)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
         if (key.tenant.name, key.name) in names:
@@ -132,7 +136,7 @@ def read_keys(file: Path) -> list[ApiKey]:
     return keys
 
 
-def new_key(file: Path, tenant: str, name: str) -> str:
+def new_key(file: Path, tenant: str, name: str, *, operator: bool = False) -> str:
     """Make and return a key; add its hash to the file, created if missing.
 
     Raises ConfigError for an unusable file, and for invalid or taken names.
@@ -140,7 +144,7 @@ def new_key(file: Path, tenant: str, name: str) -> str:
     key = PREFIX + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
     try:
-        added = ApiKey(Tenant(tenant), name, digest)
+        added = ApiKey(Tenant(tenant), name, digest, operator)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     with _locked(file):
@@ -153,7 +157,11 @@ def new_key(file: Path, tenant: str, name: str) -> str:
 
 def _write(file: Path, keys: Sequence[ApiKey]) -> None:
     """Replace the file atomically, since gateways read it meanwhile."""
-    lines = [f"- {{tenant: {key.tenant.name!r}, name: {key.name!r}, sha256: {key.sha256!r}}}\n" for key in keys]
+    lines = [
+        f"- {{tenant: {key.tenant.name!r}, name: {key.name!r}, sha256: {key.sha256!r}"
+        f"{', operator: true' if key.operator else ''}}}\n"
+        for key in keys
+    ]
     comments, mode = [], 0o600
     if file.exists():
         mode = stat.S_IMODE(file.stat().st_mode)

@@ -35,6 +35,7 @@ from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.openai_endpoint import OpenAI
 from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
+from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.gateway.uvicorn_connection import HttpProtocol
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener, Server
@@ -133,6 +134,7 @@ class GatewayHost:
             is_ready=lambda: self.readiness().ready,
             read_span_counts=self._span_counts,
             read_grammar_outcomes=lambda: self._renderer.grammar_outcomes if self._renderer is not None else {},
+            read_admitted=lambda: self.admission.in_flight,
         )
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
@@ -192,8 +194,10 @@ class GatewayHost:
             self.worker_pool, self.policy, self.metrics, self._config.gateway, volumes=self.volume_pool.costs
         )
         self.app.max_model_len = renderer.max_model_len()
-        self.app.openai = OpenAI(renderer, dispatcher, self.metrics, self._config.served_name)
-        self.grpc.inference = Inference(renderer, dispatcher, self.metrics, self._config.served_name)
+        timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
+        name = self._config.served_name
+        self.app.openai = OpenAI(renderer, dispatcher, self.metrics, name, timeouts)
+        self.grpc.inference = Inference(renderer, dispatcher, self.metrics, name, timeouts)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(
@@ -246,9 +250,11 @@ class GatewayHost:
             server.close()
         for connection in list(self._server.server_state.connections):
             connection.shutdown()  # at once where nothing is answered, else after the answer
+        timeout_s = self._config.gateway.drain_timeout_s
+        self.grpc.drain(timeout_s)
         self._refuse_new()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.gateway.drain_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self.admission.idle.wait()
 
     async def stop(self) -> None:
@@ -287,7 +293,7 @@ class GatewayHost:
         while True:
             await self._readiness_changed.wait()
             self._readiness_changed.clear()
-            await self.grpc.notify_readiness()
+            self.grpc.notify_readiness()
 
     async def _deregister(self) -> None:
         if self._registering is not None:

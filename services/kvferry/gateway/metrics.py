@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,15 @@ from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.keeper.volume_state import VolumeState
 from kvferry.router.metrics import RouterMetrics
 from kvferry.telemetry import (
+    BODY_BYTES_IN_FLIGHT,
+    CHOICES_IN_FLIGHT,
     ENDPOINTS,
     GATEWAY_SPANS,
     GENERATED_TOKENS,
     GRAMMAR_CHECKS,
     INTER_TOKEN,
     PROMPT_TOKENS,
+    PROMPT_TOKENS_IN_FLIGHT,
     READY,
     REFUSAL_CODES,
     REQUEST_SECONDS,
@@ -79,7 +83,9 @@ class GatewayMetrics(RouterMetrics):
         is_ready: Callable[[], bool] = lambda: False,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
         read_grammar_outcomes: Callable[[], Mapping[str, int]] = dict,
+        read_admitted: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
+        """`read_admitted` returns the choices, prompt tokens and body bytes in flight."""
         self.exposition = exposition = Exposition(Exporter.GATEWAY)
         super().__init__(exposition)
         self.requests = exposition.counter(REQUESTS)
@@ -95,6 +101,8 @@ class GatewayMetrics(RouterMetrics):
         self.generated_tokens = exposition.counter(GENERATED_TOKENS)
         self.slow_clients = exposition.counter(SLOW_CLIENTS)
         exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
+        admitted = (CHOICES_IN_FLIGHT, PROMPT_TOKENS_IN_FLIGHT, BODY_BYTES_IN_FLIGHT)
+        exposition.read(admitted, lambda: map(Reading, admitted, itertools.repeat(()), read_admitted()))
         exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
         exposition.read(
             (GRAMMAR_CHECKS,),

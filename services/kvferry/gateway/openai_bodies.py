@@ -204,10 +204,10 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
         if len(kinds) > 1 or not kinds <= {str, int, list}:
             raise InvalidRequest("prompt: expected a string, token ids, or a list of one kind of these", param="prompt")
-        num_prompts = 1 if kinds == {int} else len(prompt)
-        if num_prompts * (body.n or 1) > MAX_CHOICES:
+        count = num_prompts(body)
+        if count * (body.n or 1) > MAX_CHOICES:
             raise InvalidRequest(
-                f"{num_prompts} prompts with n={body.n or 1} make {num_prompts * (body.n or 1)} choices; "
+                f"{count} prompts with n={body.n or 1} make {count * (body.n or 1)} choices; "
                 f"at most {MAX_CHOICES} are allowed",
                 param="prompt",
             )
@@ -224,6 +224,10 @@ def completion_of(values: Mapping[str, Any]) -> CompletionBody:
     elif not prompt:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
     return body
+
+
+def num_prompts(body: CompletionBody) -> int:
+    return len(body.prompt) if isinstance(body.prompt, list) and type(body.prompt[0]) is not int else 1
 
 
 def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:

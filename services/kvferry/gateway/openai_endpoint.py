@@ -13,15 +13,25 @@ from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError
+from kvferry.gateway.admission import Claim
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, require_model
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, NamedTool, for_renderer, read_chat, read_completion
+from kvferry.gateway.openai_bodies import (
+    ChatBody,
+    CompletionBody,
+    NamedTool,
+    for_renderer,
+    num_prompts,
+    read_chat,
+    read_completion,
+)
 from kvferry.gateway.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
 from kvferry.gateway.openai_responses import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.stream_writer import StreamWriter
 from kvferry.gateway.tenants import Tenant
+from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.policy import explain
 
@@ -42,17 +52,29 @@ NO_DEBUG = Debug()
 class OpenAI:
     """Turns request bodies into answers, for one served model."""
 
-    def __init__(self, renderer: Renderer, dispatcher: Dispatcher, metrics: GatewayMetrics, served_name: str) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        dispatcher: Dispatcher,
+        metrics: GatewayMetrics,
+        served_name: str,
+        timeouts: TokenTimeouts,
+    ) -> None:
+        self._timeouts = timeouts
         self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._served_name = served_name
 
-    async def chat(self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None) -> Answer:
+    async def chat(
+        self, raw: bytes, *, claim: Claim, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
+    ) -> Answer:
+        """Take the answer's choices and prompt tokens into `claim`. Raises KvferryError."""
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES)
         body = read_chat(raw)
         require_model(body.model, self._served_name)
+        claim.take_choices(body.n or 1)
         rendered = await self._renderer.render_chat(for_renderer(body))
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         fmt = ChatFormat
@@ -62,22 +84,33 @@ class OpenAI:
                 # Log-probabilities would reveal the reasoning's tokens.
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
+        claim.take_answer([rendered], body.n or 1)
         answer = self._answer(body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, debug=debug, trace=trace)
         if trace is not None:
             trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
         return answer
 
     async def completion(
-        self, raw: bytes, *, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
+        self, raw: bytes, *, claim: Claim, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
     ) -> Answer:
+        """Take the answer's choices and prompt tokens into `claim`. Raises KvferryError."""
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES + self._renderer.max_model_len())
         body = read_completion(raw)
         require_model(body.model, self._served_name)
+        claim.take_choices(num_prompts(body) * (body.n or 1))
         rendered = await self._renderer.render_completion(for_renderer(body))
         num_top = body.logprobs
+        claim.take_answer(rendered, body.n or 1)
         answer = self._answer(
-            body, list(rendered), num_top, CompletionFormat, "cmpl", tenant=tenant, debug=debug, trace=trace
+            body,
+            list(rendered),
+            num_top,
+            CompletionFormat,
+            "cmpl",
+            tenant=tenant,
+            debug=debug,
+            trace=trace,
         )
         if trace is not None:
             trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
@@ -117,6 +150,7 @@ class OpenAI:
             self._dispatcher,
             self._metrics,
             tenant=tenant,
+            timeouts=self._timeouts,
             may_be_aggregated=not debug.disaggregate,
             trace=trace,
         )

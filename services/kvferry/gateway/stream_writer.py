@@ -6,13 +6,17 @@ Writing never waits, so that no slow client delays others; a client with too man
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvferry.gateway.uvicorn_connection import Exchange
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
+
+# A comment of server-sent events, which clients skip.
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class StreamWriter(Protocol):
@@ -23,6 +27,11 @@ class StreamWriter(Protocol):
 
     @property
     def started(self) -> bool: ...
+
+    @property
+    def num_writes(self) -> int:
+        """Changes with every write."""
+        ...
 
     def write(self, events: bytes) -> None:
         """Never waits, and never raises for a client's fault."""
@@ -50,8 +59,46 @@ def open_stream_writer(
     return AsgiStreamWriter(send, headers, max_unread_bytes, on_slow)
 
 
+@contextlib.contextmanager
+def keep_alive(writer: StreamWriter, max_silence_s: float) -> Iterator[None]:
+    """Write comments while the block writes nothing, so that no proxy takes the connection for idle; 0 writes none.
+
+    The first one sends the head: later errors are events.
+    """
+    if not max_silence_s:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    num_writes = writer.num_writes
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal num_writes, timer
+        if writer.num_writes == num_writes:
+            writer.write(KEEP_ALIVE)
+        num_writes = writer.num_writes
+        timer = loop.call_later(max_silence_s / 2, look)
+
+    # A write just after one look is followed by a comment two looks later.
+    timer = loop.call_later(max_silence_s / 2, look)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class TransportStreamWriter:
-    __slots__ = ("_ended", "_exchange", "_headers", "_max_unread_bytes", "_on_slow", "_send", "started")
+    __slots__ = (
+        "_closing",
+        "_ended",
+        "_exchange",
+        "_headers",
+        "_max_unread_bytes",
+        "_on_slow",
+        "_send",
+        "num_writes",
+        "started",
+    )
 
     def __init__(
         self,
@@ -62,6 +109,8 @@ class TransportStreamWriter:
         on_slow: Callable[[], None],
     ) -> None:
         self.started = False
+        self.num_writes = 0
+        self._closing = False  # the end is being sent
         self._ended = False
         self._exchange = exchange
         self._send = send
@@ -70,8 +119,9 @@ class TransportStreamWriter:
         self._on_slow = on_slow
 
     def write(self, events: bytes) -> None:
-        if self._ended:
+        if self._closing or self._ended:
             return
+        self.num_writes += 1
         exchange = self._exchange
         if not self.started:
             self.started = True
@@ -85,9 +135,10 @@ class TransportStreamWriter:
         write = exchange.writer(before, after)
 
         def write_between(middle: bytes) -> None:
-            if not self.started or self._ended:
+            if not self.started or self._closing or self._ended:
                 self.write(before + middle + after)
                 return
+            self.num_writes += 1
             write(middle)
             if exchange.may_have_unread:
                 self._cut_if_slow()
@@ -100,11 +151,12 @@ class TransportStreamWriter:
             self._on_slow()
 
     async def close(self, events: bytes) -> None:
-        if self._ended:
+        if self._closing or self._ended:
             return
         if not self.started:
             self.write(events)
             events = b""
+        self._closing = True
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
         self._ended = True
 
@@ -125,6 +177,7 @@ class AsgiStreamWriter:
         self._pending = bytearray()
         self._written = asyncio.Event()
         self._ended = False  # nothing more is written
+        self.num_writes = 0
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -134,6 +187,7 @@ class AsgiStreamWriter:
     def write(self, events: bytes) -> None:
         if self._ended:
             return
+        self.num_writes += 1
         self._pending += events
         self._written.set()
         if self._pump is None:

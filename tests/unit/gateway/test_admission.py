@@ -1,0 +1,92 @@
+"""What one request may take, and what all of a gateway may have in flight, each at its limit and one over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.config import GatewayConfig
+from kvferry.engine.base import RenderedPrompt, Sampling
+from kvferry.errors import InvalidRequest, NotReady, Overloaded
+from kvferry.gateway.admission import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES, Admission, Claim, Readiness
+from kvferry.gateway.metrics import GatewayMetrics
+
+
+def admission(**values: int) -> Admission:
+    config = GatewayConfig.model_validate({"max_body_bytes": 1024, **values})
+    return Admission(config, GatewayMetrics(), lambda: Readiness(True, (), ()))
+
+
+def prompt(num_tokens: int, max_tokens: int, logprobs: int | None = None) -> RenderedPrompt:
+    return RenderedPrompt([1] * num_tokens, Sampling(max_tokens=max_tokens, logprobs=logprobs))
+
+
+@pytest.mark.parametrize(
+    ("limit", "key", "take"),
+    [
+        ("gateway.max_requests", "max_requests", Claim.take_choices),
+        ("gateway.max_prompt_tokens", "max_prompt_tokens", Claim.take_prompt_tokens),
+        ("gateway.max_pending_body_bytes", "max_pending_body_bytes", Claim.add_body_bytes),
+    ],
+)
+def test_a_limit_counts_what_all_requests_hold(limit: str, key: str, take: Callable[[Claim, int], None]) -> None:
+    gateway = admission(**{key: 2048})
+    with gateway.count_request("completions") as one, gateway.count_request("completions") as other:
+        take(one.claim, 2000)
+        take(other.claim, 48)
+        with pytest.raises(Overloaded, match=f"{limit} is 2048") as refused:
+            take(other.claim, 1)
+        assert refused.value.retry_after_s is not None
+        assert sum(gateway.in_flight) == 2048
+    assert gateway.in_flight == (0, 0, 0)
+    with gateway.count_request("completions") as again:
+        take(again.claim, 2048)
+
+
+def test_what_an_idle_gateway_would_refuse_too_is_no_overload() -> None:
+    gateway = admission(max_requests=4, max_prompt_tokens=100)
+    with gateway.count_request("completions") as one:
+        with pytest.raises(InvalidRequest, match=r"5 choices are too many; gateway\.max_requests is 4"):
+            one.claim.take_choices(5)
+        with pytest.raises(InvalidRequest, match=r"are 102; gateway\.max_prompt_tokens is 100"):
+            one.claim.take_answer([prompt(17, 1), prompt(17, 1)], 3)
+    assert gateway.in_flight == (0, 0, 0)
+
+
+def test_prompt_tokens_count_once_for_each_choice() -> None:
+    gateway = admission()
+    with gateway.count_request("completions") as one:
+        one.claim.take_answer([prompt(10, 1), prompt(5, 1)], 4)
+        assert gateway.num_prompt_tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "max_tokens", "num_top"),
+    [
+        (4, MAX_ANSWER_TOKENS // 4, None),
+        (512, MAX_ANSWER_TOKENS // 512, None),
+        (1, MAX_LOGPROB_ENTRIES, 0),
+        (16, MAX_LOGPROB_ENTRIES // 16 // 4, 3),
+    ],
+)
+def test_the_product_of_limits_is_limited(num_choices: int, max_tokens: int, num_top: int | None) -> None:
+    gateway = admission()
+    with gateway.count_request("completions") as one:
+        one.claim.take_answer([prompt(1, max_tokens, num_top)], num_choices)
+        with pytest.raises(InvalidRequest, match="at most") as refused:
+            one.claim.take_answer([prompt(1, max_tokens + 1, num_top)], num_choices)
+        assert refused.value.param == "max_tokens"
+        assert str(max_tokens + 1) in refused.value.message
+
+
+def test_a_full_or_leaving_gateway_refuses_before_it_reads() -> None:
+    gateway = admission(max_requests=2)
+    gateway.require_admission(can_render=True)
+    with gateway.count_request("completions") as one:
+        one.claim.take_choices(2)
+        with pytest.raises(Overloaded, match=r"gateway\.max_requests is 2"):
+            gateway.require_admission(can_render=True)
+    gateway.draining = True
+    with pytest.raises(NotReady):
+        gateway.require_admission(can_render=True)
