@@ -59,17 +59,18 @@ class AsyncClient:
         api_key: str | None = None,
         tls: Tls | bool = False,
         timeout_s: float | None = None,
+        key_in_clear: bool = False,
     ) -> None:
         """`target` is host:port. `tls=True` trusts this machine's authorities. `timeout_s` is the default of all
-        calls.
+        calls. A key goes without TLS to this machine only, or wherever `key_in_clear` says so (else ValueError).
         """
         found = tls_of(tls)
+        self._metadata = metadata_of(api_key, target, found, key_in_clear=key_in_clear)
         if found is None:
             self._channel = grpc.aio.insecure_channel(target, options=options_of(None))
         else:
             self._channel = grpc.aio.secure_channel(target, found.credentials(), options=options_of(found))
         self._target = target
-        self._metadata = metadata_of(api_key)
         self._timeout_s = timeout_s
         self._only_model = ""
         self._generate = self._channel.unary_unary(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import grpc
 
+from kvferry.addresses import is_loopback
+
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     # An endpoint that vanished is noticed while a long answer is waited for.
@@ -58,5 +60,29 @@ def tls_of(tls: Tls | bool) -> Tls | None:
     return Tls() if tls else None
 
 
-def metadata_of(api_key: str | None) -> Metadata:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+def metadata_of(api_key: str | None, target: str, tls: Tls | None, *, key_in_clear: bool) -> Metadata:
+    """Raises ValueError for a key that would leave this machine in clear, unless `key_in_clear`."""
+    if not api_key:
+        return ()
+    if tls is None and not key_in_clear and not _is_local(target):
+        raise ValueError(
+            f"api_key would travel in clear to {target}: use tls, or say key_in_clear=True on a network you trust"
+        )
+    return (("authorization", f"Bearer {api_key}"),)
+
+
+def _is_local(target: str) -> bool:
+    """Whether a target of gRPC (`host:port`, `dns:host:port`, `ipv4:...`, `unix:...`) stays on this machine."""
+    scheme, colon, rest = target.partition(":")
+    if colon and scheme in ("unix", "unix-abstract"):
+        return True
+    if colon and scheme in ("dns", "ipv4", "ipv6"):
+        target = rest.rpartition("/")[2]
+    return all(is_loopback(_host_of(address)) for address in target.split(","))
+
+
+def _host_of(address: str) -> str:
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    host, colon, _ = address.rpartition(":")
+    return host if colon else address

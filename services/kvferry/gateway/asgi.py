@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
@@ -80,6 +81,7 @@ class HttpApp:
         self.openai: OpenAI | None = None
         self.is_leaving = False  # connections are not kept for further requests
         self.max_model_len: int | None = None
+        self.tls_context: ssl.SSLContext | None = None  # of the listener, if clients speak TLS
         self.connection_limits = ConnectionLimits(
             raise_descriptor_limit(config.max_connections), config.max_connections_per_peer
         )

@@ -35,8 +35,10 @@ from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.openai_endpoint import OpenAI
 from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
+from kvferry.gateway.tls_handshake import TlsHandshake
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.gateway.uvicorn_connection import HttpProtocol
+from kvferry.log_limit import limit_log
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener, Server
 from kvferry.residency.index import ResidencyIndex
@@ -66,6 +68,13 @@ ACCEPTS_PER_TURN = 32
 MAX_NAMED = 16  # workers that /readyz names as incompatible
 
 
+# Clients cause what they say: a line per bad request would fill a disk.
+_REQUEST_LOGGERS = (
+    "asyncio", "grpc._cython.cygrpc", "uvicorn.error", "kvferry.gateway.asgi", "kvferry.gateway.grpc_server",
+    "kvferry.gateway.openai_endpoint", "kvferry.router.dispatch",
+)  # fmt: skip
+
+
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     """Return the renderer of `config.engine.kind`, in seconds: call it off the event loop."""
     if config.engine.kind == "sim":
@@ -92,10 +101,11 @@ def _grammar_checks(config: ClusterConfig, model_folder: str) -> GrammarChecks:
 
 
 def _http_server(app: HttpApp, tls: GatewayTls | None) -> Server:
+    app.tls_context = tls.http_context() if tls is not None else None
     return Server(
         uvicorn.Config(
             app,
-            http=HttpProtocol,
+            http=HttpProtocol if tls is None else TlsHandshake,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -103,7 +113,6 @@ def _http_server(app: HttpApp, tls: GatewayTls | None) -> Server:
             server_header=False,
             proxy_headers=False,  # the client's address is used nowhere
             timeout_keep_alive=75,
-            ssl_context_factory=None if tls is None else lambda _config, _make: tls.http_context(),
         )
     )
 
@@ -166,6 +175,8 @@ class GatewayHost:
         """Listen, load the renderer, and return; workers may still be missing."""
         gc.set_threshold(GC_THRESHOLD)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        for name in _REQUEST_LOGGERS:
+            limit_log(logging.getLogger(name))
         gateway = self._config.gateway
         # Gateways of one node share the port, also an old and a new one; the kernel spreads connections over them.
         listener = socket.create_server(

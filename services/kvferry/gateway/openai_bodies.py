@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
-from kvferry.gateway.json_text import decode_json, json_type, object_of
+from kvferry.gateway.json_text import decode_json, json_type, object_of, surrogate_fault
 from kvferry.gateway.json_values import MAX_VALUES, num_values_at_most
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
@@ -243,7 +243,8 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         values = decode_json(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        reason = surrogate_fault(raw) or str(error)
+        raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(values, dict):

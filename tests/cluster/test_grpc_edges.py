@@ -1,0 +1,201 @@
+"""gRPC clients that show no key, send no message, open too much, or do not read; and TLS clients that say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvferry.gateway import grpc_health, grpc_messages, tls_handshake
+from kvferry.gateway.grpc_messages import MessageReads
+from kvferry.gateway.key_file import new_key
+from kvferry.inference.v1 import inference_pb2 as pb
+from support.waiting import until
+
+from .conftest import MODEL, SimCluster, running
+from .test_access import Certificates, bearer, http_to
+from .test_gateway_grpc import ENDLESS, GREEDY, channel_to, details_of, generate, refused, stub_on
+
+METHODS = ("Generate", "GenerateStream", "Tokenize", "ListModels")
+
+
+def own_channel_to(cluster: SimCluster) -> grpc.aio.Channel:
+    """A channel with a connection of its own; others of this process share one."""
+    assert cluster.gateway is not None
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    return grpc.aio.insecure_channel(f"127.0.0.1:{cluster.gateway.grpc.port}", options=options)
+
+
+def silent(channel: grpc.aio.Channel, method: str, metadata: Any = ()) -> Any:
+    """A call whose client sends nothing, not even an end."""
+    return channel.stream_stream(f"/kvferry.inference.v1.Inference/{method}")(metadata=metadata)
+
+
+async def failure_of(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    return caught.value
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_client_without_a_key_is_refused_before_its_message(tmp_path: Path, method: str) -> None:
+    keys = tmp_path / "keys.yaml"
+    key = new_key(keys, "acme", "ci")
+    async with running(gateway={"keys_file": str(keys)}) as cluster, channel_to(cluster) as channel:
+        async with asyncio.timeout(5):
+            error = await failure_of(silent(channel, method))
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            both = (*bearer(key).items(), *bearer(f"{key}x").items())
+            assert "more than one" in str((await failure_of(silent(channel, method, both))).details())
+        assert cluster.gateway is not None
+        await until(lambda: cluster.gateway is not None and cluster.gateway.admission.num_in_flight == 0)
+
+
+async def test_a_message_that_does_not_come_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_messages, "MESSAGE_TIMEOUT_S", 0.3)
+    async with running() as cluster, channel_to(cluster) as channel:
+        calls = [silent(channel, "Generate"), channel.stream_stream("/grpc.health.v1.Health/Watch")()]
+        for call in calls:
+            error = await failure_of(call)
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert details_of(error)["ErrorInfo"].reason == "BODY_TIMEOUT"
+
+
+async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_messages, "PATIENCE_S", 0.1)
+    async with running(gateway={"max_body_bytes": 4096, "max_pending_body_bytes": 20_000}) as cluster:
+        async with channel_to(cluster) as slow, channel_to(cluster) as channel:
+            gateway = cluster.gateway
+            assert gateway is not None
+            reads = gateway.grpc._reads
+            assert reads._max_reads == 2
+            calls = [silent(slow, "Generate") for _ in range(2)]
+            readers = [asyncio.create_task(failure_of(call)) for call in calls]
+            await until(lambda: len(reads._limit_to_begun_s) == 2, what="both are read")
+            answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=5)
+            assert answer.usage.completion_tokens == 8
+            cut = await readers[0]
+            assert cut.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "while others waited" in str(cut.details())
+            assert not readers[1].done(), "one was enough"
+            calls[1].cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+        await until(lambda: gateway.admission.num_in_flight == 0)
+        assert repr(reads) == "<MessageReads 0/2>"
+        assert isinstance(reads, MessageReads)
+
+
+async def test_calls_at_once_are_limited_in_all() -> None:
+    async with running(gateway={"max_grpc_calls": 2}) as cluster, channel_to(cluster) as channel:
+        streams = [stub_on(channel).GenerateStream(ENDLESS) for _ in range(2)]
+        for stream in streams:
+            await stream.read()
+        error = await refused(stub_on(channel).Generate(generate(sampling=GREEDY)))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for stream in streams:
+            stream.cancel()
+        await cluster.until_quiet()
+
+
+async def test_a_connection_carries_so_many_streams() -> None:
+    """Further calls wait in the client."""
+    async with running(gateway={"max_grpc_streams_per_connection": 2}) as cluster, channel_to(cluster) as channel:
+        gateway = cluster.gateway
+        assert gateway is not None
+        streams = [stub_on(channel).GenerateStream(ENDLESS) for _ in range(3)]
+        for stream in streams[:2]:
+            await stream.read()
+        third = asyncio.create_task(streams[2].read())
+        async with own_channel_to(cluster) as other:
+            # The third would have come before this one.
+            await stub_on(other).Generate(generate(sampling=GREEDY), timeout=5)
+        assert gateway.admission.num_choices == 2
+        streams[0].cancel()
+        async with asyncio.timeout(5):
+            await third
+        for stream in streams:
+            stream.cancel()
+        await cluster.until_quiet()
+
+
+async def test_connections_are_limited() -> None:
+    async with running(gateway={"max_connections": 1}) as cluster, channel_to(cluster) as channel:
+        await stub_on(channel).ListModels(pb.ListModelsRequest(), timeout=5)
+        async with own_channel_to(cluster) as other:
+            error = await refused(stub_on(other).ListModels(pb.ListModelsRequest(), timeout=1))
+            assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        await stub_on(channel).ListModels(pb.ListModelsRequest(), timeout=5)
+
+
+async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its write does not return; others hear of changes, and of `notify`, all the same."""
+    monkeypatch.setattr(grpc_health, "MAX_WATCHERS", 2)
+    ready = True
+    health = grpc_health.Health(("",), lambda: ready)
+
+    class StuckContext:
+        async def read(self) -> bytes:
+            return b""
+
+        async def write(self, _: object) -> None:
+            await asyncio.Event().wait()
+
+    stuck = asyncio.create_task(health._watch(None, StuckContext()))  # type: ignore[arg-type]
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((health.handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(5):
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watched = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING
+            ready = False
+            health.notify()
+            assert (await watched.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert "watchers=2" in repr(health)
+            third = await failure_of(stub.Watch(health_pb2.HealthCheckRequest()))
+            assert third.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            unknown = await refused(stub.Check(health_pb2.HealthCheckRequest(service="x" * 100_000)))
+            assert len(str(unknown.details())) < 300
+    finally:
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+        await server.stop(None)
+    assert "watchers=0" in repr(health)
+
+
+async def test_a_client_that_never_shakes_hands_is_counted_and_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = Certificates(tmp_path)
+    monkeypatch.setattr(tls_handshake, "HANDSHAKE_TIMEOUT_S", 0.5)
+    async with running(gateway={"tls": certificates.config(), "max_connections": 2}) as cluster:
+        gateway = cluster.gateway
+        assert gateway is not None
+        limits = gateway.app.connection_limits
+        mute = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(2)]
+        await until(lambda: limits.num_open == 2, what="handshakes are counted")
+        context = ssl.create_default_context()
+        with pytest.raises((ConnectionError, ssl.SSLError, asyncio.IncompleteReadError)):
+            await asyncio.open_connection("127.0.0.1", gateway.port, ssl=context)
+        for reader, writer in mute:
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
+            writer.close()
+        await until(lambda: limits.num_open == 0)
+        async with http_to(cluster, certificates.context()) as http:
+            for _ in range(2):
+                assert (await http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})).status_code == 200
+            assert limits.num_open == 1
+        await until(lambda: limits.num_open == 0)
+        with pytest.raises(httpx.HTTPError):
+            async with httpx.AsyncClient() as plain:
+                await plain.get(f"http://127.0.0.1:{gateway.port}/healthz")
+        await until(lambda: limits.num_open == 0)

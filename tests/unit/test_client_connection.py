@@ -1,0 +1,30 @@
+"""Where a client's key may go without TLS."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.client import Client
+from kvferry.client.connection import Tls, metadata_of
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["127.0.0.1:9000", "localhost:9000", "[::1]:9000", "dns:///localhost:9000", "ipv4:127.0.0.1:1,127.0.0.2:1", "unix:/x"],
+)
+def test_a_key_goes_to_this_machine_in_clear(target: str) -> None:
+    assert metadata_of("k", target, None, key_in_clear=False) == (("authorization", "Bearer k"),)
+
+
+@pytest.mark.parametrize(
+    "target", ["gateway:9000", "10.0.0.1:9000", "dns:///gateway:9000", "ipv4:127.0.0.1:1,10.0.0.1:1", "xds:///x", "x"]
+)
+def test_a_key_goes_elsewhere_over_tls_or_where_it_is_said(target: str) -> None:
+    with pytest.raises(ValueError, match="key_in_clear") as refused:
+        metadata_of("secret", target, None, key_in_clear=False)
+    assert "secret" not in str(refused.value)
+    assert metadata_of("k", target, Tls(), key_in_clear=False)
+    assert metadata_of("k", target, None, key_in_clear=True)
+    assert metadata_of(None, target, None, key_in_clear=False) == ()
+    with pytest.raises(ValueError, match="key_in_clear"):
+        Client(target, api_key="secret")
