@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from kvferry.client import AsyncClient, CallFailed
 from kvferry.engine.sim import Faults
 from kvferry.membership.base import MemberKind
 from support.waiting import until
@@ -122,3 +124,24 @@ async def test_the_deadline_travels_to_the_worker() -> None:
         assert (await post(cluster, 0)).status_code == 504
         assert seen[0] is not None
         await cluster.until_quiet()
+
+
+async def test_a_call_whose_deadline_comes_before_its_turn_is_refused_before_it_waits() -> None:
+    async with running(0, 1) as cluster:
+        limit(cluster, MemberKind.DECODE, 1)
+        (engine,) = cluster.engines(MemberKind.DECODE)
+        engine.faults = Faults(stalled=True)
+        asked = asyncio.create_task(post(cluster, 0))
+        await until(lambda: engine.stats().num_waiting == 1)
+        queue = cluster.dispatcher._router.queue
+        now_s = queue.now_s()
+        for i in range(8):  # one completion every two seconds
+            queue.completions.add(now_s - 16.0 + 2.0 * i)
+        assert cluster.gateway is not None
+        async with AsyncClient(f"127.0.0.1:{cluster.gateway.grpc.port}") as client:
+            with pytest.raises(CallFailed) as refused:
+                await client.generate(prompt(1), timeout_s=1.0)
+        assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "room on a worker is expected in" in refused.value.message
+        engine.faults = Faults()
+        assert (await asked).status_code == 200

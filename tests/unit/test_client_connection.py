@@ -10,7 +10,14 @@ from kvferry.client.connection import Tls, metadata_of
 
 @pytest.mark.parametrize(
     "target",
-    ["127.0.0.1:9000", "localhost:9000", "[::1]:9000", "dns:///localhost:9000", "ipv4:127.0.0.1:1,127.0.0.2:1", "unix:/x"],
+    [
+        "127.0.0.1:9000",
+        "localhost:9000",
+        "[::1]:9000",
+        "dns:///localhost:9000",
+        "ipv4:127.0.0.1:1,127.0.0.2:1",
+        "unix:/x",
+    ],
 )
 def test_a_key_goes_to_this_machine_in_clear(target: str) -> None:
     assert metadata_of("k", target, None, key_in_clear=False) == (("authorization", "Bearer k"),)

@@ -42,7 +42,9 @@ def require_model(name: str, served_name: str, *, param: str | None = "model") -
         raise ModelNotFound(f"the model {name!r} does not exist; served here: {served_name}", param=param)
 
 
-def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant) -> list[EngineRequest]:
+def _requests_of(
+    answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant, deadline_s: float | None
+) -> list[EngineRequest]:
     """Return `n` requests per prompt in OpenAI's order, with different seeds.
 
     Tokens are arrays, which halves the time of route keys.
@@ -62,6 +64,7 @@ def _requests_of(answer_id: str, rendered: Sequence[RenderedPrompt], n: int, ten
                     cache_salt=tenant.cache_salt,
                     parse=prompt.parse,
                     tier=tenant.tier,
+                    deadline_s=deadline_s,
                 )
             )
     return requests
@@ -82,9 +85,13 @@ class Generation:
         timeouts: TokenTimeouts,
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
+        deadline_s: float | None = None,
     ) -> None:
-        """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts."""
-        self.requests = _requests_of(answer_id, rendered, n, tenant)
+        """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts.
+
+        `deadline_s` is the client's own, of `time.monotonic`.
+        """
+        self.requests = _requests_of(answer_id, rendered, n, tenant, deadline_s)
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:

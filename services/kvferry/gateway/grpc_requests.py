@@ -52,8 +52,9 @@ class Inference:
         tenant: Tenant,
         disaggregate: bool = False,
         trace: RequestTrace | None = None,
+        deadline_s: float | None = None,
     ) -> InferenceAnswer:
-        """Take the answer's choices and prompt tokens into `claim`.
+        """Take the answer's choices and prompt tokens into `claim`. `deadline_s` is the call's, of `time.monotonic`.
 
         Raises a RequestError for a bad message, whose `param` is the field, or Overloaded.
         """
@@ -81,6 +82,7 @@ class Inference:
             timeouts=self._timeouts,
             may_be_aggregated=not disaggregate,
             trace=trace,
+            deadline_s=deadline_s,
         )
         if trace is not None:
             trace.rendered(answer_id, body, generation.requests, begun_ns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -175,8 +176,15 @@ class GrpcEndpoint:
         self, inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest, context: Context
     ) -> InferenceAnswer:
         disaggregate, trace = _wants_disaggregation(context), counted.trace
+        left_s = context.time_remaining()
+        deadline_s = None if left_s is None else time.monotonic() + min(left_s, self._config.request_timeout_s)
         answer = await inference.generate(
-            raw, claim=counted.claim, tenant=tenant, disaggregate=disaggregate, trace=trace
+            raw,
+            claim=counted.claim,
+            tenant=tenant,
+            disaggregate=disaggregate,
+            trace=trace,
+            deadline_s=deadline_s,
         )
         traced = trace.headers.items() if trace is not None else ()
         await context.send_initial_metadata(((REQUEST_ID, answer.answer_id), *traced))
