@@ -7,14 +7,16 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 
 from kvferry.addresses import free_port
+from kvferry.engine.base import EngineDurations
 from kvferry.engine.sim import SimEngine
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, Tier
-from kvferry.router.policy import PricedPolicy
+from kvferry.router.policy import Measured, PricedPolicy
 from kvferry.worker.lifecycle import WorkerHost
 from support.waiting import until
 
@@ -115,6 +117,38 @@ def _num_answered(gateway: GatewayHost) -> float:
     name = 'kvferry_requests_total{endpoint="completions",status="200"} '
     lines = gateway.metrics.render().decode().splitlines()
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+async def test_policies_learn_from_the_engines_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(prefill=1, decode=1, gateway=PRICED, sim=SLOW) as cluster:
+        policy = account(cluster)
+        prefills: list[tuple[float, EngineDurations | None]] = []
+        decodes: list[Measured] = []
+
+        def learn_prefill(worker: Any, tokens: int, elapsed_ms: float, placement: Any, durations: Any) -> None:
+            prefills.append((elapsed_ms, durations))
+
+        monkeypatch.setattr(policy, "learn_prefill", learn_prefill)
+        monkeypatch.setattr(policy, "learn", lambda worker, measured: decodes.append(measured))
+        await ask(cluster.url, tokens(800, 1), debug="disaggregate")
+        await ask(cluster.url, tokens(20, 2))
+        (elapsed_ms, durations), (pulled, aggregated) = prefills[0], decodes
+        assert len(prefills) == 1
+        assert durations is not None
+        assert durations.prefill_ms is not None
+        assert 0 < durations.prefill_ms <= elapsed_ms
+        assert durations.prefill_share == 1.0
+        assert durations.kv_transfer_ms is None
+        assert pulled.durations is not None
+        assert pulled.durations.kv_transfer_ms is not None
+        assert 0 < pulled.durations.kv_transfer_ms <= pulled.first_token_ms
+        assert pulled.durations.kv_transfer_share == 1.0
+        assert aggregated.durations is not None
+        assert aggregated.durations.kv_transfer_ms is None
+        # Workers count what waits on them.
+        assert cluster.gateway is not None
+        links = cluster.gateway.worker_pool.links(MemberKind.PREFILL)
+        await until(lambda: links[0].stats.queued_prompt_tokens == 0, what="a report of nothing queued")
 
 
 async def test_the_same_beginning_goes_to_the_same_worker() -> None:

@@ -57,8 +57,8 @@ _MIN_CHANGE = 0.01  # of the typical rate, in which no worker's costs are comput
 # A rate fades once its age, since it was last observed, is above 1. The age grows by 1 in so many seconds, and in so
 # many placements: _STALE_SHARE for each worker, which at equal shares is observed that often, and some more.
 _STALE_S = 60.0
-_STALE_PLACEMENTS = 16
-_STALE_SHARE = 6
+_STALE_PLACEMENTS = 40
+_STALE_SHARE = 5
 _HALVINGS_PER_AGE = 8.0
 # A rate above the typical one fades to below it, the further the higher it was: what made it high may be over, and only
 # work shows that.
@@ -276,7 +276,7 @@ class RatePool:
         if name not in self._medians:
             return default
         median, since = self._medians[name]
-        return faded(median, default, self._placement_age - since)
+        return faded(median, default, 1.0 + self._placement_age - since)
 
     def _current(self, name: str, rate: Rate, is_tried: bool) -> float:
         if rate.num_observed and self.age - rate.observed_at <= 1.0:

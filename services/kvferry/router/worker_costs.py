@@ -102,7 +102,7 @@ class WorkerCosts:
             )
         else:
             self.free_pages, self.full_ms_per_page = float("inf"), 0.0
-        block_size = candidate.member.block_size
+        block_size = max(1, candidate.member.block_size)  # 0: not known
         self.free_tokens = self.free_pages * block_size - account.queued_tokens
         self.full_ms_per_token = self.full_ms_per_page / block_size
 
