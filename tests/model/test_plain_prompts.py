@@ -210,3 +210,15 @@ async def test_structured_output_asked_for_over_grpc_reaches_the_engines_paramet
         "one_of": {"choice": ["a", "b"]},
     }[structure.WhichOneof("kind") or ""]
     assert json.loads(rendered.sampling.structured_outputs) == expected
+
+
+@pytest.mark.parametrize("content", ["x" * 4_000_000, [{"type": "text", "text": "x" * 2_000_000}] * 2])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(
+    renderer: VllmRenderer, content: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer, "_loop", None)
+    with pytest.raises(ContextLengthExceeded, match="characters at most, but messages has 4000000"):
+        await renderer.render_chat({"messages": [{"role": "user", "content": content}]})
+    if isinstance(content, str):
+        with pytest.raises(ContextLengthExceeded, match="but prompt has 4000000"):
+            await renderer.render_completion({"prompt": ["short", content]})

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 import yaml
 
 from kvferry.errors import ConfigError
-from kvferry.gateway.key_file import LOOK_INTERVAL_S, KeyFile, new_key, read_keys
+from kvferry.gateway import key_file
+from kvferry.gateway.key_file import LOOK_INTERVAL_S, READ_AT_ONCE_BYTES, ApiKey, KeyFile, new_key, read_keys
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -146,6 +149,28 @@ def test_a_file_that_broke_changes_nothing_and_is_complained_of_once(
     clock.now_s += LOOK_INTERVAL_S
     assert keys.find("next") is not None
     assert keys.find(key) is None
+
+
+def test_a_large_file_is_read_in_a_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("".join(entry("acme", f"k{i}", f"key {i}") for i in range(200)))
+    assert file.stat().st_size > READ_AT_ONCE_BYTES
+    clock = Clock()
+    keys = KeyFile(file, clock=clock)
+    allowed = threading.Event()
+    read = key_file.read_keys
+
+    def slow(read_file: Path) -> list[ApiKey]:
+        assert allowed.wait(30)
+        return read(read_file)
+
+    monkeypatch.setattr(key_file, "read_keys", slow)
+    file.write_text("".join(entry("acme", f"k{i}", f"other key {i}") for i in range(200)))
+    clock.now_s += LOOK_INTERVAL_S
+    assert keys.find("key 0") is not None
+    assert keys.find("other key 0") is None
+    allowed.set()
+    wait_until(lambda: keys.find("other key 0") is not None)
+    assert keys.find("key 0") is None
 
 
 def test_no_keys_is_a_file_that_lets_nobody_in(file: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,12 +49,9 @@ class VllmRenderer:
         # Read by vLLM's CPU platform while it builds a configuration; no cache is allocated here.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         from vllm.config import ModelConfig as VllmModelConfig
-        from vllm.config import VllmConfig
         from vllm.entrypoints.openai.models.protocol import BaseModelPath
         from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
         from vllm.entrypoints.scale_out.render.serving import ServingRender
-        from vllm.renderers import renderer_from_config
-        from vllm.renderers.online_renderer import OnlineRenderer
 
         from kvferry.engine.vllm.parsing import check_names
 
@@ -66,26 +63,16 @@ class VllmRenderer:
             trust_remote_code=model.trust_remote_code,
             renderer_num_workers=1,
         )
-        try:
-            online = OnlineRenderer(
-                model_config=config,
-                renderer=renderer_from_config(VllmConfig(model_config=config)),
-                request_logger=None,
-                chat_template=None,
-                chat_template_content_format="auto",
-                enable_auto_tools=bool(model.tool_parser),
-                tool_parser=model.tool_parser or None,
-                reasoning_parser=model.reasoning_parser or None,
-            )
-        except TypeError as error:
-            # The parser needs tokens that this tokenizer lacks.
-            raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
+        online = _online_renderer(config, model)
         online.warmup()
         self._online = online
         self._grammars = grammars
         self._model = model
         self._served_name = served_name
         self._max_model_len = int(config.max_model_len)
+        # No text of more characters fits the context. Not every tokenizer knows it.
+        chars_per_token = getattr(online.renderer.get_tokenizer(), "max_chars_per_token", None)
+        self._max_chars = self._max_model_len * int(chars_per_token) if chars_per_token else None
         self._vocabulary_size = int(config.get_vocab_size())
         self._serving = ServingRender(
             OpenAIModelRegistry(
@@ -150,6 +137,7 @@ class VllmRenderer:
                 'with tool_choice "none" the model is only told of them',
                 param="tools",
             )
+        self._check_chars(_user_texts(body["messages"]), "messages")
         requested = body.get("max_completion_tokens")
         if requested is None:
             requested = body.get("max_tokens")
@@ -166,6 +154,10 @@ class VllmRenderer:
         return self._within_context(rendered, requested)
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
+        prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_chars([prompt], "prompt")
         requested = body.get("max_tokens", 16)
         if self._plain is not None and self._plain.takes_completion(body):
             rendered = await self._at_once_if_short(self._plain.completion, body, len(body["prompt"]))
@@ -232,6 +224,15 @@ class VllmRenderer:
             except VLLMClientError as error:
                 raise InvalidRequest(f"prompt: {error}", param="prompt") from None
 
+    def _check_chars(self, texts: Iterable[str], param: str) -> None:
+        """Refuse, before templates and tokenizers copy it, a text that cannot fit."""
+        if self._max_chars is not None and (num_chars := sum(map(len, texts))) > self._max_chars:
+            raise ContextLengthExceeded(
+                f"this model's context is {self._max_model_len} tokens, which have {self._max_chars} characters at "
+                f"most, but {param} has {num_chars}",
+                param=param,
+            )
+
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         """Raises InvalidRequest for ids that engines would refuse, with all of them in the message."""
         if token_ids and (largest := max(token_ids)) >= self._vocabulary_size:
@@ -289,6 +290,39 @@ class VllmRenderer:
         if sampling.max_tokens < 1:
             raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
         return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling, parse=rendered.parse)
+
+
+def _online_renderer(config: Any, model: ModelConfig) -> Any:
+    from vllm.config import VllmConfig
+    from vllm.renderers import renderer_from_config
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    try:
+        return OnlineRenderer(
+            model_config=config,
+            renderer=renderer_from_config(VllmConfig(model_config=config)),
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+            enable_auto_tools=bool(model.tool_parser),
+            tool_parser=model.tool_parser or None,
+            reasoning_parser=model.reasoning_parser or None,
+        )
+    except TypeError as error:
+        # The parser needs tokens that this tokenizer lacks.
+        raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
+
+
+def _user_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the texts that every chat template repeats; some leave out what others said."""
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") != "user":
+            continue
+        if isinstance(content, str):
+            yield content
+        elif content is not None:
+            yield from (part["text"] for part in content)
 
 
 def _freeze_imported() -> None:
