@@ -57,8 +57,10 @@ async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
     config = configuration.parse(values)
     membership = EtcdMembership(config.membership)
     if kind is MemberKind.GATEWAY:
+        # Gateways of one machine would share the default port.
+        grpc_port = config.gateway.grpc_port if "grpc_port" in config.gateway.model_fields_set else None
         config = config.model_copy(
-            update={"gateway": config.gateway.model_copy(update={"http_port": port, "grpc_port": None})}
+            update={"gateway": config.gateway.model_copy(update={"http_port": port, "grpc_port": grpc_port})}
         )
         gateway = GatewayHost(config, config.model.path, membership)
         await gateway.start()

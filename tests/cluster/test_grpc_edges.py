@@ -75,9 +75,11 @@ async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: p
             assert gateway is not None
             reads = gateway.grpc._reads
             assert reads._max_reads == 2
-            calls = [silent(slow, "Generate") for _ in range(2)]
-            readers = [asyncio.create_task(failure_of(call)) for call in calls]
-            await until(lambda: len(reads._limit_to_begun_s) == 2, what="both are read")
+            calls, readers = [], []
+            for number in (1, 2):
+                calls.append(silent(slow, "Generate"))
+                readers.append(asyncio.create_task(failure_of(calls[-1])))
+                await until(lambda n=number: len(reads._limit_to_begun_s) == n, what="it is read")  # type: ignore[misc]
             answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=5)
             assert answer.usage.completion_tokens == 8
             cut = await readers[0]
@@ -108,9 +110,11 @@ async def test_a_connection_carries_so_many_streams() -> None:
     async with running(gateway={"max_grpc_streams_per_connection": 2}) as cluster, channel_to(cluster) as channel:
         gateway = cluster.gateway
         assert gateway is not None
-        streams = [stub_on(channel).GenerateStream(ENDLESS) for _ in range(3)]
-        for stream in streams[:2]:
-            await stream.read()
+        streams = []
+        for _ in range(2):
+            streams.append(stub_on(channel).GenerateStream(ENDLESS))
+            await streams[-1].read()
+        streams.append(stub_on(channel).GenerateStream(ENDLESS))
         third = asyncio.create_task(streams[2].read())
         async with own_channel_to(cluster) as other:
             # The third would have come before this one.

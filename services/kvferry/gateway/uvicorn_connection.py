@@ -44,6 +44,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits: ConnectionLimits | None = getattr(self.app, "connection_limits", None)
         self._reads_head = True
         self._num_head_bytes = 0  # at least 1 if any has come
+        self._num_line_bytes = 0  # of headers that are parsed
         self._num_tail_bytes = 0  # after the last of a body: chunk sizes and trailers
         self._is_counted = False
         self._is_upgrade = False
@@ -160,6 +161,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._reads_head = True
         self._num_head_bytes = max(1, self._num_head_bytes)
+        self._num_line_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -170,7 +172,9 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._reads_head:
             return  # a trailer: its sender may be another one than the headers'
         super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
+        # The count of bytes in `data_received` looks once a read, which may have a whole head in it.
+        self._num_line_bytes += len(name) + len(value) + 4
+        if len(self.headers) > MAX_HEADERS or self._num_line_bytes > MAX_HEAD_BYTES:
             self._stop_parser(_head_too_large())
 
     def _stop_parser(self, fault: KvferryError) -> None:
@@ -189,6 +193,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._reads_head = False
         self._num_head_bytes = self._num_tail_bytes = 0
         self._end_timer()
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            self._stop_parser(InvalidRequest("only HTTP/1.1 and HTTP/1.0 are spoken here"))
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parser(Overloaded(f"over {MAX_PIPELINED} requests wait on this connection"))
         self._is_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)

@@ -281,6 +281,11 @@ def head(*lines: bytes, line: bytes = b"GET / HTTP/1.1") -> bytes:
             [b"GET / HTTP/1.1\r\nx: ", *[b"a" * 4096] * (MAX_HEAD_BYTES // 4096 + 1)],
             b"431",
         ),
+        # In one read, with the head's end.
+        ([head(b"x: " + b"a" * (MAX_HEAD_BYTES - 14))], [head(b"x: " + b"a" * (MAX_HEAD_BYTES - 13))], b"431"),
+        ([head(line=b"GET / HTTP/1.0")], [head(line=b"GET / HTTP/2.0")], b"400"),
+        ([head(line=b"GET / HTTP/1.1")], [head(line=b"GET / HTTP/0.9")], b"400"),
+        ([head()], [head(line=b"GET /")], b"400"),
         ([head(*[b"x: y"] * (MAX_HEADERS - 1))], [head(*[b"x: y"] * MAX_HEADERS)], b"431"),
         (
             [head(line=b"GET /" + b"a" * (MAX_URL_BYTES - 1) + b" HTTP/1.1")],
@@ -289,7 +294,7 @@ def head(*lines: bytes, line: bytes = b"GET / HTTP/1.1") -> bytes:
         ),
         ([head()], [b"NONSENSE\r\n\r\n"], b"400"),
     ],
-    ids=["bytes", "count", "url", "nonsense"],
+    ids=["bytes", "bytes in one read", "HTTP/2.0", "HTTP/0.9", "no version", "count", "url", "nonsense"],
 )
 async def test_heads_have_limits(fits: list[bytes], over: list[bytes], status: bytes) -> None:
     app = Echo()
