@@ -45,7 +45,7 @@ LIMITS = {
     "largest_class": 400,
     "readme_words": 900,
     "docstring_words_per_100": 66,
-    "files_of_a_request": 22,
+    "files_of_a_request": 21,
 }
 _LONG_FUNCTION = 60
 

@@ -57,8 +57,7 @@ async def test_a_foreign_worker_gets_no_request_and_is_named(values: dict[str, A
             assert answer.status_code == 200
             assert answer.json()["kvferry"]["decode_worker"] == own.worker_id
         assert engine.stats().prompt_tokens.total == 0
-        waiting = (await readiness(cluster))["waiting_for"]
-        assert waiting == [f"{foreign.worker_id} is left out: {named}"]
+        assert (await readiness(cluster))["left_out"] == [f"{foreign.worker_id}: {named}"]
 
 
 @pytest.mark.parametrize("which", ["kvferry.worker.lifecycle", "kvferry.gateway.lifecycle"])

@@ -24,11 +24,15 @@ MAX_LOGPROB_ENTRIES = 1 << 20
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Whether requests can be answered now; `waiting_for` names missing parts."""
+    """Whether requests can be answered now; `waiting_for` names missing parts.
+
+    `left_out` names workers that this gateway must not work with, and why.
+    """
 
     ready: bool
     waiting_for: Sequence[str]
     members: Sequence[str]
+    left_out: Sequence[str] = ()
 
 
 class Claim:

@@ -151,12 +151,12 @@ class HttpApp:
         }
 
     def _readiness(self, scope: Message) -> Readiness:
-        """Return readiness, without the names of workers for a client without a key."""
+        """Return readiness, without names and differences of workers for a client without a key."""
         readiness = self._read_readiness()
         try:
             self._identify(scope)
         except KvferryError:
-            return msgspec.structs.replace(readiness, members=())
+            return msgspec.structs.replace(readiness, members=(), left_out=())
         return readiness
 
     def _identify(self, scope: Message) -> Tenant:

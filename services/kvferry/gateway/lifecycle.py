@@ -238,14 +238,16 @@ class GatewayHost:
             missing = num_expected - len(self.worker_pool.usable(kind))
             if missing > 0:
                 waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
-        for link in self.worker_pool.incompatible()[:MAX_NAMED]:
-            waiting.append(f"{link.member.member_id} is left out: {link.why_incompatible}")
         return Readiness(
             ready=self.app.openai is not None
             and bool(self.worker_pool.usable(MemberKind.DECODE))
             and not (self.app.is_leaving or self.admission.draining),
             waiting_for=waiting,
             members=[link.member.member_id for kind in WORKER_KINDS for link in self.worker_pool.usable(kind)],
+            left_out=[
+                f"{link.member.member_id}: {link.why_incompatible}"
+                for link in self.worker_pool.incompatible()[:MAX_NAMED]
+            ],
         )
 
     async def drain(self) -> None:
