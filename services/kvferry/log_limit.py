@@ -11,10 +11,9 @@ MAX_PER_WINDOW = 20
 
 
 class LogLimit(logging.Filter):
-    """Passes `MAX_PER_WINDOW` records of each place in the code in a window; the next one says how many it dropped.
+    """Passes `MAX_PER_WINDOW` records of each place in the code in a window; the next one says how many it dropped."""
 
-    Add it to the logger that is called: filters of a parent do not see its children's records.
-    """
+    # Add it to the logger that is called: filters of a parent do not see its children's records.
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

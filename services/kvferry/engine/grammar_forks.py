@@ -1,8 +1,7 @@
-"""Compiles grammars in forks of one process, which has the grammar library loaded and runs nothing else.
+"""Compiles grammars in forks of one process, which has the grammar library loaded and runs nothing else."""
 
-A fork costs milliseconds and ends after one grammar. CPU time, memory and stack of a fork are limited, so that a
-grammar which exhausts them, or crashes the library, ends only its fork.
-"""
+# A fork costs milliseconds and ends after one grammar. CPU time, memory and stack of a fork are limited, so that a
+# grammar which exhausts them, or crashes the library, ends only its fork.
 
 from __future__ import annotations
 

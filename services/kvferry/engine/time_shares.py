@@ -19,12 +19,11 @@ def share_of(part: float, whole: float) -> float | None:
 
 
 class TransferShares:
-    """Divides the time of KV transfers at the same time by what each brought.
+    """Divides the time of KV transfers at the same time by what each brought."""
 
-    What a transfer brought came evenly between its begin and its end. One still under way is taken to be half as
-    fast as the one that ends: the truth between a link that is shared, where all are as fast, and one that brings one
-    transfer after the other, where those behind have brought nothing.
-    """
+    # What a transfer brought came evenly between its begin and its end. One still under way is taken to be half as
+    # fast as the one that ends: the truth between a link that is shared, where all are as fast, and one that brings one
+    # transfer after the other, where those behind have brought nothing.
 
     def __init__(self) -> None:
         self._begun_s: dict[str, float] = {}
@@ -71,12 +70,11 @@ class PromptTime(NamedTuple):
 
 
 class PromptShares:
-    """Divides the time in which prompts are computed among them.
+    """Divides the time in which prompts are computed among them."""
 
-    Prompts are known when they end. Of the time of those that end in one step, the part that no earlier ones were given
-    is divided by their tokens: each second is given once, so the sum of all time over the sum of all tokens is right,
-    whatever chunks a step is made of.
-    """
+    # Prompts are known when they end. Of the time of those that end in one step, the part that no earlier ones were
+    # given is divided by their tokens: each second is given once, so the sum of all time over the sum of all tokens is
+    # right, whatever chunks a step is made of.
 
     def __init__(self) -> None:
         self._given: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)  # intervals apart from each other, in order

@@ -1,8 +1,7 @@
-"""Refusals of requests that a web page may make its reader's browser send to a gateway without keys.
+"""Refusals of requests that a web page may make its reader's browser send to a gateway without keys."""
 
-A page cannot show a key, but it reaches a listener on loopback: under the page's own name, where its DNS answers with
-127.0.0.1 (`Host`), or blindly, as a form does (`Origin`, `Content-Type`).
-"""
+# A page cannot show a key, but it reaches a listener on loopback: under the page's own name, where its DNS answers with
+# 127.0.0.1 (`Host`), or blindly, as a form does (`Origin`, `Content-Type`).
 
 from __future__ import annotations
 

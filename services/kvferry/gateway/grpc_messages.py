@@ -17,11 +17,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MessageReads:
-    """Reads one message per call, of `max_reads` calls at once.
+    """Reads one message per call, of `max_reads` calls at once."""
 
-    gRPC keeps the part of a message that has arrived, up to its limit of size, and says nothing of it before the end:
-    only the number of such messages can be limited. Calls that wait cut the slowest one.
-    """
+    # gRPC keeps the part of a message that has arrived, up to its limit of size, and says nothing of it before the end:
+    # only the number of such messages can be limited. Calls that wait cut the slowest one.
 
     def __init__(self, max_reads: int) -> None:
         self._slots = asyncio.Semaphore(max_reads)

@@ -1,7 +1,7 @@
-"""How many values a JSON text has, before it is parsed: each takes its time on the event loop, whatever it means.
+"""How many values a JSON text has, before it is parsed: each takes its time on the event loop, whatever it means."""
 
-An upper bound is counted first: texts inside may hold commas and brackets. Where that is too much, texts are left out.
-"""
+# An upper bound is counted first: texts inside may hold commas and brackets. Where that is too much, texts are left
+# out.
 
 from __future__ import annotations
 

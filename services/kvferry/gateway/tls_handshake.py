@@ -1,7 +1,6 @@
-"""TLS handshakes of HTTP clients: counted as connections, and limited in time.
+"""TLS handshakes of HTTP clients: counted as connections, and limited in time."""
 
-uvicorn's own come before a connection is known to the application, take up to a minute each, and are not counted.
-"""
+# uvicorn's own come before a connection is known to the application, take up to a minute each, and are not counted.
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ HANDSHAKE_TIMEOUT_S = 15.0
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection until its handshake has ended; then an HttpProtocol takes it.
+    """A connection until its handshake has ended; then an HttpProtocol takes it."""
 
-    The application has `tls_context`, and `connection_limits` as for HttpProtocol.
-    """
+    # The application has `tls_context`, and `connection_limits` as for HttpProtocol.
 
     def __init__(
         self, config: Any, server_state: Any, app_state: Any, _loop: asyncio.AbstractEventLoop | None = None

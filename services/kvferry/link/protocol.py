@@ -1,9 +1,8 @@
-"""What the two ends of a link compare before requests pass: protocol, cluster and model. Pure.
+"""What the two ends of a link compare before requests pass: protocol, cluster and model. Pure."""
 
-Releases may differ while a cluster is upgraded. Ends of one cluster and model use the highest version of the protocol
-that both speak; an end skips messages of a kind that it does not know, and sends those of a feature only to an end that
-names it. Version 1 is the release before there were versions: it says nothing, and knows no feature.
-"""
+# Releases may differ while a cluster is upgraded. Ends of one cluster and model use the highest version of the protocol
+# that both speak; an end skips messages of a kind that it does not know, and sends those of a feature only to an end
+# that names it. Version 1 is the release before there were versions: it says nothing, and knows no feature.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Digests of requests under which engines were lost, for a time. Pure, with passed time.
+"""Digests of requests under which engines were lost, for a time. Pure, with passed time."""
 
-Gateways refuse them. Each gateway tells its workers, which tell their other gateways: that needs no registry, and both
-ends of a link have the same few entries.
-"""
+# Gateways refuse them. Each gateway tells its workers, which tell their other gateways: that needs no registry, and
+# both ends of a link have the same few entries.
 
 from __future__ import annotations
 

@@ -17,12 +17,11 @@ from kvferry.router.request_record import RequestRecord
 
 
 class AnswerSoFar:
-    """Continues an answer whose worker was lost.
+    """Continues an answer whose worker was lost."""
 
-    Most requests continue from the tokens so far; engines replay them in a grammar. Greedy requests with penalties or
-    bad words, and grammars after reasoning or on workers that do not replay, are computed again, and repeated output is
-    left out. For sampled requests, earlier penalties become a bias.
-    """
+    # Most requests continue from the tokens so far; engines replay them in a grammar. Greedy requests with penalties or
+    # bad words, and grammars after reasoning or on workers that do not replay, are computed again, and repeated output
+    # is left out. For sampled requests, earlier penalties become a bias.
 
     def __init__(
         self, request: EngineRequest, on_output: OnOutput, record: RequestRecord, on_text: OnText | None = None

@@ -1,9 +1,8 @@
-"""Engine deaths, hangs and lost links, counted against the requests that may have caused them.
+"""Engine deaths, hangs and lost links, counted against the requests that may have caused them."""
 
-An engine that is lost takes all its requests with it, and at most one of them is to blame: mostly one that never had an
-output, because a bad prompt, grammar or parameter ends an engine before the first token. Such a request is a suspect.
-It is tried once more, alone among the suspects of its worker, so that a second loss names it.
-"""
+# An engine that is lost takes all its requests with it, and at most one of them is to blame: mostly one that never had
+# an output, because a bad prompt, grammar or parameter ends an engine before the first token. Such a request is a
+# suspect. It is tried once more, alone among the suspects of its worker, so that a second loss names it.
 
 from __future__ import annotations
 

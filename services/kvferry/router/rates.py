@@ -1,9 +1,8 @@
-"""Measured rates of workers: milliseconds per token, page and step.
+"""Measured rates of workers: milliseconds per token, page and step."""
 
-A rate that is not measured any more fades into the typical one: the median of the workers measured lately. Without
-any, the typical rate itself fades into the cost default, while requests are placed. So a wrong rate, which keeps work
-and with it measurements away, does not last; a quiet fleet forgets little.
-"""
+# A rate that is not measured any more fades into the typical one: the median of the workers measured lately. Without
+# any, the typical rate itself fades into the cost default, while requests are placed. So a wrong rate, which keeps work
+# and with it measurements away, does not last; a quiet fleet forgets little.
 
 from __future__ import annotations
 
@@ -179,11 +178,10 @@ def step_scale(cost_defaults: CostDefaults, step_ms: float, num_streams: int) ->
 
 
 class RatePool:
-    """The rates of one kind of worker.
+    """The rates of one kind of worker."""
 
-    `typical_of_peers` returns the median of another kind of worker, by the names of WorkerRates: it is typical where
-    none of this kind was measured lately. `age` counts seconds and placements together.
-    """
+    # `typical_of_peers` returns the median of another kind of worker, by the names of WorkerRates: it is typical where
+    # none of this kind was measured lately. `age` counts seconds and placements together.
 
     def __init__(
         self, cost_defaults: CostDefaults, typical_of_peers: Callable[[str], float | None] = lambda name: None

@@ -1,8 +1,7 @@
-"""Continues an answer in another engine.
+"""Continues an answer in another engine."""
 
-vLLM would begin to detokenize after the tokens so far, and lose characters across that border and text held back for a
-stop string. So the request's detokenizer is fed those tokens.
-"""
+# vLLM would begin to detokenize after the tokens so far, and lose characters across that border and text held back for
+# a stop string. So the request's detokenizer is fed those tokens.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Grammars of continued answers begin after the tokens that another engine gave (see ADR 9).
+"""Grammars of continued answers begin after the tokens that another engine gave (see ADR 9)."""
 
-vLLM counts those tokens as prompt, and would ask for the whole structure once more. Runs in the engine core, on the
-thread that compiles grammars.
-"""
+# vLLM counts those tokens as prompt, and would ask for the whole structure once more. Runs in the engine core, on the
+# thread that compiles grammars.
 
 from __future__ import annotations
 
