@@ -11,8 +11,10 @@ from kvferry.membership.base import MemberId
 
 # About the most tokens that an engine computes in one step: vLLM's default for long prompts is 2,048 to 8,192.
 _STEP_TOKENS = 2048
-# Prompts whose end a report may not know yet: workers report 20 times a second.
+# Prompts whose end a report may not know yet.
 _NUM_ENDS = 64
+# How old a report may be when it is first looked at: a worker sends one 50 to 120 ms after a change.
+_REPORT_AGE_S = 0.15
 
 
 class WorkerAccount:
@@ -46,8 +48,11 @@ class WorkerAccount:
         return not (self.prefills or self.incoming or self.streams or self.arriving_pages)
 
     def prompt_tokens_at(self, reported_s: float) -> int:
-        """Return this gateway's part of the queued prompt tokens in a report that arrived then, or a bit more."""
-        ended = itertools.takewhile(lambda end: end[0] > reported_s, reversed(self.prompt_ends))
+        """Return this gateway's part of the queued prompt tokens in a report that was first looked at then, or more.
+
+        Rather more: else a worker that is idle now would seem to compute for another gateway.
+        """
+        ended = itertools.takewhile(lambda end: end[0] > reported_s - _REPORT_AGE_S, reversed(self.prompt_ends))
         return self.prompt_tokens + sum(num_tokens for _, num_tokens in ended)
 
     def num_streams_since(self, since_s: float) -> int:
