@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import InvalidRequest, RequestError
-from kvferry.gateway.json_text import object_of
+from kvferry.gateway.json_text import object_of, require_few_values
 from kvferry.gateway.openai_bodies import (
     MAX_MESSAGES,
     MAX_TOKEN_IDS,
@@ -21,6 +21,7 @@ from kvferry.gateway.openai_bodies import (
     chat_of,
     completion_of,
 )
+from kvferry.gateway.protobuf_values import read_varint
 from kvferry.inference.v1 import inference_pb2 as pb
 
 # Fields of a body -> of a message; of what is below them only the first part differs.
@@ -174,6 +175,7 @@ def _not_empty(field: str, value: T) -> T:
 def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
     _require_few("conversation.tools", len(conversation.tools), MAX_TOOLS)
     _require_few("conversation.messages", len(conversation.messages), MAX_MESSAGES)
+    require_few_values("conversation.tools", *(tool.parameters for tool in conversation.tools))
     num_calls = sum(len(message.tool_calls) for message in conversation.messages)
     _require_few("conversation.messages", num_calls, MAX_TOOL_CALLS)
     values: dict[str, Any] = {"messages": [_message(message) for message in conversation.messages]}
@@ -246,28 +248,17 @@ def _field_numbers(raw: bytes) -> Iterable[int]:
         num_fields += 1
         if num_fields > _MAX_FIELDS:
             raise InvalidRequest(f"the message has more than {_MAX_FIELDS} fields", param="message")
-        tag, position = _varint(raw, position)
+        tag, position = read_varint(raw, position)
         yield tag >> 3
         match tag & 7:
             case 0:
-                _, position = _varint(raw, position)
+                _, position = read_varint(raw, position)
             case 1:
                 position += 8
             case 2:
-                length, position = _varint(raw, position)
+                length, position = read_varint(raw, position)
                 position += length
             case 5:
                 position += 4
             case _:
                 return  # a group of an unknown field: what comes after it is not looked at
-
-
-def _varint(raw: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = raw[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7

@@ -13,9 +13,11 @@ from kvferry.gateway.admission import Claim
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort, require_model
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
+from kvferry.gateway.json_values import MAX_VALUES
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.openai_responses import POSITIONS_AT_ONCE
+from kvferry.gateway.protobuf_values import check_num_values
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
 from kvferry.gateway.token_timeouts import TokenTimeouts
@@ -59,6 +61,7 @@ class Inference:
         Raises a RequestError for a bad message, whose `param` is the field, or Overloaded.
         """
         begun_ns = time.time_ns()
+        await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._renderer.max_model_len())
         message, body = read_generate(raw)
         require_model(message.model, self._served_name)
         n = body.n or 1
@@ -90,6 +93,7 @@ class Inference:
 
     async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:
         """Raises the same errors as `generate`."""
+        await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body = read_tokenize(raw)
         require_model(message.model, self._served_name)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import InvalidRequest
+from kvferry.gateway.json_values import MAX_VALUES, num_values_at_most
 
 MAX_NUMBER_CHARS = 1024
 
@@ -32,6 +33,7 @@ _LOW_SURROGATE = re.compile(rb"\\u[dD][c-fC-F]")
 
 def object_of(field: str, text: str) -> dict[str, Any]:
     """Return the JSON object in `text`. Raises InvalidRequest that names the field."""
+    require_few_values(field, text)
     try:
         value = decode_json(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
@@ -57,6 +59,15 @@ def surrogate_fault(raw: bytes) -> str:
         else:
             return f"a lone surrogate \\ud{escape[1].decode()} at byte {escape.start()}"
     return ""
+
+
+def require_few_values(field: str, *texts: str) -> None:
+    """Raises InvalidRequest for JSON texts with more values than a body may have, together."""
+    num_values = sum(num_values_at_most(text.encode(errors="surrogatepass")) for text in texts)
+    if num_values > MAX_VALUES:
+        raise InvalidRequest(
+            f"{field}: {num_values} values are too many; at most {MAX_VALUES} are allowed", param=field
+        )
 
 
 def json_type(value: object) -> str:

@@ -13,8 +13,7 @@ from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
-from kvferry.gateway.json_text import decode_json, json_type, object_of, surrogate_fault
-from kvferry.gateway.json_values import MAX_VALUES, num_values_at_most
+from kvferry.gateway.json_text import decode_json, json_type, object_of, require_few_values, surrogate_fault
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
 IGNORED = frozenset(
@@ -294,19 +293,10 @@ def _check_sizes(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
     """Limit the values in arguments of tool calls, which are JSON in texts."""
-    num_values = 0
-    for message in messages:
-        if isinstance(calls := message.get("tool_calls"), list):
-            for call in calls:
-                function = call.get("function") if isinstance(call, dict) else None
-                arguments = function.get("arguments") if isinstance(function, dict) else None
-                if isinstance(arguments, str):
-                    num_values += num_values_at_most(arguments.encode(errors="surrogatepass"))
-    if num_values > MAX_VALUES:
-        raise InvalidRequest(
-            f"messages: the arguments of tool calls have {num_values} values; at most {MAX_VALUES} are allowed",
-            param="messages",
-        )
+    calls = [call for message in messages if isinstance(calls := message.get("tool_calls"), list) for call in calls]
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    require_few_values("messages", *(text for text in arguments if isinstance(text, str)))
 
 
 def _check_message(where: str, message: Mapping[str, Any]) -> None:

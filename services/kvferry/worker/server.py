@@ -144,7 +144,8 @@ class WorkerServer:
         await self._ending.wait()
 
     def progress(self) -> Hashable:
-        return (self._num_outputs, self._num_ended, self._engine_stats())
+        # Not what waits: requests that come to a hung engine are no progress.
+        return (self._num_outputs, self._num_ended, self._engine_stats().num_steps)
 
     def engine_died(self, reason: str) -> None:
         """End every request with EngineDead. Idempotent."""

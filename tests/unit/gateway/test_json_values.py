@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import json_values
-from kvferry.gateway.json_values import MAX_BACKSLASHES, UNCOUNTED_BYTES, check_num_values, num_values_at_most
+from kvferry.gateway.grpc_bodies import read_generate
+from kvferry.gateway.json_values import (
+    MAX_BACKSLASHES,
+    MAX_VALUES,
+    UNCOUNTED_BYTES,
+    check_num_values,
+    num_values_at_most,
+)
+from kvferry.gateway.openai_bodies import read_chat, read_completion
+from kvferry.inference.v1 import inference_pb2 as pb
 
 MOST = 1000
 
@@ -66,3 +75,36 @@ async def test_slices_do_not_change_the_count(value: Any, slice_bytes: int) -> N
         counted = await json_values._num_values_outside_texts(raw, 1_000_000)
     assert counted == count(value)
     assert counted <= num_values_at_most(raw)
+
+
+LISTS = json.dumps({"a": [[]] * (MAX_VALUES // 3)})
+
+
+def test_arguments_of_all_tool_calls_have_a_limited_number_of_values() -> None:
+    def chat(num: int) -> bytes:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": LISTS}}
+        messages = [{"role": "assistant", "tool_calls": [call] * num}, {"role": "user", "content": "hi"}]
+        return json.dumps({"model": "m", "messages": messages}).encode()
+
+    read_chat(chat(1))
+    with pytest.raises(InvalidRequest, match=f"messages: .* values are too many; at most {MAX_VALUES}"):
+        read_chat(chat(2))
+
+
+def test_parameters_of_all_tools_have_a_limited_number_of_values() -> None:
+    def message(num: int) -> bytes:
+        tools = [pb.Tool(name=f"f{i}", parameters=LISTS) for i in range(num)]
+        conversation = pb.Conversation(messages=[pb.Message(role="user", content="hi")], tools=tools)
+        return pb.GenerateRequest(model="m", conversation=conversation).SerializeToString()
+
+    read_generate(message(1))
+    with pytest.raises(InvalidRequest, match=f"values are too many; at most {MAX_VALUES}") as refused:
+        read_generate(message(2))
+    assert refused.value.param == "conversation.tools"
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1." + "1" * 2000])
+def test_a_number_that_is_no_float_is_refused(number: str) -> None:
+    body = json.dumps({"model": "m", "prompt": "hi", "temperature": 0.125}).replace("0.125", number)
+    with pytest.raises(InvalidRequest, match="the body is not valid JSON: a number"):
+        read_completion(body.encode())
