@@ -180,3 +180,19 @@ async def test_suspects_of_two_gateways_are_not_tried_on_one_worker_at_once() ->
         assert not server.begin_trial(other)
         server.end_trial(one)
         assert server.begin_trial(other)
+
+
+async def test_an_engine_that_hangs_is_noticed_while_requests_keep_coming() -> None:
+    async with running(0, 1, sim=SIM, worker={"heartbeat_s": 0.2, "hang_timeout_s": 0.5}) as cluster:
+        (host,) = cluster.hosts(MemberKind.DECODE)
+        hang(cluster.engines(MemberKind.DECODE)[0])
+        async with client_of(cluster) as http:
+            asked = []
+            async with asyncio.timeout(20):
+                while not host.server.died.is_set():
+                    asked.append(asyncio.create_task(ask(http, f"number {len(asked)}")))
+                    await asyncio.sleep(0.1)  # a request in every fifth of the timeout
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        assert "hung" in host.server.why_died
