@@ -30,6 +30,7 @@ STACK_BYTES = 1 << 20
 _MAX_REASON_CHARS = 1000
 _READ_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
+_NICENESS = 10  # a library may start as many threads as there are cores, which streams need
 
 
 class Outcome(enum.StrEnum):
@@ -200,6 +201,7 @@ def _limit(limits: GrammarLimits, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    os.nice(_NICENESS)
     mapped_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     address_space = mapped_bytes + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import secrets
@@ -47,6 +48,8 @@ class Debug:
 
 
 NO_DEBUG = Debug()
+
+LARGE_ANSWER_BYTES = 1 << 20  # of which each copy takes a millisecond: the event loop turns between them
 
 
 class OpenAI:
@@ -188,7 +191,10 @@ class Answer:
     async def whole(self) -> bytes:
         generation = self._generation
         await generation.run([Gathered(generation, choice) for choice in generation.choices])
-        return await self._format.whole(generation.choices, generation.usage(), self._debug_values())
+        body = await self._format.whole(generation.choices, generation.usage(), self._debug_values())
+        if len(body) > LARGE_ANSWER_BYTES:
+            await asyncio.sleep(0)
+        return body
 
     async def stream(self, writer: StreamWriter) -> None:
         """Write all events up to `[DONE]`, then close the writer.

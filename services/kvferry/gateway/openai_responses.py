@@ -151,7 +151,9 @@ class ChatFormat(_Chunks):
         if self._num_top is None:
             return None
         pieces = [encode(self._logprobs(piece)["content"])[1:-1] async for piece in _slices(positions)]
-        return msgspec.Raw(b'{"content":[' + b",".join(pieces) + b'],"refusal":null}')
+        encoded = b'{"content":[%b],"refusal":null}' % b",".join(pieces)
+        await asyncio.sleep(0)
+        return msgspec.Raw(encoded)
 
     def _finish_reason(self, choice: Choice) -> str | None:
         return choice.finish_reason
