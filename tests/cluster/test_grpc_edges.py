@@ -175,6 +175,33 @@ async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.
     assert "watchers=0" in repr(health)
 
 
+async def test_silent_calls_of_the_health_service_are_few_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no key: calls whose messages do not come must not fill the gateway, nor keep probes waiting for long."""
+    monkeypatch.setattr(grpc_messages, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(grpc_health, "_MAX_WAITING", 8)
+    async with running(gateway={"max_grpc_calls": 12}) as cluster, channel_to(cluster) as channel:
+        gateway = cluster.gateway
+        assert gateway is not None
+        health = gateway.grpc._health
+        silent_check = channel.stream_stream("/grpc.health.v1.Health/Check")
+        calls = [silent_check() for _ in range(7)]
+        await until(lambda: health._num_waiting == 7, what="they wait")
+        probe: Any = health_pb2_grpc.HealthStub(channel)
+        assert (await probe.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+        calls += [silent_check() for _ in range(40)]
+        readers = [asyncio.create_task(failure_of(call)) for call in calls]
+        # Four are left, which are read while no other call waits.
+        await until(lambda: sum(reader.done() for reader in readers) >= 43, what="the others are refused or cut")
+        failures = {reader.result().code() for reader in readers if reader.done()}
+        assert failures == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=5)
+        assert answer.usage.completion_tokens == 8
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await until(lambda: health._num_waiting == 0)
+
+
 async def test_a_client_that_never_shakes_hands_is_counted_and_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.engine.base import RequestId
 from kvferry.gateway import asgi, openai_endpoint
+from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.gateway.openai_bodies import MAX_CHOICES
 from kvferry.gateway.openai_responses import encode
 from kvferry.membership.base import MemberKind
@@ -199,3 +200,64 @@ async def test_a_client_that_leaves_after_a_large_body_is_noticed(cluster: SimCl
     await until(lambda: gateway.admission.num_in_flight == 0)
     assert cluster.metric("kvferry_requests_cancelled_total") == 1
     await cluster.until_quiet()
+
+
+async def trickled(gateway: GatewayHost, size: int, sent: int) -> asyncio.StreamWriter:
+    """A request whose body has not come whole."""
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n\r\n"
+    writer.write(head.encode() + b" " * sent)
+    return writer
+
+
+async def test_bodies_on_their_way_take_no_places_but_their_bytes() -> None:
+    limits = {"max_requests": 1, "max_body_bytes": 4096, "max_pending_body_bytes": 8192}
+    async with running(gateway=limits) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        gateway = cluster.gateway
+        assert gateway is not None
+        body = {"model": MODEL, "prompt": "one two", "max_tokens": 2}
+        writers = [await trickled(gateway, 4096, 3000) for _ in range(2)]
+        await until(lambda: gateway.admission.num_body_bytes == 6000, what="bytes count as they arrive")
+        assert (await http.post("/v1/completions", json=body)).status_code == 200, "neither has the only place"
+        refused = await http.post("/v1/completions", json={**body, "user": "x" * 3000})
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "gateway.max_pending_body_bytes is 8192" in refused.json()["error"]["message"]
+        assert cluster.metric("kvferry_body_bytes_in_flight") == 6000
+        for writer in writers:
+            writer.transport.abort()
+        await until(lambda: gateway.admission.in_flight == (0, 0, 0), what="their bytes are free again")
+        assert (await http.post("/v1/completions", json={**body, "user": "x" * 3000})).status_code == 200
+
+
+async def test_places_are_choices() -> None:
+    async with (
+        running(gateway={"max_requests": 4}, sim={"step_ms": 20.0}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+    ):
+        async with http.stream("POST", "/v1/completions", json={**BODY, "n": 3}) as answer:
+            await anext(answer.aiter_bytes())
+            assert cluster.metric("kvferry_choices_in_flight") == 3
+            two = await http.post("/v1/completions", json={**BODY, "n": 2})
+            assert (two.status_code, two.json()["error"]["code"]) == (429, "overloaded")
+            one = {**BODY, "stream": False, "max_tokens": 2}
+            assert (await http.post("/v1/completions", json=one)).status_code == 200
+        five = await http.post("/v1/completions", json={**BODY, "n": 5})
+        assert five.status_code == 400
+        assert "gateway.max_requests is 4" in five.json()["error"]["message"]
+
+
+async def test_prompt_tokens_in_flight_are_limited() -> None:
+    limits = {"max_prompt_tokens": 8192}
+    async with (
+        running(gateway=limits, sim={"step_ms": 20.0}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+    ):
+        long = {**BODY, "prompt": [7] * 5000, "max_tokens": 500}
+        async with http.stream("POST", "/v1/completions", json=long) as answer:
+            await anext(answer.aiter_bytes())
+            refused = await http.post("/v1/completions", json=long)
+            assert refused.status_code == 429
+            assert "gateway.max_prompt_tokens is 8192" in refused.json()["error"]["message"]
+        both = await http.post("/v1/completions", json={**long, "n": 2})
+        assert both.status_code == 400

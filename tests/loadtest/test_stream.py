@@ -56,6 +56,15 @@ def test_whatever_a_client_would_show_is_a_token(choice: str) -> None:
     assert reader.token_s == [1.5]
 
 
+def test_comments_are_no_tokens() -> None:
+    """Servers send them to keep a silent connection open."""
+    reader = StreamReader()
+    reader.feed(b': keep-alive\n\n: keep-alive\n\ndata: {"choices":[{"text":"a"}]}\n\n: keep', 1.0)
+    reader.feed(b"-alive\n\ndata: [DONE]\n\n", 2.0)
+    reader.finish()
+    assert (reader.token_s, reader.text, reader.error) == ([1.0], "a", "")
+
+
 def test_an_error_in_the_stream_is_the_streams() -> None:
     reader = StreamReader()
     reader.feed(b'data: {"error":{"message":"the worker was lost","code":500}}\n\ndata: [DONE]\n\n', 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -324,3 +325,19 @@ def test_a_role_has_an_engine_of_its_own_where_it_says_so() -> None:
     assert config.engine_of("decode").max_num_seqs == 256
     assert config.engine_of("decode").enforce_eager is False
     assert "decode.engine.block_size" in fault(decode={"engine": {"block_size": 16}})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"gateway": {"max_pending_body_bytes": (8 << 20) - 1}},
+            r"max_pending_body_bytes \(8388607\) must be at least",
+        ),
+        ({"gateway": {"max_prompt_tokens": 99}, "model": {"max_model_len": 100}}, r"max_prompt_tokens \(99\) must be"),
+        ({"gateway": {"max_prompt_tokens": 8191}, "engine": {"kind": "sim"}}, r"the model's context \(8192\)"),
+    ],
+)
+def test_limits_that_would_refuse_the_largest_request_for_ever_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(values)

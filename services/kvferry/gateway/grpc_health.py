@@ -19,6 +19,7 @@ SERVICE = "grpc.health.v1.Health"
 # Callers have no key: of each, as many as a cluster's probes and balancers need.
 MAX_WATCHERS = 256
 _MAX_READS = 4
+_MAX_WAITING = 64  # calls whose message has not come: others would keep clients with keys out
 _MAX_SHOWN_BYTES = 128  # of an unknown service's name
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -31,6 +32,7 @@ class Health:
         self._services = services
         self._is_ready = is_ready
         self._reads = MessageReads(_MAX_READS)
+        self._num_waiting = 0
         self._watchers: set[asyncio.Event] = set()
 
     def __repr__(self) -> str:
@@ -81,11 +83,16 @@ class Health:
         return response.SERVING if self._is_ready() else response.NOT_SERVING
 
     async def _service(self, context: Context) -> str:
+        if self._num_waiting >= _MAX_WAITING:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"messages of {_MAX_WAITING} calls are missing")
+        self._num_waiting += 1
         try:
             raw = await self._reads.read(context)
         except KvferryError as error:
             status = status_of(error)
             await context.abort(status.code, status.details, status.trailing_metadata)
+        finally:
+            self._num_waiting -= 1
         try:
             return str(health_pb2.HealthCheckRequest.FromString(raw).service)
         except DecodeError:

@@ -48,6 +48,14 @@ def test_a_new_key_is_found_and_only_its_hash_is_written(file: Path) -> None:
     assert key not in repr(KeyFile(file))
 
 
+def test_an_operators_key_is_marked_and_stays_marked(file: Path) -> None:
+    operator = new_key(file, "acme", "prometheus", operator=True)
+    other = new_key(file, "acme", "ci")
+    keys = KeyFile(file)
+    found = [keys.find(key) for key in (operator, other)]
+    assert [key is not None and key.operator for key in found] == [True, False]
+
+
 @pytest.mark.parametrize("change", [lambda key: key[:-1], lambda key: key + "x", lambda key: key.lower(), lambda _: ""])
 def test_nothing_but_the_whole_key_is_found(file: Path, change: object) -> None:
     key = new_key(file, "acme", "ci")
@@ -89,6 +97,7 @@ def test_a_name_that_cannot_be_one_is_refused(file: Path, tenant: str, name: str
         ("a: 1\n", "expected a list"),
         ("- {tenant: a, name: b}\n", "entry 1: expected exactly tenant, name, sha256"),
         ("- {tenant: a, name: b, sha256: c, key: secret}\n", "entry 1: expected exactly"),
+        ("- {tenant: a, name: b, sha256: c, operator: 1}\n", "entry 1: operator is true or false"),
         ("- {tenant: a, name: 1, sha256: c}\n", "entry 1: .*strings"),
         ("- {tenant: a, name: b, sha256: c}\n", "entry 1: .*64 hexadecimal"),
         (entry() + entry("B"), "entry 2: tenant 'B'"),
