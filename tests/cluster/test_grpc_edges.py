@@ -202,11 +202,17 @@ async def test_silent_calls_of_the_health_service_are_few_and_hold_nobody_up(mon
         await until(lambda: health._num_waiting == 0)
 
 
-async def test_a_client_that_never_shakes_hands_is_counted_and_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_client_that_never_shakes_hands_is_counted_and_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
 ) -> None:
-    certificates = Certificates(tmp_path)
+    """Under the loop of Ray Serve too, whose transports are others."""
     monkeypatch.setattr(tls_handshake, "HANDSHAKE_TIMEOUT_S", 0.5)
+    run: Any = pytest.importorskip(loop).run
+    run(shake_no_hands(Certificates(tmp_path)))
+
+
+async def shake_no_hands(certificates: Certificates) -> None:
     async with running(gateway={"tls": certificates.config(), "max_connections": 2}) as cluster:
         gateway = cluster.gateway
         assert gateway is not None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import Any
+from typing import Any, cast
 
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.uvicorn_connection import HttpProtocol
@@ -32,7 +32,7 @@ class TlsHandshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._shaking is not None:
             return
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         address = transport.get_extra_info("peername")
         peer = str(address[0]) if address else ""
         if self._limits.open(peer) is not None:
