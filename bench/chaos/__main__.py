@@ -64,7 +64,8 @@ async def run_fault(
     async with load.running():
         await fault(running, seeded, times, say)
     kills = sum(process.num_kills for process in running.processes) - before
-    return summarize(load.outcomes, expected, kills or times, running.is_foreign)
+    # Below zero where processes left for good.
+    return summarize(load.outcomes, expected, kills if kills > 0 else times, running.is_foreign)
 
 
 # Faults of one cluster, in this order; the last one changes its model.
