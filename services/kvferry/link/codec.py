@@ -47,6 +47,8 @@ _delta_from_json = msgspec.json.Decoder(AnswerDelta)
 
 _TIMES_BYTES = 64  # of Durations
 _DURATIONS = ("queue_ms", "prefill_ms", "kv_transfer_ms", "load_ms")
+_MAX_MS = 1e7  # almost three hours; a longer duration is taken for unknown
+_MIN_SHARE = 1e-6
 _SHARES = ("prefill_share", "kv_transfer_share")
 
 _TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
@@ -338,8 +340,8 @@ def _set_durations(message: pb.Durations, durations: EngineDurations) -> None:
 def _durations_from_wire(message: pb.Durations) -> EngineDurations:
     # Values that no clock can give are taken for unknown: rates are learned from them.
     values = {name: getattr(message, name) for name in (*_DURATIONS, *_SHARES) if message.HasField(name)}
-    durations = {name: value for name, value in values.items() if name in _DURATIONS and 0.0 <= value < math.inf}
-    shares = {name: value for name, value in values.items() if name in _SHARES and 0.0 < value <= 1.0}
+    durations = {name: value for name, value in values.items() if name in _DURATIONS and 0.0 <= value <= _MAX_MS}
+    shares = {name: value for name, value in values.items() if name in _SHARES and _MIN_SHARE <= value <= 1.0}
     return EngineDurations(**durations, **shares)
 
 

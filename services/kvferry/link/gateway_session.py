@@ -120,7 +120,7 @@ class GatewaySession:
         self.gateway_id = hello.gateway_id
         self.features = identity_of(hello).features
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.was_refused = False  # a request, because the worker was full; the gateway wants to know of room
+        self.believes_full = False  # the gateway does not ask a full worker: it has to be told of room
         self._reserved: set[int] = set()  # places of requests that are not submitted yet
         self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
@@ -130,6 +130,7 @@ class GatewaySession:
         self._releasing = TaskSet()
         welcome = worker.welcome(hello)
         self._why_refused = welcome.refusal  # nothing is taken from this gateway
+        self.believes_full = welcome.load.full
         self._outgoing = OutgoingQueue(hello.gateway_id, welcome)
         self._flush_scheduled = False
         self._ended = False  # the link is gone
@@ -207,7 +208,7 @@ class GatewaySession:
         return self._worker.refusal(is_resumed=is_resumed, has_place=has_place)
 
     def _refuse(self, number: int, refusal: KvferryError) -> None:
-        self.was_refused = self.was_refused or isinstance(refusal, Overloaded)
+        self.believes_full = self.believes_full or isinstance(refusal, Overloaded)
         self._worker.instrumentation.refused()
         self._end(number, refusal)
 
@@ -358,7 +359,9 @@ class GatewaySession:
             self._schedule_flush()
 
     def _fail(self, numbers: set[int], error: KvferryError) -> None:
-        self._reserved -= numbers
+        if not self._reserved.isdisjoint(numbers):
+            self._reserved -= numbers
+            self._worker.requests_changed()
         for number in sorted(numbers):
             self._outgoing.add_failure(number, error)
         for number in self.tasks:
@@ -405,7 +408,9 @@ class GatewaySession:
             return []
         now_s = self._loop.time()
         if self._stats_now or (outgoing.ends_with_step and now_s - self._stats_sent_s >= STATS_INTERVAL_S):
-            outgoing.add_stats(self._worker.stats())
+            stats = self._worker.stats()
+            self.believes_full = stats.full
+            outgoing.add_stats(stats)
             self._stats_now = self._stats_due = False
             self._stats_sent_s = now_s
         elif outgoing:

@@ -73,6 +73,8 @@ class WorkerLink:
         self.on_residency: Callable[[pb.Residency], None] | None = None
         self.on_quarantined: Callable[[pb.Quarantined], None] | None = None
         self.on_room: Callable[[], None] | None = None
+        self.on_survived: Callable[[], None] | None = None
+        self._engine_id = ""  # of the last connection
         self._identity = identity or Identity()
         self._reserving: dict[int, asyncio.Future[None]] = {}
         self._gateway_id = gateway_id
@@ -331,6 +333,9 @@ class WorkerLink:
     def _connected(self, welcome: pb.Welcome) -> None:
         self.connected = True
         self.generation += 1
+        if welcome.engine_id and welcome.engine_id == self._engine_id and self.on_survived is not None:
+            self.on_survived()
+        self._engine_id = welcome.engine_id
         self._why_not = ""
         self._update_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)

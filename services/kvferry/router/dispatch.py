@@ -87,6 +87,8 @@ class Dispatcher:
             Quarantine(),
         )
         workers.on_room = self._router.queue.note_room
+        workers.on_survived = self._router.losses.forgive
+        self._router.losses.on_trial_end = self._router.queue.note_room
         workers.on_quarantined = self._learn_quarantined
         workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
         self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
@@ -128,8 +130,6 @@ class Dispatcher:
             self._put_in_quarantine(request)
             log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
             raise
-        finally:
-            router.queue.completions.add(router.clock())
 
     def _put_in_quarantine(self, request: EngineRequest) -> None:
         router, digest, now_s = self._router, digest_of(request), self._router.clock()
@@ -182,6 +182,7 @@ class _RequestRun:
                 router.losses.begin_trial(
                     self._placer.digest, losses, attempt.placement.prefill, attempt.placement.decode
                 )
+                await self._placer.wait_alone(attempt)
             if attempt.placement.prefill is not None:
                 self._placer.kept = await self._prefill(attempt, request)
                 if self._placer.kept is None and self._placer.failed.may_prefill:
@@ -237,6 +238,8 @@ class _RequestRun:
         except Overloaded as error:
             # Full is not failed: the link says so until the worker has room, and nothing was computed.
             self._placer.last_error = error
+            if self._answer.token_ids:
+                self._placer.note_full()
             if span is not None:
                 span.fail(error.code or "overloaded")
             await self._pause_of_suspect(error)
@@ -279,8 +282,11 @@ class _RequestRun:
             yield
         except (WorkerLost, EngineDead) as error:
             self._placer.note_loss()
-            if self._router.losses.lose(engine, losses, len(self._answer.token_ids)) and losses.is_suspect:
-                self._router.losses.blame(self._placer.digest, losses, self._router.clock())
+            if self._router.losses.lose(engine, losses, len(self._answer.token_ids)):
+                if isinstance(error, WorkerLost):
+                    self._router.losses.note_blamed(worker, self._placer.digest, losses)
+                if losses.is_suspect:
+                    self._router.losses.blame(self._placer.digest, losses, self._router.clock())
             self._record.lost_workers.append(worker)
             if losses.are_too_many:
                 lost = ", ".join(losses.workers)
@@ -338,6 +344,7 @@ class _RequestRun:
             if remote is not None:
                 remote.cancel()
         self._note_finished(attempt, decode, last)
+        self._router.queue.completions.add(self._router.clock())
         return True
 
     async def _pause_of_suspect(self, error: KvferryError) -> None:

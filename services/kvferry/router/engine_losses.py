@@ -2,7 +2,8 @@
 
 # An engine that is lost takes all its requests with it, and at most one of them is to blame: mostly one that never had
 # an output, because a bad prompt, grammar or parameter ends an engine before the first token. Such a request is a
-# suspect. It is tried once more, alone among the suspects of its worker, so that a second loss names it.
+# suspect. It is tried once more, alone among the requests without an output of its worker, so that a second loss names
+# it.
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import asyncio
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 from msgspec import structs
@@ -97,7 +99,9 @@ class EngineLosses:
         self._on_trial: dict[MemberId, RequestLosses] = {}
         # Requests that were blamed and have not answered since: copies of them are suspects too.
         self._blamed: OrderedDict[bytes, _Blamed] = OrderedDict()
+        self._blamed_for: dict[MemberId, dict[RequestLosses, bytes]] = {}  # by the worker that was lost last
         self._trial_ended = asyncio.Event()
+        self.on_trial_end: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         return f"<EngineLosses {len(self._in_flight)} engines, {len(self._on_trial)} on trial>"
@@ -132,6 +136,21 @@ class EngineLosses:
             self._blamed.popitem(last=False)
         return bool(self._blamed)
 
+    def note_blamed(self, worker: MemberId, digest: bytes, losses: RequestLosses) -> None:
+        blamed = self._blamed_for.setdefault(worker, {})
+        blamed[losses] = digest
+        if len(blamed) > MAX_BLAMED:
+            del blamed[next(iter(blamed))]
+        if len(self._blamed_for) > MAX_BLAMED:
+            del self._blamed_for[next(iter(self._blamed_for))]
+
+    def forgive(self, worker: MemberId) -> None:
+        """Take back the blame for a worker whose engine lives: only the link to it was lost."""
+        for losses, digest in self._blamed_for.pop(worker, {}).items():
+            losses.num_blamed = max(0, losses.num_blamed - 1)
+            if not losses.num_blamed:
+                self.discharge(digest)
+
     def blame(self, digest: bytes, losses: RequestLosses, now_s: float) -> None:
         self._blamed[digest] = _Blamed(losses.num_blamed, now_s + BLAMED_S)
         self._blamed.move_to_end(digest)
@@ -154,8 +173,18 @@ class EngineLosses:
     # Trials
 
     def is_occupied(self, worker: MemberId, losses: RequestLosses) -> bool:
-        """Return whether another suspect than this one is on trial on the worker."""
+        """Return whether another request is on trial on the worker: no other may be lost with it."""
         return self._on_trial.get(worker, losses) is not losses
+
+    def has_unanswered(self, losses: RequestLosses, *workers: MemberId | None) -> bool:
+        """Return whether other requests without an output are on one of the workers."""
+        return any(
+            not each.has_answered
+            for engine, requests in self._in_flight.items()
+            if engine[0] in workers
+            for each in requests
+            if each is not losses
+        )
 
     @property
     def has_trials(self) -> bool:
@@ -179,6 +208,7 @@ class EngineLosses:
         if mine:
             self._trial_ended.set()
             self._trial_ended = asyncio.Event()
+            self.on_trial_end()
 
     async def trial_end(self) -> None:
         """Wait until any trial ends."""

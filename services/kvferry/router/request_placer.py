@@ -26,6 +26,9 @@ from kvferry.router.request_record import RequestRecord
 from kvferry.router.room_queue import RoomQueue
 from kvferry.router.worker_pool import WorkerPool
 
+RESERVE_TIMEOUT_S = 1.0
+TRIAL_PATIENCE_S = 5.0  # of a suspect, with requests that were sent to its worker before it
+TRIAL_PAUSE_S = 0.02
 MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
 MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
 
@@ -150,18 +153,38 @@ class RequestPlacer:
         must_wait, self._was_full = self._was_full, False
         if not must_wait and (not len(router.queue) or self.losses.workers):
             attempt = await self._reserve(request)
-        while attempt is None and self.losses.is_suspect and router.losses.has_trials:
-            # Other suspects occupy the workers that are left.
-            await router.losses.trial_end()
-            attempt = await self._reserve(request)
         while attempt is None:
-            if self._is_room_short():
+            if self.losses.is_suspect and router.losses.has_trials:
+                # Other suspects occupy the workers that are left. They wait beside the line, not in it.
+                await self._wait_for_trial()
+                attempt = await self._reserve(request)
+            elif self._is_room_short():
                 attempt = await self._wait_in_line(request)
             elif self.losses.workers or self.last_error is not None:
                 attempt = await self._wait_for_worker(request)
             else:
                 raise NoDecodeWorker("no decode worker is connected")
         return attempt
+
+    async def _wait_for_trial(self) -> None:
+        """Raises Overloaded at the end of the time to wait for another worker."""
+        try:
+            async with asyncio.timeout(max(0.0, self._loss_wait_ends_s() - self._router.clock())):
+                await self._router.losses.trial_end()
+        except TimeoutError:
+            raise self._router.queue.refusal("other requests under which engines were lost are tried first") from None
+
+    async def wait_alone(self, attempt: Attempt) -> None:
+        """Let requests that were sent to the attempt's workers before answer first: a loss must not be theirs.
+
+        None is sent there meanwhile.
+        """
+        router, placement = self._router, attempt.placement
+        ends_s = router.clock() + TRIAL_PATIENCE_S
+        while router.clock() < ends_s:
+            if not router.losses.has_unanswered(self.losses, placement.prefill, placement.decode):
+                return
+            await asyncio.sleep(TRIAL_PAUSE_S)
 
     def _is_room_short(self) -> bool:
         """Whether workers that could take the request are connected: then it is room that is missing."""
@@ -178,8 +201,10 @@ class RequestPlacer:
         try:
             while True:
                 await waiter.turn()
-                attempt = await self._reserve(request)
-                if attempt is not None or not self._is_room_short():
+                # Whoever leaves the line has a place: else all would ask for the same one.
+                attempt = await self._reserve(request, always=True)
+                is_held_up = self.losses.is_suspect and self._router.losses.has_trials
+                if attempt is not None or is_held_up or not self._is_room_short():
                     return attempt
         except TimeoutError:
             retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
@@ -222,23 +247,27 @@ class RequestPlacer:
             raise NoDecodeWorker(f"no decode worker is connected{why}") from None
         return attempt
 
-    async def _reserve(self, request: EngineRequest) -> Attempt | None:
-        """Place the request; where another worker computes its prompt, reserve its place first.
+    async def _reserve(self, request: EngineRequest, *, always: bool = False) -> Attempt | None:
+        """Place the request. Reserve its place, if `always` or where another worker computes its prompt.
 
         None when no worker takes it now.
         """
         workers = self._router.workers
         for _ in range(MAX_REFUSALS):
             attempt = self._place_now(request)
-            if attempt is None or attempt.placement.prefill is None:
+            if attempt is None or (attempt.placement.prefill is None and not always):
                 return attempt
             is_placed = False
             decode = workers.link(attempt.placement.decode)
             try:
                 if decode is not None:
-                    attempt.place = await decode.reserve(is_resumed=request.is_resumed)
+                    async with asyncio.timeout(RESERVE_TIMEOUT_S):
+                        attempt.place = await decode.reserve(is_resumed=request.is_resumed)
                     is_placed = True
                     return attempt
+            except TimeoutError:
+                assert decode is not None
+                decode.is_full = True  # until it says otherwise: a worker that is silent takes nothing
             except Overloaded as error:
                 self.last_error = error
             except UnavailableError as error:
@@ -296,7 +325,7 @@ class RequestPlacer:
     def _candidates(self, kind: MemberKind, *, full: bool = False) -> list[Candidate]:
         """Return workers that did not fail this request and have room; with `full`, those that have none.
 
-        For a suspect, those without another one on trial.
+        A worker with a request on trial takes no other one but answers that go on.
         """
         router, losses, is_resumed = self._router, self.losses, bool(self._answer.token_ids)
         candidates = [
@@ -304,9 +333,9 @@ class RequestPlacer:
             for each in router.workers.candidates(kind)
             if (each[0].is_full and not is_resumed) is full and self.failed.may_try(each[0])
         ]
-        if losses.is_suspect:
-            if router.losses.is_copy_on_trial(self.digest, losses):
-                return []
+        if losses.is_suspect and router.losses.is_copy_on_trial(self.digest, losses):
+            return []
+        if router.losses.has_trials and not is_resumed:
             candidates = [
                 each for each in candidates if not router.losses.is_occupied(each[0].member.member_id, losses)
             ]

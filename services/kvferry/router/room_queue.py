@@ -91,10 +91,14 @@ class FirstComeFirstServed:
 
 
 class Completions:
-    """The rate at which a gateway's requests end."""
+    """The rate at which a gateway's requests end while others wait: without any in line it says nothing of room."""
 
     def __init__(self) -> None:
         self._ends_s: deque[float] = deque(maxlen=_NUM_ENDS)
+
+    def restart(self, now_s: float) -> None:
+        self._ends_s.clear()
+        self._ends_s.append(now_s)
 
     def add(self, now_s: float) -> None:
         self._ends_s.append(now_s)
@@ -140,6 +144,8 @@ class RoomQueue:
                     f"room on a worker is expected in {wait_s:.1f} s, and this request may wait for "
                     f"{max(0.0, ends_s - now_s):.1f} s"
                 )
+        if not len(self._order):
+            self.completions.restart(now_s)
         waiter = Waiter(self, ends_s, is_resumed=is_resumed)
         self._order.add(waiter)
         return waiter

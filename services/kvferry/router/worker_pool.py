@@ -38,6 +38,7 @@ class WorkerPool:
         `clock` stamps candidates, in seconds. `identity` is compared with workers' from `start` on.
         """
         self.on_room: Callable[[], None] = lambda: None  # a worker that was full has room
+        self.on_survived: Callable[[MemberId], None] = lambda member_id: None  # a link came back to the same engine
         self.on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None
         self.read_quarantined: Callable[[], pb.Quarantined | None] = lambda: None  # told to a worker that comes up
         self.identity = Identity()
@@ -124,6 +125,7 @@ class WorkerPool:
             self._drop(member.member_id)
         link = WorkerLink(member, self._gateway_id, self._on_change, self._worker, identity=self.identity)
         link.on_room = lambda: self.on_room()
+        link.on_survived = lambda: self.on_survived(member.member_id)
         link.on_quarantined = lambda message: self.on_quarantined(message)
         self._links[member.member_id] = link
 

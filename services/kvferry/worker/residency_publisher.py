@@ -90,8 +90,10 @@ class ResidencyPublisher:
         if self.mirror is None:
             return
         self._subscribers.add(session)
+        is_sending = session in self._unsent
         self._unsent[session] = self.mirror.snapshot(MAX_SNAPSHOT_KEYS)
-        self._send_parts(session)
+        if not is_sending:
+            self._send_parts(session)
 
     def _send_parts(self, session: GatewaySession) -> None:
         """Send parts while the gateway reads them: a large snapshot is more than may wait for it."""

@@ -106,7 +106,8 @@ class WorkerServer:
 
     @property
     def is_full(self) -> bool:
-        return self.num_requests >= self._max_requests
+        """Whether new requests are refused."""
+        return self.num_requests >= self._max_requests or self._on_trial is not None
 
     @property
     def sessions(self) -> tuple[GatewaySession, ...]:
@@ -219,6 +220,8 @@ class WorkerServer:
         if self.died.is_set():
             # Not EngineDead: this request had no part in it, and is not to be counted among those that had.
             return WorkerDraining(f"worker {self._worker_id} leaves: {self.why_died}")
+        if self._on_trial is not None and not (has_place or is_resumed):
+            return Overloaded(f"worker {self._worker_id} has a request under which an engine was lost, and no other")
         # Answers that lost their worker are there already, and their clients have part of them.
         limit = _RESUMED_SHARE * self._max_requests if is_resumed else self._max_requests
         if not has_place and self.num_requests >= limit:
@@ -237,14 +240,17 @@ class WorkerServer:
         had_room, has_room = self._num_requests_before < self._max_requests, num_requests < self._max_requests
         self._num_requests_before = num_requests
         if has_room and not had_room:
-            for session in self._sessions:
-                if session.was_refused:
-                    session.was_refused = False
-                    session.send_stats()
+            self._tell_room()
         if num_requests:
             self._idle.clear()
         else:
             self._idle.set()
+
+    def _tell_room(self) -> None:
+        for session in self._sessions:
+            if session.believes_full:
+                session.believes_full = False
+                session.send_stats()
 
     def begin_trial(self, owner: object) -> bool:
         if self._on_trial not in (None, owner):
@@ -253,8 +259,9 @@ class WorkerServer:
         return True
 
     def end_trial(self, owner: object) -> None:
-        if self._on_trial == owner:
+        if self._on_trial is not None and self._on_trial == owner:
             self._on_trial = None
+            self._tell_room()
 
     def quarantine(self, message: pb.Quarantined, source: GatewaySession) -> None:
         if new := self._quarantine.add_from_wire(message, asyncio.get_running_loop().time()):

@@ -8,14 +8,23 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import signal
 import socket
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvferry.engine.grammar_forks import ForkServer, GrammarLimits
+
+# Of texts that a grammar is tried with: enough to find one whose time grows with what it was given.
+NUM_WALKS = 4
+MAX_WALK_TOKENS = 48
+MAX_TOKEN_S = 0.02  # of CPU; an engine allows more (plugins/grammar_time.py)
 
 # Compiled before the first fork, so that no fork imports what vLLM imports late.
 _FIRST_SPECS = (
@@ -54,9 +63,35 @@ def grammar_compiler(model_folder: str, *, trust_remote_code: bool) -> Callable[
         params._validate_structured_outputs(model, config, tokenizer)
         assert params.structured_outputs is not None
         grammar = backend.compile_grammar(*get_structured_output_key(params.structured_outputs))
-        grammar.fill_bitmask(bitmask, 0)  # as each step of an engine
+        for seed in range(NUM_WALKS):
+            _walk(grammar, bitmask, random.Random(seed))
 
     return compile_spec
+
+
+def _walk(grammar: Any, bitmask: Any, seeded: random.Random) -> None:
+    """Give the grammar tokens, as an engine does step by step: the same one for as long as it is allowed.
+
+    Raises ValueError for a token that takes too long: an ambiguous grammar takes the longer the more it was given.
+    """
+    grammar.reset()
+    token = -1
+    for _ in range(MAX_WALK_TOKENS):
+        grammar.fill_bitmask(bitmask, 0)
+        # numpy: the threads of torch's operations are not there in a fork.
+        allowed = np.unpackbits(bitmask[0].numpy().view(np.uint8), bitorder="little")
+        if token < 0 or not allowed[token]:
+            ids = np.flatnonzero(allowed)
+            if not len(ids):
+                return
+            token = int(ids[seeded.randrange(len(ids))])
+        begun_s = time.process_time()
+        if not grammar.accept_tokens("", [token]) or grammar.is_terminated():
+            return
+        if time.process_time() - begun_s > MAX_TOKEN_S:
+            raise ValueError(
+                "the grammar is ambiguous: it takes an engine too long to follow; nested repetitions are a cause"
+            )
 
 
 def main() -> None:

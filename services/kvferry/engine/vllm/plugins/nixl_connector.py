@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
+from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
 from kvferry.engine.vllm.plugins.nixl_idle_steps import slow_idle_steps
 from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease, send_lease_ends
 from kvferry.engine.vllm.plugins.nixl_progress import blocking_progress_thread
@@ -35,7 +36,9 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             refuse_reads_after_lease(self.connector_worker)
         else:
             send_lease_ends(self.connector_scheduler)
-            replay_given_tokens()  # this runs in the engine core, where vLLM loads nothing else of ours
+            # This runs in the engine core, where vLLM loads nothing else of ours.
+            limit_grammar_time()
+            replay_given_tokens()
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
                 slow_idle_steps(self.connector_scheduler)
 
