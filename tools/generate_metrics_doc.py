@@ -30,6 +30,11 @@ scrape_configs:
       - url: http://127.0.0.1:8000/kvferry/v1/targets
 ```
 
+Where the gateway has keys and is not on loopback, Prometheus shows one with `operator: true`
+(`kvferry key new --operator`): `authorization: {credentials_file: FILE}` below the entry of `http_sd_configs`. The
+listeners of section `metrics` have no keys but, with `metrics.tls`, certificates: `scheme: https` and `tls_config` with
+`ca_file`, `cert_file` and `key_file`.
+
 Each target has the labels `member` (its id), `kind` (gateway, prefill, decode, keeper) and `node`. The same addresses
 are in `kvferry status --json` as `metrics_address`. On Kubernetes the chart's `monitoring.members` does the same. Where
 ports have to be known, `metrics.gateway_port`, `metrics.worker_port` and `metrics.keeper_port` name the first of 16

@@ -371,6 +371,16 @@ class ClusterConfig(_Section):
         return {**values, "membership": {"prefix": f"/kvferry/{name}", **membership}}
 
     @model_validator(mode="after")
+    def _hangs_are_noticed_first(self) -> ClusterConfig:
+        inter_token_s, hang_s = self.gateway.inter_token_timeout_s, self.worker.hang_timeout_s
+        if self.engine.kind == "vllm" and inter_token_s <= hang_s:
+            raise ValueError(
+                f"gateway.inter_token_timeout_s ({inter_token_s:g}) must be above worker.hang_timeout_s ({hang_s:g}), "
+                "or answers end before another worker continues them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _longest_prompt_fits(self) -> ClusterConfig:
         max_model_len = self.sim.max_model_len if self.engine.kind == "sim" else self.model.max_model_len
         if max_model_len is not None and self.gateway.max_prompt_tokens < max_model_len:

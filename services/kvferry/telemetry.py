@@ -242,6 +242,13 @@ READY = Metric(
 
 # Gateways: the router
 
+QUEUED_REQUESTS = Metric(
+    "kvferry_queued_requests",
+    Kind.GAUGE,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests that wait in this gateway while all workers are full; `gateway.max_queued_requests` is their limit.",
+)
 PLACEMENTS = Metric(
     "kvferry_placements_total",
     Kind.COUNTER,

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import enum
 import os
+import re
 import resource
 import selectors
 import signal
@@ -28,6 +29,7 @@ LENGTH_BYTES = 4  # of a frame's length, little-endian
 STACK_BYTES = 1 << 20
 
 _MAX_REASON_CHARS = 1000
+_WHERE = re.compile(r"\[[0-9:]+\] \S+:[0-9]+: ")  # time and place in the library's sources
 _READ_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10  # a library may start as many threads as there are cores, which streams need
@@ -139,7 +141,14 @@ class ForkServer:
     def _fork(self, asked: Asked) -> None:
         read_end, write_end = os.pipe()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            # The machine has no room for a process now. The grammar is not known to be bad.
+            os.close(read_end)
+            os.close(write_end)
+            self._connection.sendall(frame(Answered(asked.number, Verdict(Outcome.LATE))))
+            return
         if not pid:
             try:
                 os.close(read_end)
@@ -158,7 +167,7 @@ class ForkServer:
         except MemoryError:
             return Verdict(Outcome.MEMORY)
         except Exception as error:
-            return Verdict(Outcome.REFUSED, str(error)[:_MAX_REASON_CHARS])
+            return Verdict(Outcome.REFUSED, _WHERE.sub("", str(error))[:_MAX_REASON_CHARS])
         return Verdict(Outcome.OK)
 
     def _read_fork(self, pipe: int) -> None:

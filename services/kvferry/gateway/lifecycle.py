@@ -141,10 +141,12 @@ class GatewayHost:
             self._sample_workers,
             self._sample_volumes,
             is_ready=lambda: self.readiness().ready,
+            read_num_queued=lambda: self._dispatcher.num_queued if self._dispatcher is not None else 0,
             read_span_counts=self._span_counts,
             read_grammar_outcomes=lambda: self._renderer.grammar_outcomes if self._renderer is not None else {},
             read_admitted=lambda: self.admission.in_flight,
         )
+        self._dispatcher: Dispatcher | None = None
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
         targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
@@ -201,7 +203,7 @@ class GatewayHost:
         self.volume_pool.start()
         self._renderer = renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         renderer.start()
-        dispatcher = Dispatcher(
+        self._dispatcher = dispatcher = Dispatcher(
             self.worker_pool, self.policy, self.metrics, self._config.gateway, volumes=self.volume_pool.costs
         )
         self.app.max_model_len = renderer.max_model_len()

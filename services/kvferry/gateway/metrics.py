@@ -19,6 +19,7 @@ from kvferry.telemetry import (
     INTER_TOKEN,
     PROMPT_TOKENS,
     PROMPT_TOKENS_IN_FLIGHT,
+    QUEUED_REQUESTS,
     READY,
     REFUSAL_CODES,
     REQUEST_SECONDS,
@@ -81,6 +82,7 @@ class GatewayMetrics(RouterMetrics):
         read_volumes: Callable[[], Sequence[VolumeSample]] = tuple,
         *,
         is_ready: Callable[[], bool] = lambda: False,
+        read_num_queued: Callable[[], int] = lambda: 0,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
         read_grammar_outcomes: Callable[[], Mapping[str, int]] = dict,
         read_admitted: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
@@ -100,6 +102,7 @@ class GatewayMetrics(RouterMetrics):
         self.prompt_tokens = exposition.counter(PROMPT_TOKENS)
         self.generated_tokens = exposition.counter(GENERATED_TOKENS)
         self.slow_clients = exposition.counter(SLOW_CLIENTS)
+        exposition.read((QUEUED_REQUESTS,), lambda: [Reading(QUEUED_REQUESTS, (), float(read_num_queued()))])
         exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
         admitted = (CHOICES_IN_FLIGHT, PROMPT_TOKENS_IN_FLIGHT, BODY_BYTES_IN_FLIGHT)
         exposition.read(admitted, lambda: map(Reading, admitted, itertools.repeat(()), read_admitted()))

@@ -93,6 +93,10 @@ class Dispatcher:
         workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
         self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
 
+    @property
+    def num_queued(self) -> int:
+        return len(self._router.queue)
+
     def recent(self, request_id: str) -> list[RequestRecord]:
         """Return recent requests whose id is, or begins with, `request_id`."""
         return [

@@ -21,6 +21,8 @@ import numpy as np
 
 from kvferry.engine.grammar_forks import ForkServer, GrammarLimits
 
+NICENESS = 5  # its start takes seconds of CPU, which streams need; forks are nicer still
+
 # Of texts that a grammar is tried with: enough to find one whose time grows with what it was given.
 NUM_WALKS = 4
 MAX_WALK_TOKENS = 48
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("limits")
     arguments = parser.parse_args()
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches it too; it ends with the gateway
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
