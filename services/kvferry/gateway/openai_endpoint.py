@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -38,6 +38,8 @@ from kvferry.router.policy import explain
 
 log = logging.getLogger(__name__)
 
+_Body = TypeVar("_Body", ChatBody, CompletionBody)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Debug:
@@ -49,6 +51,7 @@ class Debug:
 
 NO_DEBUG = Debug()
 
+READ_IN_LOOP_BYTES = 16 << 10  # of a body: reading these takes a few milliseconds at most
 LARGE_ANSWER_BYTES = 1 << 20  # of which each copy takes a millisecond: the event loop turns between them
 
 
@@ -75,10 +78,10 @@ class OpenAI:
         """Take the answer's choices and prompt tokens into `claim`. Raises KvferryError."""
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES)
-        body = read_chat(raw)
+        body, fields = await _read(read_chat, raw)
         require_model(body.model, self._served_name)
         claim.take_choices(body.n or 1)
-        rendered = await self._renderer.render_chat(for_renderer(body))
+        rendered = await self._renderer.render_chat(fields)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         fmt = ChatFormat
         if rendered.parse is not None:
@@ -99,10 +102,10 @@ class OpenAI:
         """Take the answer's choices and prompt tokens into `claim`. Raises KvferryError."""
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES + self._renderer.max_model_len())
-        body = read_completion(raw)
+        body, fields = await _read(read_completion, raw)
         require_model(body.model, self._served_name)
         claim.take_choices(num_prompts(body) * (body.n or 1))
-        rendered = await self._renderer.render_completion(for_renderer(body))
+        rendered = await self._renderer.render_completion(fields)
         num_top = body.logprobs
         claim.take_answer(rendered, body.n or 1)
         answer = self._answer(
@@ -165,6 +168,19 @@ class OpenAI:
             with_usage=with_usage,
             debug=debug,
         )
+
+
+async def _read(read: Callable[[bytes], _Body], raw: bytes) -> tuple[_Body, dict[str, Any]]:
+    """Return the body and its fields for the renderer. Raises InvalidRequest.
+
+    A large body is read in a thread, which gives way to streams.
+    """
+
+    def read_fields() -> tuple[_Body, dict[str, Any]]:
+        body = read(raw)
+        return body, for_renderer(body)
+
+    return read_fields() if len(raw) <= READ_IN_LOOP_BYTES else await asyncio.to_thread(read_fields)
 
 
 class Answer:
