@@ -246,7 +246,11 @@ async def test_harmful_bodies_are_refused_beside_streams_that_go_on(machine: Mac
             body = {**asked, "prompt": "x", **harmful}
             answer = await http.post("/v1/completions", json=body)
             assert answer.status_code == 400, f"{name}: {answer.text[:300]}"
-            assert answer.json()["error"]["param"].startswith(next(iter(harmful))), name
+            error = answer.json()["error"]
+            if error["param"] is None:  # values are counted before fields are known
+                assert "too many values" in error["message"], name
+            else:
+                assert error["param"].startswith(next(iter(harmful))), name
             assert len(answer.content) < 2048, name
         assert await streams == expected
     assert processes(machine) == before

@@ -257,6 +257,13 @@ def loaded(site: Site) -> Iterator[Load]:
         thread.join()
 
 
+def members(site: Site) -> list[str]:
+    """Workers of the gateway, which names them to clients with a key."""
+    headers = {"authorization": site.authorization}
+    named: list[str] = httpx.get(f"{url(site.http_port)}/readyz", headers=headers, trust_env=False).json()["members"]
+    return named
+
+
 def test_the_rendered_application_serves_both_protocols_to_who_has_a_key(ray: RayCluster, site: Site) -> None:
     deploy(ray, site, 1, 1)
     settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
@@ -277,8 +284,8 @@ def test_counts_change_under_load_and_nothing_else_does(ray: RayCluster, site: S
         wait_until(lambda: load.num_done >= 8, timeout_s=60, what="streams")
         deploy(ray, site, 2, 3)
         more = settle(ray, PrefillWorker=2, DecodeWorker=3, Gateway=1)
-        expected = httpx.get(f"{url(site.http_port)}/readyz", trust_env=False).json()
-        assert len(expected["members"]) == 5, expected
+        expected = members(site)
+        assert len(expected) == 5, expected
         wait_until(lambda: load.num_done >= 40, timeout_s=60, what="streams on all workers")
         deploy(ray, site, 1, 1)
         fewer = settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
@@ -408,7 +415,7 @@ def test_real_engines_answer_over_both_protocols(ray: RayCluster, site: Site) ->
     ray.run("serve", "deploy", str(site.serve_file(service["spec"]["serveConfigV2"])), "-a", ray.dashboard)
     settle(ray, timeout_s=300, PrefillWorker=1, DecodeWorker=1, Gateway=1)
     wait_until(
-        lambda: len(httpx.get(f"{url(site.http_port)}/readyz", trust_env=False).json()["members"]) == 2,
+        lambda: len(members(site)) == 2,
         timeout_s=60,
         what="both workers at the gateway",
     )

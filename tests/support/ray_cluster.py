@@ -97,7 +97,10 @@ def a_ray_cluster(
     # A job's `python` is found by PATH, as in the image.
     programs = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     everywhere = ray_environment(folder) | {"PYTHONPATH": path, "PATH": programs} | dict(environ or {})
-    port, dashboard_port, agent_port, client_port, agent_grpc = (free_port() for _ in range(5))
+    ports: set[int] = set()
+    while len(ports) < 5:  # a port is given back at once, and may come again
+        ports.add(free_port())
+    port, dashboard_port, agent_port, client_port, agent_grpc = ports
     cluster = RayCluster(folder, port, dashboard_port, everywhere)
     try:
         cluster.run(

@@ -333,7 +333,9 @@ class WorkerLink:
     def _connected(self, welcome: pb.Welcome) -> None:
         self.connected = True
         self.generation += 1
-        if welcome.engine_id and welcome.engine_id == self._engine_id and self.on_survived is not None:
+        # A worker whose engine died stays for a moment, and drains.
+        lives = bool(welcome.engine_id) and welcome.engine_id == self._engine_id and not welcome.load.draining
+        if lives and self.on_survived is not None:
             self.on_survived()
         self._engine_id = welcome.engine_id
         self._why_not = ""
