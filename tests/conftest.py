@@ -8,6 +8,7 @@ local cluster with simulated engines are a second group.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +18,9 @@ import pytest
 import pytest_asyncio
 from xdist.scheduler import LoadScopeScheduling
 
+import kvferry.engine.vllm.engine
 from bench.vllm_engines import VllmPair, start_pair
+from kvferry.addresses import free_port
 
 # A machine that does other work too is slow, not wrong.
 hypothesis.settings.register_profile("kvferry", deadline=None)
@@ -84,9 +87,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_pair() -> AsyncIterator[VllmPair]:
-    """Real engines, started once for the whole session (about a minute)."""
-    pair = await start_pair()
+    """Real engines, started once for the whole session (about a minute).
+
+    Another process has the port that the prefill engine chose for handshakes when its listener starts.
+    """
+    with socket.socket() as other, pytest.MonkeyPatch.context() as patch:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = iter([other.getsockname()[1]])
+        patch.setattr(kvferry.engine.vllm.engine, "free_port", lambda host: next(ports, None) or free_port(host))
+        pair = await start_pair()
     try:
+        assert next(ports, None) is None
         yield pair
     finally:
         await pair.stop()

@@ -1,4 +1,4 @@
-"""vLLM's NixlConnector with repairs of vLLM 0.32 (see ADR 3, nixl_lease.py and nixl_progress.py)."""
+"""vLLM's NixlConnector with repairs of vLLM 0.32 (see ADR 3 and the modules `nixl_*` beside this one)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
+from kvferry.engine.vllm.plugins.nixl_handshake_port import retry_taken_handshake_ports
 from kvferry.engine.vllm.plugins.nixl_idle_steps import slow_idle_steps
 from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease, send_lease_ends
 from kvferry.engine.vllm.plugins.nixl_progress import blocking_progress_thread
@@ -35,6 +36,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             refuse_unequal_block_sizes(self.connector_worker)
             refuse_reads_after_lease(self.connector_worker)
         else:
+            retry_taken_handshake_ports(self.connector_scheduler)
             send_lease_ends(self.connector_scheduler)
             # This runs in the engine core, where vLLM loads nothing else of ours.
             limit_grammar_time()
