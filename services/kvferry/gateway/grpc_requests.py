@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
@@ -14,6 +15,7 @@ from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort, require_model
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.json_values import MAX_VALUES
+from kvferry.gateway.large_bodies import in_thread_if_large
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.openai_responses import POSITIONS_AT_ONCE
@@ -23,6 +25,8 @@ from kvferry.gateway.tenants import Tenant
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.router.dispatch import Dispatcher
+
+_Message = TypeVar("_Message", pb.GenerateRequest, pb.TokenizeRequest)
 
 _FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
@@ -62,15 +66,15 @@ class Inference:
         """
         begun_ns = time.time_ns()
         await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._renderer.max_model_len())
-        message, body = read_generate(raw)
+        message, body, fields = await _read(read_generate, raw)
         require_model(message.model, self._served_name)
         n = body.n or 1
         try:
             claim.take_choices(n)  # a message has one prompt
             if isinstance(body, ChatBody):
-                rendered = [await self._renderer.render_chat(for_renderer(body))]
+                rendered = [await self._renderer.render_chat(fields)]
             else:
-                rendered = list(await self._renderer.render_completion(for_renderer(body)))
+                rendered = list(await self._renderer.render_completion(fields))
             claim.take_answer(rendered, n)
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
@@ -94,24 +98,36 @@ class Inference:
     async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:
         """Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
-        message, body = read_tokenize(raw)
+        message, body, fields = await _read(read_tokenize, raw)
         require_model(message.model, self._served_name)
         try:
-            token_ids = await self._token_ids(body)
+            token_ids = await self._token_ids(body, fields)
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._renderer.max_model_len())
 
-    async def _token_ids(self, body: ChatBody | CompletionBody) -> Sequence[int]:
+    async def _token_ids(self, body: ChatBody | CompletionBody, fields: dict[str, Any]) -> Sequence[int]:
         if isinstance(body, ChatBody):
-            return (await self._renderer.render_chat(for_renderer(body))).token_ids
-        (rendered,) = await self._renderer.render_completion(for_renderer(body))
+            return (await self._renderer.render_chat(fields)).token_ids
+        (rendered,) = await self._renderer.render_completion(fields)
         return rendered.token_ids
 
     def models(self) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(
             models=[pb.Model(name=self._served_name, max_model_len=self._renderer.max_model_len())]
         )
+
+
+async def _read(
+    read: Callable[[bytes], tuple[_Message, ChatBody | CompletionBody]], raw: bytes
+) -> tuple[_Message, ChatBody | CompletionBody, dict[str, Any]]:
+    """Return the message, its body and its fields for the renderer. Raises the errors of `read`."""
+
+    def read_fields() -> tuple[_Message, ChatBody | CompletionBody, dict[str, Any]]:
+        message, body = read(raw)
+        return message, body, for_renderer(body)
+
+    return await in_thread_if_large(read_fields, len(raw))
 
 
 class InferenceAnswer:

@@ -17,6 +17,7 @@ from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, require_model
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
+from kvferry.gateway.large_bodies import in_thread_if_large
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import (
     ChatBody,
@@ -51,7 +52,6 @@ class Debug:
 
 NO_DEBUG = Debug()
 
-READ_IN_LOOP_BYTES = 16 << 10  # of a body: reading these takes a few milliseconds at most
 LARGE_ANSWER_BYTES = 1 << 20  # of which each copy takes a millisecond: the event loop turns between them
 
 
@@ -171,16 +171,13 @@ class OpenAI:
 
 
 async def _read(read: Callable[[bytes], _Body], raw: bytes) -> tuple[_Body, dict[str, Any]]:
-    """Return the body and its fields for the renderer. Raises InvalidRequest.
-
-    A large body is read in a thread, which gives way to streams.
-    """
+    """Return the body and its fields for the renderer. Raises InvalidRequest."""
 
     def read_fields() -> tuple[_Body, dict[str, Any]]:
         body = read(raw)
         return body, for_renderer(body)
 
-    return read_fields() if len(raw) <= READ_IN_LOOP_BYTES else await asyncio.to_thread(read_fields)
+    return await in_thread_if_large(read_fields, len(raw))
 
 
 class Answer:

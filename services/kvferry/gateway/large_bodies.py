@@ -1,0 +1,16 @@
+"""Reading of large bodies in a thread, which gives way to streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+READ_IN_LOOP_BYTES = 16 << 10  # of a body: reading these takes a few milliseconds at most
+
+
+async def in_thread_if_large(read: Callable[[], _T], num_bytes: int) -> _T:
+    """Return what `read` returns, for a body of `num_bytes`; errors pass."""
+    return read() if num_bytes <= READ_IN_LOOP_BYTES else await asyncio.to_thread(read)
