@@ -12,6 +12,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -32,13 +33,14 @@ MAX_BLAMED = 1024
 Engine = tuple[MemberId, int]  # a worker and the generation of the link to it
 
 
-class _Blamed:
-    __slots__ = ("ends_s", "num_losses", "on_trial")
+class _Blamed(NamedTuple):
+    num_losses: int
+    ends_s: float
 
-    def __init__(self, num_losses: int, ends_s: float) -> None:
-        self.num_losses = num_losses
-        self.ends_s = ends_s
-        self.on_trial: RequestLosses | None = None
+
+class _Trial(NamedTuple):
+    digest: bytes
+    losses: RequestLosses
 
 
 class RequestLosses:
@@ -96,7 +98,7 @@ class EngineLosses:
     def __init__(self) -> None:
         self._in_flight: dict[Engine, set[RequestLosses]] = {}
         self._suspects: dict[Engine, frozenset[RequestLosses]] = {}  # of lost engines, until their requests have ended
-        self._on_trial: dict[MemberId, RequestLosses] = {}
+        self._on_trial: dict[MemberId, _Trial] = {}
         # Requests that were blamed and have not answered since: copies of them are suspects too.
         self._blamed: OrderedDict[bytes, _Blamed] = OrderedDict()
         self._blamed_for: dict[MemberId, dict[RequestLosses, bytes]] = {}  # by the worker that was lost last
@@ -167,14 +169,14 @@ class EngineLosses:
         self._blamed.pop(digest, None)
 
     def is_copy_on_trial(self, digest: bytes, losses: RequestLosses) -> bool:
-        blamed = self._blamed.get(digest)
-        return blamed is not None and blamed.on_trial is not None and blamed.on_trial is not losses
+        return any(trial.digest == digest and trial.losses is not losses for trial in self._on_trial.values())
 
     # Trials
 
     def is_occupied(self, worker: MemberId, losses: RequestLosses) -> bool:
         """Return whether another request is on trial on the worker: no other may be lost with it."""
-        return self._on_trial.get(worker, losses) is not losses
+        trial = self._on_trial.get(worker)
+        return trial is not None and trial.losses is not losses
 
     def has_unanswered(self, losses: RequestLosses, *workers: MemberId | None) -> bool:
         """Return whether other requests without an output are on one of the workers."""
@@ -191,20 +193,16 @@ class EngineLosses:
         return bool(self._on_trial)
 
     def begin_trial(self, digest: bytes, losses: RequestLosses, *workers: MemberId | None) -> None:
-        if (blamed := self._blamed.get(digest)) is not None:
-            blamed.on_trial = losses
+        trial = _Trial(digest, losses)
         for worker in workers:
             if worker is not None:
-                self._on_trial[worker] = losses
+                self._on_trial[worker] = trial
 
     def end_trial(self, losses: RequestLosses) -> None:
         """Idempotent."""
-        mine = [worker for worker, tried in self._on_trial.items() if tried is losses]
+        mine = [worker for worker, trial in self._on_trial.items() if trial.losses is losses]
         for worker in mine:
             del self._on_trial[worker]
-        for blamed in self._blamed.values():
-            if blamed.on_trial is losses:
-                blamed.on_trial = None
         if mine:
             self._trial_ended.set()
             self._trial_ended = asyncio.Event()
