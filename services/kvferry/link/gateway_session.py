@@ -120,7 +120,6 @@ class GatewaySession:
         self.gateway_id = hello.gateway_id
         self.features = identity_of(hello).features
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.believes_full = False  # the gateway does not ask a full worker: it has to be told of room
         self._reserved: set[int] = set()  # places of requests that are not submitted yet
         self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
@@ -130,7 +129,7 @@ class GatewaySession:
         self._releasing = TaskSet()
         welcome = worker.welcome(hello)
         self._why_refused = welcome.refusal  # nothing is taken from this gateway
-        self.believes_full = welcome.load.full
+        self.believes_full = welcome.load.full  # the gateway does not ask a full worker: it has to be told of room
         self._outgoing = OutgoingQueue(hello.gateway_id, welcome)
         self._flush_scheduled = False
         self._ended = False  # the link is gone

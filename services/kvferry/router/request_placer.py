@@ -177,7 +177,7 @@ class RequestPlacer:
     async def wait_alone(self, attempt: Attempt) -> None:
         """Let requests that were sent to the attempt's workers before answer first: a loss must not be theirs.
 
-        None is sent there meanwhile.
+        Meanwhile the router sends no other request to these workers.
         """
         router, placement = self._router, attempt.placement
         ends_s = router.clock() + TRIAL_PATIENCE_S
@@ -201,7 +201,7 @@ class RequestPlacer:
         try:
             while True:
                 await waiter.turn()
-                # Whoever leaves the line has a place: else all would ask for the same one.
+                # The place is taken before the next request's turn: else all would ask workers for the same one.
                 attempt = await self._reserve(request, always=True)
                 is_held_up = self.losses.is_suspect and self._router.losses.has_trials
                 if attempt is not None or is_held_up or not self._is_room_short():

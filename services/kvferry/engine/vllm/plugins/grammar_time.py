@@ -32,7 +32,7 @@ def limit_grammar_time() -> None:
             if not accept(grammar, request_id, [token]):
                 return False
             took_s = time.thread_time() - begun_s
-            total_s = grammar.__dict__["kvferry_s"] = grammar.__dict__.get("kvferry_s", 0.0) + took_s
+            total_s = grammar.kvferry_s = getattr(grammar, "kvferry_s", 0.0) + took_s
             if took_s > MAX_TOKEN_S or total_s > MAX_TOTAL_S:
                 # vLLM ends this request with an error, and no other.
                 logger.warning(
