@@ -13,9 +13,8 @@ from bench.etcd_server import Authority
 from kvferry.config import TlsConfig, WorkerConfig
 from kvferry.engine.base import EngineOutput, FinishReason
 from kvferry.link.worker_link import WorkerLink
-from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.worker.server import WorkerServer
-from support.link_peers import TRANSPORTS, Transport, request, serving, simulated
+from support.link_peers import TRANSPORTS, Transport, member_of, request, serving, simulated
 from support.waiting import until
 
 
@@ -47,15 +46,7 @@ def files(tmp_path: Path) -> Files:
 
 
 def link_to(worker: WorkerServer, transport: Transport, tls: TlsConfig) -> WorkerLink:
-    member = Member(
-        kind=MemberKind.DECODE,
-        member_id=MemberId("w"),
-        address=f"127.0.0.1:{worker.port}",
-        link_address=f"127.0.0.1:{worker.frame_port}",
-        model="m",
-        version="0",
-    )
-    return WorkerLink(member, "g", lambda: None, WorkerConfig(link=transport, tls=tls))
+    return WorkerLink(member_of(worker), "g", lambda: None, WorkerConfig(link=transport, tls=tls))
 
 
 async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> None:

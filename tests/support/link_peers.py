@@ -26,6 +26,7 @@ from kvferry.link import codec
 from kvferry.link.flow_control import AckCounter
 from kvferry.link.frames import PREAMBLE, encode_frames
 from kvferry.link.grpc_server import CHANNEL_OPTIONS, SERVICE
+from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 
@@ -49,6 +50,18 @@ async def serving(engine: Any, **values: Any) -> AsyncIterator[WorkerServer]:
         yield worker
     finally:
         await worker.stop(0.2)
+
+
+def member_of(worker: WorkerServer) -> Member:
+    """Return what the worker `w` of `serving` would register."""
+    return Member(
+        kind=MemberKind.DECODE,
+        member_id=MemberId("w"),
+        address=f"127.0.0.1:{worker.port}",
+        link_address=f"127.0.0.1:{worker.frame_port}",
+        model="m",
+        version="0",
+    )
 
 
 @asynccontextmanager

@@ -131,13 +131,16 @@ def can_connect(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def is_of(machine: Machine, port: int) -> bool:
-    """Return whether a process of the machine's cluster listens on the port."""
+def may_be_of(machine: Machine, port: int) -> bool:
+    """Return whether a process that listens on the port may be of the machine's cluster, not of another test."""
     for listener in psutil.net_connections("tcp"):
         if listener.status == psutil.CONN_LISTEN and listener.laddr.port == port and listener.pid is not None:
             with contextlib.suppress(psutil.Error):
-                folder = psutil.Process(listener.pid).environ().get("KVFERRY_RUN_DIR", "")
-                return folder == str(machine.folder.path)
+                process = psutil.Process(listener.pid)
+                if folder := process.environ().get("KVFERRY_RUN_DIR"):
+                    return folder == str(machine.folder.path)
+                # Other processes of pytest-xdist, and what they start, have the same parent as this one.
+                return os.getppid() not in (parent.pid for parent in process.parents())
     return False
 
 
@@ -146,7 +149,7 @@ def assert_nothing_left(machine: Machine, processes: tuple[ProcessIdentity, ...]
     assert [process for process in processes if process.is_alive()] == []
     assert machine.processes() == ()
     # Another test may listen on a port by now.
-    assert [port for port in ports if can_connect(port) and is_of(machine, port)] == []
+    assert [port for port in ports if can_connect(port) and may_be_of(machine, port)] == []
 
 
 def shm_files() -> set[SharedMemoryFile]:

@@ -10,13 +10,12 @@ import pytest
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import KvEventBatch, PagesStored
 from kvferry.link.worker_link import WorkerLink
-from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.worker import residency_publisher
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import WorkerServer
-from support.link_peers import serving, simulated
+from support.link_peers import member_of, serving, simulated
 from support.waiting import until
 
 
@@ -49,15 +48,7 @@ class Peers:
         self.publisher = publisher
         self.index = ResidencyIndex()
         self.subscriber = ResidencySubscriber(self.index)
-        member = Member(
-            kind=MemberKind.DECODE,
-            member_id=MemberId("w"),
-            address=f"127.0.0.1:{worker.port}",
-            link_address=f"127.0.0.1:{worker.frame_port}",
-            model="m",
-            version="0",
-        )
-        self.link = WorkerLink(member, "g", self._changed, WorkerConfig())
+        self.link = WorkerLink(member_of(worker), "g", self._changed, WorkerConfig())
 
     def _changed(self) -> None:
         if self.link.connected:
