@@ -13,8 +13,9 @@ import pytest_asyncio
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
+from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimEngine
-from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.gateway.lifecycle import GatewayHost, build_renderer
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.router.dispatch import Dispatcher
@@ -59,8 +60,10 @@ class SimCluster:
         self.workers.append((host, engine))
         return host, engine
 
-    async def add_gateway(self) -> GatewayHost:
-        self.gateway = GatewayHost(self.config, MODEL, MemoryMembership(self.registry))
+    async def add_gateway(
+        self, make_renderer: Callable[[ClusterConfig, str], Renderer] = build_renderer
+    ) -> GatewayHost:
+        self.gateway = GatewayHost(self.config, MODEL, MemoryMembership(self.registry), make_renderer)
         # A server of gRPC that is left to the collector can stop this process for good.
         self.gateways.append(self.gateway)
         await self.gateway.start()

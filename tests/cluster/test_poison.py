@@ -10,11 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.config import ClusterConfig
+from kvferry.engine.base import EngineOutput, EngineRequest, Renderer
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.engine.sim.tokenizer import SimTokenizer
+from kvferry.gateway.lifecycle import build_renderer
 from kvferry.membership.base import MemberKind
-from support.waiting import until
+from support.waiting import until, wait_until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -147,8 +149,14 @@ async def test_every_gateway_refuses_what_one_has_in_quarantine(poisoned: object
             assert (await ask(http, f"{POISON} one two")).status_code == 500
         assert num_dead(cluster) == 2
         assert cluster.metric('kvferry_quarantined_requests_total{when="first"}') == 1
-        third = await cluster.add_gateway()
-        await until(lambda: len(third.readiness().members) == 4)
+
+        def make_renderer_after_links(config: ClusterConfig, model_folder: str) -> Renderer:
+            """As with a real model, whose renderer takes seconds."""
+            gateway = cluster.gateways[-1]
+            wait_until(lambda: len(gateway.readiness().members) == 4, what="four workers")
+            return build_renderer(config, model_folder)
+
+        third = await cluster.add_gateway(make_renderer_after_links)
         for gateway in (first, second, third):
             cluster.gateway = gateway
             async with client_of(cluster) as http:

@@ -50,9 +50,10 @@ def members(machine: Machine, kind: str) -> dict[str, dict[str, Any]]:
 
 def kill_engine(member: dict[str, Any]) -> None:
     """The engine's processes, as the kernel would when memory runs out; its worker lives."""
-    children = psutil.Process(member["pid"]).children(recursive=True)
-    engine = [child for child in children if "VLLM::" in " ".join(child.cmdline())]
-    assert engine
+    worker = psutil.Process(member["pid"])
+    children = {child: " ".join(child.cmdline()) for child in worker.children(recursive=True)}
+    engine = [child for child, command in children.items() if "VLLM::" in command]
+    assert engine, (member, worker, children)
     for process in engine:
         process.send_signal(signal.SIGKILL)
 

@@ -141,12 +141,11 @@ class GatewayHost:
             self._sample_workers,
             self._sample_volumes,
             is_ready=lambda: self.readiness().ready,
-            read_num_queued=lambda: self._dispatcher.num_queued if self._dispatcher is not None else 0,
+            read_num_queued=lambda: self._dispatcher.num_queued,
             read_span_counts=self._span_counts,
             read_grammar_outcomes=lambda: self._renderer.grammar_outcomes if self._renderer is not None else {},
             read_admitted=lambda: self.admission.in_flight,
         )
-        self._dispatcher: Dispatcher | None = None
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
         targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
@@ -163,6 +162,10 @@ class GatewayHost:
             on_change=self._note_readiness,
         )
         self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
+        # Before any link: workers say once, when a link comes up, which requests are in quarantine.
+        self._dispatcher = Dispatcher(
+            self.worker_pool, self.policy, self.metrics, config.gateway, volumes=self.volume_pool.costs
+        )
         access = Access(config.gateway)
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         name = config.served_name
@@ -203,14 +206,11 @@ class GatewayHost:
         self.volume_pool.start()
         self._renderer = renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         renderer.start()
-        self._dispatcher = dispatcher = Dispatcher(
-            self.worker_pool, self.policy, self.metrics, self._config.gateway, volumes=self.volume_pool.costs
-        )
         self.app.max_model_len = renderer.max_model_len()
         timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
         name = self._config.served_name
-        self.app.openai = OpenAI(renderer, dispatcher, self.metrics, name, timeouts)
-        self.grpc.inference = Inference(renderer, dispatcher, self.metrics, name, timeouts)
+        self.app.openai = OpenAI(renderer, self._dispatcher, self.metrics, name, timeouts)
+        self.grpc.inference = Inference(renderer, self._dispatcher, self.metrics, name, timeouts)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(

@@ -310,7 +310,8 @@ def test_an_empty_entry_in_the_environment_hides_nothing(marks: Marks) -> None:
         ctypes.CDLL(None).execve(b"/bin/sleep", (ctypes.c_char_p * 3)(b"sleep", b"60", None), entries)
         os._exit(1)
     try:
-        wait_until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n")
+        # The name changes before the environment can be read.
+        wait_until(lambda: Path(f"/proc/{child}/environ").read_bytes().startswith(b"A=1\0"))
         assert _is_marked(child, Marks(TOKEN, Path("/nonexistent/work"), ()))
     finally:
         os.kill(child, signal.SIGKILL)
