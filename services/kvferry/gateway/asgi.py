@@ -253,11 +253,11 @@ class HttpApp:
                 answer = await read(raw, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
                 named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
-                    body = await answer.whole()
-                    if exchange is not None:
-                        await exchange.respond(200, _with_length(body, [_JSON, *named]), body)
+                    pieces = await answer.whole()
+                    if exchange is not None and len(pieces) == 1:
+                        await exchange.respond(200, _with_length(pieces, [_JSON, *named]), pieces[0])
                     else:
-                        await _respond(send, 200, body, [_JSON, *named])
+                        await _respond(send, 200, pieces, [_JSON, *named])
                     return
                 writer = open_stream_writer(
                     exchange,
@@ -373,13 +373,20 @@ def _allow(method: str, allowed: str) -> None:
         raise MethodNotAllowed(f"{method} is not allowed here; use {allowed}", param=allowed)
 
 
-async def _respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (_JSON,)) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": _with_length(body, headers)})
-    await send({"type": "http.response.body", "body": body})
+async def _respond(
+    send: Send, status: int, body: bytes | Sequence[bytes], headers: Sequence[tuple[bytes, bytes]] = (_JSON,)
+) -> None:
+    """Send a body; the event loop turns between its pieces."""
+    pieces = [body] if isinstance(body, bytes) else body
+    await send({"type": "http.response.start", "status": status, "headers": _with_length(pieces, headers)})
+    for piece in pieces[:-1]:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": pieces[-1]})
 
 
-def _with_length(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Sequence[tuple[bytes, bytes]]:
-    return [*headers, (b"content-length", str(len(body)).encode())]
+def _with_length(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]]) -> Sequence[tuple[bytes, bytes]]:
+    return [*headers, (b"content-length", str(sum(map(len, pieces))).encode())]
 
 
 def _trace_headers(trace: RequestTrace | None) -> list[tuple[bytes, bytes]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.engine.base import EngineOutput, TokenLogprob
+from kvferry.engine.base import EngineOutput
 
 
 @dataclass(slots=True)
@@ -20,7 +20,6 @@ class Usage:
 @dataclass(slots=True)
 class Choice:
     text: list[str] = field(default_factory=list)
-    logprobs: list[Sequence[TokenLogprob]] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -30,8 +29,6 @@ class Choice:
     def add(self, output: EngineOutput) -> None:
         if output.text:
             self.text.append(output.text)
-        if output.logprobs is not None:
-            self.logprobs.extend(output.logprobs)
         self.note(output)
 
     def add_text(self, token_ids: Sequence[int], text: str) -> None:
@@ -71,8 +68,6 @@ class ParsedChoice(Choice):
                 call.id = piece.id or call.id
                 call.name = piece.name or call.name
                 call.arguments.append(piece.arguments)
-        if output.logprobs is not None:
-            self.logprobs.extend(output.logprobs)
         self.note(output)
 
     def add_text(self, token_ids: Sequence[int], text: str) -> None:

@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec import structs
 
-from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, RequestId
+from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, RequestId, TokenLogprob
 from kvferry.errors import EngineError, ModelNotFound
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
@@ -189,16 +189,24 @@ class Generation:
 
 
 class Gathered:
-    __slots__ = ("_choice", "_generation")
+    __slots__ = ("_choice", "_generation", "_keep_logprobs")
 
-    def __init__(self, generation: Generation, choice: Choice) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        choice: Choice,
+        keep_logprobs: Callable[[Sequence[Sequence[TokenLogprob]]], None],
+    ) -> None:
         self._generation = generation
         self._choice = choice
+        self._keep_logprobs = keep_logprobs
 
     def on_output(self, output: EngineOutput) -> None:
         if not self._choice.num_tokens and output.token_ids:
             self._generation.note_first_token()
         self._choice.add(output)
+        if output.logprobs is not None:
+            self._keep_logprobs(output.logprobs)
         refuse_abort(output)
 
     def on_text(self, token_ids: Sequence[int], text: str) -> None:

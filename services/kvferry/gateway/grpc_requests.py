@@ -18,7 +18,6 @@ from kvferry.gateway.json_values import MAX_VALUES
 from kvferry.gateway.large_bodies import in_thread_if_large
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
-from kvferry.gateway.openai_responses import POSITIONS_AT_ONCE
 from kvferry.gateway.protobuf_values import check_num_values
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenants import Tenant
@@ -141,15 +140,16 @@ class InferenceAnswer:
 
     async def whole(self) -> pb.GenerateResponse:
         generation = self._generation
-        sinks = [_GatheredWithIds(generation, choice) for choice in generation.choices]
+        response = pb.GenerateResponse(request_id=self.answer_id, model=self._model)
+        answers = [response.answers.add() for _ in generation.choices]
+        sinks = [
+            _GatheredWithIds(generation, choice, answer)
+            for choice, answer in zip(generation.choices, answers, strict=True)
+        ]
         await generation.run(sinks)
-        response = pb.GenerateResponse(request_id=self.answer_id, model=self._model, usage=_usage(generation.usage()))
-        for choice, sink in zip(generation.choices, sinks, strict=True):
-            answer = response.answers.add()
+        response.usage.CopyFrom(_usage(generation.usage()))
+        for choice, answer, sink in zip(generation.choices, answers, sinks, strict=True):
             _fill(answer, choice, sink.token_ids if self._with_token_ids else ())
-            for start in range(0, len(choice.logprobs), POSITIONS_AT_ONCE):
-                answer.logprobs.extend(map(_position, choice.logprobs[start : start + POSITIONS_AT_ONCE]))
-                await asyncio.sleep(0)
         return response
 
     async def stream(self, chunks: Chunks) -> None:
@@ -222,8 +222,9 @@ class Chunks:
 class _GatheredWithIds(Gathered):
     __slots__ = ("token_ids",)
 
-    def __init__(self, generation: Generation, choice: Choice) -> None:
-        super().__init__(generation, choice)
+    def __init__(self, generation: Generation, choice: Choice, answer: pb.Answer) -> None:
+        # At once: of a long answer they would take the event loop 100 ms at its end.
+        super().__init__(generation, choice, lambda positions: answer.logprobs.extend(map(_position, positions)))
         self.token_ids: list[int] = []
 
     def on_output(self, output: EngineOutput) -> None:

@@ -12,5 +12,5 @@ READ_IN_LOOP_BYTES = 16 << 10  # of a body: reading these takes a few millisecon
 
 
 async def in_thread_if_large(read: Callable[[], _T], num_bytes: int) -> _T:
-    """Return what `read` returns, for a body of `num_bytes`; errors pass."""
+    """Return or raise what `read` does."""
     return read() if num_bytes <= READ_IN_LOOP_BYTES else await asyncio.to_thread(read)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import functools
 import logging
 import secrets
 import time
@@ -51,8 +51,6 @@ class Debug:
 
 
 NO_DEBUG = Debug()
-
-LARGE_ANSWER_BYTES = 1 << 20  # of which each copy takes a millisecond: the event loop turns between them
 
 
 class OpenAI:
@@ -201,13 +199,16 @@ class Answer:
         self._debug = debug
         self._last_events = b""
 
-    async def whole(self) -> bytes:
+    async def whole(self) -> list[bytes]:
+        """Return the answer in pieces; each may take a turn of the event loop."""
         generation = self._generation
-        await generation.run([Gathered(generation, choice) for choice in generation.choices])
-        body = await self._format.whole(generation.choices, generation.usage(), self._debug_values())
-        if len(body) > LARGE_ANSWER_BYTES:
-            await asyncio.sleep(0)
-        return body
+        await generation.run(
+            [
+                Gathered(generation, choice, functools.partial(self._format.keep_logprobs, index))
+                for index, choice in enumerate(generation.choices)
+            ]
+        )
+        return self._format.whole(generation.choices, generation.usage(), self._debug_values())
 
     async def stream(self, writer: StreamWriter) -> None:
         """Write all events up to `[DONE]`, then close the writer.

@@ -21,7 +21,7 @@ class ParsedChatFormat(ChatFormat):
     def chunk(self, index: int, output: EngineOutput) -> bytes:
         logprobs = b"null"
         if output.logprobs is not None:
-            logprobs = self._logprobs_json(index, output.logprobs)
+            logprobs = encode(self._logprobs_of(index, output.logprobs))
         delta = b"{}" if output.delta is None else encode(_delta_json(output.delta))
         return self._choice(b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}' % (index, delta, logprobs))
 

@@ -5,9 +5,8 @@ Streamed text goes between constant bytes, for about 0.2 us per token instead of
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -18,8 +17,8 @@ from kvferry.gateway.choices import Choice, Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# Tokens whose log-probabilities are encoded in one turn of the event loop: 20 of each take 50 us.
-POSITIONS_AT_ONCE = 64
+# Size from which a piece of a whole answer is sent by itself: copying more takes the event loop a millisecond.
+PIECE_BYTES = 256 << 10
 
 # JSON has no infinity; vLLM's own server writes this for it.
 LOWEST_LOGPROB = -9999.0
@@ -40,8 +39,12 @@ class Format(Protocol):
 
     def closing_chunk(self, usage: Usage | None, debug: dict[str, Any] | None) -> bytes: ...
 
-    async def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
-        """Encode log-probabilities in slices, between which the event loop turns."""
+    def keep_logprobs(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> None:
+        """Encode log-probabilities of a choice for `whole`."""
+        ...
+
+    def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> list[bytes]:
+        """Return a whole answer in pieces of about PIECE_BYTES. Call once."""
         ...
 
 
@@ -61,13 +64,18 @@ class _Chunks:
         }
         self._with_usage = with_usage
         self._num_top = num_top
+        # JSON lists without brackets, one for each call of `keep_logprobs`: at its end, encoding those of a long answer
+        # would take the event loop 80 ms.
+        self._index_to_kept: dict[int, dict[str, list[bytes]]] = {}
         # OpenAI: with include_usage every chunk but the last says "usage": null.
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._head = b"data: " + encode(self._identity)[:-1] + b',"choices":['
 
     def chunk(self, index: int, output: EngineOutput) -> bytes:
         if output.logprobs is not None:
-            return self._choice(self._inner(index, encode(output.text), self._logprobs_json(index, output.logprobs)))
+            return self._choice(
+                self._inner(index, encode(output.text), encode(self._logprobs_of(index, output.logprobs)))
+            )
         before, after = self.around_text(index)
         return before + encode(output.text) + after
 
@@ -78,18 +86,51 @@ class _Chunks:
     def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
         raise NotImplementedError
 
-    def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
-        raise NotImplementedError
-
     def _choice(self, inner: bytes) -> bytes:
         return self._head + inner + b"]" + self._tail
 
-    def _whole(self, kind: str, choices: list[dict[str, Any]], usage: Usage, debug: dict[str, Any] | None) -> bytes:
-        """Texts of `choices` are encoded already."""
-        values = {**self._identity, "object": kind, "choices": choices, "usage": _usage_json(usage)}
+    def keep_logprobs(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> None:
+        kept = self._index_to_kept.setdefault(index, {})
+        for name, values in self._logprobs_of(index, positions).items():
+            if isinstance(values, list):
+                kept.setdefault(name, []).append(encode(values)[1:-1])
+
+    def _logprobs_of(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
+        """Return fields of further log-probabilities."""
+        raise NotImplementedError
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Texts are encoded already; `_LOGPROBS` stands for log-probabilities."""
+        raise NotImplementedError
+
+    def _whole(self, kind: str, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> list[bytes]:
+        values = {
+            **self._identity,
+            "object": kind,
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": _usage_json(usage),
+        }
         if debug is not None:
             values["kvferry"] = msgspec.Raw(encode(debug))
-        return _encoder.encode(values)
+        encoded = _encoder.encode(values)
+        return [encoded] if self._num_top is None else list(_large_pieces(self._with_logprobs(encoded)))
+
+    def _with_logprobs(self, encoded: bytes) -> Iterator[bytes]:
+        before, *texts = encoded.split(_MARK)
+        yield before
+        for index, text in enumerate(texts):
+            fields = self._logprobs_of(index, ())
+            kept = self._index_to_kept.pop(index, {})
+            for number, (name, values) in enumerate(fields.items()):
+                yield b'%b"%b":' % (b"," if number else b"{", name.encode())
+                if isinstance(values, list):
+                    yield b"["
+                    for position, piece in enumerate(kept.get(name, ())):
+                        yield b"," + piece if position else piece
+                    yield b"]"
+                else:
+                    yield encode(values)
+            yield b"}" + text
 
     def closing_chunk(self, usage: Usage | None, debug: dict[str, Any] | None) -> bytes:
         values: dict[str, Any] = {**self._identity, "choices": []}
@@ -120,40 +161,24 @@ class ChatFormat(_Chunks):
     def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
         return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (index, text, logprobs)
 
-    def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
-        return encode(self._logprobs(positions))
-
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}'
             % (index, encode(self._finish_reason(choice)), encode(choice.stop_reason), _resumed_json(choice))
         )
 
-    async def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
-        return self._whole(
-            "chat.completion",
-            [
-                {
-                    "index": index,
-                    "message": msgspec.Raw(encode(self._message(choice))),
-                    "logprobs": await self._encoded_logprobs(choice.logprobs),
-                    "finish_reason": self._finish_reason(choice),
-                    "stop_reason": msgspec.Raw(encode(choice.stop_reason)),
-                    **_resumed(choice),
-                }
-                for index, choice in enumerate(choices)
-            ],
-            usage,
-            debug,
-        )
+    def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> list[bytes]:
+        return self._whole("chat.completion", choices, usage, debug)
 
-    async def _encoded_logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> msgspec.Raw | None:
-        if self._num_top is None:
-            return None
-        pieces = [encode(self._logprobs(piece)["content"])[1:-1] async for piece in _slices(positions)]
-        encoded = b'{"content":[%b],"refusal":null}' % b",".join(pieces)
-        await asyncio.sleep(0)
-        return msgspec.Raw(encoded)
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": msgspec.Raw(encode(self._message(choice))),
+            "logprobs": None if self._num_top is None else _LOGPROBS,
+            "finish_reason": self._finish_reason(choice),
+            "stop_reason": msgspec.Raw(encode(choice.stop_reason)),
+            **_resumed(choice),
+        }
 
     def _finish_reason(self, choice: Choice) -> str | None:
         return choice.finish_reason
@@ -161,7 +186,7 @@ class ChatFormat(_Chunks):
     def _message(self, choice: Choice) -> dict[str, Any]:
         return {"role": "assistant", "content": "".join(choice.text), "refusal": None}
 
-    def _logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
         return {
             "content": [
                 {
@@ -181,7 +206,7 @@ class CompletionFormat(_Chunks):
         self, answer_id: str, created_unix_s: int, model: str, *, with_usage: bool, num_top: int | None
     ) -> None:
         super().__init__(answer_id, created_unix_s, model, with_usage=with_usage, num_top=num_top)
-        self._offsets: dict[int, int] = {}  # characters of each choice whose logprobs were streamed so far
+        self._offsets: dict[int, int] = {}  # characters of each choice whose logprobs were encoded so far
 
     def first_chunk(self, index: int) -> bytes:
         return b""
@@ -189,57 +214,33 @@ class CompletionFormat(_Chunks):
     def _inner(self, index: int, text: bytes, logprobs: bytes) -> bytes:
         return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, text, logprobs)
 
-    def _logprobs_json(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
-        values = self._logprobs(positions, self._offsets.get(index, 0))
-        self._offsets[index] = self._offsets.get(index, 0) + sum(len(token) for token in values["tokens"])
-        return encode(values)
-
     def last_chunk(self, index: int, choice: Choice) -> bytes:
         return self._choice(
             b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b%b}'
             % (index, encode(choice.finish_reason), encode(choice.stop_reason), _resumed_json(choice))
         )
 
-    async def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> bytes:
-        return self._whole(
-            self.chunk_object,
-            [
-                {
-                    "index": index,
-                    "text": msgspec.Raw(encode("".join(choice.text))),
-                    "logprobs": await self._encoded_logprobs(choice.logprobs),
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": msgspec.Raw(encode(choice.stop_reason)),
-                    **_resumed(choice),
-                }
-                for index, choice in enumerate(choices)
-            ],
-            usage,
-            debug,
-        )
+    def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> list[bytes]:
+        return self._whole(self.chunk_object, choices, usage, debug)
 
-    async def _encoded_logprobs(
-        self, positions: Sequence[Sequence[TokenLogprob]]
-    ) -> dict[str, msgspec.Raw | None] | None:
-        if self._num_top is None:
-            return None
-        name_to_pieces: dict[str, list[bytes]] = {}
-        offset = 0
-        async for piece in _slices(positions):
-            for name, values in self._logprobs(piece, offset).items():
-                name_to_pieces.setdefault(name, []).append(b"" if values is None else encode(values)[1:-1])
-            offset += sum(len(position[0].text) for position in piece)
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
-            name: None if name == "top_logprobs" and not self._num_top else msgspec.Raw(b"[" + b",".join(pieces) + b"]")
-            for name, pieces in name_to_pieces.items()
+            "index": index,
+            "text": msgspec.Raw(encode("".join(choice.text))),
+            "logprobs": None if self._num_top is None else _LOGPROBS,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": msgspec.Raw(encode(choice.stop_reason)),
+            **_resumed(choice),
         }
 
-    def _logprobs(self, positions: Sequence[Sequence[TokenLogprob]], offset: int) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
         tokens = [position[0].text for position in positions]
+        offset = self._offsets.get(index, 0)
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
+        self._offsets[index] = offset
         return {
             "tokens": tokens,
             "token_logprobs": [_logprob(position[0]) for position in positions],
@@ -252,13 +253,22 @@ class CompletionFormat(_Chunks):
         }
 
 
-async def _slices(positions: Sequence[Sequence[TokenLogprob]]) -> AsyncIterator[Sequence[Sequence[TokenLogprob]]]:
-    """Yield all positions, at least one slice. The event loop turns after each."""
-    start = 0
-    while start < len(positions) or not start:
-        yield positions[start : start + POSITIONS_AT_ONCE]
-        start += POSITIONS_AT_ONCE
-        await asyncio.sleep(0)
+# Stands in a whole answer where log-probabilities belong: JSON has no such byte elsewhere.
+_MARK = b"\0"
+_LOGPROBS = msgspec.Raw(_MARK)
+
+
+def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Join small pieces to ones of about PIECE_BYTES."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        waiting.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= PIECE_BYTES:
+            yield b"".join(waiting)
+            waiting, num_bytes = [], 0
+    yield b"".join(waiting)
 
 
 def error_body(error: KvferryError) -> bytes:

@@ -74,7 +74,8 @@ async def test_whole_answers_logprobs_and_stop_reasons_take_any_text(make: Any, 
     output = EngineOutput((1,), text, [[logprob(text)]], finish_reason=FinishReason.STOP, stop_reason=text)
     choice = Choice()
     choice.add(output)
-    whole = json.loads(await fmt.whole([choice], Usage(3, 1), {"reason": text}))
+    fmt.keep_logprobs(0, output.logprobs)
+    whole = json.loads(b"".join(fmt.whole([choice], Usage(3, 1), {"reason": text})))
     (said,) = whole["choices"]
     assert (said["text"] if make is completion else said["message"]["content"]) == text
     assert (said["finish_reason"], said["stop_reason"]) == ("stop", text)
@@ -130,9 +131,10 @@ async def test_text_offsets_go_on_from_chunk_to_chunk_for_each_choice_apart() ->
     assert said(0, tokens[2:])["text_offset"] == [3, 4]
     assert said(1, tokens[1:2])["text_offset"] == [2]
 
-    choice = Choice()
-    choice.add(EngineOutput([1] * 4, "".join(tokens), [[logprob(text)] for text in tokens]))
-    whole = json.loads(await completion(num_top=1).whole([choice], Usage(), None))
+    gathered = completion(num_top=1)
+    gathered.keep_logprobs(0, [[logprob(text)] for text in tokens[:1]])
+    gathered.keep_logprobs(0, [[logprob(text)] for text in tokens[1:]])
+    whole = json.loads(b"".join(gathered.whole([Choice()], Usage(), None)))
     assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3, 4]
     assert whole["choices"][0]["logprobs"]["tokens"] == tokens
 
