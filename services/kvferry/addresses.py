@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvferry.errors import ConfigError
 
@@ -14,6 +17,11 @@ from kvferry.errors import ConfigError
 AUTO = "auto"
 # Says it where it cannot be found out, such as the address of a pod.
 NODE_ADDRESS_VARIABLE = "KVFERRY_NODE_ADDRESS"
+
+# Above those of Ray's workers (10002 to 19999), below Kubernetes' node ports (30000 to 32767).
+_FIRST_PORT = 20_000
+_NUM_PORTS = 10_000
+_PORT_TRIES = 100
 
 
 def is_loopback(host: str) -> bool:
@@ -41,10 +49,28 @@ def require_loopback(key: str, host: str, *, insecure: bool, remedy: str = "") -
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free now; another process may take it before the caller binds."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that is free now, outside the system's ephemeral range if possible.
+
+    Raises OSError.
+    """
+    # Connections and listeners of port 0 do not take such a port before the caller binds it.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    first_ephemeral = _first_ephemeral_port()
+    for tries_left in reversed(range(_PORT_TRIES)):
+        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS) if tries_left else 0
+        if port and port >= first_ephemeral:
+            continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    raise OSError(errno.EADDRINUSE, f"no TCP port of {host} is free")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from kvferry import addresses
 from kvferry.addresses import (
     NODE_ADDRESS_VARIABLE,
     free_port,
@@ -45,10 +46,37 @@ def test_join_host_port(host: str, port: int, joined: str) -> None:
     assert join_host_port(host, port) == joined
 
 
-def test_a_free_port_can_be_bound() -> None:
+def test_a_free_port_can_be_bound_and_is_given_to_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_first_ephemeral_port", lambda: 32768)
     port = free_port()
+    assert 20_000 <= port < 30_000
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
+
+
+def test_a_free_port_is_ephemeral_where_all_ports_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_first_ephemeral_port", lambda: 1024)
+    port = free_port()
+    assert not 20_000 <= port < 30_000
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+
+
+def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_first_ephemeral_port", lambda: 32768)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        offers = [taken, taken, *range(20_000, 30_000)]
+        monkeypatch.setattr(addresses.secrets, "randbelow", lambda limit: offers.pop(0) - 20_000)
+        assert free_port() != taken
+
+
+def test_an_address_without_a_free_port_is_an_error() -> None:
+    # 192.0.2.1 is reserved for documentation: no interface has it.
+    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
+        free_port("192.0.2.1")
 
 
 def test_a_node_s_address_is_what_was_said_or_the_way_out() -> None:

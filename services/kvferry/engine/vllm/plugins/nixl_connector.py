@@ -1,4 +1,4 @@
-"""vLLM's NixlConnector with repairs of vLLM 0.32 (see ADR 3 and the modules `nixl_*` beside this one)."""
+"""vLLM's NixlConnector with repairs of vLLM 0.32 (see ADR 3)."""
 
 from __future__ import annotations
 
