@@ -9,7 +9,15 @@ import pytest
 
 from kvferry.engine.base import EngineOutput, FinishReason, TokenLogprob
 from kvferry.errors import InvalidRequest, NoDecodeWorker
-from kvferry.gateway.openai_responses import ChatFormat, Choice, CompletionFormat, Usage, error_body, error_chunk
+from kvferry.gateway.openai_responses import (
+    PIECE_BYTES,
+    ChatFormat,
+    Choice,
+    CompletionFormat,
+    Usage,
+    error_body,
+    error_chunk,
+)
 
 TEXTS = [
     "plain",
@@ -171,3 +179,21 @@ def test_an_error_has_openais_shape_in_a_body_and_in_an_event() -> None:
         }
     }
     assert event(error_chunk(NoDecodeWorker("nobody")))["error"]["code"] == "no_decode_worker"
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_long_log_probabilities_are_sent_in_pieces(make: Any) -> None:
+    fmt = make(num_top=1)
+    texts = [f"token {i} " + "x" * 100 for i in range(5_000)]
+    for i in range(2):
+        for text in texts:
+            fmt.keep_logprobs(i, [[logprob(text)]])
+    pieces = fmt.whole([Choice(), Choice(), Choice()], Usage(), None)
+    assert len(pieces) > 5
+    assert max(map(len, pieces)) < 2 * PIECE_BYTES
+    assert min(map(len, pieces[1:-1])) > 0
+    choices = json.loads(b"".join(pieces))["choices"]
+    for choice, expected in zip(choices, (texts, texts, []), strict=True):
+        logprobs = choice["logprobs"]
+        said = [entry["token"] for entry in logprobs["content"]] if make is chat else logprobs["tokens"]
+        assert said == expected
