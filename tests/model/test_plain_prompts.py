@@ -46,13 +46,17 @@ def conversations(count: int) -> Iterator[dict[str, Any]]:
     """Of every shape, always the same ones."""
     chance = random.Random(20)
     for _ in range(count):
-        turns = [
+        turns: list[dict[str, Any]] = [
             {
                 "role": chance.choice(["user", "assistant", "system"]),
                 "content": "".join(chance.choices(PIECES, k=chance.choice([0, 1, 3, 20, 200]))),
             }
             for _ in range(chance.randint(1, 6))
         ]
+        for turn in turns:
+            if chance.random() < 0.3:
+                texts = [turn["content"], *chance.choices(PIECES, k=chance.choice([0, 1, 5]))]
+                turn["content"] = [{"type": "text", "text": text} for text in texts]
         fields: dict[str, Any] = {
             "temperature": chance.choice([0, 0.5, 1.0]), "top_p": chance.choice([0.1, 1]),
             "top_k": chance.choice([-1, 0, 5]), "seed": chance.choice([0, -5, 2**62]),
@@ -88,7 +92,7 @@ async def test_the_same_as_vllm_for_prompts(renderer: VllmRenderer) -> None:
         assert renderer._plain is not None
         assert renderer._plain.completion(body) is not None
         (got,) = await renderer.render_completion(body)
-        wanted = renderer._within_context(await renderer._ask_completion(body), body.get("max_tokens", 16))
+        wanted = renderer._within_context(await renderer._ask_completion(body), body.get("max_tokens", 16), "prompt")
         assert got == wanted, body
 
 
@@ -101,7 +105,7 @@ async def test_the_same_as_vllm_for_prompts(renderer: VllmRenderer) -> None:
         {"continue_final_message": True, "add_generation_prompt": False},
         {"seed": -1},
         {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts", "name": "x"}]}]},
         {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -113,15 +117,35 @@ async def test_what_is_not_plain_is_left_to_vllm(renderer: VllmRenderer, changes
     assert (await renderer.render_chat(body)).token_ids
 
 
+async def test_prompts_over_the_context_are_refused_with_their_length(renderer: VllmRenderer) -> None:
+    messages = {"messages": [{"role": "user", "content": "word " * 9000}]}
+    with pytest.raises(ContextLengthExceeded, match=r"8192 tokens, but messages has 90\d\d$") as refused:
+        await renderer.render_chat(messages)
+    assert refused.value.param == "messages"
+    with pytest.raises(ContextLengthExceeded):
+        await by_vllm(renderer, messages)
+    with pytest.raises(ContextLengthExceeded, match=r"8192 tokens, but prompt has 90\d\d$") as refused:
+        await renderer.render_completion({"prompt": "word " * 9000})
+    assert refused.value.param == "prompt"
+
+
+async def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer(renderer: VllmRenderer) -> None:
+    num_words = 8190
+    while (num_tokens := len((await renderer._ask_completion({"prompt": "word " * num_words})).token_ids)) != 8191:
+        num_words += 8191 - num_tokens
+    (fits,) = await renderer.render_completion({"prompt": "word " * num_words, "max_tokens": 1})
+    assert len(fits.token_ids) == 8191
+    with pytest.raises(ContextLengthExceeded, match="8193: 8191 in the prompt and 2 to generate"):
+        await renderer.render_completion({"prompt": "word " * num_words, "max_tokens": 2})
+
+
 async def test_errors_are_vllms(renderer: VllmRenderer) -> None:
-    over = {"messages": [{"role": "user", "content": "word " * 9000}]}
     far_over = {"messages": [{"role": "user", "content": "x" * 5_000_000}]}
-    for body in (over, far_over):
-        with pytest.raises(ContextLengthExceeded) as ours:
-            await renderer.render_chat(body)
-        with pytest.raises(ContextLengthExceeded) as vllms:
-            await by_vllm(renderer, body)
-        assert ours.value.message == vllms.value.message
+    with pytest.raises(ContextLengthExceeded) as ours:
+        await renderer.render_chat(far_over)
+    with pytest.raises(ContextLengthExceeded) as vllms:
+        await by_vllm(renderer, far_over)
+    assert ours.value.message == vllms.value.message
     with pytest.raises(InvalidRequest):
         await renderer.render_chat({"messages": [{"role": "user", "content": "half a pair \ud83d"}]})
 

@@ -52,7 +52,7 @@ def surrogate_fault(raw: bytes) -> str:
 
     msgspec calls such a text truncated.
     """
-    if b"\\ud" not in raw and b"\\uD" not in raw:
+    if b"\\" not in raw or (b"\\ud" not in raw and b"\\uD" not in raw):
         return ""
     is_escaped_low = False  # the next escape is a low surrogate's whose high one came right before it
     for escape in itertools.islice(_SURROGATE.finditer(raw), _MAX_ESCAPES):

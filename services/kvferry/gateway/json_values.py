@@ -22,9 +22,9 @@ async def check_num_values(raw: bytes, max_values: int) -> None:
         return
     num_values = num_backslashes = 0
     for start in range(0, len(raw), _SLICE_BYTES):
-        piece = raw[start : start + _SLICE_BYTES]
-        num_values += num_values_at_most(piece)
-        num_backslashes += piece.count(b"\\")
+        end = start + _SLICE_BYTES
+        num_values += num_values_at_most(raw, start, end)
+        num_backslashes += raw.count(b"\\", start, end)
         await asyncio.sleep(0)
     if num_backslashes > MAX_BACKSLASHES:
         raise InvalidRequest(f"the body has too many backslashes; at most {MAX_BACKSLASHES} are allowed")
@@ -32,9 +32,9 @@ async def check_num_values(raw: bytes, max_values: int) -> None:
         raise InvalidRequest(f"the body has too many values; at most {max_values} are allowed")
 
 
-def num_values_at_most(text: bytes) -> int:
+def num_values_at_most(text: bytes, start: int = 0, end: int | None = None) -> int:
     """Every value but the first follows a comma, an opening bracket or an opening brace (or a key, which does)."""
-    return text.count(b",") + text.count(b"[") + text.count(b"{")
+    return sum(text.count(character, start, end) for character in (b",", b"[", b"{"))
 
 
 async def _num_values_outside_texts(raw: bytes, max_values: int) -> int:

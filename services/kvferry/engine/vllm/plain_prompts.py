@@ -30,11 +30,12 @@ COMPLETION_FIELDS = SAMPLING_FIELDS | {"prompt", "max_tokens", "seed", "add_spec
 ROLES = frozenset({"system", "user", "assistant"})
 
 _NUM_KEPT_SAMPLINGS = 512
+_CHARS_PER_PART = 50  # that a message, or a part of one, takes as long as, besides its own
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """`sampling.max_tokens` is vLLM's default."""
+    """`sampling.max_tokens` is vLLM's default, or 0 for a prompt that does not fit the context."""
 
     token_ids: Sequence[int]
     sampling: Sampling
@@ -93,7 +94,7 @@ class PlainPrompts:
             and CHAT_FIELDS.issuperset(body)
             and body.get("seed") != -1  # means none in vLLM
             and all(
-                len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str
+                len(message) == 2 and message.get("role") in ROLES and _is_text(message.get("content"))
                 for message in body["messages"]
             )
         )
@@ -133,16 +134,18 @@ class PlainPrompts:
         # `encode` would hold the GIL.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
-        if not 0 < len(token_ids) < self._max_model_len:
+        if not token_ids:
             return None
         asked = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
-        max_tokens = get_max_tokens(
-            self._max_model_len,
-            None if kind == "chat" else CompletionRequest.model_fields["max_tokens"].default,
-            len(token_ids),
-            self._serving.default_sampling_params,
-            self._serving.override_max_tokens,
-        )
+        max_tokens = 0  # the prompt is too long: vLLM's renderer would only find the same, in more time
+        if len(token_ids) < self._max_model_len:
+            max_tokens = get_max_tokens(
+                self._max_model_len,
+                None if kind == "chat" else CompletionRequest.model_fields["max_tokens"].default,
+                len(token_ids),
+                self._serving.default_sampling_params,
+                self._serving.override_max_tokens,
+            )
         sampling = self._sampling_of(kind, msgspec.json.encode(asked))
         return Rendered(token_ids, structs.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
 
@@ -162,8 +165,27 @@ class PlainPrompts:
         return from_vllm(request.to_sampling_params(1, self._serving.default_sampling_params))
 
 
-def _chat(*turns: tuple[str, str], **fields: Any) -> dict[str, Any]:
+def _is_text(content: Any) -> bool:
+    return type(content) is str or (
+        type(content) is list
+        and all(len(part) == 2 and part.get("type") == "text" and type(part.get("text")) is str for part in content)
+    )
+
+
+def cost_in_chars(message: Mapping[str, Any]) -> int:
+    """Return how many characters take as long to render as the message."""
+    content = message["content"]
+    if isinstance(content, str):
+        return _CHARS_PER_PART + len(content)
+    return _CHARS_PER_PART + sum(_CHARS_PER_PART + len(part["text"]) for part in content)
+
+
+def _chat(*turns: tuple[str, str | list[dict[str, str]]], **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns], **fields}
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 # Inputs that templates and tokenizers may treat in special ways.
@@ -188,6 +210,9 @@ CHAT_PROBES: Sequence[Mapping[str, Any]] = (
         include_stop_str_in_output=True, skip_special_tokens=False, spaces_between_special_tokens=False,
     ),
     _chat(("user", "hi"), stop="x", logprobs=True, temperature=0.02),
+    _chat(("system", _parts("a", "b")), ("user", _parts("one part")), ("assistant", _parts("c", "d")), ("user", "e")),
+    _chat(("user", _parts("", "  two \n", "\n\nthree <|im_end|>", ""))),
+    _chat(("user", [])),
 )  # fmt: skip
 COMPLETION_PROBES: Sequence[Mapping[str, Any]] = (
     {"prompt": "Once upon a time"},

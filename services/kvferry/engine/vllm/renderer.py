@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from kvferry.config import ModelConfig
 from kvferry.engine.base import Parse, RenderedPrompt
 from kvferry.engine.grammar_checks import GrammarChecks
-from kvferry.engine.vllm.plain_prompts import PlainPrompts, Rendered, verify
+from kvferry.engine.vllm.plain_prompts import PlainPrompts, Rendered, cost_in_chars, verify
 from kvferry.engine.vllm.render_loop import RenderLoop
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 # Longer prompts are rendered in a thread (0.1 ms there and back). This many characters take about 0.6 ms on the event
 # loop, which delays the tokens of all streams.
 MOST_CHARS_AT_ONCE = 2_000
-CHARS_PER_MESSAGE = 50  # that a message takes as long as, besides its own
 
 
 class VllmRenderer:
@@ -143,15 +142,14 @@ class VllmRenderer:
             requested = body.get("max_tokens")
         rendered: Rendered | None = None
         if self._plain is not None and self._plain.takes_chat(body):
-            num_chars = sum(CHARS_PER_MESSAGE + len(message["content"]) for message in body["messages"])
-            rendered = await self._at_once_if_short(self._plain.chat, body, num_chars)
+            rendered = await self._at_once_if_short(self._plain.chat, body, sum(map(cost_in_chars, body["messages"])))
             if rendered is not None and self._plain_parse is not None:
                 rendered = dataclasses.replace(rendered, parse=self._plain_parse)
         if rendered is None:
             await self._check_asked_grammar(body)
             rendered = await self._loop.run(self._ask_chat(body))
             await self._check_grammars(body, [rendered])
-        return self._within_context(rendered, requested)
+        return self._within_context(rendered, requested, "messages")
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
         prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
@@ -162,11 +160,11 @@ class VllmRenderer:
         if self._plain is not None and self._plain.takes_completion(body):
             rendered = await self._at_once_if_short(self._plain.completion, body, len(body["prompt"]))
             if rendered is not None:
-                return [self._within_context(rendered, requested)]
+                return [self._within_context(rendered, requested, "prompt")]
         await self._check_asked_grammar(body)
         asked = await self._loop.run(self._ask_completions(body))
         await self._check_grammars(body, asked)
-        return [self._within_context(one, requested) for one in asked]
+        return [self._within_context(one, requested, "prompt") for one in asked]
 
     async def _check_asked_grammar(self, body: Mapping[str, Any]) -> None:
         """Check a body's grammar before vLLM's validators read it in this process."""
@@ -274,11 +272,16 @@ class VllmRenderer:
             return ContextLengthExceeded(first_line, param=param)
         return InvalidRequest(first_line, param=param)
 
-    def _within_context(self, rendered: Rendered, requested: int | None) -> RenderedPrompt:
+    def _within_context(self, rendered: Rendered, requested: int | None, field: str) -> RenderedPrompt:
         sampling = rendered.sampling
         self._check_token_ids("allowed_token_ids", sampling.allowed_token_ids)
         self._check_token_ids("logit_bias", sampling.logit_bias)
         num_prompt_tokens = len(rendered.token_ids)
+        if num_prompt_tokens > self._max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's context is {self._max_model_len} tokens, but {field} has {num_prompt_tokens}",
+                param=field,
+            )
         if requested is not None:
             if num_prompt_tokens + requested > self._max_model_len:
                 raise context_exceeded(self._max_model_len, num_prompt_tokens, requested)
