@@ -14,6 +14,7 @@ from msgspec import Meta
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
 from kvferry.gateway.json_text import decode_json, json_type, object_of, require_few_values, surrogate_fault
+from kvferry.gateway.long_texts import LONG_BYTES, decode_in_steps
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
 IGNORED = frozenset(
@@ -240,7 +241,7 @@ def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        values = decode_json(raw)
+        values = decode_json(raw) if len(raw) < LONG_BYTES else decode_in_steps(raw, decode_json)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = surrogate_fault(raw) or str(error)
         raise InvalidRequest(f"the body is not valid JSON: {reason}") from None

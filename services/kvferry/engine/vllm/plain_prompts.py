@@ -173,7 +173,7 @@ def _is_text(content: Any) -> bool:
 
 
 def cost_in_chars(message: Mapping[str, Any]) -> int:
-    """Return how many characters take as long to render as the message."""
+    """Return the time to render a message, in characters."""
     content = message["content"]
     if isinstance(content, str):
         return _CHARS_PER_PART + len(content)
