@@ -88,12 +88,18 @@ async def test_the_same_as_vllm_for_many_conversations(renderer: VllmRenderer) -
 
 
 async def test_the_same_as_vllm_for_prompts(renderer: VllmRenderer) -> None:
-    for body in (*COMPLETION_PROBES, {"prompt": "x", "max_tokens": 4}, {"prompt": "".join(PIECES) * 30}):
+    for body in (
+        *COMPLETION_PROBES,
+        {"prompt": "x", "max_tokens": 4},
+        {"prompt": "".join(PIECES) * 30},
+        {"prompt": PIECES},
+    ):
         assert renderer._plain is not None
         assert renderer._plain.completion(body) is not None
-        (got,) = await renderer.render_completion(body)
-        wanted = renderer._within_context(await renderer._ask_completion(body), body.get("max_tokens", 16), "prompt")
-        assert got == wanted, body
+        got = await renderer.render_completion(body)
+        max_tokens = body.get("max_tokens", 16)
+        asked = await renderer._ask_completions(body)
+        assert got == [renderer._within_context(one, max_tokens, "prompt") for one in asked], body
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,7 @@ async def test_prompts_over_the_context_are_refused_with_their_length(renderer: 
 
 async def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer(renderer: VllmRenderer) -> None:
     num_words = 8190
-    while (num_tokens := len((await renderer._ask_completion({"prompt": "word " * num_words})).token_ids)) != 8191:
+    while (num_tokens := len((await renderer._ask_completions({"prompt": "word " * num_words}))[0].token_ids)) != 8191:
         num_words += 8191 - num_tokens
     (fits,) = await renderer.render_completion({"prompt": "word " * num_words, "max_tokens": 1})
     assert len(fits.token_ids) == 8191

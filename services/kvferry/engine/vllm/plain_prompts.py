@@ -30,7 +30,7 @@ COMPLETION_FIELDS = SAMPLING_FIELDS | {"prompt", "max_tokens", "seed", "add_spec
 ROLES = frozenset({"system", "user", "assistant"})
 
 _NUM_KEPT_SAMPLINGS = 512
-_CHARS_PER_PART = 50  # that a message, or a part of one, takes as long as, besides its own
+CHARS_PER_PART = 50  # that a message, or a part of one, takes as long as, besides its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,9 @@ class PlainPrompts:
         )
 
     def takes_completion(self, body: Mapping[str, Any]) -> bool:
-        return COMPLETION_FIELDS.issuperset(body) and body.get("seed") != -1 and type(body["prompt"]) is str
+        return (
+            COMPLETION_FIELDS.issuperset(body) and body.get("seed") != -1 and set(map(type, prompts_of(body))) == {str}
+        )
 
     def chat(self, body: Mapping[str, Any]) -> Rendered | None:
         """For a body that `takes_chat`. None: use vLLM's renderer."""
@@ -118,12 +120,19 @@ class PlainPrompts:
         except Exception:  # vLLM's renderer reports it
             return None
 
-    def completion(self, body: Mapping[str, Any]) -> Rendered | None:
+    def completion(self, body: Mapping[str, Any]) -> list[Rendered] | None:
+        """Render every prompt of a body that `takes_completion`. None: use vLLM's renderer."""
+        with_special = body.get("add_special_tokens", True)
+        all_rendered = []
         try:
-            with_special = body.get("add_special_tokens", True)
-            return self._rendered("completion", body["prompt"], body, add_special_tokens=with_special)
+            for prompt in prompts_of(body):
+                rendered = self._rendered("completion", prompt, body, add_special_tokens=with_special)
+                if rendered is None:
+                    return None
+                all_rendered.append(rendered)
         except Exception:  # as above
             return None
+        return all_rendered
 
     def _rendered(self, kind: str, text: str, body: Mapping[str, Any], *, add_special_tokens: bool) -> Rendered | None:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -165,6 +174,12 @@ class PlainPrompts:
         return from_vllm(request.to_sampling_params(1, self._serving.default_sampling_params))
 
 
+def prompts_of(body: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts of a completion: texts, or lists of token ids."""
+    prompt = body["prompt"]
+    return prompt if isinstance(prompt, list) else [prompt]
+
+
 def _is_text(content: Any) -> bool:
     return type(content) is str or (
         type(content) is list
@@ -176,8 +191,8 @@ def cost_in_chars(message: Mapping[str, Any]) -> int:
     """Return the time to render a message, in characters."""
     content = message["content"]
     if isinstance(content, str):
-        return _CHARS_PER_PART + len(content)
-    return _CHARS_PER_PART + sum(_CHARS_PER_PART + len(part["text"]) for part in content)
+        return CHARS_PER_PART + len(content)
+    return CHARS_PER_PART + sum(CHARS_PER_PART + len(part["text"]) for part in content)
 
 
 def _chat(*turns: tuple[str, str | list[dict[str, str]]], **fields: Any) -> dict[str, Any]:
@@ -219,31 +234,35 @@ COMPLETION_PROBES: Sequence[Mapping[str, Any]] = (
     {"prompt": " "},
     {"prompt": "ünïcödé 漢字 😀 <|im_start|> </s> <s>", "add_special_tokens": False},
     {"prompt": "<s>\n\nword " * 100, "temperature": 0.7, "stop": "x", "logprobs": 2, "seed": 3},
+    {"prompt": ["one", " two\n", "one"], "temperature": 0.5, "seed": 7},
 )
 
-Ask = Callable[[Mapping[str, Any]], Awaitable[Rendered]]
+Ask = Callable[[Mapping[str, Any]], Awaitable[Sequence[Rendered]]]
 
 
-async def verify(plain: PlainPrompts, ask_chat: Ask, ask_completion: Ask) -> str:
+async def verify(plain: PlainPrompts, ask_chat: Ask, ask_completions: Ask) -> str:
     """Return the first difference from vLLM's renderer, or an empty string."""
     for probe in CHAT_PROBES:
-        if plain.takes_chat(probe) and (difference := await _difference(probe, plain.chat(probe), ask_chat)):
-            return difference
+        if plain.takes_chat(probe):
+            chat = plain.chat(probe)
+            if difference := await _difference(probe, None if chat is None else [chat], ask_chat):
+                return difference
     for probe in COMPLETION_PROBES:
-        if difference := await _difference(probe, plain.completion(probe), ask_completion):
+        if difference := await _difference(probe, plain.completion(probe), ask_completions):
             return difference
     return ""
 
 
-async def _difference(probe: Mapping[str, Any], got: Rendered | None, ask: Ask) -> str:
+async def _difference(probe: Mapping[str, Any], got: list[Rendered] | None, ask: Ask) -> str:
     try:
-        wanted = await ask(probe)
+        all_wanted = await ask(probe)
     except Exception as error:
         return "" if got is None else f"vLLM refuses {probe}: {error}"
     if got is None:
         return f"vLLM alone renders {probe}"
-    if list(got.token_ids) != list(wanted.token_ids):
+    if [list(one.token_ids) for one in got] != [list(one.token_ids) for one in all_wanted]:
         return f"other tokens for {probe}"
-    if got.sampling != wanted.sampling:
-        return f"other parameters for {probe}: {got.sampling}, not {wanted.sampling}"
+    for one, wanted in zip(got, all_wanted, strict=True):
+        if one.sampling != wanted.sampling:
+            return f"other parameters for {probe}: {one.sampling}, not {wanted.sampling}"
     return ""

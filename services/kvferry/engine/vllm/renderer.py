@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 from pydantic import ValidationError
@@ -22,11 +22,20 @@ from pydantic import ValidationError
 from kvferry.config import ModelConfig
 from kvferry.engine.base import Parse, RenderedPrompt
 from kvferry.engine.grammar_checks import GrammarChecks
-from kvferry.engine.vllm.plain_prompts import PlainPrompts, Rendered, cost_in_chars, verify
+from kvferry.engine.vllm.plain_prompts import (
+    CHARS_PER_PART,
+    PlainPrompts,
+    Rendered,
+    cost_in_chars,
+    prompts_of,
+    verify,
+)
 from kvferry.engine.vllm.render_loop import RenderLoop
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 # Longer prompts are rendered in a thread (0.1 ms there and back). This many characters take about 0.6 ms on the event
 # loop, which delays the tokens of all streams.
@@ -94,7 +103,7 @@ class VllmRenderer:
     def _verified_plain_prompts(self) -> PlainPrompts | None:
         try:
             plain = PlainPrompts(self._serving)
-            difference = self._loop.run_and_wait(verify(plain, self._ask_chat, self._ask_completion))
+            difference = self._loop.run_and_wait(verify(plain, self._ask_chats, self._ask_completions))
         except Exception as error:
             # vLLM's own renderer works without PlainPrompts.
             difference = f"{type(error).__name__}: {error}"
@@ -152,15 +161,15 @@ class VllmRenderer:
         return self._within_context(rendered, requested, "messages")
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
-        prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                self._check_chars([prompt], "prompt")
+        texts = [prompt for prompt in prompts_of(body) if isinstance(prompt, str)]
+        for text in texts:
+            self._check_chars([text], "prompt")
         requested = body.get("max_tokens", 16)
         if self._plain is not None and self._plain.takes_completion(body):
-            rendered = await self._at_once_if_short(self._plain.completion, body, len(body["prompt"]))
+            cost = CHARS_PER_PART * len(texts) + sum(map(len, texts))
+            rendered = await self._at_once_if_short(self._plain.completion, body, cost)
             if rendered is not None:
-                return [self._within_context(rendered, requested, "prompt")]
+                return [self._within_context(one, requested, "prompt") for one in rendered]
         await self._check_asked_grammar(body)
         asked = await self._loop.run(self._ask_completions(body))
         await self._check_grammars(body, asked)
@@ -178,8 +187,8 @@ class VllmRenderer:
                 await self._grammars.check(spec, param=_grammar_field(body))
 
     async def _at_once_if_short(
-        self, render: Callable[[Mapping[str, Any]], Rendered | None], body: Mapping[str, Any], num_chars: int
-    ) -> Rendered | None:
+        self, render: Callable[[Mapping[str, Any]], R], body: Mapping[str, Any], num_chars: int
+    ) -> R:
         if num_chars <= MOST_CHARS_AT_ONCE:
             return render(body)
         return await asyncio.get_running_loop().run_in_executor(self._thread, render, body)
@@ -238,9 +247,8 @@ class VllmRenderer:
                 f"{field}: {largest} is not a token id of this model (0 to {self._vocabulary_size - 1})", param=field
             )
 
-    async def _ask_completion(self, body: Mapping[str, Any]) -> Rendered:
-        (rendered,) = await self._ask_completions(body)
-        return rendered
+    async def _ask_chats(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
+        return [await self._ask_chat(body)]
 
     async def _render(self, render: Any, kind: Any, body: Mapping[str, Any]) -> Any:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse

@@ -43,15 +43,13 @@ def from_vllm(params: SamplingParams) -> Sampling:
         if value != unset:
             raise InvalidRequest(f"{name} is not supported", param=name)
     values: dict[str, Any] = {}
-    for field in structs.fields(Sampling):
-        if field.name == "structured_outputs":
-            continue
-        value = getattr(params, field.name)
-        if field.name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+    for name in CARRIED:
+        value = getattr(params, name)
+        if name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = (value,) if isinstance(value, str) else tuple(value or ())
-        elif field.name == "logit_bias":
+        elif name == "logit_bias":
             value = dict(value or {})
-        values[field.name] = value
+        values[name] = value
     return Sampling(structured_outputs=_structured_to_json(params.structured_outputs), **values)
 
 
