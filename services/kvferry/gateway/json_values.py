@@ -13,7 +13,7 @@ MAX_VALUES = 50_000  # of a body; parsing takes up to 0.3 us each
 MAX_BACKSLASHES = 2_000_000  # escapes in texts take 7 ns each
 UNCOUNTED_BYTES = 64 << 10  # has at most half as many values
 
-_SLICE_BYTES = 512 << 10  # takes a millisecond or two
+_SLICE_BYTES = 64 << 10  # of short texts these take a millisecond or two
 
 
 async def check_num_values(raw: bytes, max_values: int) -> None:
