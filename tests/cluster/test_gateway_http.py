@@ -257,3 +257,26 @@ async def test_choices_of_a_cold_prompt_report_no_cached_tokens(http: httpx.Asyn
     assert cold["prompt_tokens_details"]["cached_tokens"] == 0
     warm = (await http.post("/v1/completions", json=body)).json()["usage"]
     assert warm["prompt_tokens_details"]["cached_tokens"] >= 150
+
+
+async def test_a_large_answer_waits_for_its_client_without_a_place() -> None:
+    """7 MB, more than the sockets hold: what the client has not read waits in the connection alone."""
+    values = {**CHAT, "n": 8, "max_tokens": 512, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    body = json.dumps(values).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    async with running(sim={"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}) as cluster:
+        gateway = cluster.gateway
+        assert gateway is not None
+        # It reads what fits its buffers, 64 KiB and twice the limit, until the body is asked for.
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head.encode() + body)
+        status = await reader.readline()
+        assert status == b"HTTP/1.1 200 OK\r\n"
+        await until(lambda: gateway.admission.num_in_flight == 0, what="its place is free")
+        await reader.readuntil(b"\r\n\r\n")
+        choices = json.loads(await reader.read())["choices"]
+        assert [len(choice["logprobs"]["content"]) for choice in choices] == [512] * 8
+        writer.close()

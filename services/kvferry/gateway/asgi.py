@@ -29,6 +29,7 @@ from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readines
 from kvferry.gateway.browser_requests import require_json, require_local_page, require_one_host
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.generation import require_model
+from kvferry.gateway.large_bodies import join
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
@@ -43,7 +44,6 @@ Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-LARGE_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 30.0
 LINGER_S = 2.0
 
@@ -254,11 +254,11 @@ class HttpApp:
                 answer = await read(raw, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
                 named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
-                    pieces = await answer.whole()
-                    if exchange is not None and len(pieces) == 1:
-                        await exchange.respond(200, _with_length(pieces, [_JSON, *named]), pieces[0])
+                    body = await answer.whole()
+                    if exchange is not None:
+                        await exchange.respond(200, _with_length(body, [_JSON, *named]), body)
                     else:
-                        await _respond(send, 200, pieces, [_JSON, *named])
+                        await _respond(send, 200, body, [_JSON, *named])
                     return
                 writer = open_stream_writer(
                     exchange,
@@ -313,8 +313,7 @@ class HttpApp:
             raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
         if exchange is not None:
             exchange.resume_reading()
-        # Joining a large body takes milliseconds, in which Python lets other threads run.
-        return b"".join(pieces) if size < LARGE_BODY_BYTES else await asyncio.to_thread(b"".join, pieces)
+        return await join(pieces, size)
 
 
 class _ClientWatch:
@@ -375,20 +374,13 @@ def _allow(method: str, allowed: str) -> None:
         raise MethodNotAllowed(f"{method} is not allowed here; use {allowed}", param=allowed)
 
 
-async def _respond(
-    send: Send, status: int, body: bytes | Sequence[bytes], headers: Sequence[tuple[bytes, bytes]] = (_JSON,)
-) -> None:
-    """Send a body; the event loop turns between its pieces."""
-    pieces = [body] if isinstance(body, bytes) else body
-    await send({"type": "http.response.start", "status": status, "headers": _with_length(pieces, headers)})
-    for piece in pieces[:-1]:
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await asyncio.sleep(0)
-    await send({"type": "http.response.body", "body": pieces[-1]})
+async def _respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (_JSON,)) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": _with_length(body, headers)})
+    await send({"type": "http.response.body", "body": body})
 
 
-def _with_length(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]]) -> Sequence[tuple[bytes, bytes]]:
-    return [*headers, (b"content-length", str(sum(map(len, pieces))).encode())]
+def _with_length(body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Sequence[tuple[bytes, bytes]]:
+    return [*headers, (b"content-length", str(len(body)).encode())]
 
 
 def _trace_headers(trace: RequestTrace | None) -> list[tuple[bytes, bytes]]:

@@ -17,7 +17,7 @@ from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, require_model
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
-from kvferry.gateway.large_bodies import in_thread_if_large
+from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import (
     ChatBody,
@@ -199,8 +199,7 @@ class Answer:
         self._debug = debug
         self._last_events = b""
 
-    async def whole(self) -> list[bytes]:
-        """Return the answer in pieces; each may take a turn of the event loop."""
+    async def whole(self) -> bytes:
         generation = self._generation
         await generation.run(
             [
@@ -208,7 +207,8 @@ class Answer:
                 for index, choice in enumerate(generation.choices)
             ]
         )
-        return self._format.whole(generation.choices, generation.usage(), self._debug_values())
+        pieces = self._format.whole(generation.choices, generation.usage(), self._debug_values())
+        return await join(pieces, sum(map(len, pieces)))
 
     async def stream(self, writer: StreamWriter) -> None:
         """Write all events up to `[DONE]`, then close the writer.

@@ -317,8 +317,11 @@ class Exchange:
         self._transport.abort()
 
 
+_LARGE_WRITE_BYTES = 1 << 20
+
+
 class _HeadBuffer:
-    """A transport that sends the first two writes in one packet."""
+    """A transport that sends the first two writes in one packet, unless the second is so large that a copy is slow."""
 
     __slots__ = ("_transport", "close", "head")
 
@@ -328,10 +331,13 @@ class _HeadBuffer:
         self.head = b""
 
     def write(self, data: bytes) -> None:
-        if self.head:
+        if not self.head:
+            self.head = data
+        elif len(data) < _LARGE_WRITE_BYTES:
             self._transport.write(self.head + data)
         else:
-            self.head = data
+            self._transport.write(self.head)
+            self._transport.write(data)
 
 
 def _head_too_large() -> HeadersTooLarge:
