@@ -259,7 +259,8 @@ async def test_harmful_bodies_are_refused_beside_streams_that_go_on(machine: Mac
 
 async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(machine: Machine) -> None:
     prompt = "The harbour master of a small town keeps a diary. On the first page he wrote: " * 3
-    values = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    # More tokens than are made while `members` asks, which takes seconds.
+    values = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
     undisturbed = await asyncio.to_thread(complete, machine, prompt, **values)
     expected, usage = undisturbed["choices"][0]["text"], undisturbed["usage"]
     decode = await asyncio.to_thread(members, machine, "decode")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.addresses import free_port
 from kvferry.local.processes import ProcessIdentity, belonging, end_all, wait_gone
 from kvferry.local.run_folder import RunFolder, run_folder
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile
@@ -90,7 +90,7 @@ class Machine:
 def a_machine(engine: str) -> Iterator[Machine]:
     """A machine that nothing runs on yet, and on which nothing runs any more afterwards."""
     root = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp")).resolve()
-    machine = Machine(RunFolder(root / "r"), free_port(), engine)
+    machine = Machine(RunFolder(root / "r"), _port_of_its_own(), engine)
     assert machine.folder == run_folder("kvferry", {"KVFERRY_RUN_DIR": str(root / "r")})
     try:
         yield machine
@@ -117,6 +117,13 @@ def listening_ports(processes: tuple[ProcessIdentity, ...]) -> dict[int, str]:
                 if connection.status == psutil.CONN_LISTEN:
                     ports[connection.laddr.port] = connection.laddr.ip
     return ports
+
+
+def _port_of_its_own() -> int:
+    """Return a port that neither the system nor `free_port` gives to others."""
+    while can_connect(port := 10_000 + secrets.randbelow(10_000)):
+        pass
+    return port
 
 
 def can_connect(port: int) -> bool:

@@ -6,6 +6,7 @@ Processes are found by the run folder's marks, so one procedure ends any cluster
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import socket
 import ssl
@@ -38,6 +39,7 @@ from kvferry.local.ray_process import Ray, engine_environment, ray_environment, 
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 
 _POLL_S = 0.5
+_PORT_PATIENCE_S = 2.0
 _SHOW_LOG_AFTER_S = 20.0
 _RECORD_INTERVAL_S = 5.0
 _HAND_OVER_TIMEOUT_S = 90.0
@@ -319,18 +321,28 @@ def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) 
         while (chosen := free_port(host)) == taken:
             pass
         return chosen
+    # A gateway that was just killed may hold the port for a moment.
+    patience_ends_s = time.monotonic() + _PORT_PATIENCE_S
+    while (fault := _why_not_to_bind(host, port)) is not None:
+        if fault.errno != errno.EADDRINUSE or time.monotonic() > patience_ends_s:
+            raise ConfigError(
+                f"gateway.{key}: {host}:{port} cannot be used: {fault.strerror}{_listener_on(port)}; "
+                f"choose another with --{key.replace('_', '-')} N (0: any free one)",
+                param=f"gateway.{key}",
+            )
+        time.sleep(0.1)
+    return port
+
+
+def _why_not_to_bind(host: str, port: int) -> OSError | None:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do: connections of an earlier gateway that are still closing do not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"gateway.{key}: {host}:{port} cannot be used: {error.strerror}{_listener_on(port)}; "
-                f"choose another with --{key.replace('_', '-')} N (0: any free one)",
-                param=f"gateway.{key}",
-            ) from None
-    return port
+            return error
+    return None
 
 
 def _listener_on(port: int) -> str:
