@@ -270,7 +270,7 @@ async def test_a_large_answer_waits_for_its_client_without_a_place() -> None:
     async with running(sim={"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}) as cluster:
         gateway = cluster.gateway
         assert gateway is not None
-        # It reads what fits its buffers, 64 KiB and twice the limit, until the body is asked for.
+        # The client's reader takes at most 128 KiB from its socket until the test asks for more.
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(head.encode() + body)
         status = await reader.readline()

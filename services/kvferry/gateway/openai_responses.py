@@ -17,7 +17,7 @@ from kvferry.gateway.choices import Choice, Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# Size from which a piece of a whole answer is sent by itself: copying more takes the event loop a millisecond.
+# Log-probabilities of a whole answer are joined to pieces of this size as they come.
 PIECE_BYTES = 256 << 10
 
 # JSON has no infinity; vLLM's own server writes this for it.
