@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import ipaddress
 import os
 import secrets
@@ -22,12 +23,18 @@ NODE_ADDRESS_VARIABLE = "KVFERRY_NODE_ADDRESS"
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000
 _PORT_TRIES = 100
+_MAX_ADDRESS_CHARS = 100  # an IPv6 address has 45 at most, and the name of a zone
 
 
 def is_loopback(host: str) -> bool:
     """True for `localhost` and loopback addresses; other names are not trusted."""
     if host == "localhost":
         return True
+    return len(host) <= _MAX_ADDRESS_CHARS and _is_loopback_address(host)
+
+
+@functools.lru_cache(maxsize=64)  # parsing takes as long as choosing a worker
+def _is_loopback_address(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

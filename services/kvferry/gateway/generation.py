@@ -89,8 +89,10 @@ class Generation:
     ) -> None:
         """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts.
 
-        `deadline_s` is the client's own, of `time.monotonic`.
+        `deadline_s` is the client's own, of `time.monotonic`; without one, `gateway.request_timeout_s` is the limit.
         """
+        if deadline_s is None:
+            deadline_s = time.monotonic() + dispatcher.request_timeout_s
         self.requests = _requests_of(answer_id, rendered, n, tenant, deadline_s)
         self._trace = trace
         span = trace.span if trace is not None else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from kvferry.errors import DeadlineExceeded
 from kvferry.gateway.choices import Choice
@@ -22,41 +22,38 @@ class TokenTimeouts:
     first_token_s: float
     inter_token_s: float
 
-    @contextlib.asynccontextmanager
-    async def watch(self, choices: Sequence[Choice]) -> AsyncIterator[None]:
-        """Cancel the block, and raise DeadlineExceeded that names the limit, once a choice has waited too long."""
-        watch = _Watch(self, choices)
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                watch.begin(limit)
-                yield
-        except TimeoutError:
-            if not watch.reason:
-                raise
-            raise DeadlineExceeded(watch.reason) from None
-        finally:
-            watch.end()
+    def watch(self, choices: Sequence[Choice]) -> _Watch:
+        """Return a context that cancels its block once a choice has waited too long.
+
+        It raises DeadlineExceeded then, which names the limit.
+        """
+        return _Watch(self, choices)
 
 
 class _Watch:
     def __init__(self, timeouts: TokenTimeouts, choices: Sequence[Choice]) -> None:
-        self.reason = ""  # why it has expired
         self._timeouts = timeouts
         self._choices = choices
         self._loop = asyncio.get_running_loop()
         self._period_s = min(timeouts.first_token_s, timeouts.inter_token_s) / _LOOKS
         self._seen = [(0, self._loop.time())] * len(choices)  # tokens of a choice, and since when it has them
-        self._limit: asyncio.Timeout | None = None
+        self._limit = asyncio.timeout(None)
+        self._reason = ""  # why it has expired
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
         self._timer = self._loop.call_later(self._period_s, self._look)
 
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise DeadlineExceeded(self._reason) from None
 
     def _look(self) -> None:
         now_s, timeouts = self._loop.time(), self._timeouts
@@ -75,6 +72,5 @@ class _Watch:
         self._timer = self._loop.call_later(self._period_s, self._look)
 
     def _expire(self, reason: str) -> None:
-        assert self._limit is not None
-        self.reason = reason
+        self._reason = reason
         self._limit.reschedule(self._loop.time())

@@ -50,6 +50,7 @@ _DURATIONS = ("queue_ms", "prefill_ms", "kv_transfer_ms", "load_ms")
 _MAX_MS = 1e7  # almost three hours; a longer duration is taken for unknown
 _MIN_SHARE = 1e-6
 _SHARES = ("prefill_share", "kv_transfer_share")
+_RANGES = {**dict.fromkeys(_DURATIONS, (0.0, _MAX_MS)), **dict.fromkeys(_SHARES, (_MIN_SHARE, 1.0))}
 
 _TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
 _OPTIONAL = frozenset({"seed", "logprobs"})
@@ -339,10 +340,12 @@ def _set_durations(message: pb.Durations, durations: EngineDurations) -> None:
 
 def _durations_from_wire(message: pb.Durations) -> EngineDurations:
     # Values that no clock can give are taken for unknown: rates are learned from them.
-    values = {name: getattr(message, name) for name in (*_DURATIONS, *_SHARES) if message.HasField(name)}
-    durations = {name: value for name, value in values.items() if name in _DURATIONS and 0.0 <= value <= _MAX_MS}
-    shares = {name: value for name, value in values.items() if name in _SHARES and _MIN_SHARE <= value <= 1.0}
-    return EngineDurations(**durations, **shares)
+    values: dict[str, float] = {}
+    for field, value in message.ListFields():
+        lowest, highest = _RANGES[field.name]
+        if lowest <= value <= highest:
+            values[field.name] = value
+    return EngineDurations(**values)
 
 
 def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> pb.Load:

@@ -48,11 +48,8 @@ class AnswerSoFar:
         """Drop the callback, which may refer back to this answer: a cycle would keep the prompt."""
         self._on_first_output = None
 
-    def next_request(self, *, replays_grammars: bool = True) -> EngineRequest:
-        """Return it with a new id: the lost worker may know the old one.
-
-        `replays_grammars` says whether all workers do.
-        """
+    def next_request(self, workers_replay_grammars: Callable[[], bool] = lambda: True) -> EngineRequest:
+        """Return it with a new id: the lost worker may know the old one."""
         request, given = self.request, self.token_ids
         if not given:
             return request
@@ -60,7 +57,7 @@ class AnswerSoFar:
         if self._record.continued_after[-1:] != [len(given)]:
             self._record.continued_after.append(len(given))
         request_id = RequestId(f"{request.request_id}-c{self._attempt}")
-        if _restarts(request, replays_grammars=replays_grammars):
+        if _restarts(request, workers_replay_grammars):
             self._num_repeated, self._num_chars_repeated, self._position = len(given), self._num_chars, 0
             return self._from_prompt(request_id)
         # The engine must give at least one token, to say how the answer ended.
@@ -118,9 +115,10 @@ class AnswerSoFar:
         )
 
 
-def _restarts(request: EngineRequest, *, replays_grammars: bool) -> bool:
+def _restarts(request: EngineRequest, workers_replay_grammars: Callable[[], bool]) -> bool:
     sampling = request.sampling
-    if sampling.structured_outputs and (not replays_grammars or (request.parse is not None and request.parse.reasons)):
+    reasons = request.parse is not None and request.parse.reasons
+    if sampling.structured_outputs and (reasons or not workers_replay_grammars()):
         return True
     counts_tokens = sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words
     return sampling.temperature == 0 and bool(counts_tokens)

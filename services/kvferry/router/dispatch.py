@@ -83,7 +83,6 @@ class Dispatcher:
             EngineLosses(),
             RoomQueue(config.max_queued_requests, clock),
             config.queue_timeout_s,
-            config.request_timeout_s,
             Quarantine(),
         )
         workers.on_room = self._router.queue.note_room
@@ -91,6 +90,7 @@ class Dispatcher:
         self._router.losses.on_trial_end = self._router.queue.note_room
         workers.on_quarantined = self._learn_quarantined
         workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
+        self.request_timeout_s = config.request_timeout_s
         self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
 
     @property
@@ -116,8 +116,6 @@ class Dispatcher:
     ) -> None:
         """Deliver outputs until one has a finish reason; `on_text` gets those of only tokens and text.
 
-        A request without a deadline gets that of `gateway.request_timeout_s`.
-
         Cancelling cancels the request on every worker. Without `may_be_aggregated` a prefill worker, if any, computes
         the prompt. Raises NoDecodeWorker, Quarantined, or the request's error.
         """
@@ -125,8 +123,6 @@ class Dispatcher:
         self._recent.append(record)
         router = self._router
         router.refuse_quarantined(request)
-        if request.deadline_s is None:
-            request = dataclasses.replace(request, deadline_s=time.monotonic() + router.request_timeout_s)
         answer = AnswerSoFar(replayable(request), on_output, record, on_text)
         try:
             await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
@@ -172,7 +168,7 @@ class _RequestRun:
 
     async def _try_once(self) -> bool:
         router, losses = self._router, self._placer.losses
-        request = self._answer.next_request(replays_grammars=self._placer.workers_replay_grammars())
+        request = self._answer.next_request(self._placer.workers_replay_grammars)
         if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
             router.losses.adopt_blame(self._placer.digest, losses)
         if losses.is_suspect or self._answer.token_ids:

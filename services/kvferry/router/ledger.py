@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -52,12 +51,21 @@ class WorkerAccount:
 
         Rather more: else a worker that is idle now would seem to compute for another gateway.
         """
-        ended = itertools.takewhile(lambda end: end[0] > reported_s - _REPORT_AGE_S, reversed(self.prompt_ends))
-        return self.prompt_tokens + sum(num_tokens for _, num_tokens in ended)
+        num_tokens, since_s = self.prompt_tokens, reported_s - _REPORT_AGE_S
+        for ended_s, num_ended in reversed(self.prompt_ends):
+            if ended_s <= since_s:
+                break
+            num_tokens += num_ended
+        return num_tokens
 
     def num_streams_since(self, since_s: float) -> int:
         """O(their number)."""
-        return sum(1 for _ in itertools.takewhile(lambda sent_s: sent_s > since_s, reversed(self.streams.values())))
+        num_streams = 0
+        for sent_s in reversed(self.streams.values()):
+            if sent_s <= since_s:
+                break
+            num_streams += 1
+        return num_streams
 
     def queue_ms(self, ms_per_token: float, fixed_ms: float, now_s: float) -> float:
         """Return the time of prompts before a new one. There must be one."""

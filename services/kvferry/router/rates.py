@@ -277,8 +277,11 @@ class RatePool:
         return faded(median, default, 1.0 + self._placement_age - since)
 
     def _current(self, name: str, rate: Rate, is_tried: bool) -> float:
-        if rate.num_observed and self.age - rate.observed_at <= 1.0:
+        if not rate.num_observed:
+            typical: float = self._typical[name]
+            return typical
+        if self.age - rate.observed_at <= 1.0:
             return rate.value
         now = rate.faded(self.age, self._typical[name])
         # One request at a time tries a worker that was slow.
-        return max(now, rate.value) if is_tried and rate.num_observed else now
+        return max(now, rate.value) if is_tried else now

@@ -48,7 +48,6 @@ class Router:
     losses: EngineLosses
     queue: RoomQueue
     queue_timeout_s: float
-    request_timeout_s: float
     quarantine: Quarantine
 
     def refuse_quarantined(self, request: EngineRequest) -> None:
@@ -282,7 +281,7 @@ class RequestPlacer:
     def _place_now(self, request: EngineRequest) -> Attempt | None:
         """Prefer decode workers that can use the kept pages; None without any."""
         router, kept = self._router, self.kept
-        decode = self._candidates(MemberKind.DECODE)
+        decode, _ = self._candidates(MemberKind.DECODE)
         if kept is not None:
             exchanging = [candidate for candidate in decode if can_exchange(candidate.member, kept.holder)]
             decode, kept = (exchanging, kept) if exchanging else (decode, None)
@@ -291,11 +290,10 @@ class RequestPlacer:
         prefill: list[Candidate] = []
         has_full_prefill = False
         if kept is None and self.failed.may_prefill:
-            prefill = self._candidates(MemberKind.PREFILL)
-            if not prefill:
+            prefill, full = self._candidates(MemberKind.PREFILL)
+            if not prefill and full:
                 # Their queues are priced all the same: the decode worker may be cheaper.
-                prefill = self._candidates(MemberKind.PREFILL, full=True)
-                has_full_prefill = bool(prefill)
+                prefill, has_full_prefill = full, True
         began_ns = time.perf_counter_ns()
         now_s = router.clock()
         to_place = _placement_request(request, decode[0].member.block_size, next(router.attempt_numbers))
@@ -322,24 +320,25 @@ class RequestPlacer:
         self._record.note_placement(placement, took_ns)
         return Attempt(to_place.request_id, placement)
 
-    def _candidates(self, kind: MemberKind, *, full: bool = False) -> list[Candidate]:
-        """Return workers that did not fail this request and have room; with `full`, those that have none.
+    def _candidates(self, kind: MemberKind) -> tuple[list[Candidate], list[Candidate]]:
+        """Return workers that did not fail this request: those with room, and those without.
 
         A worker with a request on trial takes no other one but answers that go on.
         """
         router, losses, is_resumed = self._router, self.losses, bool(self._answer.token_ids)
-        candidates = [
-            each
-            for each in router.workers.candidates(kind)
-            if (each[0].is_full and not is_resumed) is full and self.failed.may_try(each[0])
-        ]
+        candidates = router.workers.candidates(kind)
         if losses.is_suspect and router.losses.is_copy_on_trial(self.digest, losses):
-            return []
-        if router.losses.has_trials and not is_resumed:
-            candidates = [
-                each for each in candidates if not router.losses.is_occupied(each[0].member.member_id, losses)
-            ]
-        return [candidate for _, candidate in candidates]
+            return [], []
+        has_trials = router.losses.has_trials and not is_resumed
+        with_room: list[Candidate] = []
+        full: list[Candidate] = []
+        for link, candidate in candidates:
+            if not self.failed.may_try(link):
+                continue
+            if has_trials and router.losses.is_occupied(link.member.member_id, losses):
+                continue
+            (full if link.is_full and not is_resumed else with_room).append(candidate)
+        return with_room, full
 
     def release_kept(self) -> None:
         kept, self.kept = self.kept, None

@@ -164,7 +164,7 @@ def test_a_grammar_goes_on_where_workers_replay_it_and_is_computed_again_elsewhe
     client = Client(structured_outputs="{}", **sampling)
     client.give(1, 2, 3)
     assert client.answer.next_request().continued == Continued(3, 3)
-    again = client.answer.next_request(replays_grammars=False)
+    again = client.answer.next_request(lambda: False)
     assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
     assert again.sampling == client.first.sampling
 

@@ -86,6 +86,10 @@ class PlainPrompts:
             if template is not None
             else "string"
         )
+        # vLLM gives such a model's template the text of a user or an assistant as it is.
+        self._keeps_texts = self._content_format == "string" and not (
+            self._model_config.enable_prompt_embeds or self._model_config.multimodal_config
+        )
         self._sampling_of = functools.lru_cache(_NUM_KEPT_SAMPLINGS)(self._resolve)
 
     def takes_chat(self, body: Mapping[str, Any]) -> bool:
@@ -106,12 +110,8 @@ class PlainPrompts:
 
     def chat(self, body: Mapping[str, Any]) -> Rendered | None:
         """For a body that `takes_chat`. None: use vLLM's renderer."""
-        from vllm.renderers.chat_utils import parse_chat_messages
-
         try:
-            conversation, _, _ = parse_chat_messages(
-                body["messages"], self._model_config, content_format=self._content_format
-            )
+            conversation = self._conversation(body["messages"])
             assert self._template is not None
             # Like `render`, but without merging the same globals each time.
             context = self._template.new_context({**self._template_values, "messages": conversation}, shared=True)
@@ -119,6 +119,18 @@ class PlainPrompts:
             return self._rendered("chat", text, body, add_special_tokens=False)
         except Exception:  # vLLM's renderer reports it
             return None
+
+    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        from vllm.renderers.chat_utils import parse_chat_messages
+
+        conversation: list[Any] = []
+        for message in messages:
+            if self._keeps_texts and type(message["content"]) is str and message["role"] != "system":
+                conversation.append(message)
+            else:
+                parsed, _, _ = parse_chat_messages([message], self._model_config, content_format=self._content_format)
+                conversation.extend(parsed)
+        return conversation
 
     def completion(self, body: Mapping[str, Any]) -> list[Rendered] | None:
         """Render every prompt of a body that `takes_completion`. None: use vLLM's renderer."""
