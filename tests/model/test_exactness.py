@@ -38,11 +38,11 @@ WORDS = (  # noqa: SIM905
 
 
 def prompts(pair: VllmPair) -> list[list[int]]:
-    """Prompts whose lengths spread evenly from the shortest to the longest, block borders not excepted."""
+    """Prompts whose lengths are a geometric series, and both sides of a block's border."""
     seeded = random.Random(7)
-    lengths = [SHORTEST + round(i * (LONGEST - SHORTEST) / (NUM_PROMPTS - 1)) for i in range(NUM_PROMPTS)]
-    lengths[3] = 512  # exactly sixteen pages
-    lengths[4] = 513
+    lengths = [round(SHORTEST * (LONGEST / SHORTEST) ** (i / (NUM_PROMPTS - 1))) for i in range(NUM_PROMPTS)]
+    lengths[11] = 512  # exactly sixteen pages
+    lengths[12] = 513
     made = []
     for length in lengths:
         text = " ".join(seeded.choice(WORDS) for _ in range(length + 50))
