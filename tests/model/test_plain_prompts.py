@@ -16,7 +16,7 @@ from kvferry.config import ModelConfig
 from kvferry.engine.base import RenderedPrompt
 from kvferry.engine.vllm import plain_prompts
 from kvferry.engine.vllm import renderer as vllm_renderer
-from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered
+from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered, prompts_of
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.grpc_bodies import read_generate
@@ -95,7 +95,7 @@ async def test_the_same_as_vllm_for_prompts(renderer: VllmRenderer) -> None:
         {"prompt": PIECES},
     ):
         assert renderer._plain is not None
-        assert renderer._plain.completion(body) is not None
+        assert renderer._plain.completions(body, prompts_of(body)) is not None
         got = await renderer.render_completion(body)
         max_tokens = body.get("max_tokens", 16)
         asked = await renderer._ask_completions(body)
@@ -133,6 +133,69 @@ async def test_prompts_over_the_context_are_refused_with_their_length(renderer: 
     with pytest.raises(ContextLengthExceeded, match=r"8192 tokens, but prompt has 90\d\d$") as refused:
         await renderer.render_completion({"prompt": "word " * 9000})
     assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "x" * 2_000_000}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "x" * 1000}] * 2000}],
+        [{"role": "assistant", "content": "x" * 1000}] * 2000,
+    ],
+    ids=["system", "parts", "messages"],
+)
+async def test_texts_that_no_context_holds_are_rendered_once_at_most(
+    renderer: VllmRenderer, messages: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer, "_ask_chat", None)
+    with pytest.raises(ContextLengthExceeded, match="characters at most, but messages has 20[0-9]{5}$") as refused:
+        await renderer.render_chat({"messages": messages})
+    assert refused.value.param == "messages"
+
+
+class Parts:
+    """Counts the parts in which a renderer takes lists of prompts."""
+
+    def __init__(self, renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_begun = 0
+        assert renderer._plain is not None
+        self._render = renderer._plain.completions
+        monkeypatch.setattr(renderer._plain, "completions", self.completions)
+
+    def completions(self, body: Mapping[str, Any], prompts: list[str]) -> list[Rendered] | None:
+        self.num_begun += 1
+        return self._render(body, prompts)
+
+
+async def test_a_long_list_of_prompts_lets_others_between(
+    renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(renderer, monkeypatch)
+    several = asyncio.create_task(renderer.render_completion({"prompt": ["word " * 1900] * 200}))
+    for number in range(3):
+        await renderer.render_chat({"messages": [{"role": "user", "content": f"{number} words " * 500}]})
+    assert not several.done()
+    assert len(await several) == parts.num_begun == 200
+
+
+async def test_a_list_of_prompts_ends_with_its_client(renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(renderer, monkeypatch)
+    several = asyncio.create_task(renderer.render_completion({"prompt": ["word " * 1900] * 200}))
+    while not parts.num_begun:
+        await asyncio.sleep(0)
+    several.cancel()
+    await asyncio.gather(several, return_exceptions=True)
+    await renderer.render_chat({"messages": [{"role": "user", "content": "words " * 500}]})
+    assert parts.num_begun <= 2
+
+
+async def test_the_first_prompt_over_the_context_ends_a_list(
+    renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(renderer, monkeypatch)
+    with pytest.raises(ContextLengthExceeded, match=r"but prompt has 90\d\d$"):
+        await renderer.render_completion({"prompt": ["word " * 9000, *["word " * 1900] * 50]})
+    assert parts.num_begun == 1
 
 
 async def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer(renderer: VllmRenderer) -> None:

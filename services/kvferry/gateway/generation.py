@@ -51,7 +51,7 @@ def _requests_of(
     """
     requests: list[EngineRequest] = []
     for prompt in rendered:
-        token_ids = array("I", prompt.token_ids)
+        token_ids = prompt.token_ids if isinstance(prompt.token_ids, array) else array("I", prompt.token_ids)
         for i in range(n):
             sampling = prompt.sampling
             if sampling.seed is not None and i:

@@ -7,6 +7,7 @@ failures too, so that errors are vLLM's.
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import structs
 
 from kvferry.engine.base import Parse, Sampling
+from kvferry.errors import ContextLengthExceeded
 
 # Fields that affect only sampling parameters. Not `min_tokens`: its bounds depend on the prompt's length.
 SAMPLING_FIELDS = frozenset(
@@ -109,7 +111,7 @@ class PlainPrompts:
         )
 
     def chat(self, body: Mapping[str, Any]) -> Rendered | None:
-        """For a body that `takes_chat`. None: use vLLM's renderer."""
+        """Render a body that `takes_chat`. None: use vLLM's renderer. Raises ContextLengthExceeded."""
         try:
             conversation = self._conversation(body["messages"])
             assert self._template is not None
@@ -117,6 +119,8 @@ class PlainPrompts:
             context = self._template.new_context({**self._template_values, "messages": conversation}, shared=True)
             text = "".join(self._template.root_render_func(context))
             return self._rendered("chat", text, body, add_special_tokens=False)
+        except ContextLengthExceeded:
+            raise
         except Exception:  # vLLM's renderer reports it
             return None
 
@@ -132,16 +136,21 @@ class PlainPrompts:
                 conversation.extend(parsed)
         return conversation
 
-    def completion(self, body: Mapping[str, Any]) -> list[Rendered] | None:
-        """Render every prompt of a body that `takes_completion`. None: use vLLM's renderer."""
+    def completions(self, body: Mapping[str, Any], prompts: Sequence[str]) -> list[Rendered] | None:
+        """Render some prompts of a body that `takes_completion`. None: use vLLM's renderer.
+
+        Raises ContextLengthExceeded.
+        """
         with_special = body.get("add_special_tokens", True)
         all_rendered = []
         try:
-            for prompt in prompts_of(body):
+            for prompt in prompts:
                 rendered = self._rendered("completion", prompt, body, add_special_tokens=with_special)
                 if rendered is None:
                     return None
                 all_rendered.append(rendered)
+        except ContextLengthExceeded:
+            raise
         except Exception:  # as above
             return None
         return all_rendered
@@ -151,10 +160,12 @@ class PlainPrompts:
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
         if len(text) > self._max_chars:
-            return None
+            raise too_many_chars(
+                self._max_model_len, self._max_chars, len(text), "messages" if kind == "chat" else "prompt"
+            )
         # `encode` would hold the GIL.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        token_ids: list[int] = encoding.ids
+        token_ids = array("I", encoding.ids)
         if not token_ids:
             return None
         asked = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
@@ -184,6 +195,14 @@ class PlainPrompts:
         else:
             request = CompletionRequest.model_validate({"prompt": "x", "model": "", **fields})
         return from_vllm(request.to_sampling_params(1, self._serving.default_sampling_params))
+
+
+def too_many_chars(max_model_len: int, max_chars: int, num_chars: int, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"this model's context is {max_model_len} tokens, which have {max_chars} characters at most, but {param} has "
+        f"{num_chars}",
+        param=param,
+    )
 
 
 def prompts_of(body: Mapping[str, Any]) -> list[Any]:
@@ -260,7 +279,7 @@ async def verify(plain: PlainPrompts, ask_chat: Ask, ask_completions: Ask) -> st
             if difference := await _difference(probe, None if chat is None else [chat], ask_chat):
                 return difference
     for probe in COMPLETION_PROBES:
-        if difference := await _difference(probe, plain.completion(probe), ask_completions):
+        if difference := await _difference(probe, plain.completions(probe, prompts_of(probe)), ask_completions):
             return difference
     return ""
 

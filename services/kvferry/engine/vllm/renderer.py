@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import functools
 import gc
+import itertools
 import json
 import logging
 import os
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -28,6 +31,7 @@ from kvferry.engine.vllm.plain_prompts import (
     Rendered,
     cost_in_chars,
     prompts_of,
+    too_many_chars,
     verify,
 )
 from kvferry.engine.vllm.render_loop import RenderLoop
@@ -40,6 +44,8 @@ R = TypeVar("R")
 # Longer prompts are rendered in a thread (0.1 ms there and back). This many characters take about 0.6 ms on the event
 # loop, which delays the tokens of all streams.
 MOST_CHARS_AT_ONCE = 2_000
+
+_PART_CHARS = 10_000  # of a list's prompts that are rendered together: about 3 ms
 
 
 class VllmRenderer:
@@ -145,7 +151,11 @@ class VllmRenderer:
                 'with tool_choice "none" the model is only told of them',
                 param="tools",
             )
-        self._check_chars(_user_texts(body["messages"]), "messages")
+        # Every chat template repeats what users said. Some leave out what others said, which is no longer than a context
+        # for all that: none of this model's answers was.
+        self._check_chars(itertools.chain.from_iterable(_texts_of(body["messages"], "user")), "messages")
+        for texts in _texts_of(body["messages"]):
+            self._check_chars(texts, "messages")
         requested = body.get("max_completion_tokens")
         if requested is None:
             requested = body.get("max_tokens")
@@ -166,14 +176,25 @@ class VllmRenderer:
             self._check_chars([text], "prompt")
         requested = body.get("max_tokens", 16)
         if self._plain is not None and self._plain.takes_completion(body):
-            cost = CHARS_PER_PART * len(texts) + sum(map(len, texts))
-            rendered = await self._at_once_if_short(self._plain.completion, body, cost)
+            rendered = await self._plain_completions(self._plain, body, texts, requested)
             if rendered is not None:
-                return [self._within_context(one, requested, "prompt") for one in rendered]
+                return rendered
         await self._check_asked_grammar(body)
         asked = await self._loop.run(self._ask_completions(body))
         await self._check_grammars(body, asked)
         return [self._within_context(one, requested, "prompt") for one in asked]
+
+    async def _plain_completions(
+        self, plain: PlainPrompts, body: Mapping[str, Any], prompts: Sequence[str], requested: int | None
+    ) -> list[RenderedPrompt] | None:
+        """Render a few prompts at a time, so that others' prompts need not wait for the whole list."""
+        rendered: list[RenderedPrompt] = []
+        for part, cost in _in_parts(prompts):
+            some = await self._at_once_if_short(functools.partial(plain.completions, prompts=part), body, cost)
+            if some is None:
+                return None
+            rendered += [self._within_context(one, requested, "prompt") for one in some]
+        return rendered
 
     async def _check_asked_grammar(self, body: Mapping[str, Any]) -> None:
         """Check a body's grammar before vLLM's validators read it in this process."""
@@ -234,11 +255,7 @@ class VllmRenderer:
     def _check_chars(self, texts: Iterable[str], param: str) -> None:
         """Refuse, before templates and tokenizers copy it, a text that cannot fit."""
         if self._max_chars is not None and (num_chars := sum(map(len, texts))) > self._max_chars:
-            raise ContextLengthExceeded(
-                f"this model's context is {self._max_model_len} tokens, which have {self._max_chars} characters at "
-                f"most, but {param} has {num_chars}",
-                param=param,
-            )
+            raise too_many_chars(self._max_model_len, self._max_chars, num_chars, param)
 
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         """Raises InvalidRequest for ids that engines would refuse, with all of them in the message."""
@@ -324,16 +341,28 @@ def _online_renderer(config: Any, model: ModelConfig) -> Any:
         raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
 
 
-def _user_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the texts that every chat template repeats; some leave out what others said."""
+def _texts_of(messages: Sequence[Mapping[str, Any]], role: str = "") -> Iterator[list[str]]:
+    """Yield the texts of each message of a role, or of any."""
     for message in messages:
         content = message.get("content")
-        if message.get("role") != "user":
+        if role and message.get("role") != role:
             continue
         if isinstance(content, str):
-            yield content
+            yield [content]
         elif content is not None:
-            yield from (part["text"] for part in content)
+            yield [part["text"] for part in content if isinstance(part.get("text"), str)]
+
+
+def _in_parts(prompts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
+    """Yield a list's prompts in parts that cost at most _PART_CHARS, or are one prompt; and what they cost."""
+    first, cost = 0, 0
+    for number, prompt in enumerate(prompts):
+        cost_of_one = CHARS_PER_PART + len(prompt)
+        if number > first and cost + cost_of_one > _PART_CHARS:
+            yield prompts[first:number], cost
+            first, cost = number, 0
+        cost += cost_of_one
+    yield prompts[first:], cost
 
 
 def _freeze_imported() -> None:
@@ -365,7 +394,7 @@ def _grammar_field(body: Mapping[str, Any]) -> str | None:
 def _as_rendered(request: Any) -> Rendered:
     from kvferry.engine.vllm.sampling import from_vllm
 
-    return Rendered(request.token_ids, from_vllm(request.sampling_params))
+    return Rendered(array("I", request.token_ids), from_vllm(request.sampling_params))
 
 
 def context_exceeded(max_model_len: int, num_prompt_tokens: int, max_tokens: int) -> ContextLengthExceeded:
