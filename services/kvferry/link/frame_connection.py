@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -12,13 +13,18 @@ from kvferry.config import TlsConfig
 from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, encode_frames, send_at_once
 
 
+TURN_S = 0.005  # after so long, payloads that were received at once wait for the loop's next turn
+
+
 class FrameConnection(asyncio.Protocol):
     def __init__(self, receive: Callable[[bytes], None]) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._receive = receive
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
+        self._turn_s = TURN_S
+        self._is_behind = False  # payloads wait for the next turn, and nothing is read
         self._lost = loop.create_future()
 
     @staticmethod
@@ -62,18 +68,38 @@ class FrameConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         receive, ended = self._receive, self.ended
+        turn_ends_s = time.perf_counter() + self._turn_s
+        payloads = self._decoder.feed(data)
         try:
-            for payload in self._decoder.feed(data):
+            for payload in payloads:
                 if ended.done():
                     return
                 receive(payload)
+                if time.perf_counter() > turn_ends_s:
+                    payloads.close()
+                    self._pause()
+                    return
         except FrameError as error:
             self._end(f"it does not speak our frames: {error}")
             if self._transport is not None:
                 self._transport.abort()
 
+    def _pause(self) -> None:
+        """Let other connections' callbacks run before the payloads that are left."""
+        if not self._is_behind and self._transport is not None:
+            self._is_behind = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_behind = False
+        self.data_received(b"")
+        if not self._is_behind and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
+        self._transport, self._turn_s = None, float("inf")
+        self.data_received(b"")
         if not self._decoder.greeted:
             self._end("it refused the connection")
         elif error is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from kvferry.grpc_options import MAX_MESSAGE_BYTES
 
@@ -47,8 +47,8 @@ class FrameDecoder:
         self._buffer = bytearray()
         self._num_wanted = len(PREAMBLE)  # bytes that the next payload needs at least
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the payloads that are complete with `data`, which is buffered even without iterating.
+    def feed(self, data: bytes) -> Generator[bytes, None, None]:
+        """Yield the payloads that are complete with `data`. Those that a closed iteration leaves come in the next one.
 
         Raises FrameError, while iterating, for invalid data.
         """
