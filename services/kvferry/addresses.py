@@ -67,8 +67,14 @@ def free_port(host: str = "127.0.0.1") -> int:
         port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS) if tries_left else 0
         if port and port >= first_ephemeral:
             continue
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, port))
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                # Some ports are reserved to others than their user.
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise OSError(error.errno, f"no TCP port of {host} can be taken: {error.strerror}") from error
+                continue
             return int(probe.getsockname()[1])
     raise OSError(errno.EADDRINUSE, f"no TCP port of {host} is free")
 

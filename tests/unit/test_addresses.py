@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 
@@ -73,10 +74,18 @@ def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         assert free_port() != taken
 
 
-def test_an_address_without_a_free_port_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("host", "number"),
     # 192.0.2.1 is reserved for documentation: no interface has it.
-    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
-        free_port("192.0.2.1")
+    [("192.0.2.1", errno.EADDRNOTAVAIL), ("name.invalid", socket.EAI_NONAME)],
+)
+def test_an_address_that_is_not_ours_is_tried_once(host: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int] = []
+    monkeypatch.setattr(addresses.secrets, "randbelow", lambda limit: bound.append(limit) or 0)
+    with pytest.raises(OSError, match=host) as refused:
+        free_port(host)
+    assert refused.value.errno == number
+    assert len(bound) == 1
 
 
 def test_a_node_s_address_is_what_was_said_or_the_way_out() -> None:

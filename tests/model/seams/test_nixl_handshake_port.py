@@ -104,3 +104,17 @@ class TestNixlHandshakePort:
             with pytest.raises(RuntimeError, match="Address already in use"):
                 scheduler.set_xfer_handshake_metadata(self.metadata())
         assert len(tried) == nixl_handshake_port.MAX_TRIES - 1
+
+    def test_without_a_free_port_the_start_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kvferry.engine.vllm.plugins import nixl_handshake_port
+
+        def no_port(host: str) -> int:
+            raise OSError("none is left")
+
+        monkeypatch.setattr(nixl_handshake_port, "free_port", no_port)
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            scheduler = self.scheduler("127.0.0.1", other.getsockname()[1])
+            with pytest.raises(RuntimeError, match="none is left"):
+                scheduler.set_xfer_handshake_metadata(self.metadata())

@@ -22,7 +22,7 @@ MAX_TRIES = 20
 def retry_taken_handshake_ports(scheduler: Any) -> None:
     """Make `set_xfer_handshake_metadata` try other ports, and raise RuntimeError if none can be bound."""
     announce, listen = scheduler.set_xfer_handshake_metadata, scheduler._nixl_handshake_listener
-    failure: list[ZMQError] = []
+    failure: list[Exception] = []
 
     def listen_on_free_port(encoded: Any, ready: Event, stop: Event, host: str, port: int) -> None:
         for tries_left in reversed(range(MAX_TRIES)):
@@ -36,9 +36,14 @@ def retry_taken_handshake_ports(scheduler: Any) -> None:
                     failure.append(error)
                     ready.set()
                     return
-                log.warning("port %d for NIXL handshakes was taken by another process", port)
+            log.warning("port %d for NIXL handshakes was taken by another process", port)
+            try:
                 # Tickets carry this attribute; the caller waits for `ready`, so that none was made yet.
                 scheduler.side_channel_port = port = free_port(host)
+            except OSError as error:
+                failure.append(error)
+                ready.set()
+                return
 
     def announce_or_fail(metadata: Any) -> None:
         announce(metadata)
