@@ -186,4 +186,27 @@ WORST_BODIES: tuple[WorstBody, ...] = (
         lambda: _completion(n=16, logprobs=20, max_tokens=256, ignore_eos=True),
         status=200,
     ),
+    WorstBody(
+        "log-probabilities, 512 x 512 x 2",
+        COMPLETIONS,
+        lambda: _completion(prompt=["hi"] * 512, logprobs=1, max_tokens=512, ignore_eos=True),
+        status=200,
+    ),
+    WorstBody(
+        "log-probabilities, 128 x 600 x 1",
+        CHAT,
+        lambda: _chat(n=128, logprobs=True, top_logprobs=0, max_tokens=600, ignore_eos=True),
+        status=200,
+    ),
+    WorstBody(
+        "209 prompts of 8,000 words", COMPLETIONS, lambda: _completion(prompt=["word " * 8000] * 209, max_tokens=1)
+    ),
+    WorstBody(
+        "text of a system, 8 MiB and one emoji",
+        CHAT,
+        lambda: _chat(messages=[{"role": "system", "content": "a" * (MAX_BODY_BYTES - 200) + "😀"}]),
+    ),
+    WorstBody(
+        "texts of 130 KB, 8 MiB", CHAT, lambda: _chat(messages=[{"role": "system", "content": "é" * 65_000}] * 64)
+    ),
 )

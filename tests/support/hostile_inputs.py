@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.gateway.admission import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES
+from kvferry.gateway.admission import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES, MAX_STEP_LOGPROB_ENTRIES
 from kvferry.gateway.openai_bodies import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -230,6 +230,8 @@ def _lists_of_chats() -> Iterator[Body]:
         most //= 4
         values = {"logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": most + over, "stop": ["t"]}
         yield _chat(f"log-probabilities of four choices {which} their limit", status, **values)
+        values = {"logprobs": True, "top_logprobs": MAX_STEP_LOGPROB_ENTRIES // 128 - 1 + over, "n": 128}
+        yield _chat(f"log-probabilities of a step {which} their limit", status, max_tokens=1, **values)
         most = MAX_ANSWER_TOKENS // 128
         yield _completion(
             f"tokens of 128 choices {which} their limit", status, n=128, max_tokens=most + over, stop=["t"]

@@ -21,6 +21,8 @@ from kvferry.tracing import Tracing
 # an entry of log-probabilities as about 200 bytes.
 MAX_ANSWER_TOKENS = 4 << 20
 MAX_LOGPROB_ENTRIES = 1 << 20
+# Choices times `top_logprobs` + 1: the entries of one engine step, each of which takes the event loop 2 to 5 us.
+MAX_STEP_LOGPROB_ENTRIES = 1024
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -100,6 +102,12 @@ class Claim:
                 f"{num_choices} choices with max_tokens {max_tokens} make {num_tokens} tokens; "
                 f"at most {MAX_ANSWER_TOKENS} are allowed",
                 param="max_tokens",
+            )
+        if num_top is not None and (num_entries := num_choices * (num_top + 1)) > MAX_STEP_LOGPROB_ENTRIES:
+            raise InvalidRequest(
+                f"{num_choices} choices with {num_top} top log-probabilities make {num_entries} entries a step "
+                f"(choices times alternatives + 1); at most {MAX_STEP_LOGPROB_ENTRIES} are allowed",
+                param="n",
             )
         if num_top is not None and (num_entries := num_tokens * (num_top + 1)) > MAX_LOGPROB_ENTRIES:
             raise InvalidRequest(

@@ -207,7 +207,9 @@ class Answer:
                 for index, choice in enumerate(generation.choices)
             ]
         )
-        pieces = self._format.whole(generation.choices, generation.usage(), self._debug_values())
+        usage = generation.usage()
+        encode = functools.partial(self._format.whole, generation.choices, usage, self._debug_values())
+        pieces = await in_thread_if_large(encode, usage.completion_tokens)
         return await join(pieces, sum(map(len, pieces)))
 
     async def stream(self, writer: StreamWriter) -> None:

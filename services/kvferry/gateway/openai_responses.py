@@ -17,8 +17,9 @@ from kvferry.gateway.choices import Choice, Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# Log-probabilities of a whole answer are joined to pieces of this size as they come.
-PIECE_BYTES = 256 << 10
+# Log-probabilities of a whole answer are joined as they come, so many at a time: then neither the end of an answer nor
+# the memory of its pieces takes long.
+JOINED_AT_ONCE = 64
 
 # JSON has no infinity; vLLM's own server writes this for it.
 LOWEST_LOGPROB = -9999.0
@@ -44,7 +45,7 @@ class Format(Protocol):
         ...
 
     def whole(self, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> list[bytes]:
-        """Return a whole answer in pieces of about PIECE_BYTES. Call once."""
+        """Return a whole answer in pieces. Call once."""
         ...
 
 
@@ -93,48 +94,43 @@ class _Chunks:
         for name, values in self._logprobs_of(index, positions).items():
             if isinstance(values, list):
                 pieces = kept.setdefault(name, _Pieces())
-                if pieces:
-                    pieces.add(b",")
-                pieces.add(encode(values)[1:-1])
+                encoded = encode(values)[1:-1]
+                pieces.add(b"," + encoded if pieces else encoded)
 
     def _logprobs_of(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
         """Return fields of further log-probabilities."""
         raise NotImplementedError
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Texts are encoded already; `_LOGPROBS` stands for log-probabilities."""
+        """Texts are encoded already; `_LATER` stands for log-probabilities."""
         raise NotImplementedError
 
     def _whole(self, kind: str, choices: Sequence[Choice], usage: Usage, debug: dict[str, Any] | None) -> list[bytes]:
-        values = {
-            **self._identity,
-            "object": kind,
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
-            "usage": _usage_json(usage),
-        }
+        values = {**self._identity, "object": kind, "choices": _LATER, "usage": _usage_json(usage)}
         if debug is not None:
             values["kvferry"] = msgspec.Raw(encode(debug))
-        encoded = _encoder.encode(values)
-        return [encoded] if self._num_top is None else self._with_logprobs(encoded)
+        # One choice at a time: encoding many long ones at once would hold the interpreter.
+        before, after = _encoder.encode(values).split(_MARK)
+        answer = [before]
+        for index, choice in enumerate(choices):
+            answer.append(b"," if index else b"[")
+            encoded = _encoder.encode(self._whole_choice(index, choice))
+            answer += [encoded] if self._num_top is None else self._with_logprobs(index, encoded)
+        answer.append(b"]" + after)
+        return answer
 
-    def _with_logprobs(self, encoded: bytes) -> list[bytes]:
-        answer = _Pieces()
-        before, *texts = encoded.split(_MARK)
-        answer.add(before)
-        for index, text in enumerate(texts):
-            fields = self._logprobs_of(index, ())
-            kept = self._index_to_kept.pop(index, {})
-            for number, (name, values) in enumerate(fields.items()):
-                answer.add(b'%b"%b":' % (b"," if number else b"{", name.encode()))
-                if isinstance(values, list):
-                    answer.add(b"[")
-                    for piece in kept[name].all() if name in kept else ():
-                        answer.add(piece)
-                    answer.add(b"]")
-                else:
-                    answer.add(encode(values))
-            answer.add(b"}" + text)
-        return answer.all()
+    def _with_logprobs(self, index: int, encoded: bytes) -> list[bytes]:
+        before, after = encoded.split(_MARK)
+        answer = [before]
+        kept = self._index_to_kept.pop(index, {})
+        for number, (name, values) in enumerate(self._logprobs_of(index, ()).items()):
+            field = b'%b"%b":' % (b"," if number else b"{", name.encode())
+            if isinstance(values, list):
+                answer += [field + b"[", *(kept[name].all() if name in kept else ()), b"]"]
+            else:
+                answer.append(field + encode(values))
+        answer.append(b"}" + after)
+        return answer
 
     def closing_chunk(self, usage: Usage | None, debug: dict[str, Any] | None) -> bytes:
         values: dict[str, Any] = {**self._identity, "choices": []}
@@ -146,37 +142,25 @@ class _Chunks:
 
 
 class _Pieces:
-    """Joins small pieces to ones of about PIECE_BYTES; larger ones are not copied."""
+    """Bytes, joined as they come."""
 
-    __slots__ = ("_large", "_num_bytes", "_small")
+    __slots__ = ("_joined", "_last")
 
     def __init__(self) -> None:
-        self._large: list[bytes] = []
-        self._small: list[bytes] = []
-        self._num_bytes = 0  # of the small ones
+        self._joined: list[bytes] = []
+        self._last: list[bytes] = []
 
     def __bool__(self) -> bool:
-        return bool(self._large or self._small)
+        return bool(self._joined or self._last)
 
     def add(self, piece: bytes) -> None:
-        if len(piece) >= PIECE_BYTES:
-            self._join()
-            self._large.append(piece)
-            return
-        self._small.append(piece)
-        self._num_bytes += len(piece)
-        if self._num_bytes >= PIECE_BYTES:
-            self._join()
-
-    def _join(self) -> None:
-        if self._small:
-            self._large.append(b"".join(self._small))
-            self._small.clear()
-            self._num_bytes = 0
+        self._last.append(piece)
+        if len(self._last) == JOINED_AT_ONCE:
+            self._joined.append(b"".join(self._last))
+            self._last.clear()
 
     def all(self) -> list[bytes]:
-        self._join()
-        return self._large
+        return self._joined + self._last
 
 
 def _resumed(choice: Choice) -> dict[str, Any]:
@@ -212,7 +196,7 @@ class ChatFormat(_Chunks):
         return {
             "index": index,
             "message": msgspec.Raw(encode(self._message(choice))),
-            "logprobs": None if self._num_top is None else _LOGPROBS,
+            "logprobs": None if self._num_top is None else _LATER,
             "finish_reason": self._finish_reason(choice),
             "stop_reason": msgspec.Raw(encode(choice.stop_reason)),
             **_resumed(choice),
@@ -265,7 +249,7 @@ class CompletionFormat(_Chunks):
         return {
             "index": index,
             "text": msgspec.Raw(encode("".join(choice.text))),
-            "logprobs": None if self._num_top is None else _LOGPROBS,
+            "logprobs": None if self._num_top is None else _LATER,
             "finish_reason": choice.finish_reason,
             "stop_reason": msgspec.Raw(encode(choice.stop_reason)),
             **_resumed(choice),
@@ -291,9 +275,9 @@ class CompletionFormat(_Chunks):
         }
 
 
-# Stands in a whole answer where log-probabilities belong: JSON has no such byte elsewhere.
+# Stands in a whole answer for a part that is put there later: JSON has no such byte elsewhere.
 _MARK = b"\0"
-_LOGPROBS = msgspec.Raw(_MARK)
+_LATER = msgspec.Raw(_MARK)
 
 
 def error_body(error: KvferryError) -> bytes:

@@ -9,7 +9,14 @@ import pytest
 from kvferry.config import GatewayConfig
 from kvferry.engine.base import RenderedPrompt, Sampling
 from kvferry.errors import InvalidRequest, NotReady, Overloaded
-from kvferry.gateway.admission import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES, Admission, Claim, Readiness
+from kvferry.gateway.admission import (
+    MAX_ANSWER_TOKENS,
+    MAX_LOGPROB_ENTRIES,
+    MAX_STEP_LOGPROB_ENTRIES,
+    Admission,
+    Claim,
+    Readiness,
+)
 from kvferry.gateway.metrics import GatewayMetrics
 
 
@@ -78,6 +85,16 @@ def test_the_product_of_limits_is_limited(num_choices: int, max_tokens: int, num
             one.claim.take_answer([prompt(1, max_tokens + 1, num_top)], num_choices)
         assert refused.value.param == "max_tokens"
         assert str(max_tokens + 1) in refused.value.message
+
+
+@pytest.mark.parametrize(("num_choices", "num_top"), [(MAX_STEP_LOGPROB_ENTRIES, 0), (128, 7), (48, 20)])
+def test_log_probabilities_of_a_step_are_limited(num_choices: int, num_top: int) -> None:
+    gateway = admission()
+    with gateway.count_request("completions") as one:
+        one.claim.take_answer([prompt(1, 1, num_top)], num_choices)
+        with pytest.raises(InvalidRequest, match="at most 1024 are allowed") as refused:
+            one.claim.take_answer([prompt(1, 1, num_top)], num_choices + 1)
+        assert refused.value.param == "n"
 
 
 def test_a_full_or_leaving_gateway_refuses_before_it_reads() -> None:

@@ -151,8 +151,8 @@ class VllmRenderer:
                 'with tool_choice "none" the model is only told of them',
                 param="tools",
             )
-        # Every chat template repeats what users said. Some leave out what others said, which is no longer than a context
-        # for all that: none of this model's answers was.
+        # Every chat template repeats what users said. Some leave out what others said, but no message of theirs is
+        # longer than a context.
         self._check_chars(itertools.chain.from_iterable(_texts_of(body["messages"], "user")), "messages")
         for texts in _texts_of(body["messages"]):
             self._check_chars(texts, "messages")
