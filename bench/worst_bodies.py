@@ -187,9 +187,9 @@ WORST_BODIES: tuple[WorstBody, ...] = (
         status=200,
     ),
     WorstBody(
-        "log-probabilities, 512 x 512 x 2",
+        "log-probabilities, 512 x 512 x 1",
         COMPLETIONS,
-        lambda: _completion(prompt=["hi"] * 512, logprobs=1, max_tokens=512, ignore_eos=True),
+        lambda: _completion(prompt=["hi"] * 512, logprobs=0, max_tokens=512, ignore_eos=True),
         status=200,
     ),
     WorstBody(
@@ -199,14 +199,21 @@ WORST_BODIES: tuple[WorstBody, ...] = (
         status=200,
     ),
     WorstBody(
-        "209 prompts of 8,000 words", COMPLETIONS, lambda: _completion(prompt=["word " * 8000] * 209, max_tokens=1)
+        "209 prompts of 8,000 words",
+        COMPLETIONS,
+        lambda: _completion(prompt=["word " * 8000] * 209, max_tokens=1),
+        status=200,
     ),
     WorstBody(
         "text of a system, 8 MiB and one emoji",
         CHAT,
         lambda: _chat(messages=[{"role": "system", "content": "a" * (MAX_BODY_BYTES - 200) + "😀"}]),
+        simulated=200,
     ),
     WorstBody(
-        "texts of 130 KB, 8 MiB", CHAT, lambda: _chat(messages=[{"role": "system", "content": "é" * 65_000}] * 64)
+        "texts of 130 KB, 8 MiB",
+        CHAT,
+        lambda: _chat(messages=[{"role": "system", "content": "é" * 65_000}] * 64),
+        simulated=200,
     ),
 )

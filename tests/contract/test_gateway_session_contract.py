@@ -10,11 +10,12 @@ import pytest
 import pytest_asyncio
 
 from kvferry import __version__
-from kvferry.engine.base import FinishReason
+from kvferry.engine.base import EngineOutput, FinishReason
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineDead
 from kvferry.link import codec, gateway_session, outgoing_queue
 from kvferry.link.flow_control import MAX_UNREAD_MESSAGES
+from kvferry.link.outgoing_queue import MAX_STEP_BYTES
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 from support.link_peers import (
@@ -202,8 +203,10 @@ async def test_steps_merge_while_a_gateway_does_not_read(transport: Transport) -
         await until(lambda: worker.num_requests == 0)
         await gateway.read_ends(1)
         assert gateway.num_tokens[1] == engine.num_outputs
-        # What the credit allows, and then all that waited as one.
-        assert gateway.num_messages <= MAX_UNREAD_MESSAGES + 1
+        # What the credit allows, and then messages of a limited size.
+        num_bytes = engine.num_outputs * codec.approximate_bytes(EngineOutput([1], "x" * 100))
+        assert gateway.num_messages <= MAX_UNREAD_MESSAGES + num_bytes / MAX_STEP_BYTES + 1
+        assert gateway.num_messages < engine.num_outputs / 10
         await gateway.leave()
 
 

@@ -21,8 +21,8 @@ from kvferry.tracing import Tracing
 # an entry of log-probabilities as about 200 bytes.
 MAX_ANSWER_TOKENS = 4 << 20
 MAX_LOGPROB_ENTRIES = 1 << 20
-# Choices times `top_logprobs` + 1: the entries of one engine step, each of which takes the event loop 2 to 5 us.
-MAX_STEP_LOGPROB_ENTRIES = 1024
+# Choices times `top_logprobs` + 1: the entries of one engine step, each of which takes the event loop about 3 us.
+MAX_STEP_LOGPROB_ENTRIES = 512
 
 
 class Readiness(msgspec.Struct, frozen=True):

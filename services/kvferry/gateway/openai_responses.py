@@ -17,9 +17,10 @@ from kvferry.gateway.choices import Choice, Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# Log-probabilities of a whole answer are joined as they come, so many at a time: then neither the end of an answer nor
-# the memory of its pieces takes long.
-JOINED_AT_ONCE = 64
+# Log-probabilities of a whole answer are encoded and joined as they come, so many at a time: else the end of an answer
+# would take long, or each step.
+ENCODED_AT_ONCE = 16
+JOINED_AT_ONCE = 16
 
 # JSON has no infinity; vLLM's own server writes this for it.
 LOWEST_LOGPROB = -9999.0
@@ -65,8 +66,8 @@ class _Chunks:
         }
         self._with_usage = with_usage
         self._num_top = num_top
-        # JSON lists without brackets. Encoded at the end, those of a long answer would take the event loop 80 ms.
-        self._index_to_kept: dict[int, dict[str, _Pieces]] = {}
+        # Encoded at the end, those of a long answer would take the event loop 80 ms.
+        self._index_to_kept: dict[int, _Kept] = {}
         # OpenAI: with include_usage every chunk but the last says "usage": null.
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._head = b"data: " + encode(self._identity)[:-1] + b',"choices":['
@@ -90,12 +91,21 @@ class _Chunks:
         return self._head + inner + b"]" + self._tail
 
     def keep_logprobs(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> None:
-        kept = self._index_to_kept.setdefault(index, {})
-        for name, values in self._logprobs_of(index, positions).items():
+        kept = self._index_to_kept.get(index)
+        if kept is None:
+            kept = self._index_to_kept[index] = _Kept(index)
+        kept.waiting += positions
+        if len(kept.waiting) >= kept.num_wanted:
+            self._encode_waiting(index, kept)
+
+    def _encode_waiting(self, index: int, kept: _Kept) -> None:
+        for name, values in self._logprobs_of(index, kept.waiting).items():
             if isinstance(values, list):
-                pieces = kept.setdefault(name, _Pieces())
+                pieces = kept.fields.setdefault(name, _Pieces())
                 encoded = encode(values)[1:-1]
                 pieces.add(b"," + encoded if pieces else encoded)
+        kept.waiting.clear()
+        kept.num_wanted = ENCODED_AT_ONCE
 
     def _logprobs_of(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
         """Return fields of further log-probabilities."""
@@ -122,11 +132,13 @@ class _Chunks:
     def _with_logprobs(self, index: int, encoded: bytes) -> list[bytes]:
         before, after = encoded.split(_MARK)
         answer = [before]
-        kept = self._index_to_kept.pop(index, {})
+        kept = self._index_to_kept.pop(index, None) or _Kept(index)
+        if kept.waiting:
+            self._encode_waiting(index, kept)
         for number, (name, values) in enumerate(self._logprobs_of(index, ()).items()):
             field = b'%b"%b":' % (b"," if number else b"{", name.encode())
             if isinstance(values, list):
-                answer += [field + b"[", *(kept[name].all() if name in kept else ()), b"]"]
+                answer += [field + b"[", *(kept.fields[name].all() if name in kept.fields else ()), b"]"]
             else:
                 answer.append(field + encode(values))
         answer.append(b"}" + after)
@@ -139,6 +151,17 @@ class _Chunks:
         if debug is not None:
             values["kvferry"] = debug
         return b"data: " + encode(values) + b"\n\n"
+
+
+class _Kept:
+    """Log-probabilities of a choice: some not encoded yet, and JSON lists without brackets."""
+
+    __slots__ = ("fields", "num_wanted", "waiting")
+
+    def __init__(self, index: int) -> None:
+        self.waiting: list[Sequence[TokenLogprob]] = []
+        self.num_wanted = 1 + index % ENCODED_AT_ONCE  # not all choices are encoded in the same step
+        self.fields: dict[str, _Pieces] = {}
 
 
 class _Pieces:

@@ -1,6 +1,6 @@
 """One gateway session's unsent messages, and their limits. Pure.
 
-Outputs merge into a waiting step, so a slow gateway gets larger messages.
+Outputs merge into a waiting step, so a slow gateway gets fewer and larger messages.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ log = logging.getLogger(__name__)
 # When more than this waits for a gateway, it has stopped reading. Well below what one message may have, because outputs
 # that wait become one message.
 MAX_PENDING_BYTES = 16 << 20
+
+# Outputs merge into a waiting step up to here, about 300 tokens: a gateway handles a message at once, and messages of
+# other workers wait meanwhile.
+MAX_STEP_BYTES = 16 << 10
 
 _FAILURE_BYTES = 64  # beside its message
 _NUMBER_BYTES = 10
@@ -137,7 +141,7 @@ class OutgoingQueue:
         self._is_closing = True
 
     def _open_step(self) -> _Pending:
-        if not self._pending or not self._pending[-1].message.HasField("step"):
+        if not self.ends_with_step or self._pending[-1].size_bytes >= MAX_STEP_BYTES:
             message = pb.Upward()
             message.step.SetInParent()
             self._pending.append(_Pending(message))
