@@ -54,6 +54,7 @@ class TlsHandshake(asyncio.Protocol):
         if secure is None or self._is_lost:
             return
         # HttpProtocol counts it from here on.
+        self._http.tls_socket = transport
         secure.set_protocol(self._http)
         self._http.connection_made(secure)
         if self._early:
