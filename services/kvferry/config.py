@@ -167,7 +167,8 @@ class GatewayConfig(_Section):
     # Choices in flight, of HTTP and gRPC: each is a request of its own on the workers. More than these three get 429.
     max_requests: int = Field(1024, ge=1)
     max_prompt_tokens: int = Field(16 << 20, ge=1)  # in flight, those of a prompt once for each of its choices
-    max_pending_body_bytes: int = Field(256 << 20, ge=1024)  # of bodies that are read, and of requests in flight
+    # Of bodies that are read, and of requests in flight. As many again of answers that HTTP clients have not read.
+    max_pending_body_bytes: int = Field(256 << 20, ge=1024)
     # Of HTTP, and of gRPC as many again; the process's limit of open files is raised for them.
     max_connections: int = Field(8192, ge=1)
     max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
@@ -175,7 +176,7 @@ class GatewayConfig(_Section):
     max_grpc_streams_per_connection: int = Field(1024, ge=1)
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
     allowed_hosts: tuple[str, ...] = ()
-    max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more unread is cut
+    max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more of a stream unread is cut
     # Grammars of structured outputs are compiled in processes of their own first; what exceeds these gets 400.
     grammar_processes: int = Field(2, ge=1, le=64)
     grammar_cpu_s: float = Field(2.0, gt=0, le=60)

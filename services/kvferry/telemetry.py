@@ -226,7 +226,15 @@ SLOW_CLIENTS = Metric(
     Kind.COUNTER,
     "requests",
     Exporter.GATEWAY,
-    "Streams cut because the client left more than gateway.max_write_buffer_bytes unread.",
+    "Clients cut because they left more than gateway.max_write_buffer_bytes of a stream unread, read nothing for 30 s, "
+    "or were slowest to read while unread answers exceeded gateway.max_pending_body_bytes.",
+)
+UNREAD_ANSWER_BYTES = Metric(
+    "kvferry_unread_answer_bytes",
+    Kind.GAUGE,
+    "bytes",
+    Exporter.GATEWAY,
+    "Bytes of answers over HTTP that wait for clients to read; at most gateway.max_pending_body_bytes.",
 )
 GRAMMAR_CHECKS = Metric(
     "kvferry_grammar_checks_total",

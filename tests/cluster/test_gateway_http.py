@@ -260,7 +260,7 @@ async def test_choices_of_a_cold_prompt_report_no_cached_tokens(http: httpx.Asyn
 
 
 async def test_a_large_answer_waits_for_its_client_without_a_place() -> None:
-    """7 MB, more than the sockets hold: what the client has not read waits in the connection alone."""
+    """7 MB, more than the sockets hold: what the client has not read is counted for all connections together."""
     values = {**CHAT, "n": 8, "max_tokens": 512, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     body = json.dumps(values).encode()
     head = (
@@ -276,7 +276,9 @@ async def test_a_large_answer_waits_for_its_client_without_a_place() -> None:
         status = await reader.readline()
         assert status == b"HTTP/1.1 200 OK\r\n"
         await until(lambda: gateway.admission.num_in_flight == 0, what="its place is free")
+        assert gateway.app.unread_answers.num_bytes > 1 << 20
         await reader.readuntil(b"\r\n\r\n")
         choices = json.loads(await reader.read())["choices"]
         assert [len(choice["logprobs"]["content"]) for choice in choices] == [512] * 8
+        await until(lambda: gateway.app.unread_answers.num_bytes == 0, what="its bytes are given back")
         writer.close()

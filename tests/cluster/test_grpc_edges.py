@@ -212,6 +212,26 @@ def test_a_client_that_never_shakes_hands_is_counted_and_cut(
     run(shake_no_hands(Certificates(tmp_path)))
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_handshake_that_begins_with_the_connection_ends(tmp_path: Path, loop: str) -> None:
+    """The client's first bytes are there before the gateway has seen the connection."""
+
+    async def connect() -> None:
+        certificates = Certificates(tmp_path)
+        async with running(gateway={"tls": certificates.config()}) as cluster:
+            assert cluster.gateway is not None
+            async with asyncio.timeout(10):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", cluster.gateway.port, ssl=certificates.context(), server_hostname="localhost"
+                )
+                writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+
+    run: Any = pytest.importorskip(loop).run
+    run(connect())
+
+
 async def shake_no_hands(certificates: Certificates) -> None:
     async with running(gateway={"tls": certificates.config(), "max_connections": 2}) as cluster:
         gateway = cluster.gateway

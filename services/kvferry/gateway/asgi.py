@@ -36,6 +36,7 @@ from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
 from kvferry.gateway.stream_writer import StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
+from kvferry.gateway.unread_answers import Connection, UnreadAnswers
 from kvferry.gateway.uvicorn_connection import Exchange, exchange_of
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,10 @@ class _ClientSlow(Exception):
     pass
 
 
+class _ClientCut(Exception):  # already counted and logged
+    pass
+
+
 class HttpApp:
     """The ASGI application. Answers 503 while `openai` is None, before the gateway can render."""
 
@@ -86,6 +91,7 @@ class HttpApp:
         self.connection_limits = ConnectionLimits(
             raise_descriptor_limit(config.max_connections), config.max_connections_per_peer
         )
+        self.unread_answers = UnreadAnswers(config.max_pending_body_bytes, self._note_cut)
         self._admission = admission
         self._access = access
         self._config = config
@@ -203,12 +209,9 @@ class HttpApp:
                 self._metrics.cancelled.inc()
             except _ClientSlow as error:
                 counted.left(error)
-                self._metrics.slow_clients.inc()
-                log.warning(
-                    "a client of %s left more than %d bytes of its answer unread and was cut",
-                    scope["path"],
-                    self._config.max_write_buffer_bytes,
-                )
+                self._count_slow_client(scope["path"], f"more than {self._config.max_write_buffer_bytes}")
+            except _ClientCut as error:
+                counted.left(error)
             except (BodyTooLarge, BodyTimeout) as error:
                 counted.failed(error)
                 await _refuse_body(receive, send, error)
@@ -220,6 +223,14 @@ class HttpApp:
                 fault = EngineError("the gateway failed on this request; its log says why")
                 counted.failed(fault)
                 await _respond_error(send, fault, counted.trace)
+
+    def _note_cut(self, connection: Connection, num_bytes: int) -> None:
+        self._count_slow_client(connection.path, str(num_bytes))
+
+    def _count_slow_client(self, path: str, num_unread: str) -> None:
+        self._metrics.slow_clients.inc()
+        # As a literal: the client chose the path.
+        log.warning("a client of %.64r left %s bytes of its answer unread and was cut", path, num_unread)
 
     def _begin_trace(
         self, endpoint: str, scope: Message, headers: Sequence[tuple[bytes, bytes]]
@@ -353,7 +364,8 @@ class _ClientWatch:
                 raise self._reason from None
 
     def _gone(self) -> None:
-        self.end(_ClientGone())
+        was_cut = self._exchange is not None and self._exchange.was_cut
+        self.end(_ClientCut() if was_cut else _ClientGone())
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

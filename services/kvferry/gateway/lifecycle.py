@@ -147,6 +147,7 @@ class GatewayHost:
             read_span_counts=self._span_counts,
             read_grammar_outcomes=lambda: self._renderer.grammar_outcomes if self._renderer is not None else {},
             read_admitted=lambda: self.admission.in_flight,
+            read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
         )
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)

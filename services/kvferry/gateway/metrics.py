@@ -29,6 +29,7 @@ from kvferry.telemetry import (
     REQUESTS_REFUSED,
     SLOW_CLIENTS,
     TIME_TO_FIRST_TOKEN,
+    UNREAD_ANSWER_BYTES,
     VOLUME_CAPACITY,
     VOLUME_PAGES,
     VOLUME_QUEUED,
@@ -86,6 +87,7 @@ class GatewayMetrics(RouterMetrics):
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
         read_grammar_outcomes: Callable[[], Mapping[str, int]] = dict,
         read_admitted: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        read_num_unread_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`read_admitted` returns the choices, prompt tokens and body bytes in flight."""
         self.exposition = exposition = Exposition(Exporter.GATEWAY)
@@ -106,6 +108,7 @@ class GatewayMetrics(RouterMetrics):
         exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
         admitted = (CHOICES_IN_FLIGHT, PROMPT_TOKENS_IN_FLIGHT, BODY_BYTES_IN_FLIGHT)
         exposition.read(admitted, lambda: map(Reading, admitted, itertools.repeat(()), read_admitted()))
+        exposition.read((UNREAD_ANSWER_BYTES,), lambda: [Reading(UNREAD_ANSWER_BYTES, (), read_num_unread_bytes())])
         exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
         exposition.read(
             (GRAMMAR_CHECKS,),

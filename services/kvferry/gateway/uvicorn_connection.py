@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.openai_responses import error_body
+from kvferry.gateway.unread_answers import UnreadAnswers
 
 EXTENSION = "kvferry.exchange"  # the key of `scope["extensions"]` under which a request finds its Exchange
 
@@ -38,10 +39,13 @@ Headers = Sequence[tuple[bytes, bytes]]
 class HttpProtocol(HttpToolsProtocol):
     on_lost: Callable[[], None] | None = None  # of the request that is served now; others wait in uvicorn's pipeline
     lost = False
+    was_cut = False  # because its client does not read
+    tls_socket: asyncio.Transport | None = None  # below `transport`, which does not know what waits there
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._limits: ConnectionLimits | None = getattr(self.app, "connection_limits", None)
+        self._unread: UnreadAnswers | None = getattr(self.app, "unread_answers", None)
         self._reads_head = True
         self._num_head_bytes = 0  # at least 1 if any has come
         self._num_line_bytes = 0  # of headers that are parsed
@@ -208,9 +212,35 @@ class HttpProtocol(HttpToolsProtocol):
             # The answer says `connection: close`, so that the client's next request goes to another gateway.
             self.cycle.keep_alive = False
 
+    # Bytes that the client has not read
+
+    @property
+    def path(self) -> str:
+        return str(self.scope["path"]) if self.scope else ""
+
+    def num_unread_bytes(self) -> int:
+        num_bytes = self.transport.get_write_buffer_size()
+        return num_bytes if self.tls_socket is None else num_bytes + self.tls_socket.get_write_buffer_size()
+
+    def cut(self) -> None:
+        self.was_cut = True
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is not None:
+            self._unread.add(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._unread is not None and not self.lost and self.num_unread_bytes():
+            self._unread.add(self)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self._end_timer()
+        if self._unread is not None:
+            self._unread.remove(self)
         if self._is_counted and self._limits is not None:
             self._limits.close(self._peer)
         super().connection_lost(exc)
@@ -247,6 +277,10 @@ class Exchange:
         self._protocol.on_lost = on_lost
         if self._protocol.lost:
             on_lost()
+
+    @property
+    def was_cut(self) -> bool:
+        return self._protocol.was_cut
 
     def unwatch(self, on_lost: Callable[[], None]) -> None:
         """Undo `watch`; the connection may be serving its next request already."""

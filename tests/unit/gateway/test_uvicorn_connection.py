@@ -53,6 +53,8 @@ async def serving(app: App) -> AsyncIterator[int]:
 def test_what_is_overridden_and_read_is_there() -> None:
     assert list(inspect.signature(HttpToolsProtocol.on_headers_complete).parameters) == ["self"]
     assert list(inspect.signature(HttpToolsProtocol.connection_lost).parameters) == ["self", "exc"]
+    assert list(inspect.signature(HttpToolsProtocol.on_response_complete).parameters) == ["self"]
+    assert list(inspect.signature(HttpToolsProtocol.pause_writing).parameters) == ["self"]
     assert list(inspect.signature(RequestResponseCycle.send).parameters) == ["self", "message"]
     source = inspect.getsource(RequestResponseCycle.send)
     # One wait, for a client that does not read: `Exchange.start` runs it without waiting.
