@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -27,8 +28,9 @@ def _float(digits: str) -> float:
 # msgspec's own conversion takes 8 us for a number such as -1.5e300: 7.5 s for a body of 8 MiB.
 decode_json = msgspec.json.Decoder(float_hook=_float).decode
 
-# Begins with a literal: 8 MiB without one are searched in a millisecond.
 _SURROGATE = re.compile(rb"\\u[dD]([89a-fA-F][0-9a-fA-F]{2})")
+_ESCAPE_BYTES = 6
+_SLICE_BYTES = 64 << 10  # searched in up to 0.3 ms
 _MAX_ESCAPES = 1000  # that are looked at for the fault
 _LOOK_BACK_BYTES = 256  # for the backslashes before an escape
 _LOW_SURROGATE = re.compile(rb"\\u[dD][c-fC-F]")
@@ -52,10 +54,10 @@ def surrogate_fault(raw: bytes) -> str:
 
     msgspec calls such a text truncated.
     """
-    if b"\\" not in raw or (b"\\ud" not in raw and b"\\uD" not in raw):
+    if b"\\" not in raw:
         return ""
     is_escaped_low = False  # the next escape is a low surrogate's whose high one came right before it
-    for escape in itertools.islice(_SURROGATE.finditer(raw), _MAX_ESCAPES):
+    for escape in itertools.islice(_surrogates(raw), _MAX_ESCAPES):
         before = raw[max(0, escape.start() - _LOOK_BACK_BYTES) : escape.start()]
         if (len(before) - len(before.rstrip(b"\\"))) % 2:
             continue  # an escaped backslash before a u
@@ -67,6 +69,11 @@ def surrogate_fault(raw: bytes) -> str:
         else:
             return f"a lone surrogate \\ud{escape[1].decode()} at byte {escape.start()}"
     return ""
+
+
+def _surrogates(raw: bytes) -> Iterator[re.Match[bytes]]:
+    for start in range(0, len(raw), _SLICE_BYTES):
+        yield from _SURROGATE.finditer(raw, start, start + _SLICE_BYTES + _ESCAPE_BYTES - 1)
 
 
 def require_few_values(field: str, *texts: str) -> None:
