@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway.json_values import MAX_VALUES, num_values_at_most
+from kvferry.gateway.long_texts import LONG_BYTES, decode_in_steps
 
 MAX_NUMBER_CHARS = 1024
 
@@ -40,9 +41,10 @@ def object_of(field: str, text: str) -> dict[str, Any]:
     """Return the JSON object in `text`. Raises InvalidRequest that names the field."""
     require_few_values(field, text)
     try:
-        value = decode_json(text)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        reason = surrogate_fault(text.encode("utf-8", "surrogatepass")) or str(error)
+        is_long = len(text) >= LONG_BYTES
+        value = decode_in_steps(b"".join(_utf_8(text)), decode_json) if is_long else decode_json(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        reason = surrogate_fault(b"".join(_utf_8(text))) or str(error)
         raise InvalidRequest(f"{field}: not valid JSON: {reason}", param=field) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field}: expected a JSON object, not {json_type(value)}", param=field)
@@ -78,11 +80,16 @@ def _surrogates(raw: bytes) -> Iterator[re.Match[bytes]]:
 
 def require_few_values(field: str, *texts: str) -> None:
     """Raises InvalidRequest for JSON texts with more values than a body may have, together."""
-    num_values = sum(num_values_at_most(text.encode(errors="surrogatepass")) for text in texts)
+    num_values = sum(num_values_at_most(piece) for text in texts for piece in _utf_8(text))
     if num_values > MAX_VALUES:
         raise InvalidRequest(
             f"{field}: {num_values} values are too many; at most {MAX_VALUES} are allowed", param=field
         )
+
+
+def _utf_8(text: str) -> Iterator[bytes]:
+    for start in range(0, len(text), _SLICE_BYTES):
+        yield text[start : start + _SLICE_BYTES].encode(errors="surrogatepass")
 
 
 def json_type(value: object) -> str:
