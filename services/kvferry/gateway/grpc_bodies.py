@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import InvalidRequest, RequestError
+from kvferry.gateway.grpc_texts import contents_of, text_of
 from kvferry.gateway.json_text import object_of, require_few_values
 from kvferry.gateway.openai_bodies import (
     MAX_MESSAGES,
@@ -70,7 +71,7 @@ def read_generate(raw: bytes) -> tuple[pb.GenerateRequest, ChatBody | Completion
         values["structured_outputs"] = _structure(message.structured_output)
     kind = message.WhichOneof("prompt")
     try:
-        return message, _body(message, kind, values)
+        return message, _body(message, raw, kind, values)
     except RequestError as error:
         raise in_fields(error, kind) from None
 
@@ -80,7 +81,7 @@ def read_tokenize(raw: bytes) -> tuple[pb.TokenizeRequest, ChatBody | Completion
     _refuse_several(raw, {2: "text", 3: "conversation"})
     kind = message.WhichOneof("prompt")
     try:
-        return message, _body(message, kind, {"model": message.model, "max_tokens": 1})
+        return message, _body(message, raw, kind, {"model": message.model, "max_tokens": 1})
     except RequestError as error:
         raise in_fields(error, kind) from None
 
@@ -100,18 +101,18 @@ def _field(param: str, kind: str | None) -> str:
 
 
 def _body(
-    message: pb.GenerateRequest | pb.TokenizeRequest, kind: str | None, values: dict[str, Any]
+    message: pb.GenerateRequest | pb.TokenizeRequest, raw: bytes, kind: str | None, values: dict[str, Any]
 ) -> ChatBody | CompletionBody:
     match kind:
         case "text":
-            return completion_of({**values, "prompt": message.text})
+            return completion_of({**values, "prompt": text_of(message, raw)})
         case "token_ids" if isinstance(message, pb.GenerateRequest):
             return completion_of({**values, "prompt": list(message.token_ids.ids)})
         case "conversation":
             num_top = values.pop("logprobs", None)
             if num_top is not None:
                 values |= {"logprobs": True, "top_logprobs": num_top}
-            return chat_of({**values, **_conversation(message.conversation)})
+            return chat_of({**values, **_conversation(message, raw)})
         case _:
             raise InvalidRequest("a prompt is required: a text, token ids or a conversation", param="prompt")
 
@@ -172,13 +173,15 @@ def _not_empty(field: str, value: T) -> T:
     return value
 
 
-def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
+def _conversation(request: pb.GenerateRequest | pb.TokenizeRequest, raw: bytes) -> dict[str, Any]:
+    conversation = request.conversation
     _require_few("conversation.tools", len(conversation.tools), MAX_TOOLS)
     _require_few("conversation.messages", len(conversation.messages), MAX_MESSAGES)
     require_few_values("conversation.tools", *(tool.parameters for tool in conversation.tools))
     num_calls = sum(len(message.tool_calls) for message in conversation.messages)
     _require_few("conversation.messages", num_calls, MAX_TOOL_CALLS)
-    values: dict[str, Any] = {"messages": [_message(message) for message in conversation.messages]}
+    contents = contents_of(request, raw)
+    values: dict[str, Any] = {"messages": list(map(_message, conversation.messages, contents))}
     if conversation.tools:
         values["tools"] = [
             {"type": "function", "function": _function(f"conversation.tools[{i}].parameters", tool)}
@@ -202,10 +205,10 @@ def _require_few(field: str, count: int, most: int) -> None:
         raise InvalidRequest(f"{field}: {count} are too many; at most {most} are allowed", param=field)
 
 
-def _message(message: pb.Message) -> dict[str, Any]:
-    values: dict[str, Any] = {"role": message.role, "content": message.content}
+def _message(message: pb.Message, content: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
-        values["content"] = message.content or None
+        values["content"] = content or None
         values["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls

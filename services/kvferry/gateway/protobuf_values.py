@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 from kvferry.errors import InvalidRequest
@@ -38,6 +39,14 @@ async def check_num_values(raw: bytes, descriptor: Any, max_values: int) -> None
             num_fields += 1
             if not num_fields % _FIELDS_AT_ONCE:
                 await asyncio.sleep(0)
+
+
+def fields_of_bytes(raw: bytes, position: int, end: int, number: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each value of a string or message field of a well-formed message."""
+    while position < end:
+        found, wire_type, begin, position = _field_at(raw, position, end, "message")
+        if found == number and wire_type == _BYTES:
+            yield begin, position
 
 
 def _field_at(raw: bytes, position: int, end: int, name: str) -> tuple[int, int, int, int]:
