@@ -18,8 +18,10 @@ def test_the_same_text_as_at_once(pieces: list[str]) -> None:
     assert ours == at_once
     assert hash(ours) == hash(at_once)
     assert ours.isascii() == at_once.isascii()
-    # Python compares and hashes texts by their kind: it must be the narrowest one.
-    assert sys.getsizeof(ours) == sys.getsizeof(at_once)
+    copy = (at_once + "x")[:-1]
+    if len(copy) > 1:  # Python keeps one object for each short text, with its UTF-8
+        # Python compares and hashes texts by their kind: it must be the narrowest one.
+        assert sys.getsizeof(ours) == sys.getsizeof(copy)
     assert (ours + "x")[:-1] == at_once
 
 
