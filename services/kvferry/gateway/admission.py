@@ -194,7 +194,7 @@ class Admission:
             if not self.num_in_flight:
                 self.idle.set()
             self._metrics.requests_in_flight.dec()
-            self._metrics.requests.labels(endpoint=endpoint, status=counted.status).inc()
+            self._metrics.requests(endpoint, counted.status).inc()
             self._metrics.request_seconds[endpoint].observe(time.perf_counter() - begun_s)
             if counted.error is not None:
                 self._metrics.note_refusal(counted.error.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,12 +93,13 @@ class GatewayMetrics(RouterMetrics):
         """`read_admitted` returns the choices, prompt tokens and body bytes in flight."""
         self.exposition = exposition = Exposition(Exporter.GATEWAY)
         super().__init__(exposition)
-        self.requests = exposition.counter(REQUESTS)
+        requests = exposition.counter(REQUESTS)
         self.refused = exposition.counter(REQUESTS_REFUSED)
         self.cancelled = exposition.counter(REQUESTS_CANCELLED)
         self.requests_in_flight = exposition.gauge(REQUESTS_IN_FLIGHT)
         request_seconds = exposition.histogram(REQUEST_SECONDS)
-        # Looking a series up costs as much as counting.
+        # Looking a series up costs more than counting.
+        self.requests = functools.lru_cache(256)(lambda endpoint, status: requests.labels(endpoint, status))
         self.request_seconds = {endpoint: request_seconds.labels(endpoint=endpoint) for endpoint in ENDPOINTS}
         self.time_to_first_token = exposition.histogram(TIME_TO_FIRST_TOKEN)
         self.inter_token = exposition.histogram(INTER_TOKEN)

@@ -10,7 +10,8 @@ from kvferry.membership.base import MemberId
 
 # About the most tokens that an engine computes in one step: vLLM's default for long prompts is 2,048 to 8,192.
 _STEP_TOKENS = 2048
-# Prompts whose end a report may not know yet.
+# Ends of prompts that a report may not know yet: those of so long count as one, at the last of them.
+_ENDS_TOGETHER_S = 0.02
 _NUM_ENDS = 64
 # How old a report may be when it is first looked at: a worker sends one 50 to 120 ms after a change.
 _REPORT_AGE_S = 0.15
@@ -30,7 +31,7 @@ class WorkerAccount:
         self.prefills: dict[RequestId, int] = {}
         self.queued_tokens = 0
         self.prompt_tokens = 0  # of `prefills`, cached ones included
-        self.prompt_ends: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDS)  # (when, tokens) of the last ones
+        self.prompt_ends: deque[tuple[float, int, float]] = deque(maxlen=_NUM_ENDS)  # (last end, tokens, first end)
         self.head_since_s = 0.0  # when the first of `prefills` began
         self.arriving_pages = 0  # of computed prompts, until the first token from here
         self.incoming: set[RequestId] = set()  # to be decoded here; a prefill worker still computes their prompts
@@ -52,11 +53,18 @@ class WorkerAccount:
         Rather more: else a worker that is idle now would seem to compute for another gateway.
         """
         num_tokens, since_s = self.prompt_tokens, reported_s - _REPORT_AGE_S
-        for ended_s, num_ended in reversed(self.prompt_ends):
+        for ended_s, num_ended, _ in reversed(self.prompt_ends):
             if ended_s <= since_s:
                 break
             num_tokens += num_ended
         return num_tokens
+
+    def note_prompt_end(self, num_tokens: int, now_s: float) -> None:
+        ends = self.prompt_ends
+        if ends and now_s - ends[-1][2] < _ENDS_TOGETHER_S:
+            ends[-1] = (now_s, ends[-1][1] + num_tokens, ends[-1][2])
+        else:
+            ends.append((now_s, num_tokens, now_s))
 
     def num_streams_since(self, since_s: float) -> int:
         """O(their number)."""
@@ -216,7 +224,7 @@ class Ledger:
                 account.head_since_s = now_s
             account.queued_tokens -= account.prefills.pop(request_id)
             account.prompt_tokens -= flight.num_tokens
-            account.prompt_ends.append((now_s, flight.num_tokens))
+            account.note_prompt_end(flight.num_tokens, now_s)
             self._note_change(account)
 
     def _end_arrival(self, flight: _Flight) -> None:

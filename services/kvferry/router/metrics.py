@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.exposition import Exposition
+from kvferry.router.placement import Reason
 from kvferry.telemetry import (
     CONTINUED_REQUESTS,
     DECODE_RETRIES,
@@ -18,7 +19,8 @@ from kvferry.telemetry import (
 
 class RouterMetrics:
     def __init__(self, exposition: Exposition) -> None:
-        self.placements = exposition.counter(PLACEMENTS)
+        placements = exposition.counter(PLACEMENTS)
+        self.placements = {reason: placements.labels(reason=reason.value) for reason in Reason}
         self.placement_seconds = exposition.histogram(PLACEMENT_SECONDS)
         self.skipped_volume_loads = exposition.counter(SKIPPED_VOLUME_LOADS)
         self.prefill_seconds = exposition.histogram(PREFILL_SECONDS)

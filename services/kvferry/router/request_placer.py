@@ -314,7 +314,7 @@ class RequestPlacer:
         if kept is None:
             self.release_kept()
             self._record.reason = placement.reason.value
-            router.metrics.placements.labels(reason=placement.reason.value).inc()
+            router.metrics.placements[placement.reason].inc()
         took_ns = time.perf_counter_ns() - began_ns
         router.metrics.placement_seconds.observe(took_ns / 1e9)
         self._record.note_placement(placement, took_ns)

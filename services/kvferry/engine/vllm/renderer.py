@@ -10,12 +10,11 @@ import atexit
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import logging
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -151,11 +150,7 @@ class VllmRenderer:
                 'with tool_choice "none" the model is only told of them',
                 param="tools",
             )
-        # Every chat template repeats what users said. Some leave out what others said, but no message of theirs is
-        # longer than a context.
-        self._check_chars(itertools.chain.from_iterable(_texts_of(body["messages"], "user")), "messages")
-        for texts in _texts_of(body["messages"]):
-            self._check_chars(texts, "messages")
+        self._check_texts(body["messages"])
         requested = body.get("max_completion_tokens")
         if requested is None:
             requested = body.get("max_tokens")
@@ -173,7 +168,7 @@ class VllmRenderer:
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
         texts = [prompt for prompt in prompts_of(body) if isinstance(prompt, str)]
         for text in texts:
-            self._check_chars([text], "prompt")
+            self._check_num_chars(len(text), "prompt")
         requested = body.get("max_tokens", 16)
         if self._plain is not None and self._plain.takes_completion(body):
             rendered = await self._plain_completions(self._plain, body, texts, requested)
@@ -252,10 +247,24 @@ class VllmRenderer:
             except VLLMClientError as error:
                 raise InvalidRequest(f"prompt: {error}", param="prompt") from None
 
-    def _check_chars(self, texts: Iterable[str], param: str) -> None:
+    def _check_num_chars(self, num_chars: int, param: str) -> None:
         """Refuse, before templates and tokenizers copy it, a text that cannot fit."""
-        if self._max_chars is not None and (num_chars := sum(map(len, texts))) > self._max_chars:
+        if self._max_chars is not None and num_chars > self._max_chars:
             raise too_many_chars(self._max_model_len, self._max_chars, num_chars, param)
+
+    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        # Every chat template repeats what users said. Some leave out what others said, but no message of theirs is
+        # longer than a context.
+        num_of_users = 0
+        for message in messages:
+            content = message.get("content")
+            if content is None:
+                continue
+            num_chars = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+            self._check_num_chars(num_chars, "messages")
+            if message.get("role") == "user":
+                num_of_users += num_chars
+        self._check_num_chars(num_of_users, "messages")
 
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         """Raises InvalidRequest for ids that engines would refuse, with all of them in the message."""
@@ -339,18 +348,6 @@ def _online_renderer(config: Any, model: ModelConfig) -> Any:
     except TypeError as error:
         # The parser needs tokens that this tokenizer lacks.
         raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
-
-
-def _texts_of(messages: Sequence[Mapping[str, Any]], role: str = "") -> Iterator[list[str]]:
-    """Yield the texts of each message of a role, or of any."""
-    for message in messages:
-        content = message.get("content")
-        if role and message.get("role") != role:
-            continue
-        if isinstance(content, str):
-            yield [content]
-        elif content is not None:
-            yield [part["text"] for part in content if isinstance(part.get("text"), str)]
 
 
 def _in_parts(prompts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
