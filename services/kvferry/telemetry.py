@@ -144,15 +144,15 @@ REQUESTS = Metric(
     Kind.COUNTER,
     "requests",
     Exporter.GATEWAY,
-    "Requests answered, by endpoint and HTTP status.",
-    (_ENDPOINT, Label("status", "HTTP status; 499: the client left before the end", STATUSES)),
+    "Requests that reached an endpoint, by HTTP status. A stream that ends with an error event has 200 here.",
+    (_ENDPOINT, Label("status", "HTTP status; 499: the client left, or was cut because it did not read", STATUSES)),
 )
 REQUESTS_REFUSED = Metric(
     "kvferry_requests_refused_total",
     Kind.COUNTER,
     "requests",
     Exporter.GATEWAY,
-    "Requests answered with an error, by its code.",
+    "Requests answered with an error, an error event of a stream included, by its code.",
     (Label("code", "the error's code, as in the body", REFUSAL_CODES),),
 )
 REQUESTS_CANCELLED = Metric(
@@ -242,7 +242,7 @@ GRAMMAR_CHECKS = Metric(
     "grammars",
     Exporter.GATEWAY,
     "Grammars of structured outputs compiled in a process of their own, by outcome; repeated ones are not compiled.",
-    (Label("outcome", "`late`: killed before its CPU time was used", GRAMMAR_OUTCOMES),),
+    (Label("outcome", "`late`: ran out of wall-clock time", GRAMMAR_OUTCOMES),),
 )
 READY = Metric(
     "kvferry_ready", Kind.GAUGE, "1", Exporter.GATEWAY, "1 while a request sent now can be answered, as `/readyz` says."
@@ -255,7 +255,7 @@ QUEUED_REQUESTS = Metric(
     Kind.GAUGE,
     "requests",
     Exporter.GATEWAY,
-    "Requests that wait in this gateway while all workers are full; `gateway.max_queued_requests` is their limit.",
+    "Choices that wait in this gateway while all workers are full; `gateway.max_queued_requests` is their limit.",
 )
 PLACEMENTS = Metric(
     "kvferry_placements_total",
@@ -309,7 +309,7 @@ QUARANTINED_REQUESTS = Metric(
     "requests",
     Exporter.GATEWAY,
     "Requests refused because workers were lost while they computed them.",
-    (Label("when", "the loss of the last worker, or the same request again", ("first", "again")),),
+    (Label("when", "first: put in quarantine now; again: a repeat that was refused", ("first", "again")),),
 )
 DECODE_RETRIES = Metric(
     "kvferry_decode_retries_total",

@@ -80,7 +80,7 @@ async def test_the_line_is_first_come_first_served_and_has_a_limit() -> None:
             await until(lambda number=number: len(dispatcher._router.queue) == number)
         refused = await post(cluster, 4)
         assert refused.status_code == 429
-        assert "3 requests wait for room" in refused.json()["error"]["message"]
+        assert "3 choices wait; gateway.max_queued_requests is 3" in refused.json()["error"]["message"]
         engine.faults = Faults()
         assert [(await task).status_code for task in (running_one, *waiting)] == [200] * 4
         assert ended == [1, 2, 3]

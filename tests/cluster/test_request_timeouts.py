@@ -64,6 +64,9 @@ async def test_each_limit_ends_a_stream_with_an_event_and_a_call_with_a_status(l
         *_, last, done = [line for line in answer.text.split("\n\n") if line]
         assert done == "data: [DONE]"
         assert f"gateway.{limit}" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        metrics = (await http.get("/metrics")).text
+        assert 'kvferry_requests_refused_total{code="deadline_exceeded"} 1.0' in metrics
+        assert 'kvferry_requests_total{endpoint="completions",status="200"} 1.0' in metrics
         for method in ("Generate", "GenerateStream"):
             error = await refused(getattr(stub_on(channel), method)(sampled(max_tokens=50, ignore_eos=True)))
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -99,8 +99,8 @@ class Claim:
         num_tokens = num_choices * max_tokens
         if num_tokens > MAX_ANSWER_TOKENS:
             raise InvalidRequest(
-                f"{num_choices} choices with max_tokens {max_tokens} make {num_tokens} tokens; "
-                f"at most {MAX_ANSWER_TOKENS} are allowed",
+                f"{num_choices} choices with max_tokens {max_tokens} (left out: the rest of the context) make "
+                f"{num_tokens} tokens; at most {MAX_ANSWER_TOKENS} are allowed",
                 param="max_tokens",
             )
         if num_top is not None and (num_entries := num_choices * (num_top + 1)) > MAX_STEP_LOGPROB_ENTRIES:
@@ -111,8 +111,9 @@ class Claim:
             )
         if num_top is not None and (num_entries := num_tokens * (num_top + 1)) > MAX_LOGPROB_ENTRIES:
             raise InvalidRequest(
-                f"{num_choices} choices with max_tokens {max_tokens} and {num_top} top log-probabilities make "
-                f"{num_entries} entries (tokens times alternatives + 1); at most {MAX_LOGPROB_ENTRIES} are allowed",
+                f"{num_choices} choices with max_tokens {max_tokens} (left out: the rest of the context) and {num_top} "
+                f"top log-probabilities make {num_entries} entries (tokens times alternatives + 1); "
+                f"at most {MAX_LOGPROB_ENTRIES} are allowed",
                 param="max_tokens",
             )
         self.take_prompt_tokens(n * sum(len(prompt.token_ids) for prompt in prompts))
@@ -136,6 +137,12 @@ class CountedRequest:
 
     def failed(self, error: KvferryError) -> None:
         self.status = str(error.http_status)
+        self.error = error
+        if self.trace is not None:
+            self.trace.failed(error)
+
+    def failed_in_stream(self, error: KvferryError) -> None:
+        """Note an error that the client gets as an event, after the status 200."""
         self.error = error
         if self.trace is not None:
             self.trace.failed(error)

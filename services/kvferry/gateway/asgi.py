@@ -279,13 +279,12 @@ class HttpApp:
                     lambda: client_watch.end(_ClientSlow()),
                 )
                 with keep_alive(writer, self._config.sse_keep_alive_s):
-                    await answer.stream(writer)
+                    await answer.stream(writer, counted.failed_in_stream)
         except TimeoutError:
             error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)")
             if writer is None or not writer.started:
                 raise error from None
-            if trace is not None:
-                trace.failed(error)
+            counted.failed_in_stream(error)
             # Perhaps the time ran out because the client does not read: it must not keep its place for that.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):

@@ -145,10 +145,6 @@ class Generation:
         ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
         return {**record_values(self.records[0]), "ttft_ms": ttft_ms}
 
-    def failed(self, error: BaseException) -> None:
-        if self._trace is not None:
-            self._trace.failed(error)
-
     async def _dispatch(self, index: int, sink: Sink) -> None:
         sinks_of_choice: tuple[OnOutput, OnText] = (sink.on_output, sink.on_text)
         if self._trace is not None:

@@ -212,10 +212,10 @@ class Answer:
         pieces = await in_thread_if_large(encode, usage.completion_tokens)
         return await join(pieces, sum(map(len, pieces)))
 
-    async def stream(self, writer: StreamWriter) -> None:
+    async def stream(self, writer: StreamWriter, note_error: Callable[[KvferryError], None]) -> None:
         """Write all events up to `[DONE]`, then close the writer.
 
-        Raises KvferryError until something is written; later errors become events.
+        Raises KvferryError until something is written; later errors become events, and `note_error` gets them.
         """
         generation = self._generation
         streamed = _Streamed if generation.requests[0].parse is None else _StreamedParsed
@@ -226,15 +226,16 @@ class Answer:
         except KvferryError as error:
             if not writer.started:
                 raise
-            generation.failed(error)
+            note_error(error)
             await writer.close(error_chunk(error) + DONE)
             return
-        except Exception as error:
+        except Exception:
             if not writer.started:
                 raise
-            generation.failed(error)
             log.exception("answer %s failed", self.answer_id)
-            await writer.close(error_chunk(EngineError("the gateway failed on this request; its log says why")) + DONE)
+            fault = EngineError("the gateway failed on this request; its log says why")
+            note_error(fault)
+            await writer.close(error_chunk(fault) + DONE)
             return
         closing = b""
         if self._with_usage or self._debug.show:
