@@ -187,9 +187,9 @@ WORST_BODIES: tuple[WorstBody, ...] = (
         status=200,
     ),
     WorstBody(
-        "log-probabilities, 512 x 512 x 1",
+        "log-probabilities, 24 x 512 x 20",
         COMPLETIONS,
-        lambda: _completion(prompt=["hi"] * 512, logprobs=0, max_tokens=512, ignore_eos=True),
+        lambda: _completion(n=24, logprobs=20, max_tokens=512, ignore_eos=True),
         status=200,
     ),
     WorstBody(

@@ -12,7 +12,7 @@ from kvferry import mutual_tls
 from kvferry.config import TlsConfig
 from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, encode_frames, send_at_once
 
-TURN_S = 0.005  # after so long, payloads that were received at once wait for the loop's next turn
+TURN_S = 0.002  # after so long, payloads that were received at once wait for the loop's next turn
 
 
 class FrameConnection(asyncio.Protocol):
