@@ -430,7 +430,8 @@ def _print_explanation(console: Console, request: dict[str, Any]) -> None:
         f"{request['ferried_pages']} pages ferried"
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
         + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")
-        + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else ""),
+        + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else "")
+        + (f"\nended with an error: {request['error_code']}" if request.get("error_code") else ""),
         highlight=False,
     )
     for i, choice in enumerate(request["choices"]):

@@ -97,12 +97,13 @@ async def test_a_request_loses_two_workers_at_most_and_is_refused_then(
 
 async def test_explain_names_the_workers_that_were_lost(poisoned: object) -> None:
     async with running(0, 3, sim=SIM) as cluster, client_of(cluster) as http:
-        assert cluster.gateway is not None
-        await ask(http, POISON)
-        assert cluster.gateway.app.openai is not None
-        (record,) = cluster.gateway.app.openai._dispatcher._recent
-        explained = await http.get(f"/kvferry/v1/requests/{record.request_id}")
-        (request,) = explained.json()["requests"]
+        first, again = await ask(http, POISON), await ask(http, POISON)
+        (request,), (repeat,) = [
+            (await http.get(f"/kvferry/v1/requests/{answer.headers['x-request-id']}")).json()["requests"]
+            for answer in (first, again)
+        ]
+        assert (request["error_code"], repeat["error_code"]) == ("request_quarantined", "request_quarantined")
+        assert (repeat["lost_workers"], repeat["choices"]) == ([], [])
         dead = [host.worker_id for host, _ in cluster.workers if host.server.died.is_set()]
         assert sorted(request["lost_workers"]) == sorted(dead)
         assert len(dead) == 2

@@ -117,5 +117,7 @@ def test_the_version_is_told() -> None:
 def test_the_explanation_shows_what_a_gateway_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     """The printer and the gateway agree on the names of a request's record."""
     recorded = {"request_id": "chatcmpl-1", "choices": [], **record_values(RequestRecord())}
-    cli._print_explanation(Console(width=200), recorded)
-    assert "0 pages ferried" in capsys.readouterr().out
+    cli._print_explanation(Console(width=200), {**recorded, "error_code": "request_quarantined"})
+    said = capsys.readouterr().out
+    assert "0 pages ferried" in said
+    assert "ended with an error: request_quarantined" in said

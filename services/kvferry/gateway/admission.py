@@ -124,6 +124,7 @@ class CountedRequest:
     status: str = "500"
     trace: RequestTrace | None = None
     error: KvferryError | None = None
+    answer_id: str = ""  # once the request was rendered
 
     def failed(self, error: KvferryError) -> None:
         self.status = str(error.http_status)

@@ -217,12 +217,12 @@ class HttpApp:
                 await _refuse_body(receive, send, error)
             except KvferryError as error:
                 counted.failed(error)
-                await _respond_error(send, error, counted.trace)
+                await _respond_error(send, error, counted.trace, counted.answer_id)
             except Exception:
                 log.exception("a request to %s failed", scope["path"])
                 fault = EngineError("the gateway failed on this request; its log says why")
                 counted.failed(fault)
-                await _respond_error(send, fault, counted.trace)
+                await _respond_error(send, fault, counted.trace, counted.answer_id)
 
     def _note_cut(self, connection: Connection, num_bytes: int) -> None:
         self._count_slow_client(connection.path, str(num_bytes))
@@ -263,6 +263,7 @@ class HttpApp:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await read(raw, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
+                counted.answer_id = answer.answer_id
                 named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
                     body = await answer.whole()
@@ -398,8 +399,12 @@ def _trace_headers(trace: RequestTrace | None) -> list[tuple[bytes, bytes]]:
     return [] if trace is None else [(name.encode(), value.encode()) for name, value in trace.headers.items()]
 
 
-async def _respond_error(send: Send, error: KvferryError, trace: RequestTrace | None = None) -> None:
+async def _respond_error(
+    send: Send, error: KvferryError, trace: RequestTrace | None = None, answer_id: str = ""
+) -> None:
     headers = [_JSON, *_trace_headers(trace)]
+    if answer_id:
+        headers.append((b"x-request-id", answer_id.encode()))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Unauthenticated):

@@ -126,6 +126,7 @@ class OpenAI:
             {
                 "request_id": record.request_id,
                 **record_values(record),
+                "error_code": record.error_code or None,
                 "choices": [explain(placement) for placement in record.placements],
             }
             for record in self._dispatcher.recent(answer_id)

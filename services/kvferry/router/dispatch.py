@@ -122,13 +122,15 @@ class Dispatcher:
         record.request_id = request.request_id
         self._recent.append(record)
         router = self._router
-        router.refuse_quarantined(request)
-        answer = AnswerSoFar(replayable(request), on_output, record, on_text)
         try:
+            router.refuse_quarantined(request)
+            answer = AnswerSoFar(replayable(request), on_output, record, on_text)
             await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
-        except Quarantined as error:
-            self._put_in_quarantine(request)
-            log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
+        except KvferryError as error:
+            record.error_code = error.code or ""
+            if isinstance(error, Quarantined) and record.lost_workers:
+                self._put_in_quarantine(request)
+                log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
             raise
 
     def _put_in_quarantine(self, request: EngineRequest) -> None:
