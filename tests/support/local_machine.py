@@ -145,7 +145,7 @@ def may_be_of(machine: Machine, port: int) -> bool:
 
 
 def assert_nothing_left(machine: Machine, processes: tuple[ProcessIdentity, ...], ports: dict[int, str]) -> None:
-    assert not machine.folder.path.exists()
+    assert not machine.folder.path.exists(), (sorted(machine.folder.path.rglob("*")), machine.processes())
     assert [process for process in processes if process.is_alive()] == []
     assert machine.processes() == ()
     # Another test may listen on a port by now.

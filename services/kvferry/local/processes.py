@@ -27,6 +27,8 @@ from kvferry.errors import LocalError
 
 TOKEN_VARIABLE = "KVFERRY_CLUSTER_TOKEN"
 
+_LOOK_AGAIN_S = 0.1
+
 
 class ProcessesRemain(LocalError):
     pass
@@ -121,7 +123,7 @@ def end_all(
     ended: set[ProcessIdentity] = set()
     deadline = time.monotonic() + deadline_s
     kill_from = time.monotonic() + grace_s
-    while found := belonging(marks):
+    while found := belonging(marks) or _belonging_later(marks):
         now = time.monotonic()
         if now >= deadline:
             pids = ", ".join(str(process.pid) for process in found)
@@ -136,6 +138,12 @@ def end_all(
         ended.update(found)
         wait_gone(found, timeout_s=min(deadline - now, max(kill_from - now, 1.0)))
     return len(ended)
+
+
+def _belonging_later(marks: Marks) -> tuple[ProcessIdentity, ...]:
+    # A process that begins another program has no environment for a moment, and may have lost its parent.
+    time.sleep(_LOOK_AGAIN_S)
+    return belonging(marks)
 
 
 def wait_gone(processes: Iterable[ProcessIdentity], *, timeout_s: float) -> bool:

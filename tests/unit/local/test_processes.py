@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.local import processes
 from kvferry.local.processes import (
     TOKEN_VARIABLE,
     Marks,
@@ -221,6 +222,14 @@ def test_end_all_ends_a_stopped_process(start: Start, marks: Marks) -> None:
     process = start(token=TOKEN)
     process.send(signal.SIGSTOP)
     assert end_all(marks, grace_s=0.3) == 1
+    assert not process.is_alive()
+
+
+def test_end_all_looks_again_when_it_finds_nothing(start: Start, marks: Marks, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start(token=TOKEN)
+    unseen: list[tuple[ProcessIdentity, ...]] = [()]
+    monkeypatch.setattr(processes, "belonging", lambda marks: unseen.pop() if unseen else belonging(marks))
+    assert end_all(marks) == 1
     assert not process.is_alive()
 
 
