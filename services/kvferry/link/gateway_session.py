@@ -391,7 +391,7 @@ class GatewaySession:
 
     def _schedule_flush(self) -> None:
         # The tasks of one engine step all run in one pass of the event loop; the flush runs after them, so a step
-        # becomes one message.
+        # becomes one message, or a few of MAX_STEP_BYTES.
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)

@@ -17,8 +17,7 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# When more than this waits for a gateway, it has stopped reading. Well below what one message may have, because outputs
-# that wait become one message.
+# When more than this waits for a gateway, it has stopped reading.
 MAX_PENDING_BYTES = 16 << 20
 
 # Outputs merge into a waiting step up to here, about 300 tokens: a gateway handles a message at once, and messages of
