@@ -37,6 +37,9 @@ FAULTS: dict[str, tuple[Fault, int]] = {
     "upgrade": (upgrading, 1),  # the last one: the cluster has another model afterwards
 }
 
+# What shows that a fault met requests.
+MET = {"prefill": "recomputed", "decode": "continued", "hang": "continued", "gateway": "retried"}
+
 
 async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
     prompts = make_prompts(64, SEED)
@@ -53,23 +56,22 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
             await client.close()
 
         for name in FAULTS:
-            await inflict(name, SEED)
-            # A prefill takes milliseconds: whether a kill meets one is chance.
-            for seed in range(SEED + 1, SEED + MOST_TRIES):
-                if name == "prefill" and not rows[name]["recomputed"]:
-                    await inflict(name, seed)
+            # A prefill takes milliseconds, and a decode worker may be between two requests: whether a fault meets one
+            # is chance.
+            for seed in range(SEED, SEED + MOST_TRIES):
+                await inflict(name, seed)
+                if name not in MET or rows[name][MET[name]]:
+                    break
     for name, row in rows.items():
         assert (row["failed"], row["inexact"], row["foreign"]) == (0, 0, 0), (name, row)
         assert row["requests"] >= NUM_STREAMS
         if name not in ("gateway", "upgrade"):
             assert row["retried"] == 0, (name, row)
-    # The faults did hit requests.
-    assert rows["decode"]["continued"] > 0
-    assert rows["prefill"]["recomputed"] > 0
-    assert rows["hang"]["continued"] > 0
-    assert rows["gateway"]["retried"] > 0
+    for name, count in MET.items():
+        assert rows[name][count] > 0, (name, rows[name])
 
 
 def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The counts of both."""
-    return {key: one[key] + other[key] for key in ("requests", "failed", "inexact", "foreign", "retried", "recomputed")}
+    counts = ("requests", "failed", "inexact", "foreign", "continued", "recomputed", "retried")
+    return {key: one[key] + other[key] for key in counts}
