@@ -22,8 +22,10 @@ from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.request_record import RequestRecord
 
-# Choices of an answer that are dispatched in one turn of the event loop: placing one takes some hundred microseconds.
+# Choices of an answer, and prompt tokens of theirs, that are dispatched in one turn of the event loop: placing one takes
+# some hundred microseconds, and as many more for 8,000 tokens.
 DISPATCHED_AT_ONCE = 8
+TOKENS_AT_ONCE = 16 << 10
 
 
 class Sink(Protocol):
@@ -156,9 +158,13 @@ class Generation:
     async def _run_several(self, sinks: Sequence[Sink]) -> None:
         tasks: list[asyncio.Task[None]] = []
         try:
+            num_choices = num_tokens = 0
             for index, sink in enumerate(sinks):
                 tasks.append(asyncio.create_task(self._dispatch(index, sink)))
-                if index % DISPATCHED_AT_ONCE == DISPATCHED_AT_ONCE - 1:
+                num_choices += 1
+                num_tokens += len(self.requests[index].prompt_token_ids)
+                if num_choices == DISPATCHED_AT_ONCE or num_tokens >= TOKENS_AT_ONCE:
+                    num_choices = num_tokens = 0
                     await asyncio.sleep(0)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:

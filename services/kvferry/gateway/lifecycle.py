@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 # A request leaves some objects behind that live on (what `explain` is asked for): at Python's 700 that is a collection
 # every few dozen requests, 7 % of their time, and the full ones among them hold up all streams.
 # Collections of the second generation are five times as frequent as Python's, for they took 18 ms of 100,000 objects.
-GC_THRESHOLDS = (10_000, 2, 50)
+GC_THRESHOLDS = (5_000, 2, 100)
 
 # A thread that reads or renders a long body keeps the interpreter from the event loop for so long, each time that the
 # loop has released it: for the writes of 64 streams, 64 times in a turn. Python has 5 ms.
@@ -173,7 +173,9 @@ class GatewayHost:
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         name = config.served_name
         self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
-        self.grpc = GrpcEndpoint(config.gateway, self.metrics, self.admission, self.readiness, access, name)
+        self.grpc = GrpcEndpoint(
+            config.gateway, self.metrics, self.admission, self.readiness, access, name, self.app.unread_answers
+        )
         self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
         self._readiness_changed = asyncio.Event()
         self._notifier: asyncio.Task[None] | None = None

@@ -10,20 +10,15 @@ from typing import cast
 
 from kvferry import mutual_tls
 from kvferry.config import TlsConfig
-from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, encode_frames, send_at_once
-
-TURN_S = 0.002  # after so long, payloads that were received at once wait for the loop's next turn
+from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, FrameProtocol, encode_frames, send_at_once
 
 
-class FrameConnection(asyncio.Protocol):
+class FrameConnection(FrameProtocol):
     def __init__(self, receive: Callable[[bytes], None]) -> None:
-        self._loop = loop = asyncio.get_running_loop()
+        super().__init__(FrameDecoder())
+        loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._receive = receive
-        self._decoder = FrameDecoder()
-        self._transport: asyncio.Transport | None = None
-        self._turn_s = TURN_S
-        self._is_behind = False  # payloads wait for the next turn, and nothing is read
         self._lost = loop.create_future()
 
     @staticmethod
@@ -40,66 +35,50 @@ class FrameConnection(asyncio.Protocol):
         return connection
 
     def __repr__(self) -> str:
-        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        peer = self.transport.get_extra_info("peername") if self.transport is not None else None
         return f"<FrameConnection {peer}{' ' + self.ended.result() if self.ended.done() else ''}>"
 
     def send(self, payload: bytes) -> None:
-        if self._transport is not None and not self.ended.done():
-            self._transport.write(encode_frames((payload,)))
+        if self.transport is not None and not self.ended.done():
+            self.transport.write(encode_frames((payload,)))
 
     async def close(self) -> None:
         self._end("this gateway closed the connection")
-        if self._transport is not None:
+        if self.transport is not None:
             # Written messages leave first: they may be cancels.
-            self._transport.close()
+            self.transport.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await asyncio.shield(self._lost)
-            if self._transport is not None:
-                self._transport.abort()
+            if self.transport is not None:
+                self.transport.abort()
 
     # Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         send_at_once(transport)
-        self._transport.write(PREAMBLE)
+        self.transport.write(PREAMBLE)
 
     def data_received(self, data: bytes) -> None:
         receive, ended = self._receive, self.ended
-        turn_ends_s = time.perf_counter() + self._turn_s
-        payloads = self._decoder.feed(data)
+        began_s = time.perf_counter()
         try:
-            for payload in payloads:
+            for payload in self.decoder.feed(data):
                 if ended.done():
                     return
                 receive(payload)
-                if time.perf_counter() > turn_ends_s:
-                    payloads.close()
-                    self._pause()
+                if self.must_wait(began_s):
                     return
         except FrameError as error:
             self._end(f"it does not speak our frames: {error}")
-            if self._transport is not None:
-                self._transport.abort()
-
-    def _pause(self) -> None:
-        """Let other connections' callbacks run before the payloads that are left."""
-        if not self._is_behind and self._transport is not None:
-            self._is_behind = True
-            self._transport.pause_reading()
-            self._loop.call_soon(self._go_on)
-
-    def _go_on(self) -> None:
-        self._is_behind = False
-        self.data_received(b"")
-        if not self._is_behind and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+            if self.transport is not None:
+                self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport, self._turn_s = None, float("inf")
+        self.transport, self.turn_s = None, float("inf")
         self.data_received(b"")
-        if not self._decoder.greeted:
+        if not self.decoder.greeted:
             self._end("it refused the connection")
         elif error is not None:
             self._end(f"the connection broke ({error})")

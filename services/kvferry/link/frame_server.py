@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -17,6 +18,7 @@ from kvferry.link.frames import (
     PREAMBLE,
     FrameDecoder,
     FrameError,
+    FrameProtocol,
     encode_frames,
     send_at_once,
 )
@@ -88,11 +90,10 @@ class FrameServer:
         self._detach(session)
 
 
-class _FrameTransport(asyncio.Protocol):
+class _FrameTransport(FrameProtocol):
     def __init__(self, server: FrameServer) -> None:
+        super().__init__(FrameDecoder(MAX_FIRST_FRAME_BYTES))
         self._server = server
-        self._decoder = FrameDecoder(MAX_FIRST_FRAME_BYTES)
-        self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._session: GatewaySession | None = None
         self._greeting: asyncio.TimerHandle | None = None
@@ -101,21 +102,24 @@ class _FrameTransport(asyncio.Protocol):
     # Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         self._peer = _describe(transport.get_extra_info("peername"))
         send_at_once(transport)
         self._greeting = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._not_greeted)
         self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
+        began_s = time.perf_counter()
         try:
-            for payload in self._decoder.feed(data):
-                if self._transport is None:
+            for payload in self.decoder.feed(data):
+                if self.transport is None:
                     return
                 if self._session is None:
                     self._greet(payload)
                 else:
                     self._session.receive(payload)
+                if self.must_wait(began_s):
+                    return
         except ValueError as error:
             self._refuse(str(error))
         except Exception:
@@ -124,7 +128,7 @@ class _FrameTransport(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
+        self.transport = None
         if self._greeting is not None:
             self._greeting.cancel()
         if self._session is not None:
@@ -134,18 +138,18 @@ class _FrameTransport(asyncio.Protocol):
     # Methods of SessionTransport
 
     def messages_pending(self) -> None:
-        transport, session = self._transport, self._session
+        transport, session = self.transport, self._session
         if transport is None or session is None or transport.is_closing() or self._finishing:
             return
         if payloads := session.pop_messages():
             transport.write(encode_frames(payloads))
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def close(self) -> None:
-        transport = self._transport
+        transport = self.transport
         if transport is None:
             return
         if self._session is None:
@@ -161,7 +165,7 @@ class _FrameTransport(asyncio.Protocol):
             transport.close()
 
     def _greet(self, payload: bytes) -> None:
-        assert self._transport is not None
+        assert self.transport is not None
         try:
             message = pb.Downward.FromString(payload)
         except DecodeError:
@@ -170,9 +174,9 @@ class _FrameTransport(asyncio.Protocol):
             raise FrameError("its first message is not Hello")
         if self._greeting is not None:
             self._greeting.cancel()
-        self._decoder.max_frame_bytes = MAX_FRAME_BYTES
+        self.decoder.max_frame_bytes = MAX_FRAME_BYTES
         # Only now: a peer with another protocol learns nothing of this server.
-        self._transport.write(PREAMBLE)
+        self.transport.write(PREAMBLE)
         self._session = self._server.attach(self, message.hello)
         self.messages_pending()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Generator, Iterable
 
 from kvferry.grpc_options import MAX_MESSAGE_BYTES
@@ -22,6 +23,8 @@ MAX_FIRST_FRAME_BYTES = 4096
 
 # From a connection to its preamble and Hello.
 GREETING_TIMEOUT_S = 10.0
+
+TURN_S = 0.002  # after so long, payloads that were received at once wait for the loop's next turn
 
 _LENGTH_BYTES = 4
 
@@ -86,3 +89,29 @@ def send_at_once(transport: asyncio.BaseTransport) -> None:
     if connection is not None:
         with contextlib.suppress(OSError):  # gone already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class FrameProtocol(asyncio.Protocol):
+    # `data_received` is called again, without data, for payloads that wait for another turn.
+
+    def __init__(self, decoder: FrameDecoder) -> None:
+        self.decoder = decoder
+        self.transport: asyncio.Transport | None = None
+        self.turn_s = TURN_S
+        self._is_behind = False  # payloads wait for the next turn, and nothing is read
+
+    def must_wait(self, turn_began_s: float) -> bool:
+        """Return whether further payloads come in the next turn."""
+        if time.perf_counter() <= turn_began_s + self.turn_s:
+            return False
+        if not self._is_behind and self.transport is not None:
+            self._is_behind = True
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._go_on)
+        return True
+
+    def _go_on(self) -> None:
+        self._is_behind = False
+        self.data_received(b"")
+        if not self._is_behind and self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from kvferry.config import TlsConfig
-from kvferry.link import frame_connection
+from kvferry.link import frames
 from kvferry.link.frame_connection import FrameConnection
 from kvferry.link.frames import PREAMBLE, encode_frames
 
@@ -55,7 +55,7 @@ async def received_of(payloads: list[bytes]) -> Turns:
 
 
 async def test_other_callbacks_run_between_payloads_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_connection, "TURN_S", 0.0)
+    monkeypatch.setattr(frames, "TURN_S", 0.0)
     turns = await received_of(PAYLOADS)
     assert turns.payloads() == PAYLOADS
     numbers = [turns.seen.index(payload) for payload in PAYLOADS]

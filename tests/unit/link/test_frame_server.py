@@ -7,11 +7,12 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 import pytest_asyncio
 
-from kvferry.link import frame_server
+from kvferry.link import frame_server, frames
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.frames import GREETING_TIMEOUT_S, MAX_FIRST_FRAME_BYTES, PREAMBLE, encode_frames
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
@@ -91,8 +92,8 @@ async def test_no_step_waits_for_an_acknowledgement(worker: WorkerServer) -> Non
     await gateway.hello()
     assert worker._frames is not None
     (connection,) = worker._frames._connections
-    assert connection._transport is not None
-    accepted = connection._transport.get_extra_info("socket")
+    assert connection.transport is not None
+    accepted = connection.transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     await gateway.leave()
 
@@ -125,3 +126,29 @@ async def test_a_connection_that_the_loop_tells_of_after_the_stop_is_ended() -> 
         with contextlib.suppress(ConnectionResetError):
             async with asyncio.timeout(GREETING_TIMEOUT_S / 2):
                 assert await asyncio.get_running_loop().sock_recv(theirs, 1) == b""
+
+
+async def test_steps_run_between_submits_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "TURN_S", 0.0)
+    payloads = [b"%d" % number for number in range(50)]
+    seen: list[bytes] = []
+
+    class Session:
+        def receive(self, payload: bytes) -> None:
+            seen.append(payload)
+            asyncio.get_running_loop().call_soon(seen.append, b".")
+
+        def pop_messages(self) -> list[bytes]:
+            return []
+
+        def close(self) -> None: ...
+
+    server = FrameServer(lambda transport, hello: cast(GatewaySession, Session()), lambda session: None)
+    await server.start("127.0.0.1", None)
+    hello = pb.Downward(hello=pb.Hello(gateway_id="g", version="0")).SerializeToString()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(PREAMBLE + encode_frames([hello, *payloads]))
+    await until(lambda: len(seen) == 2 * len(payloads))
+    assert seen[::2] == payloads
+    writer.close()
+    await server.stop(1.0)
