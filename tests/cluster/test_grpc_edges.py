@@ -12,8 +12,9 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.gateway import grpc_health, grpc_messages, tls_handshake
+from kvferry.gateway import grpc_health, grpc_messages, grpc_server, tls_handshake
 from kvferry.gateway.grpc_messages import MessageReads
+from kvferry.gateway.grpc_server import SERVICE
 from kvferry.gateway.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.waiting import until
@@ -22,13 +23,16 @@ from .conftest import MODEL, SimCluster, running
 from .test_access import Certificates, bearer, http_to
 from .test_gateway_grpc import ENDLESS, GREEDY, channel_to, details_of, generate, refused, stub_on
 
+# Of a channel: the client's system takes little that is not asked for.
+SMALL = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536))
+
 METHODS = ("Generate", "GenerateStream", "Tokenize", "ListModels")
 
 
-def own_channel_to(cluster: SimCluster) -> grpc.aio.Channel:
+def own_channel_to(cluster: SimCluster, *options: tuple[str, int]) -> grpc.aio.Channel:
     """A channel with a connection of its own; others of this process share one."""
     assert cluster.gateway is not None
-    options = (("grpc.use_local_subchannel_pool", 1),)
+    options = (("grpc.use_local_subchannel_pool", 1), *options)
     return grpc.aio.insecure_channel(f"127.0.0.1:{cluster.gateway.grpc.port}", options=options)
 
 
@@ -91,6 +95,65 @@ async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: p
         await until(lambda: gateway.admission.num_in_flight == 0)
         assert repr(reads) == "<MessageReads 0/2>"
         assert isinstance(reads, MessageReads)
+
+
+async def test_whole_answers_that_are_not_read_are_limited_in_all() -> None:
+    """Of two answers of 1 MB, the one that was unread longer is cut; the other one is whole."""
+    limits = {"max_body_bytes": 4096, "max_pending_body_bytes": 3 << 19}
+    sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}
+    async with running(gateway=limits, sim=sim) as cluster, own_channel_to(cluster, *SMALL) as first:
+        gateway = cluster.gateway
+        assert gateway is not None
+        unread = gateway.app.unread_answers
+        request = generate(sampling=pb.Sampling(max_tokens=512, ignore_eos=True, logprobs=20, temperature=0))
+        request.num_choices = 4
+        request.return_token_ids = True
+        async with own_channel_to(cluster, *SMALL) as second:
+            calls = []
+            for channel in (first, second):
+                # Of a streamed answer nothing is read until the test asks for it.
+                call = channel.unary_stream(f"/{SERVICE}/Generate")(request.SerializeToString())
+                calls.append(call)
+                await until(lambda: unread.num_bytes > 900_000, what="an answer waits for its client")
+                if channel is first:
+                    assert gateway.admission.num_in_flight == 1, "it keeps its place until it is read"
+                    num_bytes = unread.num_bytes
+                else:
+                    await until(lambda: cluster.metric("kvferry_slow_clients_total") == 1, what="one is cut")
+            await until(lambda: unread.num_bytes == num_bytes, what="its bytes are given back")
+            await until(lambda: gateway.admission.num_in_flight == 1, what="it does not keep its place")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await calls[0].read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, "its connection ends"
+            answer = pb.GenerateResponse.FromString(await calls[1].read())
+            assert await calls[1].read() is grpc.aio.EOF
+        assert len(answer.answers) == 4
+        for choice in answer.answers:
+            assert len(choice.logprobs) == len(choice.token_ids) == 512
+            assert [position.top[0].token_id for position in choice.logprobs] == list(choice.token_ids)
+            assert "".join(position.top[0].text for position in choice.logprobs) == choice.text
+        await until(lambda: gateway.admission.num_in_flight == 0)
+        assert unread.num_bytes == 0
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_call_that_is_over_does_not_wait_for_its_client(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The time of the request ends while its answer is not read."""
+    monkeypatch.setattr(grpc_server, "ABORT_TIMEOUT_S", 0.3)
+    sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}
+    async with running(gateway={"request_timeout_s": 3.0}, sim=sim) as cluster, own_channel_to(cluster, *SMALL) as slow:
+        gateway = cluster.gateway
+        assert gateway is not None
+        request = generate(sampling=pb.Sampling(max_tokens=512, ignore_eos=True, logprobs=20))
+        request.num_choices = 4
+        call = slow.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString())
+        await until(lambda: gateway.admission.num_in_flight == 1)
+        await until(lambda: gateway.admission.num_in_flight == 0, what="it does not keep its place")
+        assert gateway.app.unread_answers.num_bytes == 0
+        endpoint = {"Generate": "grpc_generate", "GenerateStream": "grpc_generate_stream"}[method]
+        assert cluster.metric(f'kvferry_requests_total{{endpoint="{endpoint}",status="504"}}') == 1
+        await until(call.done, what="its connection ends")
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_calls_at_once_are_limited_in_all() -> None:

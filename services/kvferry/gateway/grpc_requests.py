@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
@@ -15,7 +15,7 @@ from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort, require_model
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.json_values import MAX_VALUES
-from kvferry.gateway.large_bodies import in_thread_if_large
+from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.protobuf_values import check_num_values
@@ -28,6 +28,10 @@ from kvferry.router.dispatch import Dispatcher
 _Message = TypeVar("_Message", pb.GenerateRequest, pb.TokenizeRequest)
 
 _FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+# Of `answers`, messages of any length. They are encoded in pieces: a call of protobuf holds the interpreter.
+_ANSWERS_TAG = bytes([pb.GenerateResponse.DESCRIPTOR.fields_by_name["answers"].number << 3 | 2])
+_IDS_AT_ONCE = 16 << 10
 
 # What a token id, and an entry of log-probabilities, take in a message, about.
 _TOKEN_BYTES = 4
@@ -94,8 +98,8 @@ class Inference:
             trace.rendered(answer_id, body, generation.requests, begun_ns)
         return InferenceAnswer(answer_id, self._served_name, generation, with_token_ids=message.return_token_ids)
 
-    async def tokenize(self, raw: bytes) -> pb.TokenizeResponse:
-        """Raises the same errors as `generate`."""
+    async def tokenize(self, raw: bytes) -> bytes:
+        """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
         require_model(message.model, self._served_name)
@@ -103,7 +107,10 @@ class Inference:
             token_ids = await self._token_ids(body, fields)
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
-        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._renderer.max_model_len())
+        rest = pb.TokenizeResponse(max_model_len=self._renderer.max_model_len())
+        return await in_thread_if_large(
+            lambda: b"".join([rest.SerializeToString(), *_in_steps(pb.TokenizeResponse, token_ids)]), len(token_ids)
+        )
 
     async def _token_ids(self, body: ChatBody | CompletionBody, fields: dict[str, Any]) -> Sequence[int]:
         if isinstance(body, ChatBody):
@@ -138,19 +145,22 @@ class InferenceAnswer:
         self._generation = generation
         self._with_token_ids = with_token_ids
 
-    async def whole(self) -> pb.GenerateResponse:
+    async def whole(self) -> bytes:
+        """Return a GenerateResponse, encoded. Raises KvferryError."""
         generation = self._generation
-        response = pb.GenerateResponse(request_id=self.answer_id, model=self._model)
-        answers = [response.answers.add() for _ in generation.choices]
-        sinks = [
-            _GatheredWithIds(generation, choice, answer)
-            for choice, answer in zip(generation.choices, answers, strict=True)
-        ]
+        sinks = [_GatheredWithIds(generation, choice) for choice in generation.choices]
         await generation.run(sinks)
-        response.usage.CopyFrom(_usage(generation.usage()))
-        for choice, answer, sink in zip(generation.choices, answers, sinks, strict=True):
-            _fill(answer, choice, sink.token_ids if self._with_token_ids else ())
-        return response
+        usage = generation.usage()
+        rest = pb.GenerateResponse(request_id=self.answer_id, model=self._model, usage=_usage(usage))
+
+        def encode() -> list[bytes]:
+            pieces = [rest.SerializeToString()]
+            for choice, sink in zip(generation.choices, sinks, strict=True):
+                pieces += _encoded(choice, sink.token_ids if self._with_token_ids else (), sink.logprobs)
+            return pieces
+
+        pieces = await in_thread_if_large(encode, usage.completion_tokens)
+        return await join(pieces, sum(map(len, pieces)))
 
     async def stream(self, chunks: Chunks) -> None:
         """Fill `chunks` until the end. Raises KvferryError; earlier chunks are valid."""
@@ -220,12 +230,16 @@ class Chunks:
 
 
 class _GatheredWithIds(Gathered):
-    __slots__ = ("token_ids",)
+    __slots__ = ("logprobs", "token_ids")
 
-    def __init__(self, generation: Generation, choice: Choice, answer: pb.Answer) -> None:
-        # At once: of a long answer they would take the event loop 100 ms at its end.
-        super().__init__(generation, choice, lambda positions: answer.logprobs.extend(map(_position, positions)))
+    def __init__(self, generation: Generation, choice: Choice) -> None:
+        super().__init__(generation, choice, self._add_logprobs)
         self.token_ids: list[int] = []
+        self.logprobs: list[bytes] = []  # fields of an Answer
+
+    def _add_logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> None:
+        # Encoded at the end, those of a long answer would take the event loop 100 ms.
+        self.logprobs.append(pb.Answer(logprobs=map(_position, positions)).SerializeToString())
 
     def on_output(self, output: EngineOutput) -> None:
         super().on_output(output)
@@ -287,15 +301,31 @@ class _Streamed:
             self._chunks.of(self._index, len(text)).text += _utf8(text)
 
 
-def _fill(answer: pb.Answer, choice: Choice, token_ids: Iterable[int]) -> None:
-    """Set all but the log-probabilities."""
-    answer.text = _utf8("".join(choice.text))
-    answer.token_ids.extend(token_ids)
+def _encoded(choice: Choice, token_ids: Sequence[int], logprobs: Sequence[bytes]) -> list[bytes]:
+    """Return one of GenerateResponse's `answers`, encoded, in pieces."""
+    answer = pb.Answer(text=_utf8("".join(choice.text)))
     if isinstance(choice, ParsedChoice):
         answer.reasoning = _utf8("".join(choice.reasoning))
         for _, call in sorted(choice.calls.items()):
             answer.tool_calls.add(id=call.id, name=call.name, arguments=_utf8("".join(call.arguments)))
     _end(answer, choice)
+    pieces = [answer.SerializeToString(), *_in_steps(pb.Answer, token_ids), *logprobs]
+    return [_ANSWERS_TAG + _varint(sum(map(len, pieces))), *pieces]
+
+
+def _in_steps(message: Callable[..., pb.Answer | pb.TokenizeResponse], token_ids: Sequence[int]) -> Iterator[bytes]:
+    # Decoders put the parts of a repeated field together.
+    for first in range(0, len(token_ids), _IDS_AT_ONCE):
+        yield message(token_ids=token_ids[first : first + _IDS_AT_ONCE]).SerializeToString()
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def _end(message: pb.Answer | pb.GenerateChunk, choice: Choice) -> None:

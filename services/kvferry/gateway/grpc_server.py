@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ from kvferry.errors import (
 )
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, CountedRequest, Readiness
+from kvferry.gateway.grpc_connections import end_connection
 from kvferry.gateway.grpc_errors import status_of
 from kvferry.gateway.grpc_health import SERVICE as HEALTH
 from kvferry.gateway.grpc_health import Health
@@ -31,6 +33,7 @@ from kvferry.gateway.grpc_requests import Chunks, Inference, InferenceAnswer
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant
+from kvferry.gateway.unread_answers import UnreadAnswers
 from kvferry.inference.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 # For TLS, and for HTTP/2's settings.
 HANDSHAKE_TIMEOUT_S = 15.0
+
+# For a client to read the status of a call that failed, and of one that was cut because it does not read.
+ABORT_TIMEOUT_S = 5.0
+SLOW_ABORT_TIMEOUT_S = 0.5
 
 REQUEST_ID = "x-request-id"
 # Only calls that reach workers are traced.
@@ -51,7 +58,11 @@ R = TypeVar("R")
 
 
 class _ClientSlow(Exception):
-    pass
+    # Says which limit an unread answer exceeded.
+
+    def __init__(self, message: str, *, is_counted: bool = False) -> None:
+        super().__init__(message)
+        self.is_counted = is_counted
 
 
 class GrpcEndpoint:
@@ -65,9 +76,11 @@ class GrpcEndpoint:
         read_readiness: Callable[[], Readiness],
         access: Access,
         served_name: str,
+        unread_answers: UnreadAnswers,
     ) -> None:
         self.inference: Inference | None = None
         self.port = 0
+        self._unread_answers = unread_answers
         self._config = config
         self._metrics = metrics
         self._admission = admission
@@ -89,15 +102,12 @@ class GrpcEndpoint:
         methods: dict[str, Any] = {
             # As if requests were streamed: gRPC reads another call's message, of any size and at any pace, before it
             # asks who calls. These read it themselves, after authentication and admission.
-            "Generate": grpc.stream_unary_rpc_method_handler(
-                self._serve_generate, response_serializer=pb.GenerateResponse.SerializeToString
-            ),
+            # Without a serializer: bytes.
+            "Generate": grpc.stream_stream_rpc_method_handler(self._serve_generate),
             "GenerateStream": grpc.stream_stream_rpc_method_handler(
                 self._serve_stream, response_serializer=pb.GenerateChunk.SerializeToString
             ),
-            "Tokenize": grpc.stream_unary_rpc_method_handler(
-                self._serve_tokenize, response_serializer=pb.TokenizeResponse.SerializeToString
-            ),
+            "Tokenize": grpc.stream_stream_rpc_method_handler(self._serve_tokenize),
             "ListModels": grpc.stream_unary_rpc_method_handler(
                 self._serve_models, response_serializer=pb.ListModelsResponse.SerializeToString
             ),
@@ -143,28 +153,30 @@ class GrpcEndpoint:
 
     # What clients call.
 
-    async def _serve_generate(self, _: object, context: Context) -> pb.GenerateResponse:
-        async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> Any:
+    async def _serve_generate(self, _: object, context: Context) -> None:
+        async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> None:
             answer = await self._begin(inference, raw, tenant, counted, context)
-            return await answer.whole()
+            await self._send_whole("Generate", await answer.whole(), context)
 
-        return await self._admitted("grpc_generate", context, answer)
+        await self._admitted("grpc_generate", context, answer)
 
     # Not a generator: gRPC leaves one that it cancels within a blocked write to the garbage collector, and the request
     # with it.
     async def _serve_stream(self, _: object, context: Context) -> None:
         async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> None:
             answer = await self._begin(inference, raw, tenant, counted, context)
-            with _UntilSlow() as until_slow:
-                await _send(answer, Chunks(self._config.max_write_buffer_bytes, until_slow.end), context)
+            limit = self._config.max_write_buffer_bytes
+            slow = _ClientSlow(f"more than {limit} bytes of the answer were left unread")
+            with _UntilSlow(slow) as until_slow:
+                await _send(answer, Chunks(limit, until_slow.end), context)
 
         await self._admitted("grpc_generate_stream", context, answer)
 
-    async def _serve_tokenize(self, _: object, context: Context) -> pb.TokenizeResponse:
-        async def answer(inference: Inference, raw: bytes, *_: object) -> pb.TokenizeResponse:
-            return await inference.tokenize(raw)
+    async def _serve_tokenize(self, _: object, context: Context) -> None:
+        async def answer(inference: Inference, raw: bytes, *_: object) -> None:
+            await self._send_whole("Tokenize", await inference.tokenize(raw), context)
 
-        return await self._admitted("grpc_tokenize", context, answer)
+        await self._admitted("grpc_tokenize", context, answer)
 
     async def _serve_models(self, _: object, context: Context) -> pb.ListModelsResponse:
         async def answer(inference: Inference, *_: object) -> pb.ListModelsResponse:
@@ -189,6 +201,23 @@ class GrpcEndpoint:
         traced = trace.headers.items() if trace is not None else ()
         await context.send_initial_metadata(((REQUEST_ID, answer.answer_id), *traced))
         return answer
+
+    async def _send_whole(self, method: str, message: bytes, context: Context) -> None:
+        # Returns once the client has read all but what sockets hold.
+        # gRPC itself would keep the messages of calls that are over, however many, until their clients read them.
+        slow = _ClientSlow(
+            f"clients left more than {self._unread_answers.max_bytes} bytes of answers unread, this one the longest",
+            is_counted=True,
+        )
+        with _UntilSlow(slow) as until_slow:
+            unread = _UnreadMessage(f"/{SERVICE}/{method}", len(message), until_slow.end)
+            self._unread_answers.add(unread)
+            try:
+                await context.write(message)
+            except grpc.aio.BaseError:
+                raise asyncio.CancelledError from None  # the client left
+            finally:
+                self._unread_answers.remove(unread)
 
     async def _admitted(
         self,
@@ -228,19 +257,28 @@ class GrpcEndpoint:
                 raise
             except _ClientSlow as error:
                 counted.left(error)
-                self._metrics.slow_clients.inc()
-                unread = f"more than {self._config.max_write_buffer_bytes} bytes of the answer were left unread"
-                log.warning("a client of %s was cut: %s", endpoint, unread)
-                await context.abort(grpc.StatusCode.ABORTED, unread)
-                raise
+                if not error.is_counted:
+                    self._metrics.slow_clients.inc()
+                    log.warning("a client of %s was cut: %s", endpoint, error)
+                aborted = context.abort(grpc.StatusCode.ABORTED, str(error))
+                await self._abort_soon(aborted, SLOW_ABORT_TIMEOUT_S, context)
             except KvferryError as error:
                 counted.failed(error)
-                await _abort(context, error)
+                await self._abort_soon(_abort(context, error), ABORT_TIMEOUT_S, context)
             except Exception:
                 log.exception("a call of %s failed", endpoint)
                 fault = EngineError("the gateway failed on this request; its log says why")
                 counted.failed(fault)
-                await _abort(context, fault)
+                await self._abort_soon(_abort(context, fault), ABORT_TIMEOUT_S, context)
+
+    async def _abort_soon(self, abort: Awaitable[NoReturn], timeout_s: float, context: Context) -> NoReturn:
+        # The status waits behind what the client has not read.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await abort
+        log.warning("the connection of %s is ended: it reads nothing of a call that is over", context.peer())
+        await asyncio.to_thread(end_connection, context.peer(), self.port)
+        raise asyncio.CancelledError
 
     def _begin_trace(self, endpoint: str, headers: Mapping[str, str]) -> RequestTrace | None:
         """Begin a span below that of `headers`, if calls of `endpoint` are traced."""
@@ -297,8 +335,25 @@ class _Reflection(reflection.aio.ReflectionServicer):
             yield answer
 
 
+class _UnreadMessage:
+    # gRPC does not say how much of a message was read.
+
+    stalls = False
+
+    def __init__(self, path: str, num_bytes: int, cut: Callable[[], None]) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self.cut = cut
+
+    def num_unread_bytes(self) -> int:
+        return self.num_bytes
+
+
 class _UntilSlow:
-    def __init__(self) -> None:
+    # Turns the cancellation that `end` causes into `error`.
+
+    def __init__(self, error: _ClientSlow) -> None:
+        self._error = error
         self._task = asyncio.current_task()
         self._is_slow = False
 
@@ -313,7 +368,7 @@ class _UntilSlow:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         task, self._task = self._task, None
         if self._is_slow and task is not None and not task.uncancel() and isinstance(error, asyncio.CancelledError):
-            raise _ClientSlow from None
+            raise self._error from None
 
 
 async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> None:

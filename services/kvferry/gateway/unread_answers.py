@@ -1,4 +1,4 @@
-"""Limits on bytes that HTTP clients have not read."""
+"""Limits on bytes of answers that clients have not read."""
 
 # A whole answer goes to its connection at once and its request ends, so none of a request's limits holds these bytes.
 
@@ -16,6 +16,9 @@ LOOK_S = 2.0  # between two looks at the connections
 
 class Connection(Protocol):
     # Hashed by identity.
+
+    @property
+    def stalls(self) -> bool: ...  # whether `num_unread_bytes` falls while the client reads
 
     @property
     def path(self) -> str: ...  # of the last request
@@ -91,7 +94,7 @@ class UnreadAnswers:
         since_s = self._now_s() - self.stall_s
         for connection, unread in list(self._connections.items()):
             self._look_at(connection)
-            if connection in self._connections and unread.changed_s <= since_s:
+            if connection in self._connections and connection.stalls and unread.changed_s <= since_s:
                 self._cut(connection)
 
     def _look_at(self, connection: Connection) -> bool:

@@ -214,6 +214,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     # Bytes that the client has not read
 
+    stalls = True
+
     @property
     def path(self) -> str:
         return str(self.scope["path"]) if self.scope else ""

@@ -16,6 +16,7 @@ from support.waiting import until
 class Client:
     """A connection with `num_unread` bytes."""
 
+    stalls = True
     path = "/"
 
     def __init__(self, num_unread: int) -> None:
@@ -82,6 +83,15 @@ async def test_a_client_that_reads_slowly_is_not_cut(unread: Watched) -> None:
     unread.look_after(29.0)
     assert unread.num_bytes == 0
     assert not client.is_cut
+
+
+async def test_a_connection_that_tells_no_progress_is_cut_for_its_bytes_only(unread: Watched) -> None:
+    client = unread.added(40)
+    client.stalls = False
+    unread.look_after(3600.0)
+    assert not client.is_cut
+    unread.added(61)
+    assert client.is_cut
 
 
 async def test_a_stream_that_is_written_is_not_stalled(unread: Watched) -> None:
