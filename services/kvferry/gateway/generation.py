@@ -22,8 +22,8 @@ from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.request_record import RequestRecord
 
-# Choices of an answer, and prompt tokens of theirs, that are dispatched in one turn of the event loop: placing one takes
-# some hundred microseconds, and as many more for 8,000 tokens.
+# Choices of an answer, and prompt tokens of theirs, that are dispatched in one turn of the event loop: placing one
+# takes some hundred microseconds, and as many more for 8,000 tokens.
 DISPATCHED_AT_ONCE = 8
 TOKENS_AT_ONCE = 16 << 10
 
