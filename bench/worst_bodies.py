@@ -181,21 +181,21 @@ WORST_BODIES: tuple[WorstBody, ...] = (
         status=200,
     ),
     WorstBody(
-        "log-probabilities, 16 x 256 x 20",
-        COMPLETIONS,
-        lambda: _completion(n=16, logprobs=20, max_tokens=256, ignore_eos=True),
-        status=200,
-    ),
-    WorstBody(
         "log-probabilities, 24 x 512 x 20",
         COMPLETIONS,
         lambda: _completion(n=24, logprobs=20, max_tokens=512, ignore_eos=True),
+        status=400,
+    ),
+    WorstBody(
+        "log-probabilities, 12 x 1,024 x 20",
+        COMPLETIONS,
+        lambda: _completion(n=12, logprobs=20, max_tokens=1024, ignore_eos=True),
         status=200,
     ),
     WorstBody(
-        "log-probabilities, 128 x 600 x 1",
+        "log-probabilities, 64 x 1,200 x 1",
         CHAT,
-        lambda: _chat(n=128, logprobs=True, top_logprobs=0, max_tokens=600, ignore_eos=True),
+        lambda: _chat(n=64, logprobs=True, top_logprobs=0, max_tokens=1200, ignore_eos=True),
         status=200,
     ),
     WorstBody(

@@ -230,7 +230,7 @@ def _lists_of_chats() -> Iterator[Body]:
         most //= 4
         values = {"logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": most + over, "stop": ["t"]}
         yield _chat(f"log-probabilities of four choices {which} their limit", status, **values)
-        values = {"logprobs": True, "top_logprobs": MAX_STEP_LOGPROB_ENTRIES // 128 - 1 + over, "n": 128}
+        values = {"logprobs": True, "top_logprobs": MAX_STEP_LOGPROB_ENTRIES // 64 - 1 + over, "n": 64}
         yield _chat(f"log-probabilities of a step {which} their limit", status, max_tokens=1, **values)
         most = MAX_ANSWER_TOKENS // 128
         yield _completion(

@@ -23,8 +23,8 @@ MAX_ANSWER_TOKENS = 4 << 20
 MAX_LOGPROB_ENTRIES = 1 << 20
 # In one engine step: decoding and encoding take 3 to 5 us for a choice with log-probabilities, and 0.6 to 0.9 us for
 # each alternative (AMD EPYC).
-MAX_LOGPROB_CHOICES = 128
-MAX_STEP_LOGPROB_ENTRIES = 512
+MAX_LOGPROB_CHOICES = 64
+MAX_STEP_LOGPROB_ENTRIES = 256
 
 
 class Readiness(msgspec.Struct, frozen=True):

@@ -87,12 +87,12 @@ def test_the_product_of_limits_is_limited(num_choices: int, max_tokens: int, num
         assert str(max_tokens + 1) in refused.value.message
 
 
-@pytest.mark.parametrize(("num_choices", "num_top"), [(MAX_LOGPROB_CHOICES, 0), (128, 3), (24, 20)])
+@pytest.mark.parametrize(("num_choices", "num_top"), [(MAX_LOGPROB_CHOICES, 0), (64, 3), (12, 20)])
 def test_log_probabilities_of_a_step_are_limited(num_choices: int, num_top: int) -> None:
     gateway = admission()
     with gateway.count_request("completions") as one:
         one.claim.take_answer([prompt(1, 1, num_top)], num_choices)
-        with pytest.raises(InvalidRequest, match="at most 128 choices and 512 entries are allowed") as refused:
+        with pytest.raises(InvalidRequest, match="at most 64 choices and 256 entries are allowed") as refused:
             one.claim.take_answer([prompt(1, 1, num_top)], num_choices + 1)
         assert refused.value.param == "n"
 
