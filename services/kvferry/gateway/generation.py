@@ -25,7 +25,7 @@ from kvferry.router.request_record import RequestRecord
 # Choices of an answer, and prompt tokens of theirs, that are dispatched in one turn of the event loop: placing one
 # takes some hundred microseconds, and as many more for 8,000 tokens.
 DISPATCHED_AT_ONCE = 8
-TOKENS_AT_ONCE = 16 << 10
+TOKENS_AT_ONCE = 8 << 10
 
 
 class Sink(Protocol):
