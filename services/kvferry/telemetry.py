@@ -504,6 +504,13 @@ KEEPER_REMOTE_SECONDS = _keeper(
     "Time spent on chunks of other nodes.",
     Label("phase", "`fetch`: until they were lent; `read`: NIXL", ("fetch", "read")),
 )
+KEEPER_UNCANCELLED = _keeper(
+    "keeper_uncancelled_transfers",
+    Kind.GAUGE,
+    "transfers",
+    "Reads from other nodes that failed or are late, and that NIXL cannot cancel yet. Their rows of the CPU tier stay "
+    "in use.",
+)
 KEEPER_LENT = _keeper("keeper_lent_pages_total", Kind.COUNTER, "pages", "Chunks lent to keepers of other nodes.")
 KEEPER_EXPIRED = _keeper(
     "keeper_expired_leases_total", Kind.COUNTER, "leases", "Leases that expired before they were released."

@@ -16,6 +16,7 @@ _READ = (
     *(telemetry.KEEPER_ENGINES, telemetry.KEEPER_REGIONS, telemetry.KEEPER_JOB_SECONDS, telemetry.KEEPER_PAGES),
     *(telemetry.KEEPER_BYTES, telemetry.KEEPER_REMOTE_PAGES, telemetry.KEEPER_REMOTE_BYTES),
     *(telemetry.KEEPER_REMOTE_SECONDS, telemetry.KEEPER_LENT, telemetry.KEEPER_EXPIRED, telemetry.KEEPER_SPANS),
+    telemetry.KEEPER_UNCANCELLED,
     *(telemetry.TIER_PAGES, telemetry.TIER_USED, telemetry.TIER_CAPACITY, telemetry.TIER_QUEUE),
     *(telemetry.TIER_RUNNING, telemetry.TIER_OVERDUE, telemetry.TIER_OPERATIONS, telemetry.TIER_BYTES),
     *(telemetry.TIER_SECONDS, telemetry.TIER_READ_RATE, telemetry.TIER_VERIFICATION_FAILURES),
@@ -58,6 +59,7 @@ class KeeperMetrics:
         yield Reading(telemetry.KEEPER_REMOTE_BYTES, (), remote.bytes_loaded)
         yield Reading(telemetry.KEEPER_REMOTE_SECONDS, ("fetch",), remote.fetch_s)
         yield Reading(telemetry.KEEPER_REMOTE_SECONDS, ("read",), remote.read_s)
+        yield Reading(telemetry.KEEPER_UNCANCELLED, (), remote.num_uncancelled)
         yield Reading(telemetry.KEEPER_LENT, (), lender.num_lent)
         yield Reading(telemetry.KEEPER_EXPIRED, (), lender.num_expired)
         yield from read_spans(telemetry.KEEPER_SPANS, self._read_span_counts())

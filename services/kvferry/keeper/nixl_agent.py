@@ -9,7 +9,9 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvferry.errors import TierError
@@ -29,6 +31,13 @@ class Read(NamedTuple):
     num_bytes: int
 
 
+@dataclass(slots=True)
+class _Transfer:
+    future: asyncio.Future[bool]
+    deadline_s: float
+    is_failed: bool = False  # or late: it is over as soon as NIXL lets go of it
+
+
 class NixlAgent:
     """Imports NIXL at the first use. Methods belong to one event loop.
 
@@ -42,9 +51,10 @@ class NixlAgent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_lent = 0
         self._fault = ""
+        self.num_uncancelled = 0  # transfers that failed or are late, and may still write
         # Used by the thread only.
         self._nixl: Any = None
-        self._transfers: dict[Any, asyncio.Future[bool]] = {}
+        self._transfers: dict[Any, _Transfer] = {}
         self._registered: dict[int, Any] = {}
 
     def __repr__(self) -> str:
@@ -69,13 +79,13 @@ class NixlAgent:
     async def remove_remote(self, name: str) -> None:
         await self._do(lambda: self._nixl.remove_remote_agent(name))
 
-    async def read(self, remote: str, reads: Sequence[Read]) -> bool:
-        """Read pieces of a remote agent's memory. Returns False if any failed.
+    async def read(self, remote: str, reads: Sequence[Read], timeout_s: float) -> bool:
+        """Read pieces of a remote agent's memory. Returns False if any failed, or after `timeout_s`.
 
-        Returns, without a timeout, once nothing is being written; must not be cancelled.
+        Returns once nothing is being written, later where NIXL cannot cancel the transfer; must not be cancelled.
         """
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        await self._do(lambda: self._begin(remote, reads, future))
+        await self._do(lambda: self._begin(remote, reads, _Transfer(future, time.monotonic() + timeout_s)))
         return await future
 
     def begin_lending(self) -> None:
@@ -120,7 +130,9 @@ class NixlAgent:
         if self._fault:
             log.warning("NIXL: %s", self._fault)
         while True:
-            timeout_s = _POLL_S if self._transfers else _POLL_LENT_S if self._num_lent > 0 else None
+            is_reading = len(self._transfers) > self.num_uncancelled
+            is_needed = self._transfers or self._num_lent > 0
+            timeout_s = _POLL_S if is_reading else _POLL_LENT_S if is_needed else None
             try:
                 command = self._commands.get(timeout=timeout_s)
             except queue.Empty:
@@ -172,13 +184,13 @@ class NixlAgent:
     def _metadata(self, address: int) -> Any:
         return self._nixl.get_partial_agent_metadata(self._registered[address], True, [_BACKEND])
 
-    def _begin(self, remote: str, reads: Sequence[Read], future: asyncio.Future[bool]) -> None:
+    def _begin(self, remote: str, reads: Sequence[Read], transfer: _Transfer) -> None:
         nixl = self._nixl
         here = nixl.get_xfer_descs([(read.local_address, read.num_bytes, 0) for read in reads], "DRAM")
         there = nixl.get_xfer_descs([(read.remote_address, read.num_bytes, 0) for read in reads], "DRAM")
         handle = nixl.initialize_xfer("READ", here, there, remote, backends=[_BACKEND])
         # From here on memory may be written: raise nothing.
-        self._transfers[handle] = future
+        self._transfers[handle] = transfer
         try:
             state = nixl.transfer(handle)
         except Exception:
@@ -187,9 +199,17 @@ class NixlAgent:
         self._update(handle, state)
 
     def _poll(self) -> None:
-        if self._num_lent > 0:
-            self._nixl.get_new_notifs()
-        for handle in list(self._transfers):
+        if self._num_lent > 0 or self.num_uncancelled:
+            self._nixl.get_new_notifs()  # which moves what is under way
+        now_s = time.monotonic()
+        for handle, transfer in list(self._transfers.items()):
+            if transfer.is_failed:
+                self._let_go(handle, transfer)
+                continue
+            if now_s > transfer.deadline_s:
+                log.warning("a NIXL transfer takes too long and is cancelled")
+                self._update(handle, "ERR")
+                continue
             try:
                 state = self._nixl.check_xfer_state(handle)
             except Exception as error:
@@ -199,11 +219,26 @@ class NixlAgent:
             self._update(handle, state)
 
     def _update(self, handle: Any, state: str) -> None:
-        if state == "PROC":
-            return
-        future = self._transfers.pop(handle)
+        transfer = self._transfers[handle]
+        if state == "DONE":
+            del self._transfers[handle]
+            try:
+                handle.release()
+            except Exception as error:
+                log.warning("a NIXL transfer that is done could not be released: %s", error)
+            self._answer(transfer.future, True, None)
+        elif state != "PROC":
+            transfer.is_failed = True
+            self.num_uncancelled += 1
+            self._let_go(handle, transfer)
+
+    def _let_go(self, handle: Any, transfer: _Transfer) -> None:
+        # Neither an error nor a deadline means that nothing is written any more, only that a release succeeded.
         try:
             handle.release()
         except Exception as error:
-            log.warning("a NIXL transfer could not be released: %s", error)
-        self._answer(future, state == "DONE", None)
+            log.debug("a NIXL transfer cannot be cancelled yet: %s", error)
+            return
+        del self._transfers[handle]
+        self.num_uncancelled -= 1
+        self._answer(transfer.future, False, None)

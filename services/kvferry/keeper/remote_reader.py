@@ -50,6 +50,7 @@ class RemoteStats:
     bytes_loaded: int
     fetch_s: float  # in requests to lenders, summed
     read_s: float  # in NIXL, summed
+    num_uncancelled: int  # transfers whose rows stay in use
 
 
 class RemoteReader:
@@ -87,7 +88,14 @@ class RemoteReader:
 
     @property
     def stats(self) -> RemoteStats:
-        return RemoteStats(self._num_loaded, dict(self._failed), self._bytes_loaded, self._fetch_s, self._read_s)
+        return RemoteStats(
+            self._num_loaded,
+            dict(self._failed),
+            self._bytes_loaded,
+            self._fetch_s,
+            self._read_s,
+            self._agent.num_uncancelled,
+        )
 
     def add_region(self, region: MappedRegion) -> None:
         region.hold()
@@ -219,6 +227,7 @@ class RemoteReader:
         is_whole = await self._agent.read(
             lender.agent,
             [Read(reply.chunks[i].address, load.row_address(i), load.layout.payload_bytes) for i in lent],
+            self._timeout_s,
         )
         self._read_s += self._clock() - begin_s
         if not is_whole:
