@@ -276,7 +276,8 @@ class TierConfig(_Section):
     host: str = "127.0.0.1"  # where keepers answer gateways and each other; auto: this node's address
     io_threads: int = Field(4, ge=1, le=64)
     io_timeout_s: float = Field(10.0, gt=0)  # for an operation on a chunk, and for a request's wait for its tiers
-    queue_mib: int = Field(512, ge=1)  # chunks that wait to be written, of all volumes; beyond it they are skipped
+    # Chunks that wait to be written, of an engine and of all volumes of a keeper; beyond it they are skipped.
+    queue_mib: int = Field(512, ge=1)
     breaker_failures: int = Field(3, ge=1)  # in a row, until a volume is left alone
     breaker_retry_s: float = Field(5.0, gt=0)
     encryption_keys_file: Path | None = None

@@ -21,8 +21,6 @@ from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey, ChunkLayout
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tracing import TraceContext
 
-MAX_QUEUED_BYTES = 512 << 20
-
 
 class Region(NamedTuple):
     """A shared-memory file of `num_rows` rows of `row_bytes`, the engine's CPU tier."""
@@ -47,7 +45,7 @@ class KeeperClient:
         *,
         engine_id: str,
         on_lost: Callable[[], None] | None = None,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_queued_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Stores beyond `max_queued_bytes` of unfinished rows are skipped.

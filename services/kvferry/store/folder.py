@@ -100,22 +100,36 @@ def lock(file: Path, *, shared: bool) -> int | None:
 
 def save_layout(path: Path, layout: ChunkLayout) -> None:
     file = path / paths.LAYOUTS / f"{layout.digest.hex()}.json"
-    if file.exists():
+    if _read_layout(file) == layout:
         return
+    # Also where a file is there that cannot be read: a loss of power may leave it empty.
     draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
-    draft.write_bytes(layout.to_json() + b"\n")
-    draft.rename(file)
+    try:
+        with draft.open("wb") as out:
+            out.write(layout.to_json() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+        draft.rename(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def load_layouts(path: Path) -> dict[LayoutDigest, ChunkLayout]:
     """Return the layouts that match their file names."""
     layouts: dict[LayoutDigest, ChunkLayout] = {}
     for file in (path / paths.LAYOUTS).glob("*.json"):
-        with contextlib.suppress(ValueError, OSError):
-            layout = ChunkLayout.from_json(file.read_bytes())
-            if layout.digest.hex() == file.stem:
-                layouts[layout.digest] = layout
+        layout = _read_layout(file)
+        if layout is not None:
+            layouts[layout.digest] = layout
     return layouts
+
+
+def _read_layout(file: Path) -> ChunkLayout | None:
+    with contextlib.suppress(ValueError, OSError):
+        layout = ChunkLayout.from_json(file.read_bytes())
+        if layout.digest.hex() == file.stem:
+            return layout
+    return None
 
 
 def writers(path: Path) -> list[str]:

@@ -104,6 +104,7 @@ def short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def client_of(path: Path, rows: Rows, **options: object) -> Iterator[KeeperClient]:
+    options.setdefault("max_queued_bytes", 512 << 20)
     client = KeeperClient(str(path), rows.region, LAYOUT, engine_id="e", **options)  # type: ignore[arg-type]
     client.start()
     try:
@@ -225,7 +226,7 @@ def test_bad_jobs_are_refused(keeper: Keeper, rows: Rows) -> None:
         with pytest.raises(ValueError, match="job 1 has not ended"):
             client.load(1, TENANT, [(key_of(0), 0)])
     with pytest.raises(ValueError, match="rows of 4096 bytes"):
-        KeeperClient("", Region(rows.fd, 1, 4096), LAYOUT, engine_id="e")
+        KeeperClient("", Region(rows.fd, 1, 4096), LAYOUT, engine_id="e", max_queued_bytes=0)
 
 
 def test_stores_beyond_the_queue_are_skipped(keeper: Keeper, rows: Rows) -> None:

@@ -656,6 +656,19 @@ def test_what_a_killed_keeper_left_is_cleared_away(opened: Opened) -> None:
         assert ".truncated." in file.name
 
 
+@pytest.mark.parametrize("text", [b"", b"{", b'{"model": "another"}'])
+def test_a_layout_file_that_cannot_be_read_is_written_again(opened: Opened, text: bytes) -> None:
+    volume = opened()
+    volume.add_layout(LAYOUT)
+    (file,) = (volume.path / "layouts").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(text)
+    volume.close()
+    volume = opened()
+    volume.add_layout(LAYOUT)
+    assert [each.read_bytes() for each in (volume.path / "layouts").iterdir()] == [whole]
+
+
 def test_two_files_of_one_chunk_are_one_chunk(opened: Opened) -> None:
     volume = opened()
     put(volume, chunk(1, Namespace("a", 1)))

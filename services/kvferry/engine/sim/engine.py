@@ -173,6 +173,7 @@ class SimEngine:
                 num_rows=self._sim.cpu_pages,
                 engine_id=engine_id,
                 keeper_socket=self._keeper_socket,
+                queue_bytes=self._tier_config.queue_mib << 20,
             )
         self._info = EngineInfo(
             engine_id=engine_id,

@@ -80,6 +80,7 @@ class SimTier:
         num_rows: int,
         engine_id: str,
         keeper_socket: str = "",
+        queue_bytes: int,
     ) -> None:
         self.num_rows = num_rows
         self._page_bytes = page_bytes
@@ -100,7 +101,9 @@ class SimTier:
         self._client: KeeperClient | None = None
         if keeper_socket:
             region = Region(self._fd, num_rows, self._row_bytes)
-            self._client = KeeperClient(keeper_socket, region, layout, engine_id=engine_id)
+            self._client = KeeperClient(
+                keeper_socket, region, layout, engine_id=engine_id, max_queued_bytes=queue_bytes
+            )
             self._client.start()
 
     def __repr__(self) -> str:

@@ -117,6 +117,7 @@ def tier_connector(tier: TierConfig, *, keeper_socket: str, model_name: str, wei
             "blocks_per_chunk": tier.blocks_per_chunk,
             "keeper_socket": keeper_socket,
             "load_timeout_s": tier.io_timeout_s,
+            "queue_bytes": tier.queue_mib << 20,
             "model_name": model_name,
             "weights_revision": weights_revision,
         },

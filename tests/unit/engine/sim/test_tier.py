@@ -26,6 +26,7 @@ from kvferry.engine.base import (
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.block_pool import PageHash, chain_hash, root_hash
 from kvferry.engine.sim.tier import PageRef, SimTier, page_key, sim_layout
+from kvferry.engine.vllm.arguments import tier_connector
 from kvferry.keeper.socket_path import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier
@@ -357,7 +358,7 @@ async def test_gateways_hear_of_the_cpu_tier(config: TierConfig) -> None:
 @contextlib.asynccontextmanager
 async def alone(num_rows: int) -> AsyncIterator[SimTier]:
     layout = sim_layout("m", block_size=BLOCK_SIZE, page_bytes=PAGE_BYTES)
-    tier = SimTier(layout, page_bytes=PAGE_BYTES, num_rows=num_rows, engine_id="e")
+    tier = SimTier(layout, page_bytes=PAGE_BYTES, num_rows=num_rows, engine_id="e", queue_bytes=0)
     try:
         yield tier
         tier.check()
@@ -390,7 +391,12 @@ async def test_a_tier_of_random_stores_and_loads_keeps_its_invariants(tmp_path: 
     layout = sim_layout("m", block_size=BLOCK_SIZE, page_bytes=PAGE_BYTES)
     async with keeping(config):
         tier = SimTier(
-            layout, page_bytes=PAGE_BYTES, num_rows=12, engine_id="e", keeper_socket=str(socket_path(config))
+            layout,
+            page_bytes=PAGE_BYTES,
+            num_rows=12,
+            engine_id="e",
+            keeper_socket=str(socket_path(config)),
+            queue_bytes=config.queue_mib << 20,
         )
         await until(lambda: tier.connected)
         num_loaded = {Tier.CPU: 0, Tier.VOLUME: 0}
@@ -429,3 +435,13 @@ async def test_a_tier_of_random_stores_and_loads_keeps_its_invariants(tmp_path: 
             assert num_loaded[Tier.VOLUME] > 20
         finally:
             await tier.stop()
+
+
+async def test_the_queue_of_an_engine_is_as_long_as_configured(tmp_path: Path) -> None:
+    config = tier_config(tmp_path, queue_mib=3)
+    async with keeping(config), started(config) as engine:
+        client = tier_of(engine)._client
+        assert client is not None
+        assert client._jobs._max_queued_bytes == 3 << 20
+    vllm = tier_connector(config, keeper_socket="s", model_name="m", weights_revision="r")
+    assert vllm["kv_connector_extra_config"]["queue_bytes"] == 3 << 20

@@ -35,6 +35,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
         *,
         socket_path: str,
+        queue_bytes: int,
         layout: dict[str, Any],
     ) -> None:
         """`layout` is a ChunkLayout without `payload_bytes`, the region's row."""
@@ -50,6 +51,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
             region,
             ChunkLayout(**layout, payload_bytes=self.block_size_bytes),
             engine_id=offloading_spec._engine_id,
+            max_queued_bytes=queue_bytes,
         )
         self._id_to_job: dict[int, Any] = {}
         self._done: list[JobResult] = []  # jobs that needed no work

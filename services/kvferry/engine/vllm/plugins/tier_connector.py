@@ -52,7 +52,7 @@ def register_connectors(connectors: Mapping[str, str]) -> None:
 
 
 class TierConnector(OffloadingConnector):  # type: ignore[misc]
-    """Extra configuration: `keeper_socket` (empty: no volumes), `model_name`, `weights_revision` and `load_timeout_s`.
+    """Extra configuration: `keeper_socket` (empty: no volumes) and others of `arguments.tier_connector`.
 
     Sets `blocks_per_chunk` if it is not given.
     """
@@ -71,6 +71,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
                     "type": "KeeperTier",
                     "module_path": "kvferry.engine.vllm.plugins.keeper_tier",
                     "socket_path": settings["keeper_socket"],
+                    "queue_bytes": settings["queue_bytes"],
                     "layout": layout_fields(
                         vllm_config,
                         model_name=settings["model_name"],
