@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -75,7 +77,9 @@ class VolumeIo:
         self._write_breaker = Breaker(config.breaker_failures, config.breaker_retry_s)
         self._no_space_until_s = now_s
         self._is_full = False
-        self._rescan_at_s = now_s + _RESCAN_PERIOD_S
+        self._rescan_at_s = now_s + _RESCAN_PERIOD_S if volume_config.shared else math.inf
+        self._loop = loop
+        self._is_rescanning = False
         self._unreadable: list[tuple[LayoutDigest, ChunkId]] = []
         self._outcomes: Counter[tuple[str, str]] = Counter()
         self._read_s = 0.0
@@ -196,8 +200,8 @@ class VolumeIo:
         if self._read_breaker.is_retry_due(now_s):
             self._read_breaker.begin_trial()
             self.submit(Operation(Kind.READ, 0, self._probe, _ignore, is_probe=True))
-        if self._is_shared and self.is_readable and now_s >= self._rescan_at_s:
-            self._rescan(now_s)
+        if self.is_readable and now_s >= self._rescan_at_s and not self._is_rescanning:
+            self._rescan()
 
     def measure(self) -> None:
         """Update the read rate; call about every second."""
@@ -253,10 +257,13 @@ class VolumeIo:
             self._end(operation, cause)
 
     def _end(self, operation: Operation, outcome: str) -> None:
+        self._count_finished()
+        operation.done(outcome)
+
+    def _count_finished(self) -> None:
         self._num_unfinished -= 1
         if not self._num_unfinished:
             self._all_finished.set()
-        operation.done(outcome)
 
     def _on_ended(self, operation: Operation, outcome: str, seconds: float) -> None:
         if operation.kind is not Kind.TASK:
@@ -285,7 +292,7 @@ class VolumeIo:
         if outcome != Outcome.IO_ERROR:
             if breaker.succeeded() and breaker is self._read_breaker:
                 log.warning("volume %s is used again", self.volume_id)
-                self._rescan(now_s)
+                self._rescan_at_s = now_s
                 self._on_readable_changed(self)
             if operation.kind is Kind.READ and outcome == Outcome.OK:
                 self._remove_unreadable()
@@ -316,18 +323,29 @@ class VolumeIo:
 
             self._submit_task(run)
 
-    def _rescan(self, now_s: float) -> None:
-        self._rescan_at_s = now_s + _RESCAN_PERIOD_S
+    def _rescan(self) -> None:
+        # In a thread of its own, one at a time: rescans take seconds, and would take the threads of reads and writes.
+        self._is_rescanning = True
+        self._rescan_at_s = math.inf
+        self._num_unfinished += 1
 
-        def run() -> str:
+        def run() -> None:
             try:
                 self.volume.rescan()
             except TierError as error:
                 log.warning("%s", error.message)
-                return Outcome.IO_ERROR
-            return Outcome.OK
+            except Exception:
+                log.exception("volume %s: a rescan failed", self.volume_id)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._end_rescan)
 
-        self._submit_task(run)
+        threading.Thread(target=run, name=f"rescan-{self.volume_id}", daemon=True).start()
+
+    def _end_rescan(self) -> None:
+        self._is_rescanning = False
+        if self._is_shared:
+            self._rescan_at_s = min(self._rescan_at_s, self._clock() + _RESCAN_PERIOD_S)
+        self._count_finished()
 
     def _probe(self) -> str:
         """On an I/O thread: read some chunk, else scan the folder."""

@@ -1,0 +1,98 @@
+"""Rescans of a shared volume: one at a time, beside reads, the next one a period after the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvferry.keeper import volume_io
+from kvferry.keeper.io_threads import Kind, Operation
+from kvferry.keeper.volume_io import VolumeIo
+from kvferry.store.volume import Volume
+from support.tier_keeper import tier_config
+from support.waiting import until
+
+
+class Rescanned(Volume):
+    """Its rescans last until the test allows them to end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, capacity_bytes=1 << 20, shared=True)
+        self.may_end = threading.Event()
+        self.num_running = self.num_begun = 0
+
+    def rescan(self) -> None:
+        self.num_begun += 1
+        self.num_running += 1
+        assert self.num_running == 1
+        assert self.may_end.wait(30)
+        self.num_running -= 1
+
+
+class Rescans:
+    def __init__(self, folder: Path) -> None:
+        config = tier_config(folder, volume={"shared": True, "capacity_gib": 0.001}, io_threads=1)
+        self.now_s = 0.0
+        self.volume = Rescanned(config.volumes[0].path)
+        self.volume.open()
+        loop = asyncio.get_running_loop()
+        self.io = VolumeIo(
+            self.volume, config, config.volumes[0], loop, on_readable_changed=lambda io: None, clock=lambda: self.now_s
+        )
+        self.io.start()
+
+    def after(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.io.maintain(self.now_s)
+
+
+@pytest_asyncio.fixture
+async def rescans(tmp_path: Path) -> AsyncIterator[Rescans]:
+    rescans = Rescans(tmp_path)
+    yield rescans
+    rescans.volume.may_end.set()
+    assert await rescans.io.stop(10)
+    rescans.volume.close()
+
+
+async def test_a_rescan_takes_no_thread_of_reads_and_has_no_second_one(rescans: Rescans) -> None:
+    rescans.after(volume_io._RESCAN_PERIOD_S)
+    await until(lambda: rescans.volume.num_running == 1)
+    for _ in range(5):
+        rescans.after(volume_io._RESCAN_PERIOD_S)
+    outcomes: list[str] = []
+    rescans.io.submit(Operation(Kind.READ, 1, lambda: "ok", outcomes.append))
+    await until(lambda: outcomes == ["ok"], what="a read on the only thread")
+    assert rescans.volume.num_begun == 1
+    assert not await rescans.io.stop(0.01), "the volume must not be closed"
+
+
+async def test_the_period_begins_at_the_end(rescans: Rescans) -> None:
+    rescans.after(volume_io._RESCAN_PERIOD_S)
+    await until(lambda: rescans.volume.num_running == 1)
+    rescans.now_s += 1000
+    rescans.volume.may_end.set()
+    await until(lambda: not rescans.io._is_rescanning)
+    rescans.after(volume_io._RESCAN_PERIOD_S - 1)
+    assert rescans.volume.num_begun == 1
+    rescans.after(1)
+    await until(lambda: rescans.volume.num_begun == 2)
+
+
+async def test_a_rescan_that_fails_is_repeated(rescans: Rescans, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_begun = 0
+
+    def fail() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(rescans.volume, "rescan", fail)
+    for number in (1, 2):
+        rescans.after(volume_io._RESCAN_PERIOD_S)
+        await until(lambda n=number: num_begun == n and not rescans.io._is_rescanning)  # type: ignore[misc]
