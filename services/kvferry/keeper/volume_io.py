@@ -289,7 +289,11 @@ class VolumeIo:
             self._drop(lambda other: other.kind is Kind.WRITE, Outcome.NO_SPACE)
         if operation.kind is Kind.WRITE and outcome == Outcome.OK:
             self._is_full = False
-        if outcome != Outcome.IO_ERROR:
+        if outcome == Outcome.NO_RESOURCES:
+            # It tells nothing of the drive. A trial is repeated.
+            if breaker.state is BreakerState.HALF_OPEN:
+                breaker.trip(now_s)
+        elif outcome != Outcome.IO_ERROR:
             if breaker.succeeded() and breaker is self._read_breaker:
                 log.warning("volume %s is used again", self.volume_id)
                 self._rescan_at_s = now_s

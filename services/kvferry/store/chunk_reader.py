@@ -14,7 +14,7 @@ from kvferry.store import chunk_file, folder, paths
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
 from kvferry.store.chunk_index import ChunkIndex, IndexEntry
 from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.store.outcome import Outcome
+from kvferry.store.outcome import Outcome, outcome_of
 from kvferry.store.quarantine import Quarantine
 from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
 
@@ -85,7 +85,7 @@ class ChunkReader:
         # as bad only if it fails twice under the same inode.
         for _ in range(2):
             outcome, inode = self._read_file(path, entry, into, key)
-            if outcome in (Outcome.OK, Outcome.IO_ERROR):
+            if outcome in (Outcome.OK, Outcome.IO_ERROR, Outcome.NO_RESOURCES):
                 return outcome
             current = self._files.inode_at(path)
             if current is None:
@@ -95,6 +95,8 @@ class ChunkReader:
                 return Outcome.GONE
             if current != inode:
                 return Outcome.GONE
+        if outcome is Outcome.GONE:  # a stale handle
+            return outcome
         return outcome if self._quarantine.add(entry, outcome) else Outcome.GONE
 
     def _read_file(self, path: str, entry: IndexEntry, into: memoryview, key: bytes | None) -> tuple[Outcome, Inode]:
@@ -117,7 +119,8 @@ class ChunkReader:
             if error.errno == errno.ELOOP:
                 # A symbolic link is never a chunk's file, wherever it leads.
                 return Outcome.TRUNCATED, files.inode_at(path) or inode
-            return (Outcome.GONE if error.errno == errno.ENOENT else Outcome.IO_ERROR), inode
+            outcome = outcome_of(error)
+            return (Outcome.IO_ERROR if outcome is Outcome.NO_SPACE else outcome), inode
         return self._verify(header, payload, entry, into, key), inode
 
     def _verify(

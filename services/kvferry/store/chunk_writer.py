@@ -14,11 +14,9 @@ from kvferry.store import chunk_file, paths
 from kvferry.store.chunk_file import Keyring
 from kvferry.store.chunk_index import ChunkIndex, Reservation
 from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.store.outcome import Outcome
+from kvferry.store.outcome import Outcome, outcome_of
 from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import VolumeFiles
-
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ChunkWriter:
@@ -94,7 +92,9 @@ class ChunkWriter:
         except OSError as error:
             is_left = is_begun and not files.remove(temporary)
             self._index.roll_back(reservation, File(temporary, reservation.chunk_bytes) if is_left else None)
-            return Outcome.NO_SPACE if error.errno in _NO_SPACE else Outcome.IO_ERROR
+            outcome = outcome_of(error)
+            # Nothing that a write needs may be absent, but on NFS a handle may be stale.
+            return Outcome.IO_ERROR if outcome is Outcome.GONE else outcome
         self._index.commit(reservation, self._clock())
         return Outcome.OK
 

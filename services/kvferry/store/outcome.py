@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 
 
 class Outcome(enum.StrEnum):
@@ -18,7 +19,24 @@ class Outcome(enum.StrEnum):
     WRONG_NAMESPACE = "wrong_namespace"  # of another tenant or epoch, in the file or in the request
     TRUNCATED = "truncated"  # a file of the wrong size, too long included
     UNDECRYPTABLE = "undecryptable"  # sealed with another or an unknown key, or not sealed where it must be
-    IO_ERROR = "io_error"
+    IO_ERROR = "io_error"  # the drive's or the file system's
+    NO_RESOURCES = "no_resources"  # this process, or its machine, has no descriptor or memory for it
     NO_SPACE = "no_space"
     REFUSED = "refused"  # by the write budget, the eviction policy, or a capacity below one chunk
     EXISTS = "exists"  # in the volume already, or being written by another thread
+
+
+_OUTCOMES = {
+    errno.ENOENT: Outcome.GONE,
+    errno.ESTALE: Outcome.GONE,  # on NFS: removed by another node
+    errno.ENOSPC: Outcome.NO_SPACE,
+    errno.EDQUOT: Outcome.NO_SPACE,
+    errno.EMFILE: Outcome.NO_RESOURCES,
+    errno.ENFILE: Outcome.NO_RESOURCES,
+    errno.ENOMEM: Outcome.NO_RESOURCES,
+}
+
+
+def outcome_of(error: OSError) -> Outcome:
+    """Return the outcome of an operation that failed. Only IO_ERROR tells against the drive."""
+    return _OUTCOMES.get(error.errno or 0, Outcome.IO_ERROR)

@@ -13,6 +13,7 @@ import pytest_asyncio
 from kvferry.keeper import volume_io
 from kvferry.keeper.io_threads import Kind, Operation
 from kvferry.keeper.volume_io import VolumeIo
+from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
 from support.tier_keeper import tier_config
 from support.waiting import until
@@ -96,3 +97,17 @@ async def test_a_rescan_that_fails_is_repeated(rescans: Rescans, monkeypatch: py
     for number in (1, 2):
         rescans.after(volume_io._RESCAN_PERIOD_S)
         await until(lambda n=number: num_begun == n and not rescans.io._is_rescanning)  # type: ignore[misc]
+
+
+async def test_a_lack_of_descriptors_does_not_blame_the_drive(rescans: Rescans) -> None:
+    def read(outcome: str) -> None:
+        rescans.io.submit(Operation(Kind.READ, 1, lambda: outcome, outcomes.append))
+
+    outcomes: list[str] = []
+    for number in range(10):
+        read(Outcome.NO_RESOURCES)
+        await until(lambda n=number: len(outcomes) == n + 1)  # type: ignore[misc]
+        assert rescans.io.is_readable
+    for _ in range(3):
+        read(Outcome.IO_ERROR)
+    await until(lambda: not rescans.io.is_readable)

@@ -768,3 +768,28 @@ def test_where_direct_io_is_refused_chunks_come_back_all_the_same(
     put(volume, chunk(1))
     assert not volume.stats.is_direct
     assert get(volume, chunk(1)) is Outcome.OK
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (errno.EIO, Outcome.IO_ERROR),
+        (errno.EMFILE, Outcome.NO_RESOURCES),
+        (errno.ENFILE, Outcome.NO_RESOURCES),
+        (errno.ENOMEM, Outcome.NO_RESOURCES),
+        (errno.ESTALE, Outcome.GONE),
+    ],
+)
+@pytest.mark.parametrize("operation", [Operation.OPEN, Operation.READ])
+def test_only_a_drives_own_errors_are_its_errors(
+    opened: Opened, error: int, outcome: Outcome, operation: Operation
+) -> None:
+    fault: list[Fault] = []
+    volume = opened(io=FaultyIo(lambda at, path: fault[0] if fault and at is operation else None))
+    put(volume, chunk(1))
+    into = aligned_buffer(LAYOUT.payload_bytes)
+    fault.append(Fault(error=error))
+    assert volume.read(DIGEST, chunk(1), into) is outcome
+    fault.clear()
+    assert volume.read(DIGEST, chunk(1), into) is Outcome.OK, "the chunk is where it was"
+    assert volume.stats.quarantined == 0
