@@ -28,6 +28,7 @@ from kvferry.residency.feed import ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
 from kvferry.store import chunk_file
 from kvferry.store.direct_io import Fault, Operation
+from kvferry.store.keyring import load_keyring
 from kvferry.store.outcome import Outcome
 from kvferry.tenancy.namespace import Namespace
 from kvferry.wire.v1 import keeper_pb2 as pb
@@ -190,18 +191,41 @@ async def test_one_registration_for_each_region(tmp_path: Path, rows: Rows) -> N
         assert len(a._agent._registered) == 1
 
 
+def keys_file(folder: Path, byte: str) -> Path:
+    file = folder / f"keys-{byte}.json"
+    file.write_text(json.dumps({"*": byte * 32}))
+    file.chmod(0o600)
+    return file
+
+
 async def test_sealed_chunks_are_lent_too(tmp_path: Path, rows: Rows) -> None:
-    """They are verified on the way as plain ones; how they lie on a drive is each node's own affair."""
-    keys = tmp_path / "keys.json"
-    keys.write_text(json.dumps({"*": "5a" * 32}))
-    keys.chmod(0o600)
+    """They stay sealed until they lie in the row of the engine that asked."""
     async with (
-        two_hosts(tmp_path, encryption_keys_file=str(keys)) as (a, b),
+        two_hosts(tmp_path, encryption_keys_file=str(keys_file(tmp_path, "5a"))) as (a, b),
         engine_at(a.keeper.socket_path, rows) as reader,
     ):
         done = await reader.load(CHUNKS, volumes=on(b.keeper.volume_ids[0]))
         assert len(done.succeeded) == len(CHUNKS)
         assert reader.holds(CHUNKS)
+        memory = b.lender._memory
+        assert memory is not None
+        lent = bytes(memory)
+        assert lent.strip(b"\0")
+        assert not any(rows[i][:64] in lent for i in CHUNKS)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+async def test_a_node_with_keys_takes_only_what_is_sealed_with_them(
+    tmp_path: Path, rows: Rows, is_sealed: bool
+) -> None:
+    lenders_file = str(keys_file(tmp_path, "5a")) if is_sealed else None
+    async with (
+        two_hosts(tmp_path, encryption_keys_file=lenders_file) as (a, b),
+        engine_at(a.keeper.socket_path, rows) as reader,
+    ):
+        a.remote._keyring = load_keyring(keys_file(tmp_path, "6b"))
+        done = await reader.load(CHUNKS, volumes=on(b.keeper.volume_ids[0]))
+        assert done.failed == {key_of(i): Outcome.UNDECRYPTABLE for i in CHUNKS}
 
 
 async def test_bad_chunks_of_the_lender(tmp_path: Path, rows: Rows) -> None:

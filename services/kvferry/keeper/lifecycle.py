@@ -66,7 +66,9 @@ class KeeperHost:
             for volume in tier.volumes
         ]
         self._agent = NixlAgent(self.keeper_id)
-        self.remote = RemoteReader(self._agent, self._others.locate, self._dial, timeout_s=tier.io_timeout_s)
+        self.remote = RemoteReader(
+            self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.io_timeout_s
+        )
         self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
         self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.io_timeout_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)

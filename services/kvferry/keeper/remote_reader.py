@@ -24,7 +24,7 @@ from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import pack_chunk_keys
 from kvferry.keeper.nixl_agent import NixlAgent, Read
 from kvferry.store import chunk_file
-from kvferry.store.chunk_file import HEADER_BYTES
+from kvferry.store.chunk_file import HEADER_BYTES, Keyring
 from kvferry.store.layout import ChunkId, ChunkLayout
 from kvferry.store.outcome import Outcome
 from kvferry.task_set import TaskSet
@@ -65,12 +65,14 @@ class RemoteReader:
         locate: Callable[[str], str | None],
         dial: Callable[[str], grpc.aio.Channel],
         *,
+        keyring: Keyring | None = None,
         timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent = agent
         self._locate = locate
         self._dial = dial
+        self._keyring = keyring
         self._timeout_s = timeout_s
         self._clock = clock
         self._lenders: dict[str, _Lender] = {}
@@ -215,7 +217,10 @@ class RemoteReader:
                 lender.release(reply.lease, self._timeout_s)
         loop = asyncio.get_running_loop()
         verified = await asyncio.gather(
-            *(loop.run_in_executor(self._verifiers, _verify, reply.chunks[i].header, load, i) for i in lent)
+            *(
+                loop.run_in_executor(self._verifiers, _verify, reply.chunks[i].header, load, i, self._keyring)
+                for i in lent
+            )
         )
         for i, outcome in zip(lent, verified, strict=True):
             outcomes[i] = outcome
@@ -330,7 +335,7 @@ class _Lender:
         self._releases.spawn(release())
 
 
-def _verify(header: bytes, load: _Load, i: int) -> str:
+def _verify(header: bytes, load: _Load, i: int, keyring: Keyring | None) -> str:
     if len(header) != HEADER_BYTES:
         return Outcome.CORRUPT_HEADER
     parsed = chunk_file.parse_header(memoryview(header))
@@ -341,4 +346,11 @@ def _verify(header: bytes, load: _Load, i: int) -> str:
     wanted = ChunkId(chunk.key, parsed.chunk.route_key, chunk.namespace)
     with load.region.row(load.rows[i]) as payload:
         outcome = chunk_file.verify_identity(parsed, load.layout.digest, wanted, len(payload))
-        return outcome if outcome is not Outcome.OK else chunk_file.verify_plain(parsed, payload)
+        if outcome is not Outcome.OK:
+            return outcome
+        if keyring is None:
+            return chunk_file.verify_plain(parsed, payload)
+        key = keyring.key(chunk.namespace)
+        if key is None:
+            return Outcome.UNDECRYPTABLE
+        return chunk_file.unseal(parsed, memoryview(header), payload, payload, key)

@@ -177,7 +177,7 @@ def verify_plain(header: Header, payload: memoryview) -> Outcome:
 
 
 def unseal(header: Header, raw_header: memoryview, sealed: memoryview, payload: memoryview, key: bytes) -> Outcome:
-    """Decrypt `sealed` into `payload`, undefined unless OK.
+    """Decrypt `sealed` into `payload`, which may be the same memory and is undefined unless OK.
 
     CORRUPT_PAYLOAD: changed bytes. UNDECRYPTABLE: a plain chunk, or another key.
     """

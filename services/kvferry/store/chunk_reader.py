@@ -18,6 +18,8 @@ from kvferry.store.outcome import Outcome, outcome_of
 from kvferry.store.quarantine import Quarantine
 from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
 
+MAX_FOREIGN = 65_536  # files that are remembered as sealed with another key; a forgotten one is read once more
+
 
 class ChunkReader:
     """Thread-safe. `shared`: also finds other writers' new chunks."""
@@ -39,6 +41,7 @@ class ChunkReader:
         self._shared = shared
         self._clock = clock
         self._lock = threading.Lock()
+        self._foreign: dict[str, tuple[int, int]] = {}  # path -> version
         self.outcomes: Counter[Outcome] = Counter()
         self.bytes_read = 0
 
@@ -46,19 +49,21 @@ class ChunkReader:
         return f"<ChunkReader {dict(self.outcomes)}>"
 
     def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None) -> Outcome:
-        outcome = self._read(layout, chunk, into)
+        outcome = self._read(layout, chunk, into, is_raw=header is not None)
         if header is not None and outcome is Outcome.OK:
-            if self._keyring is None:
-                header[:] = self._files.buffers.header  # as this thread has read it
-            else:
-                chunk_file.write_plain_header(header, into, layout, chunk, self._clock())
+            header[:] = self._files.buffers.header  # as this thread has read it
         with self._lock:
             self.outcomes[outcome] += 1
             if outcome is Outcome.OK:
                 self.bytes_read += len(into)
         return outcome
 
-    def _read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview) -> Outcome:
+    def is_foreign(self, path: str) -> bool:
+        """Return whether another writer's file was found to be sealed with another key, and was not replaced since."""
+        seen = self._foreign.get(path)
+        return seen is not None and _version_of(path) == seen
+
+    def _read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, *, is_raw: bool) -> Outcome:
         entry = self._index.pin(layout, chunk.key)
         if entry is None and self._shared and self._find_elsewhere(layout, chunk):
             entry = self._index.pin(layout, chunk.key)
@@ -72,19 +77,19 @@ class ChunkReader:
                 key = self._keyring.key(chunk.namespace)
                 if key is None:
                     return Outcome.UNDECRYPTABLE
-            outcome = self._read_entry(entry, into, key)
+            outcome = self._read_entry(entry, into, key, is_raw=is_raw)
         finally:
             self._index.unpin(entry)
         if outcome is Outcome.OK:
             self._index.touch(layout, [chunk.key], self._clock())
         return outcome
 
-    def _read_entry(self, entry: IndexEntry, into: memoryview, key: bytes | None) -> Outcome:
+    def _read_entry(self, entry: IndexEntry, into: memoryview, key: bytes | None, *, is_raw: bool) -> Outcome:
         path = self._index.path_of(entry)
         # Another process may overwrite its file during our read, even with the same chunk as before. So a chunk counts
         # as bad only if it fails twice under the same inode.
         for _ in range(2):
-            outcome, inode = self._read_file(path, entry, into, key)
+            outcome, inode = self._read_file(path, entry, into, key, is_raw=is_raw)
             if outcome in (Outcome.OK, Outcome.IO_ERROR, Outcome.NO_RESOURCES):
                 return outcome
             current = self._files.inode_at(path)
@@ -97,9 +102,25 @@ class ChunkReader:
                 return Outcome.GONE
         if outcome is Outcome.GONE:  # a stale handle
             return outcome
+        if outcome is Outcome.UNDECRYPTABLE and entry.writer != self._files.writer:
+            # Good for its writer, perhaps.
+            self._note_foreign(path)
+            self._index.forget(entry)
+            return outcome
         return outcome if self._quarantine.add(entry, outcome) else Outcome.GONE
 
-    def _read_file(self, path: str, entry: IndexEntry, into: memoryview, key: bytes | None) -> tuple[Outcome, Inode]:
+    def _note_foreign(self, path: str) -> None:
+        version = _version_of(path)
+        if version is None:
+            return
+        with self._lock:
+            while len(self._foreign) >= MAX_FOREIGN:
+                del self._foreign[next(iter(self._foreign))]
+            self._foreign[path] = version
+
+    def _read_file(
+        self, path: str, entry: IndexEntry, into: memoryview, key: bytes | None, *, is_raw: bool
+    ) -> tuple[Outcome, Inode]:
         inode = NO_INODE
         files = self._files
         try:
@@ -110,7 +131,11 @@ class ChunkReader:
                 if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
                     return Outcome.TRUNCATED, inode
                 header = files.buffers.header
-                payload = into if key is None else files.buffers.bounce(len(into))
+                payload, opened = into, into
+                if key is not None and is_raw:
+                    opened = files.buffers.bounce(len(into))
+                elif key is not None:
+                    payload = files.buffers.bounce(len(into))
                 if files.io.read(fd, [header, payload]) != status.st_size:
                     return Outcome.TRUNCATED, inode
             finally:
@@ -121,7 +146,7 @@ class ChunkReader:
                 return Outcome.TRUNCATED, files.inode_at(path) or inode
             outcome = outcome_of(error)
             return (Outcome.IO_ERROR if outcome is Outcome.NO_SPACE else outcome), inode
-        return self._verify(header, payload, entry, into, key), inode
+        return self._verify(header, payload, entry, opened, key), inode
 
     def _verify(
         self, raw_header: memoryview, payload: memoryview, entry: IndexEntry, into: memoryview, key: bytes | None
@@ -149,9 +174,20 @@ class ChunkReader:
                 ):
                     for candidate in candidates:
                         found = paths.parse_chunk_name(candidate.name, chunk.namespace)
-                        if candidate.name.startswith(start) and found is not None:
+                        if not candidate.name.startswith(start) or self.is_foreign(candidate.path):
+                            continue
+                        if found is not None:
                             num_bytes = candidate.stat(follow_symlinks=False).st_size
                             entry = IndexEntry(layout, found, writer, num_bytes, self._index.next_number())
                             self._index.add([entry], self._clock())
                             return True
         return False
+
+
+def _version_of(path: str) -> tuple[int, int] | None:
+    """Return a file's inode and time of change: a writer's next file may get the same inode, or be written into it."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns

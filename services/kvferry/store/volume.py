@@ -153,8 +153,8 @@ class Volume:
     def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None = None) -> Outcome:
         """Read and verify a chunk. `into` is undefined unless the outcome is OK.
 
-        Align `into` to ALIGNMENT for speed. `chunk.route_key` may be unknown. `header` (HEADER_BYTES) receives a plain
-        header. Raises only ValueError, for a wrong length.
+        Align `into` to ALIGNMENT for speed. `chunk.route_key` may be unknown. With `header` (HEADER_BYTES), both receive
+        the chunk as it lies on the drive, perhaps sealed. Raises only ValueError, for a wrong length.
         """
         self._validate_payload(layout, into)
         outcome = self._chunk_reader.read(layout, chunk, into, header)
@@ -206,7 +206,11 @@ class Volume:
                 for found in _chunks(folder.walk(self.path, writer)):
                     seen.add(found.path)
                     # A file of ours that is not in the index is being written or removed at this moment.
-                    if writer != self._writer and not self.contains(found.layout, found.chunk.key):
+                    if (
+                        writer != self._writer
+                        and not self.contains(found.layout, found.chunk.key)
+                        and not self._chunk_reader.is_foreign(found.path)
+                    ):
                         added.append(found)
         except OSError as error:
             raise self._unusable(error) from error

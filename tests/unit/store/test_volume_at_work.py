@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.store import chunk_reader
 from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation
+from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.volume import Outcome, Volume
 from kvferry.tenancy.namespace import Namespace
@@ -24,6 +26,7 @@ from support.tier_chunks import (
     CHUNK_BYTES,
     LARGER,
     LAYOUT,
+    SECRET,
     SIZE,
     chunk,
     chunk_files,
@@ -291,6 +294,60 @@ def test_on_a_shared_volume_everyone_reads_what_anyone_wrote(tmp_path: Path) -> 
     assert b.keys(DIGEST) == []
     for volume in (a, b):
         volume.check()
+        volume.close()
+
+
+@pytest.mark.parametrize("of_b", [{"*": bytes(32)}, {"other": bytes(32)}, None])
+def test_a_chunk_sealed_with_another_key_stays_with_its_writer(tmp_path: Path, of_b: dict[str, bytes] | None) -> None:
+    keyrings = SecretsKeyring({"*": SECRET}), None if of_b is None else SecretsKeyring(of_b)
+    a, b = (
+        Volume(tmp_path, capacity_bytes=16 * CHUNK_BYTES, shared=True, writer=writer, keyring=keyring)
+        for writer, keyring in zip("ab", keyrings, strict=True)
+    )
+    a.open()
+    chunks = [chunk(number) for number in range(10)]
+    for each in chunks:
+        assert a.write(DIGEST, each, payload(each)) is Outcome.OK
+    b.open()
+    into = empty()
+    for _ in range(2):
+        for each in chunks:
+            assert b.read(DIGEST, each, into) in (Outcome.UNDECRYPTABLE, Outcome.MISSING)
+        b.rescan()
+    assert b.stats.quarantined == 0
+    if of_b != {"other": bytes(32)}:  # else its keyring has none for this tenant, and no file is opened
+        assert b.keys(DIGEST) == [], "what cannot be opened is not offered"
+        assert b.write(DIGEST, chunks[0], payload(chunks[0])) is Outcome.OK
+        assert b.read(DIGEST, chunks[0], into) is Outcome.OK
+    for each in chunks:
+        assert a.read(DIGEST, each, into) is Outcome.OK
+        assert bytes(into) == truth(each)
+    # A file that its writer replaced is looked at again.
+    assert a.remove(DIGEST, chunks[1])
+    a.close()
+    a = Volume(tmp_path, capacity_bytes=16 * CHUNK_BYTES, shared=True, writer="a", keyring=keyrings[1])
+    a.open()
+    written = a.write(DIGEST, chunks[1], payload(chunks[1]))
+    b.rescan()
+    assert b.contains(DIGEST, chunks[1].key) == (written is Outcome.OK)
+    for volume in (a, b):
+        volume.check()
+        volume.close()
+
+
+def test_the_files_that_are_remembered_as_foreign_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_reader, "MAX_FOREIGN", 3)
+    a = Volume(
+        tmp_path, capacity_bytes=16 * CHUNK_BYTES, shared=True, writer="a", keyring=SecretsKeyring({"*": SECRET})
+    )
+    b = Volume(tmp_path, capacity_bytes=16 * CHUNK_BYTES, shared=True, writer="b")
+    for volume in (a, b):
+        volume.open()
+    for number in range(8):
+        assert a.write(DIGEST, chunk(number), payload(chunk(number))) is Outcome.OK
+        assert b.read(DIGEST, chunk(number), empty()) is Outcome.UNDECRYPTABLE
+    assert len(b._chunk_reader._foreign) == 3
+    for volume in (a, b):
         volume.close()
 
 
