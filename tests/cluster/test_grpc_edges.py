@@ -116,12 +116,13 @@ async def test_whole_answers_that_are_not_read_are_limited_in_all() -> None:
                 calls.append(call)
                 await until(lambda: unread.num_bytes > 900_000, what="an answer waits for its client")
                 if channel is first:
-                    assert gateway.admission.num_in_flight == 1, "it keeps its place until it is read"
+                    assert gateway.admission.in_flight == (0, 0, 0), "its place is free"
                     num_bytes = unread.num_bytes
                 else:
                     await until(lambda: cluster.metric("kvferry_slow_clients_total") == 1, what="one is cut")
             await until(lambda: unread.num_bytes == num_bytes, what="its bytes are given back")
-            await until(lambda: gateway.admission.num_in_flight == 1, what="it does not keep its place")
+            await until(calls[0].done, what="its connection ends")
+            assert gateway.admission.num_in_flight == 1
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await calls[0].read()
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, "its connection ends"
@@ -136,24 +137,50 @@ async def test_whole_answers_that_are_not_read_are_limited_in_all() -> None:
         assert unread.num_bytes == 0
 
 
-@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
-async def test_a_call_that_is_over_does_not_wait_for_its_client(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """The time of the request ends while its answer is not read."""
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize"])
+async def test_a_call_that_is_over_does_not_wait_for_its_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """The time of the request ends while its answer is not read. Nine such calls of a connection are one scan."""
     monkeypatch.setattr(grpc_server, "ABORT_TIMEOUT_S", 0.3)
-    sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}
+    sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0, "max_model_len": 200_000}
     async with running(gateway={"request_timeout_s": 3.0}, sim=sim) as cluster, own_channel_to(cluster, *SMALL) as slow:
+        gateway = cluster.gateway
+        assert gateway is not None
+        request: Any = generate(sampling=pb.Sampling(max_tokens=512, ignore_eos=True, logprobs=20))
+        request.num_choices = 4
+        num_calls = 1
+        if method == "Tokenize":
+            request, num_calls = pb.TokenizeRequest(model=MODEL, text="word " * 120_000), 9
+        calls = [slow.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString()) for _ in range(num_calls)]
+        await until(lambda: gateway.admission.num_in_flight > 0)
+        await until(lambda: gateway.admission.num_in_flight == 0, what="it does not keep its place")
+        assert gateway.app.unread_answers.num_bytes == 0
+        endpoint = {"Generate": "generate", "GenerateStream": "generate_stream", "Tokenize": "tokenize"}[method]
+        num_late = cluster.metric(f'kvferry_requests_total{{endpoint="grpc_{endpoint}",status="504"}}')
+        assert 1 <= num_late <= num_calls
+        for call in calls:
+            await until(call.done, what="its connection ends")
+        assert grpc.StatusCode.UNAVAILABLE in {await call.code() for call in calls}
+        assert gateway.grpc._ender is not None
+        assert 1 <= gateway.grpc._ender.num_passes <= 2
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_an_answer_that_is_not_read_is_cut_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "STALL_S", 0.5)
+    monkeypatch.setattr(grpc_server, "MIN_READ_BYTES_PER_S", 1e9)
+    sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}
+    async with running(sim=sim) as cluster, own_channel_to(cluster, *SMALL) as slow:
         gateway = cluster.gateway
         assert gateway is not None
         request = generate(sampling=pb.Sampling(max_tokens=512, ignore_eos=True, logprobs=20))
         request.num_choices = 4
-        call = slow.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString())
-        await until(lambda: gateway.admission.num_in_flight == 1)
-        await until(lambda: gateway.admission.num_in_flight == 0, what="it does not keep its place")
-        assert gateway.app.unread_answers.num_bytes == 0
-        endpoint = {"Generate": "grpc_generate", "GenerateStream": "grpc_generate_stream"}[method]
-        assert cluster.metric(f'kvferry_requests_total{{endpoint="{endpoint}",status="504"}}') == 1
+        call = slow.unary_stream(f"/{SERVICE}/Generate")(request.SerializeToString())
+        await until(lambda: cluster.metric("kvferry_slow_clients_total") == 1)
         await until(call.done, what="its connection ends")
-        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: gateway.admission.num_in_flight == 0)
+        assert cluster.metric('kvferry_requests_total{endpoint="grpc_generate",status="499"}') == 1
 
 
 async def test_calls_at_once_are_limited_in_all() -> None:

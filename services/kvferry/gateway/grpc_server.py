@@ -24,7 +24,7 @@ from kvferry.errors import (
 )
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, CountedRequest, Readiness
-from kvferry.gateway.grpc_connections import end_connection
+from kvferry.gateway.grpc_connections import ConnectionEnder
 from kvferry.gateway.grpc_errors import status_of
 from kvferry.gateway.grpc_health import SERVICE as HEALTH
 from kvferry.gateway.grpc_health import Health
@@ -33,7 +33,7 @@ from kvferry.gateway.grpc_requests import Chunks, Inference, InferenceAnswer
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant
-from kvferry.gateway.unread_answers import UnreadAnswers
+from kvferry.gateway.unread_answers import STALL_S, UnreadAnswers
 from kvferry.inference.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 # For TLS, and for HTTP/2's settings.
 HANDSHAKE_TIMEOUT_S = 15.0
+
+# A message may wait for its client so long, and longer the larger it is: gRPC does not say whether it is read.
+MIN_READ_BYTES_PER_S = 100_000
 
 # For a client to read the status of a call that failed, and of one that was cut because it does not read.
 ABORT_TIMEOUT_S = 5.0
@@ -90,6 +93,7 @@ class GrpcEndpoint:
         self._health = Health(("", SERVICE), self._is_ready)
         self._reads = MessageReads(max(1, config.max_pending_body_bytes // _max_message_bytes(config)))
         self._server: grpc.aio.Server | None = None
+        self._ender: ConnectionEnder | None = None
         self._draining: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -128,6 +132,7 @@ class GrpcEndpoint:
                 f"gateway.grpc_port: {address} cannot be used: something else listens there, or it is no address here",
                 param="gateway.grpc_port",
             ) from None
+        self._ender = ConnectionEnder(self.port)
         await server.start()
         self._server = server
 
@@ -147,6 +152,8 @@ class GrpcEndpoint:
             await server.stop(None)
         if self._draining is not None:
             await self._draining
+        if self._ender is not None:
+            await self._ender.close()
 
     def _is_ready(self) -> bool:
         return self.inference is not None and self._read_readiness().ready
@@ -155,8 +162,12 @@ class GrpcEndpoint:
 
     async def _serve_generate(self, _: object, context: Context) -> None:
         async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> None:
-            answer = await self._begin(inference, raw, tenant, counted, context)
-            await self._send_whole("Generate", await answer.whole(), context)
+            # Nothing of the request is kept while the client reads.
+            begun = self._begin(inference, raw, tenant, counted, context)
+            del raw
+            message = await (await begun).whole()
+            del begun
+            await self._send_whole("Generate", message, counted, context)
 
         await self._admitted("grpc_generate", context, answer)
 
@@ -173,8 +184,13 @@ class GrpcEndpoint:
         await self._admitted("grpc_generate_stream", context, answer)
 
     async def _serve_tokenize(self, _: object, context: Context) -> None:
-        async def answer(inference: Inference, raw: bytes, *_: object) -> None:
-            await self._send_whole("Tokenize", await inference.tokenize(raw), context)
+        async def answer(inference: Inference, raw: bytes, _: Tenant, counted: CountedRequest) -> None:
+            tokenized = inference.tokenize(raw)
+            del raw
+            message = await tokenized
+            # A write that is cancelled would have begun to send it, and no status could be sent.
+            await context.send_initial_metadata(())
+            await self._send_whole("Tokenize", message, counted, context)
 
         await self._admitted("grpc_tokenize", context, answer)
 
@@ -202,18 +218,23 @@ class GrpcEndpoint:
         await context.send_initial_metadata(((REQUEST_ID, answer.answer_id), *traced))
         return answer
 
-    async def _send_whole(self, method: str, message: bytes, context: Context) -> None:
-        # Returns once the client has read all but what sockets hold.
-        # gRPC itself would keep the messages of calls that are over, however many, until their clients read them.
+    async def _send_whole(self, method: str, message: bytes, counted: CountedRequest, context: Context) -> None:
+        # Returns once the client has read all but what sockets hold. gRPC itself would keep the messages of calls that
+        # are over, however many, until their clients read them.
+        counted.claim.release()  # as over HTTP: from here on unread bytes are limited
         slow = _ClientSlow(
             f"clients left more than {self._unread_answers.max_bytes} bytes of answers unread, this one the longest",
             is_counted=True,
         )
+        timeout_s = STALL_S + len(message) / MIN_READ_BYTES_PER_S
         with _UntilSlow(slow) as until_slow:
             unread = _UnreadMessage(f"/{SERVICE}/{method}", len(message), until_slow.end)
             self._unread_answers.add(unread)
             try:
-                await context.write(message)
+                async with asyncio.timeout(timeout_s):
+                    await context.write(message)
+            except TimeoutError:
+                raise _ClientSlow(f"the answer of {len(message)} bytes was not read within {timeout_s:.0f} s") from None
             except grpc.aio.BaseError:
                 raise asyncio.CancelledError from None  # the client left
             finally:
@@ -247,7 +268,9 @@ class GrpcEndpoint:
                         f"the message is {len(raw)} bytes; the limit is {self._config.max_body_bytes}", param="message"
                     )
                 counted.claim.add_body_bytes(len(raw))
-                answered = await self._in_time(answer(inference, raw, tenant, counted), context.time_remaining())
+                answering = answer(inference, raw, tenant, counted)
+                del raw
+                answered = await self._in_time(answering, context.time_remaining())
                 counted.status = "200"
                 return answered
             except asyncio.CancelledError as error:
@@ -273,11 +296,15 @@ class GrpcEndpoint:
 
     async def _abort_soon(self, abort: Awaitable[NoReturn], timeout_s: float, context: Context) -> NoReturn:
         # The status waits behind what the client has not read.
-        with contextlib.suppress(TimeoutError):
+        # gRPC's own errors: the client left meanwhile.
+        with contextlib.suppress(TimeoutError, grpc.aio.InternalError):
             async with asyncio.timeout(timeout_s):
                 await abort
-        log.warning("the connection of %s is ended: it reads nothing of a call that is over", context.peer())
-        await asyncio.to_thread(end_connection, context.peer(), self.port)
+        peer = context.peer()  # empty once the connection has ended
+        if peer:
+            log.warning("the connection of %s is ended: it does not read the end of its call", peer)
+            assert self._ender is not None
+            self._ender.end(peer)
         raise asyncio.CancelledError
 
     def _begin_trace(self, endpoint: str, headers: Mapping[str, str]) -> RequestTrace | None:

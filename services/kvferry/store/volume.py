@@ -153,7 +153,7 @@ class Volume:
     def read(self, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview | None = None) -> Outcome:
         """Read and verify a chunk. `into` is undefined unless the outcome is OK.
 
-        Align `into` to ALIGNMENT for speed. `chunk.route_key` may be unknown. With `header` (HEADER_BYTES), both receive
+        Align `into` to ALIGNMENT for speed. `chunk.route_key` may be unknown. With `header` (HEADER_BYTES) both receive
         the chunk as it lies on the drive, perhaps sealed. Raises only ValueError, for a wrong length.
         """
         self._validate_payload(layout, into)

@@ -6,7 +6,13 @@ import socket
 
 import pytest
 
-from kvferry.gateway.grpc_connections import end_connection
+from kvferry.gateway import grpc_connections
+from kvferry.gateway.grpc_connections import ConnectionEnder, end_connections
+from support.waiting import until
+
+
+def end_connection(peer: str, local_port: int) -> bool:
+    return end_connections([peer], local_port) == 1
 
 
 def connected(host: str) -> tuple[socket.socket, socket.socket, int]:
@@ -45,3 +51,25 @@ def test_an_ipv4_client_of_a_listener_for_both_is_found() -> None:
 )
 def test_other_peers_are_not_found(peer: str) -> None:
     assert not end_connection(peer, 1)
+
+
+def test_without_a_descriptor_for_the_folder_all_numbers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server, port = connected("127.0.0.1")
+    monkeypatch.setattr(grpc_connections, "_FDS", "/proc/self/none")
+    with client, server:
+        assert end_connection(f"ipv4:127.0.0.1:{client.getsockname()[1]}", port)
+        assert client.recv(1) == b""
+
+
+async def test_what_is_asked_for_during_a_pass_is_one_more_pass() -> None:
+    clients = [connected("127.0.0.1") for _ in range(2)]
+    (first, server, port), (second, other, _) = clients
+    ender = ConnectionEnder(port)
+    with first, server, second, other:
+        for _ in range(50):
+            for client, *_ in clients:
+                ender.end(f"ipv4:127.0.0.1:{client.getsockname()[1]}")
+        await until(lambda: ender._passing is None)
+        assert first.recv(1) == b""
+        assert ender.num_passes == 1
+    await ender.close()
