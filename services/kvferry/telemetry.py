@@ -145,7 +145,10 @@ REQUESTS = Metric(
     "requests",
     Exporter.GATEWAY,
     "Requests that reached an endpoint, by HTTP status. A stream that ends with an error event has 200 here.",
-    (_ENDPOINT, Label("status", "HTTP status; 499: the client left, or was cut because it did not read", STATUSES)),
+    (
+        _ENDPOINT,
+        Label("status", "HTTP status; 499: the client left, or was cut before its answer was written", STATUSES),
+    ),
 )
 REQUESTS_REFUSED = Metric(
     "kvferry_requests_refused_total",
@@ -234,7 +237,7 @@ UNREAD_ANSWER_BYTES = Metric(
     Kind.GAUGE,
     "bytes",
     Exporter.GATEWAY,
-    "Bytes of answers over HTTP that wait for clients to read; at most gateway.max_pending_body_bytes.",
+    "Bytes of answers that wait for clients to read; over gateway.max_pending_body_bytes the slowest clients are cut.",
 )
 GRAMMAR_CHECKS = Metric(
     "kvferry_grammar_checks_total",

@@ -33,6 +33,7 @@ from kvferry.client import (
     Unauthenticated,
     Unavailable,
 )
+from kvferry.client.errors import failure_of
 from kvferry.gateway.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.waiting import until
@@ -247,3 +248,15 @@ def test_the_clients_page_has_examples_of_both_forms() -> None:
     code = "\n".join(examples())
     for name in ("Client(", "AsyncClient(", ".generate(", ".stream(", ".tokenize(", ".models("):
         assert name in code
+
+
+def test_a_message_that_grpc_itself_finds_too_large_is_not_to_be_sent_again() -> None:
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(),
+        details="SERVER: Received message larger than max (9437218 vs. 9437184)",
+    )
+    failure = failure_of(error)
+    assert isinstance(failure, InvalidArgument)
+    assert failure.reason == "BODY_TOO_LARGE"

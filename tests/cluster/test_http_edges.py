@@ -261,3 +261,12 @@ async def test_prompt_tokens_in_flight_are_limited() -> None:
             assert "gateway.max_prompt_tokens is 8192" in refused.json()["error"]["message"]
         both = await http.post("/v1/completions", json={**long, "n": 2})
         assert both.status_code == 400
+
+
+async def test_refusals_before_an_endpoint_are_counted() -> None:
+    async with running() as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+        assert (await http.get("/v1/nothing")).status_code == 404
+        assert (await http.get("/" + "x" * 9000)).status_code == 414
+        assert (await http.get("/healthz", headers={f"h{i}": "x" for i in range(200)})).status_code == 431
+        for code in ("route_not_found", "url_too_long", "headers_too_large"):
+            assert cluster.metric(f'kvferry_requests_refused_total{{code="{code}"}}') == 1

@@ -108,6 +108,7 @@ def test_a_client_that_never_reads_is_cut(
             assert cluster.metric("kvferry_slow_clients_total") == 1
             assert cluster.metric('kvferry_requests_total{endpoint="chat_completions",status="200"}') == 1
             assert "bytes of its answer unread and was cut" in caplog.text
+            assert "the client 127.0.0.1:" in caplog.text
             assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
             writer.transport.abort()
 

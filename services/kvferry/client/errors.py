@@ -18,6 +18,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS = "grpc-status-details-bin"
+_TOO_LARGE = "message larger than max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ def failure_of(error: grpc.RpcError | grpc.aio.AioRpcError) -> CallFailed:
                 violations += [Violation(each.field, each.description) for each in request.field_violations]
             elif detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-    return _CODE_TO_KIND.get(code, CallFailed)(
-        code, error.details() or "", reason=reason, violations=tuple(violations), retry_after_s=retry_after_s
-    )
+    kind = _CODE_TO_KIND.get(code, CallFailed)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and _TOO_LARGE in (error.details() or ""):
+        kind, reason = InvalidArgument, "BODY_TOO_LARGE"  # from gRPC itself, before the gateway sees the call
+    return kind(code, error.details() or "", reason=reason, violations=tuple(violations), retry_after_s=retry_after_s)

@@ -212,8 +212,8 @@ class Admission:
 
     def too_many_choices(self, num_wanted: int) -> Overloaded:
         return Overloaded(
-            f"{self.num_choices} choices are in flight and this request has {num_wanted} or more; "
-            f"gateway.max_requests is {self.max_choices}"
+            f"this gateway has room for {max(0, self.max_choices - self.num_choices)} more choices, and this request "
+            f"has {num_wanted}: {self.num_choices} are in flight, gateway.max_requests is {self.max_choices}"
         )
 
     def _missing(self) -> str:
@@ -225,15 +225,15 @@ def _check_logprobs(num_choices: int, max_tokens: int, num_top: int) -> None:
     num_in_step = num_choices * (num_top + 1)
     if num_choices > MAX_LOGPROB_CHOICES or num_in_step > MAX_STEP_LOGPROB_ENTRIES:
         raise InvalidRequest(
-            f"{num_choices} choices with {num_top} top log-probabilities make {num_in_step} entries a step "
-            "(choices times alternatives + 1); "
-            f"at most {MAX_LOGPROB_CHOICES} choices and {MAX_STEP_LOGPROB_ENTRIES} entries are allowed",
+            f"{num_choices} choices (prompts times n) with {num_top} top log-probabilities give {num_in_step} "
+            f"log-probabilities a token, choices times ({num_top} + 1); with log-probabilities at most "
+            f"{MAX_LOGPROB_CHOICES} choices and {MAX_STEP_LOGPROB_ENTRIES} a token are allowed",
             param="n",
         )
     if (num_entries := num_in_step * max_tokens) > MAX_LOGPROB_ENTRIES:
         raise InvalidRequest(
             f"{num_choices} choices with max_tokens {max_tokens} (left out: the rest of the context) and {num_top} top "
-            f"log-probabilities make {num_entries} entries (tokens times alternatives + 1); "
+            f"log-probabilities make {num_entries} of them, tokens times ({num_top} + 1); "
             f"at most {MAX_LOGPROB_ENTRIES} are allowed",
             param="max_tokens",
         )

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
+from kvferry.addresses import join_host_port
 from kvferry.config import GatewayConfig
 from kvferry.errors import (
     BodyTimeout,
@@ -146,6 +147,7 @@ class HttpApp:
                 case _:
                     raise RouteNotFound(f"{method} {path}: no such path")
         except KvferryError as error:
+            self.note_refusal(error)
             await _respond_error(send, error)
 
     def _model(self) -> dict[str, Any]:
@@ -209,7 +211,9 @@ class HttpApp:
                 self._metrics.cancelled.inc()
             except _ClientSlow as error:
                 counted.left(error)
-                self._count_slow_client(scope["path"], f"more than {self._config.max_write_buffer_bytes}")
+                self._count_slow_client(
+                    scope["path"], _peer_of(scope), f"more than {self._config.max_write_buffer_bytes}"
+                )
             except _ClientCut as error:
                 counted.left(error)
             except (BodyTooLarge, BodyTimeout) as error:
@@ -224,13 +228,17 @@ class HttpApp:
                 counted.failed(fault)
                 await _respond_error(send, fault, counted.trace, counted.answer_id)
 
-    def _note_cut(self, connection: Connection, num_bytes: int) -> None:
-        self._count_slow_client(connection.path, str(num_bytes))
+    def note_refusal(self, error: KvferryError) -> None:
+        """Count an error of a request that reached no endpoint."""
+        self._metrics.note_refusal(error.code)
 
-    def _count_slow_client(self, path: str, num_unread: str) -> None:
+    def _note_cut(self, connection: Connection, num_bytes: int) -> None:
+        self._count_slow_client(connection.path, connection.peer, str(num_bytes))
+
+    def _count_slow_client(self, path: str, peer: str, num_unread: str) -> None:
         self._metrics.slow_clients.inc()
-        # As a literal: the client chose the path.
-        log.warning("a client of %.64r left %s bytes of its answer unread and was cut", path, num_unread)
+        # The path as a literal: the client chose it.
+        log.warning("the client %s of %.64r left %s bytes of its answer unread and was cut", peer, path, num_unread)
 
     def _begin_trace(
         self, endpoint: str, scope: Message, headers: Sequence[tuple[bytes, bytes]]
@@ -429,3 +437,8 @@ async def _refuse_body(receive: Receive, send: Send, error: KvferryError) -> Non
     except TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _peer_of(scope: Message) -> str:
+    client = scope.get("client")
+    return join_host_port(*client) if client else "(unknown)"

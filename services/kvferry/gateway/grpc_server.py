@@ -228,7 +228,7 @@ class GrpcEndpoint:
         )
         timeout_s = STALL_S + len(message) / MIN_READ_BYTES_PER_S
         with _UntilSlow(slow) as until_slow:
-            unread = _UnreadMessage(f"/{SERVICE}/{method}", len(message), until_slow.end)
+            unread = _UnreadMessage(f"/{SERVICE}/{method}", context.peer(), len(message), until_slow.end)
             self._unread_answers.add(unread)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -282,7 +282,7 @@ class GrpcEndpoint:
                 counted.left(error)
                 if not error.is_counted:
                     self._metrics.slow_clients.inc()
-                    log.warning("a client of %s was cut: %s", endpoint, error)
+                    log.warning("the client %s of %s was cut: %s", context.peer(), endpoint, error)
                 aborted = context.abort(grpc.StatusCode.ABORTED, str(error))
                 await self._abort_soon(aborted, SLOW_ABORT_TIMEOUT_S, context)
             except KvferryError as error:
@@ -367,8 +367,9 @@ class _UnreadMessage:
 
     stalls = False
 
-    def __init__(self, path: str, num_bytes: int, cut: Callable[[], None]) -> None:
+    def __init__(self, path: str, peer: str, num_bytes: int, cut: Callable[[], None]) -> None:
         self.path = path
+        self.peer = peer
         self.num_bytes = num_bytes
         self.cut = cut
 

@@ -21,6 +21,9 @@ class Connection(Protocol):
     def stalls(self) -> bool: ...  # whether `num_unread_bytes` falls while the client reads
 
     @property
+    def peer(self) -> str: ...  # host:port
+
+    @property
     def path(self) -> str: ...  # of the last request
 
     def num_unread_bytes(self) -> int: ...

@@ -14,6 +14,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvferry.addresses import join_host_port
 from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.openai_responses import error_body
@@ -122,6 +123,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._end_timer()
         if self.transport.is_closing():
             return
+        if (note_refusal := getattr(self.app, "note_refusal", None)) is not None:
+            note_refusal(error)
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             cycle.keep_alive = False
@@ -215,6 +218,10 @@ class HttpProtocol(HttpToolsProtocol):
     # Bytes that the client has not read
 
     stalls = True
+
+    @property
+    def peer(self) -> str:
+        return join_host_port(*self.client) if self.client else "(unknown)"
 
     @property
     def path(self) -> str:

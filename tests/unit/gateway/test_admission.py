@@ -92,7 +92,7 @@ def test_log_probabilities_of_a_step_are_limited(num_choices: int, num_top: int)
     gateway = admission()
     with gateway.count_request("completions") as one:
         one.claim.take_answer([prompt(1, 1, num_top)], num_choices)
-        with pytest.raises(InvalidRequest, match="at most 64 choices and 256 entries are allowed") as refused:
+        with pytest.raises(InvalidRequest, match="at most 64 choices and 256 a token are allowed") as refused:
             one.claim.take_answer([prompt(1, 1, num_top)], num_choices + 1)
         assert refused.value.param == "n"
 

@@ -17,6 +17,7 @@ class Client:
     """A connection with `num_unread` bytes."""
 
     stalls = True
+    peer = "127.0.0.1:1"
     path = "/"
 
     def __init__(self, num_unread: int) -> None:
