@@ -173,6 +173,7 @@ class Stage:
             "sealed or not": self._other_algorithm,
             "ENOSPC": self._no_space,
             "EIO": self._io_error,
+            "EMFILE": self._no_descriptor,
             "short transfers": self._short,
             "stall": self._stall,
         }
@@ -391,6 +392,12 @@ class Stage:
         operation = self._random.choice(list(Operation))
         num_bytes = num_bytes if operation in (Operation.READ, Operation.WRITE) else None
         return self._write_with_fault(target, (operation,), Fault(errno.EIO, num_bytes))
+
+    def _no_descriptor(self, target: Target) -> Outcome:
+        self._drive.fail([Operation.OPEN], Fault(errno.EMFILE, None), 0, once=True)
+        outcome = self._read(target)
+        self._drive.next = None
+        return outcome if self._read(target) is Outcome.OK else Outcome.MISSING
 
     def _write_with_fault(self, target: Target, operations: Sequence[Operation], fault: Fault) -> Outcome:
         target = self._absent(target)

@@ -262,7 +262,7 @@ async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
         await server.stop(None)
-    assert "watchers=0" in repr(health)
+    await until(lambda: "watchers=0" in repr(health))
 
 
 async def test_silent_calls_of_the_health_service_are_few_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_an_interrupted_start_leaves_nothing(machine: Machine, moment: str, numb
     up = machine.start(*machine.up_arguments)
     try:
         log = machine.folder.logs / f"{moment}.log"
-        wait_until(lambda: log.exists() or up.poll() is not None, timeout_s=120, what=f"{moment} being started")
+        wait_until(lambda: log.exists() or up.poll() is not None, timeout_s=240, what=f"{moment} being started")
         assert up.poll() is None
         processes = machine.processes()
         up.send_signal(number)

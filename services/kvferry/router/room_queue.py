@@ -136,9 +136,8 @@ class RoomQueue:
         if not is_resumed:
             if len(self._order) >= self._max_requests:
                 raise self.refusal(
-                    f"all workers are full, and the line for room has no place left: {len(self._order)} choices wait, "
-                    "perhaps others of this request; send fewer choices at once; "
-                    f"gateway.max_queued_requests is {self._max_requests}"
+                    f"all workers are full, and the line for room has no place left: {len(self._order)} choices wait; "
+                    f"gateway.max_queued_requests is {self._max_requests}. If they are this request's, send fewer"
                 )
             wait_s = self.completions.wait_s(len(self._order) + 1, now_s)
             if wait_s is not None and wait_s > ends_s - now_s:

@@ -93,7 +93,7 @@ async def test_a_keeper_has_all_its_metrics(tmp_path: Path) -> None:
     from kvferry.config import TierConfig
 
     keeper = Keeper(TierConfig(), [], keeper_id="k-1")
-    remote = SimpleNamespace(stats=RemoteStats(2, {}, 8192, 0.5, 0.25))
+    remote = SimpleNamespace(stats=RemoteStats(2, {}, 8192, 0.5, 0.25, 0))
     lender = SimpleNamespace(num_lent=3, num_expired=1)
     metrics = KeeperMetrics(keeper, cast("RemoteReader", remote), cast("ChunkLender", lender))
     assert metrics.exposition.missing == frozenset()
