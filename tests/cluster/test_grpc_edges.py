@@ -163,7 +163,7 @@ async def test_a_call_that_is_over_does_not_wait_for_its_client(
             await until(call.done, what="its connection ends")
         assert grpc.StatusCode.UNAVAILABLE in {await call.code() for call in calls}
         assert gateway.grpc._ender is not None
-        assert 1 <= gateway.grpc._ender.num_passes <= 2
+        assert 1 <= gateway.grpc._ender.num_passes <= max(1, num_calls // 2)
     assert not [record for record in caplog.records if record.exc_info]
 
 
