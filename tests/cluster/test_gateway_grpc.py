@@ -549,8 +549,10 @@ async def test_a_client_that_does_not_read_is_cut() -> None:
             admission = cluster.gateway.admission
             await until(lambda: admission.num_in_flight == 0, what="it does not keep its place")
             error = await refused(stream)
-            assert error.code() is grpc.StatusCode.ABORTED
-            assert str(64 << 10) in (error.details() or "")
+            # The status, or the end of the connection where the client has not read it in time.
+            assert error.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
+            if error.code() is grpc.StatusCode.ABORTED:
+                assert str(64 << 10) in (error.details() or "")
 
 
 async def test_reflection_lists_everything(cluster: SimCluster) -> None:

@@ -54,6 +54,8 @@ def kill_engine(member: dict[str, Any]) -> None:
     worker = psutil.Process(member["pid"])
     children = {child: " ".join(child.cmdline()) for child in worker.children(recursive=True)}
     engine = [child for child, command in children.items() if "VLLM::" in command]
+    # vLLM names its processes itself; until then they are multiprocessing's.
+    engine = engine or [child for child, command in children.items() if "spawn_main" in command]
     assert engine, (member, worker, children)
     for process in engine:
         process.send_signal(signal.SIGKILL)
