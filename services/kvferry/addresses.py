@@ -90,6 +90,11 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def describe_client(address: tuple[str, int] | None) -> str:
+    """Return `host:port` for the log; a client over a Unix socket has no address."""
+    return join_host_port(*address) if address else "(unknown)"
+
+
 def node_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return the address by which others reach this machine: $KVFERRY_NODE_ADDRESS, else that of the default route.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import grpc
 import httpx
@@ -165,6 +165,31 @@ async def test_a_call_that_is_over_does_not_wait_for_its_client(
         assert gateway.grpc._ender is not None
         assert 1 <= gateway.grpc._ender.num_passes <= max(1, num_calls // 2)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_call_that_its_client_left_ends_no_other_call_of_its_connection() -> None:
+    async with running() as cluster, own_channel_to(cluster) as channel:
+        gateway = cluster.gateway
+        assert gateway is not None
+        other = stub_on(channel).GenerateStream(ENDLESS)
+        await other.read()
+
+        class Context:
+            """Of a call that is over: gRPC takes no status for it."""
+
+            def peer(self) -> str:
+                raise AssertionError("nothing is ended")
+
+        async def abort() -> NoReturn:
+            raise grpc.aio.InternalError("Failed execute_batch")
+
+        with pytest.raises(asyncio.CancelledError):
+            await gateway.grpc._abort_soon(abort(), 5.0, cast(Any, Context()))
+        assert gateway.grpc._ender is not None
+        assert gateway.grpc._ender.num_passes == 0
+        await other.read()
+        other.cancel()
+        await cluster.until_quiet()
 
 
 async def test_an_answer_that_is_not_read_is_cut_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

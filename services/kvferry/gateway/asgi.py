@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from kvferry.addresses import join_host_port
+from kvferry.addresses import describe_client
 from kvferry.config import GatewayConfig
 from kvferry.errors import (
     BodyTimeout,
@@ -212,7 +212,9 @@ class HttpApp:
             except _ClientSlow as error:
                 counted.left(error)
                 self._count_slow_client(
-                    scope["path"], _peer_of(scope), f"more than {self._config.max_write_buffer_bytes}"
+                    scope["path"],
+                    describe_client(scope.get("client")),
+                    f"more than {self._config.max_write_buffer_bytes}",
                 )
             except _ClientCut as error:
                 counted.left(error)
@@ -437,8 +439,3 @@ async def _refuse_body(receive: Receive, send: Send, error: KvferryError) -> Non
     except TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _peer_of(scope: Message) -> str:
-    client = scope.get("client")
-    return join_host_port(*client) if client else "(unknown)"

@@ -19,7 +19,7 @@ _FDS = "/proc/self/fd"
 
 
 class ConnectionEnder:
-    """Ends connections to `local_port`, those that are asked for meanwhile in one more pass over the descriptors."""
+    """Ends connections to `local_port`. Requests during a pass over the descriptors share the next pass."""
 
     # A pass takes milliseconds with thousands of connections, and clients decide how many calls it is asked for: one
     # at a time, in a thread of its own.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -235,8 +234,6 @@ class GrpcEndpoint:
                     await context.write(message)
             except TimeoutError:
                 raise _ClientSlow(f"the answer of {len(message)} bytes was not read within {timeout_s:.0f} s") from None
-            except grpc.aio.BaseError:
-                raise asyncio.CancelledError from None  # the client left
             finally:
                 self._unread_answers.remove(unread)
 
@@ -273,11 +270,11 @@ class GrpcEndpoint:
                 answered = await self._in_time(answering, context.time_remaining())
                 counted.status = "200"
                 return answered
-            except asyncio.CancelledError as error:
-                # By gRPC: the client cancelled, left, or its deadline passed.
+            except (asyncio.CancelledError, grpc.aio.BaseError) as error:
+                # The client cancelled, left, or its deadline passed: gRPC cancels, or what is sent to it fails.
                 counted.left(error)
                 self._metrics.cancelled.inc()
-                raise
+                raise asyncio.CancelledError from None
             except _ClientSlow as error:
                 counted.left(error)
                 if not error.is_counted:
@@ -295,16 +292,17 @@ class GrpcEndpoint:
                 await self._abort_soon(_abort(context, fault), ABORT_TIMEOUT_S, context)
 
     async def _abort_soon(self, abort: Awaitable[NoReturn], timeout_s: float, context: Context) -> NoReturn:
-        # The status waits behind what the client has not read.
-        # gRPC's own errors: the client left meanwhile.
-        with contextlib.suppress(TimeoutError, grpc.aio.InternalError):
+        try:
             async with asyncio.timeout(timeout_s):
                 await abort
-        peer = context.peer()  # empty once the connection has ended
-        if peer:
-            log.warning("the connection of %s is ended: it does not read the end of its call", peer)
-            assert self._ender is not None
-            self._ender.end(peer)
+        except grpc.aio.InternalError:
+            pass  # the client has left this call; others of its connection go on
+        except TimeoutError:
+            # The status waits behind what the client has not read.
+            if peer := context.peer():  # empty once the connection has ended
+                log.warning("the connection of %s is ended: it does not read the end of its call", peer)
+                assert self._ender is not None
+                self._ender.end(peer)
         raise asyncio.CancelledError
 
     def _begin_trace(self, endpoint: str, headers: Mapping[str, str]) -> RequestTrace | None:

@@ -21,7 +21,7 @@ class Connection(Protocol):
     def stalls(self) -> bool: ...  # whether `num_unread_bytes` falls while the client reads
 
     @property
-    def peer(self) -> str: ...  # host:port
+    def peer(self) -> str: ...  # for the log
 
     @property
     def path(self) -> str: ...  # of the last request

@@ -329,10 +329,6 @@ class VolumeIo:
 
     def _rescan(self) -> None:
         # In a thread of its own, one at a time: rescans take seconds, and would take the threads of reads and writes.
-        self._is_rescanning = True
-        self._rescan_at_s = math.inf
-        self._num_unfinished += 1
-
         def run() -> None:
             try:
                 self.volume.rescan()
@@ -343,7 +339,11 @@ class VolumeIo:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._end_rescan)
 
+        # First, because it raises where the machine has no thread left.
         threading.Thread(target=run, name=f"rescan-{self.volume_id}", daemon=True).start()
+        self._is_rescanning = True
+        self._rescan_at_s = math.inf
+        self._num_unfinished += 1
 
     def _end_rescan(self) -> None:
         self._is_rescanning = False
