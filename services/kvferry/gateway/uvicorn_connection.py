@@ -14,7 +14,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvferry.addresses import join_host_port
+from kvferry.addresses import describe_client
 from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.openai_responses import error_body
@@ -128,6 +128,7 @@ class HttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             cycle.keep_alive = False
+            cycle.transport = cast(asyncio.Transport, _LingeringTransport(cycle.transport, self._close_later))
             return
         is_answering = False
         if cycle is not None and not cycle.response_complete:
@@ -143,11 +144,17 @@ class HttpProtocol(HttpToolsProtocol):
                 f"content-length: {len(body)}\r\n{again}connection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-                self._timer = self.loop.call_later(LINGER_S, self.transport.close)
-                return
-        self.transport.close()
+            self._close_later()
+        else:
+            self.transport.close()
+
+    def _close_later(self) -> None:
+        """End what is sent now, and the connection after `LINGER_S`: until then the client may send and read."""
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
+            self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def _head_timed_out(self) -> None:
         self._timer = None
@@ -221,7 +228,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def peer(self) -> str:
-        return join_host_port(*self.client) if self.client else "(unknown)"
+        return describe_client(self.client)
 
     @property
     def path(self) -> str:
@@ -311,20 +318,21 @@ class Exchange:
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         cycle = self._cycle
-        cycle.transport = cast(asyncio.Transport, _HeadBuffer(self._transport))
+        cycle.transport = cast(asyncio.Transport, _HeadBuffer(cycle.transport))
         await cycle.send({"type": "http.response.start", "status": status, "headers": headers})
         await cycle.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def start(self, status: int, headers: Headers) -> None:
         """Begin a chunked response, sent with its first piece. Never waits. Requires `is_ready`."""
-        held = _HeadBuffer(self._transport)
+        transport = self._cycle.transport
+        held = _HeadBuffer(transport)
         self._cycle.transport = cast(asyncio.Transport, held)
         sending = self._cycle.send({"type": "http.response.start", "status": status, "headers": headers})
         try:
             # It waits for nothing but a client that does not read.
             sending.send(None)
         except StopIteration:
-            self._cycle.transport = self._transport
+            self._cycle.transport = transport
             self._head = held.head
             return
         sending.close()
@@ -381,6 +389,16 @@ class _HeadBuffer:
         else:
             self._transport.write(self.head)
             self._transport.write(data)
+
+
+class _LingeringTransport:
+    """A transport of an answer before a refused request: `close` is another one."""
+
+    __slots__ = ("close", "write")
+
+    def __init__(self, transport: Any, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.close = close
 
 
 def _head_too_large() -> HeadersTooLarge:
