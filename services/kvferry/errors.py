@@ -210,9 +210,13 @@ class NoDecodeWorker(UnavailableError):
 
 
 class WorkerLost(UnavailableError):
-    """The link to a worker broke while a request was on it."""
+    """The link to a worker broke while a request was on it. `is_by_peer`: its other end went away without a word."""
 
     code = "worker_lost"
+
+    def __init__(self, message: str, *, is_by_peer: bool = False) -> None:
+        super().__init__(message)
+        self.is_by_peer = is_by_peer
 
 
 class WorkerDraining(UnavailableError):

@@ -224,7 +224,7 @@ class WorkerLink:
             reason = await self._until_ended(connection)
             if self.generation == generation:
                 self._not_attached(reason)
-            self._disconnected(reason)
+            self._disconnected(reason, is_by_peer=connection.ended.done() and not self._fault)
         finally:
             self._connection = None
             # Before closing, which may wait: requests continue on other workers.
@@ -348,7 +348,7 @@ class WorkerLink:
             self.why_incompatible = why
             self._on_change()
 
-    def _disconnected(self, reason: str) -> None:
+    def _disconnected(self, reason: str, *, is_by_peer: bool = False) -> None:
         was_connected, self.connected = self.connected, False
         self.is_full = False
         requests, self._requests = self._requests, {}
@@ -357,7 +357,7 @@ class WorkerLink:
                 answer.set_exception(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
         self._number_to_on_orphan.clear()
         for remote in requests.values():
-            remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
+            remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}", is_by_peer=is_by_peer))
         if was_connected:
             log.warning("worker %s lost with %d requests: %s", self.member.member_id, len(requests), reason)
             self._on_change()

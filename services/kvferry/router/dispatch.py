@@ -284,11 +284,13 @@ class _RequestRun:
             yield
         except (WorkerLost, EngineDead) as error:
             self._placer.note_loss()
-            if self._router.losses.lose(engine, losses, len(self._answer.token_ids)):
+            is_by_peer = isinstance(error, WorkerLost) and error.is_by_peer
+            num_tokens, now_s = len(self._answer.token_ids), self._router.clock()
+            if self._router.losses.lose(engine, losses, num_tokens, now_s, is_by_peer=is_by_peer):
                 if isinstance(error, WorkerLost):
                     self._router.losses.note_blamed(worker, self._placer.digest, losses)
                 if losses.is_suspect:
-                    self._router.losses.blame(self._placer.digest, losses, self._router.clock())
+                    self._router.losses.blame(self._placer.digest, losses, now_s)
             self._record.lost_workers.append(worker)
             if losses.are_too_many:
                 lost = ", ".join(losses.workers)

@@ -27,6 +27,11 @@ MAX_LOSSES = 2
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
 
+# A worker that goes away without a word may have been killed by its machine or its operator. While others go away too, on
+# which the request was not, a second such loss of it is not blamed: it counts as that of a request among others.
+UNRELATED_S = 60.0
+MAX_LOST_LINKS = 256
+
 BLAMED_S = 60.0
 MAX_BLAMED = 1024
 
@@ -67,11 +72,13 @@ class RequestLosses:
     def are_too_many(self) -> bool:
         return (
             self.num_blamed >= MAX_LOSSES
-            or self._num_without_progress >= MAX_LOSSES_WITHOUT_PROGRESS
+            or self.num_blamed + self._num_without_progress >= MAX_LOSSES_WITHOUT_PROGRESS
             or self._num_shared >= MAX_SHARED_LOSSES
         )
 
-    def add(self, worker: MemberId, suspects: frozenset[RequestLosses], num_tokens: int) -> bool:
+    def add(
+        self, worker: MemberId, suspects: frozenset[RequestLosses], num_tokens: int, *, are_others_lost: bool
+    ) -> bool:
         """Count the loss of an engine. `suspects` are all requests on it that may be to blame.
 
         Return whether this one is blamed.
@@ -79,7 +86,8 @@ class RequestLosses:
         self.workers.append(worker)
         if self not in suspects:
             return False
-        if not self.has_answered or len(suspects) == 1:
+        is_unclear = are_others_lost and self.num_blamed == MAX_LOSSES - 1
+        if (not self.has_answered or len(suspects) == 1) and not is_unclear:
             self.num_blamed += 1
             return True
         self._num_shared += 1
@@ -102,6 +110,7 @@ class EngineLosses:
         # Requests that were blamed and have not answered since: copies of them are suspects too.
         self._blamed: OrderedDict[bytes, _Blamed] = OrderedDict()
         self._blamed_for: dict[MemberId, dict[RequestLosses, bytes]] = {}  # by the worker that was lost last
+        self._lost_links: OrderedDict[MemberId, float] = OrderedDict()  # of workers that went away without a word
         self._trial_ended = asyncio.Event()
         self.on_trial_end: Callable[[], None] = lambda: None
 
@@ -111,10 +120,12 @@ class EngineLosses:
     def begin(self, engine: Engine, losses: RequestLosses) -> None:
         self._in_flight.setdefault(engine, set()).add(losses)
 
-    def lose(self, engine: Engine, losses: RequestLosses, num_tokens: int) -> bool:
+    def lose(
+        self, engine: Engine, losses: RequestLosses, num_tokens: int, now_s: float, *, is_by_peer: bool = False
+    ) -> bool:
         """Count the loss of an engine against the request, which has `num_tokens` of its answer, if it is suspect.
 
-        Return whether it is blamed.
+        `is_by_peer`: its worker went away without a word. Return whether the request is blamed.
         """
         suspects = self._suspects.get(engine)
         if suspects is None:
@@ -122,7 +133,18 @@ class EngineLosses:
             lost = self._in_flight[engine]
             suspects = frozenset(each for each in lost if not each.has_answered) or frozenset(lost)
             self._suspects[engine] = suspects
-        return losses.add(engine[0], suspects, num_tokens)
+        are_others_lost = False
+        if is_by_peer:
+            self._note_lost_link(engine[0], now_s)
+            unrelated = self._lost_links.keys() - {engine[0], *losses.workers}
+            are_others_lost = any(now_s - self._lost_links[worker] < UNRELATED_S for worker in unrelated)
+        return losses.add(engine[0], suspects, num_tokens, are_others_lost=are_others_lost)
+
+    def _note_lost_link(self, worker: MemberId, now_s: float) -> None:
+        self._lost_links[worker] = now_s
+        self._lost_links.move_to_end(worker)
+        while len(self._lost_links) > MAX_LOST_LINKS:
+            self._lost_links.popitem(last=False)
 
     def end(self, engine: Engine, losses: RequestLosses) -> None:
         left = self._in_flight[engine]

@@ -14,7 +14,9 @@ from kvferry.router.engine_losses import (
     BLAMED_S,
     MAX_BLAMED,
     MAX_LOSSES_WITHOUT_PROGRESS,
+    MAX_LOST_LINKS,
     MAX_SHARED_LOSSES,
+    UNRELATED_S,
     EngineLosses,
     RequestLosses,
     digest_of,
@@ -28,7 +30,7 @@ def lose(engines: EngineLosses, requests: Sequence[RequestLosses], *, num_tokens
     for each in requests:
         engines.begin(engine, each)
     for each in requests:
-        engines.lose(engine, each, num_tokens)
+        engines.lose(engine, each, num_tokens, 0.0)
         engines.end(engine, each)
 
 
@@ -81,9 +83,9 @@ def test_a_request_that_came_after_the_loss_is_not_blamed() -> None:
     engines, first, later = EngineLosses(), RequestLosses(), RequestLosses()
     engine = (A, 1)
     engines.begin(engine, first)
-    engines.lose(engine, first, 0)
+    engines.lose(engine, first, 0, 0.0)
     engines.begin(engine, later)
-    engines.lose(engine, later, 0)
+    engines.lose(engine, later, 0, 0.0)
     assert (first.num_blamed, later.num_blamed) == (1, 0)
     engines.end(engine, first)
     engines.end(engine, later)
@@ -158,3 +160,56 @@ def test_blame_ends_with_an_answer_or_with_time_and_has_a_limit() -> None:
     assert (first.is_suspect, second.is_suspect) == (False, True)
     assert engines.knows_blamed(BLAMED_S - 1.0)
     assert not engines.knows_blamed(BLAMED_S)
+
+
+def go_away(engines: EngineLosses, worker: str, request: RequestLosses, now_s: float) -> None:
+    engine = (MemberId(worker), 1)
+    engines.begin(engine, request)
+    engines.lose(engine, request, 0, now_s, is_by_peer=True)
+    engines.end(engine, request)
+
+
+def test_workers_that_go_away_are_blamed_on_a_request_while_all_others_stay() -> None:
+    engines, poison = EngineLosses(), RequestLosses()
+    go_away(engines, "a", poison, 0.0)
+    go_away(engines, "b", poison, 1.0)
+    assert poison.are_too_many
+
+
+def test_workers_that_go_away_with_others_are_not_blamed_on_one_request() -> None:
+    """As when a node pool is drained by force."""
+    engines, unlucky = EngineLosses(), RequestLosses()
+    go_away(engines, "a", unlucky, 0.0)
+    go_away(engines, "b", RequestLosses(), 10.0)
+    go_away(engines, "c", unlucky, 20.0)
+    assert unlucky.is_suspect
+    assert not unlucky.are_too_many
+    # There is a limit all the same, and an engine that is known to have died counts fully.
+    go_away(engines, "d", unlucky, 21.0)
+    assert not unlucky.are_too_many
+    go_away(engines, "e", unlucky, 22.0)
+    assert unlucky.are_too_many
+    assert len(unlucky.workers) == MAX_LOSSES_WITHOUT_PROGRESS
+
+
+def test_an_engine_that_died_is_blamed_whatever_happens_elsewhere() -> None:
+    engines, poison = EngineLosses(), RequestLosses()
+    go_away(engines, "b", RequestLosses(), 0.0)
+    for generation in (1, 2):
+        lose(engines, [poison], generation=generation)
+    assert poison.are_too_many
+
+
+def test_others_are_forgotten_in_time() -> None:
+    engines, poison = EngineLosses(), RequestLosses()
+    go_away(engines, "b", RequestLosses(), 0.0)
+    go_away(engines, "a", poison, UNRELATED_S)
+    go_away(engines, "c", poison, UNRELATED_S + 1)
+    assert poison.are_too_many
+
+
+def test_workers_that_went_away_are_remembered_up_to_a_limit() -> None:
+    engines = EngineLosses()
+    for i in range(MAX_LOST_LINKS + 5):
+        go_away(engines, f"w{i}", RequestLosses(), float(i))
+    assert len(engines._lost_links) == MAX_LOST_LINKS
