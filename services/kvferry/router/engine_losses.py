@@ -27,8 +27,8 @@ MAX_LOSSES = 2
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
 
-# A worker that goes away without a word may have been killed by its machine or its operator. While others go away too, on
-# which the request was not, a second such loss of it is not blamed: it counts as that of a request among others.
+# A worker that goes away without a word may have been killed by its machine or its operator. While others go away too,
+# on which the request was not, a second such loss of it is not blamed: it counts as that of a request among others.
 UNRELATED_S = 60.0
 MAX_LOST_LINKS = 256
 
