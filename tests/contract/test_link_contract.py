@@ -285,8 +285,12 @@ async def test_what_a_prefill_engine_keeps_is_released_over_its_link(transport: 
 
 
 async def test_a_gateway_that_reads_never_runs_out_of_credit(transport: Transport) -> None:
-    """Many times the credit, in steps and in bytes, and an engine that never pauses."""
-    engine = Firehose("x" * 2000)
+    """Many times the credit, in steps and in bytes, faster than engines are.
+
+    Not as fast as the loop turns: gRPC reads in a thread of its own, which a busy machine may hold up for longer than
+    the worker's memory for unread outputs lasts at that rate.
+    """
+    engine = Firehose("x" * 2000, pause_s=0.0005)
     async with serving(engine) as server:
         port = server.frame_port if transport == "frames" else server.port
         async with linked(member(f"127.0.0.1:{port}", transport)) as link:

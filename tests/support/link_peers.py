@@ -215,10 +215,11 @@ class Gateway:
 
 
 class Firehose:
-    """An engine that puts out as fast as the event loop turns, until told to stop, once `open` is set."""
+    """An engine that puts out as fast as the event loop turns, or every `pause_s`, once `open` is set."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, pause_s: float = 0.0) -> None:
         self._text = text
+        self._pause_s = pause_s
         self.open = asyncio.Event()
         self.open.set()
         self.num_outputs = 0
@@ -234,7 +235,7 @@ class Firehose:
             while True:
                 self.num_outputs += 1
                 yield EngineOutput((1,), self._text)
-                await asyncio.sleep(0)
+                await asyncio.sleep(self._pause_s)
         finally:
             self.num_running -= 1
 
