@@ -54,7 +54,7 @@ from kvferry_loadtest.machine import machine_line
 
 KEYRING = SecretsKeyring({"*": b"not a secret, as everybody sees."})
 NAMESPACES = tuple(Namespace(tenant, epoch) for tenant in ("acme", "umbrella") for epoch in (1, 2))
-SMALL = ChunkLayout("llama", "main", "bfloat16", "auto", 16, 4, 8, 8, 64, "avx512", 1, 1, "NHD", 8192)
+SMALL = ChunkLayout("llama", "main", "x", "bfloat16", "auto", 16, 4, 8, 8, 64, "avx512", 1, 1, "NHD", 8192)
 LAYOUTS = (SMALL, dataclasses.replace(SMALL, blocks_per_chunk=8, payload_bytes=16384),
            dataclasses.replace(SMALL, blocks_per_chunk=32, payload_bytes=65536))  # fmt: skip
 CHUNKS_PER_LAYOUT = (32, 16, 6)
@@ -362,8 +362,7 @@ class Stage:
         header, body = image[:HEADER_BYTES], image[HEADER_BYTES:]
         digest, now_s = target.layout.digest, time.time()
         if self._is_sealed if is_sealed is None else is_sealed:
-            key = KEYRING.key(target.chunk.namespace)
-            assert key is not None
+            (key,) = KEYRING.keys(target.chunk.namespace, self._volume.volume_id)
             chunk_file.seal(header, memoryview(payload), body, digest, target.chunk, now_s, key)
         else:
             body[:] = payload

@@ -48,7 +48,7 @@ from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, ChunkLayout
 from kvferry.store.volume import Outcome, Volume
 from kvferry_loadtest.machine import machine_line
 
-LAYOUT = ChunkLayout("bench", "main", "bfloat16", "auto", 16, 4, 24, 8, 128, "avx512", 1, 1, "NHD", 3 << 19)
+LAYOUT = ChunkLayout("bench", "main", "x", "bfloat16", "auto", 16, 4, 24, 8, 128, "avx512", 1, 1, "NHD", 3 << 19)
 NUM_ROWS = 32
 # Chunks per call of vLLM's loader: those of one request.
 VLLM_BATCH = 8

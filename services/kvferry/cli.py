@@ -221,6 +221,24 @@ def show_config(config: ClusterConfig) -> None:
 
 
 @main.group()
+def model() -> None:
+    """Prepare models."""
+
+
+@model.command(name="manifest")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@_reported
+def write_manifest(folder: Path) -> None:
+    """Write digests of a model's weights beside them, so that no machine has to read them all before it serves.
+
+    Copy the file with the weights. Write it anew whenever they change: only their sizes are compared with it.
+    """
+    from kvferry.engine.vllm.weights import write_manifest
+
+    click.echo(f"wrote {write_manifest(folder)}")
+
+
+@main.group()
 def key() -> None:
     """Make API keys."""
 
@@ -355,6 +373,62 @@ def du(path: Path, as_json: bool) -> None:
     _print_wide(table)
 
 
+@tier.command(name="keys")
+@click.option("--keys", type=click.Path(path_type=Path), help="The key file (tier.encryption_keys_file).")
+@_reported
+@_volume
+def show_keys(path: Path, as_json: bool, keys: Path | None) -> None:
+    """Show what each sealing key has sealed in the volume at PATH. With --keys, which secret it is of."""
+    from kvferry.store import fsck as checking
+    from kvferry.store.keyring import load_keyring
+    from kvferry.store.seal_counts import MAX_SEALS
+
+    usages = checking.key_usage(path, None if keys is None else load_keyring(keys))
+    if as_json:
+        rows = [
+            {
+                "fingerprint": usage.fingerprint or None,
+                "tenants": [str(namespace) for namespace in usage.namespaces],
+                "pages": usage.num_chunks,
+                "bytes": usage.num_bytes,
+                "sealed": usage.num_sealed,
+                "budget": MAX_SEALS,
+                "secret": usage.secret,
+            }
+            for usage in usages
+        ]
+        click.echo(json.dumps({"keys": rows}, indent=2))
+        return
+    table = _plain_table(("fingerprint", "tenant.epoch", "secret"), ("chunks", "bytes", "sealed ever", "of budget"))
+    for usage in usages:
+        secret = "" if keys is None or not usage.fingerprint else str(usage.secret or "unknown")
+        names = ", ".join(map(str, usage.namespaces[:3])) + (", …" if len(usage.namespaces) > 3 else "")
+        table.add_row(
+            *map(escape, (usage.fingerprint or "not sealed", names, secret)),
+            str(usage.num_chunks),
+            _bytes(usage.num_bytes),
+            str(usage.num_sealed) if usage.fingerprint else "",
+            f"{usage.num_sealed / MAX_SEALS:.1%}" if usage.fingerprint else "",
+        )
+    _print_wide(table)
+
+
+@tier.command()
+@click.option("--tenant", required=True, help="Whose chunks.")
+@click.option("--epoch", type=click.IntRange(min=0), help="Of one epoch; by default of all.")
+@_reported
+@_volume
+def purge(path: Path, as_json: bool, tenant: str, epoch: int | None) -> None:
+    """Remove a tenant's chunks from the volume at PATH, from quarantine too.
+
+    Keepers may serve the volume meanwhile. Stop the tenant's requests before: engines write their pages again.
+    """
+    from kvferry.store import fsck as checking
+
+    num_chunks = checking.purge(path, tenant, epoch)
+    click.echo(json.dumps({"removed": num_chunks}) if as_json else f"removed {num_chunks} chunks of {tenant}")
+
+
 def _listed(found: FoundChunk) -> dict[str, Any]:
     return {
         "key": found.chunk.key.hex(),
@@ -431,6 +505,7 @@ def _print_explanation(console: Console, request: dict[str, Any]) -> None:
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
         + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")
         + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else "")
+        + (f"\nno pages were exchanged: {request['unequal_pages']}" if request.get("unequal_pages") else "")
         + (f"\nended with an error: {request['error_code']}" if request.get("error_code") else ""),
         highlight=False,
     )

@@ -44,7 +44,8 @@ class ModelConfig(_Section):
     )
     max_model_len: int | None = Field(None, ge=64)  # tokens of prompt and answer; empty: the model's own
     trust_remote_code: bool = False
-    # Names these weights in pages that outlive an engine. Empty: a digest of the weight files, taken once per machine.
+    # A name for these weights, beside the digest of the weight files that is taken once per machine: gateways and
+    # workers of different revisions do not work together, nor do engines and volumes.
     revision: str = ""
     # vLLM's parsers for this model's answers. Empty: no tools; reasoning stays part of the content.
     tool_parser: str = ""
@@ -275,12 +276,24 @@ class TierConfig(_Section):
     socket_dir: Path | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
     host: str = "127.0.0.1"  # where keepers answer gateways and each other; auto: this node's address
     io_threads: int = Field(4, ge=1, le=64)
-    io_timeout_s: float = Field(10.0, gt=0)  # for an operation on a chunk, and for a request's wait for its tiers
+    io_timeout_s: float = Field(10.0, gt=0)  # for an operation on a drive; one that takes longer hangs
+    # For an operation that waits for its turn, and for a request that waits for its pages from tiers: then it computes
+    # them. Empty: io_timeout_s, and the sum of both.
+    queue_timeout_s: float | None = Field(None, gt=0)
+    load_timeout_s: float | None = Field(None, gt=0)
     # Chunks that wait to be written, of an engine and of all volumes of a keeper; beyond it they are skipped.
     queue_mib: int = Field(512, ge=1)
     breaker_failures: int = Field(3, ge=1)  # in a row, until a volume is left alone
     breaker_retry_s: float = Field(5.0, gt=0)
     encryption_keys_file: Path | None = None
+
+    @property
+    def queue_limit_s(self) -> float:
+        return self.io_timeout_s if self.queue_timeout_s is None else self.queue_timeout_s
+
+    @property
+    def load_limit_s(self) -> float:
+        return self.queue_limit_s + self.io_timeout_s if self.load_timeout_s is None else self.load_timeout_s
 
     @field_validator("socket_dir")
     @classmethod

@@ -210,7 +210,7 @@ class NoDecodeWorker(UnavailableError):
 
 
 class WorkerLost(UnavailableError):
-    """The link to a worker broke while a request was on it. `is_by_peer`: its other end went away without a word."""
+    """The link to a worker broke while a request was on it; `is_by_peer`: the worker went away without a word."""
 
     code = "worker_lost"
 

@@ -15,22 +15,23 @@ from kvferry.model_folder import cache_folder
 _TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tekken.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def identity(config: ClusterConfig, model_folder: str) -> Identity:
+def identity(config: ClusterConfig, model_folder: str, *, computes: bool = False) -> Identity:
     """Return what this process says of itself. Reads files, all weights the first time: call it off the event loop.
 
+    `computes`: this process has read the weights anyway.
     Raises ConfigError for a folder that cannot be read.
     """
-    return Identity(config.name, _served_model(config, model_folder))
+    return Identity(config.name, _served_model(config, model_folder, computes=computes))
 
 
-def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
-    weights = config.model.revision
+def _served_model(config: ClusterConfig, model_folder: str, *, computes: bool) -> ServedModel:
+    revision = config.model.revision
     if config.engine.kind == "sim":
-        return ServedModel(config.served_name, "sim", weights)
+        return ServedModel(config.served_name, "sim", revision)
     folder = Path(model_folder)
-    if not weights and has_weights(folder):
-        weights = weights_revision(folder, cache_folder() / "weights")
-    return ServedModel(config.served_name, _tokenizer_digest(folder), weights)
+    is_read = has_weights(folder) and (computes or not revision)
+    digest = weights_revision(folder, cache_folder() / "weights") if is_read else ""
+    return ServedModel(config.served_name, _tokenizer_digest(folder), revision or digest, digest)
 
 
 def _tokenizer_digest(folder: Path) -> str:

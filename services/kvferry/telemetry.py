@@ -338,6 +338,9 @@ def _worker_seen(name: str, kind: Kind, unit: str, text: str, *labels: Label) ->
 
 
 WORKER_CONNECTED = _worker_seen("connected", Kind.GAUGE, "1", "1 while this gateway's link to the worker is up.")
+WORKER_UNPAIRED = _worker_seen(
+    "unpaired", Kind.GAUGE, "1", "1 while it exchanges KV pages with no worker of the other role, as `/readyz` says."
+)
 WORKER_RUNNING = _worker_seen("requests_running", Kind.GAUGE, "requests", "Requests that its engine computes now.")
 WORKER_WAITING = _worker_seen("requests_waiting", Kind.GAUGE, "requests", "Requests that its engine has queued.")
 WORKER_PAGES_USED = _worker_seen("kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")
@@ -357,7 +360,15 @@ WORKER_TRANSFERRED_BYTES = _worker_seen(
 )
 WORKER_GENERATED_TOKENS = _worker_seen("generated_tokens_total", Kind.COUNTER, "tokens", "Tokens its engine generated.")
 WORKERS_SEEN = (
-    *(WORKER_CONNECTED, WORKER_RUNNING, WORKER_WAITING, WORKER_PAGES_USED, WORKER_PAGES, WORKER_PROMPT_TOKENS),
+    *(
+        WORKER_CONNECTED,
+        WORKER_UNPAIRED,
+        WORKER_RUNNING,
+        WORKER_WAITING,
+        WORKER_PAGES_USED,
+        WORKER_PAGES,
+        WORKER_PROMPT_TOKENS,
+    ),
     *(WORKER_CACHED_TOKENS, WORKER_TRANSFERRED_BYTES, WORKER_GENERATED_TOKENS),
 )
 

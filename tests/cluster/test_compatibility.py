@@ -63,7 +63,7 @@ async def test_a_foreign_worker_gets_no_request_and_is_named(values: dict[str, A
 @pytest.mark.parametrize("which", ["kvferry.worker.lifecycle", "kvferry.gateway.lifecycle"])
 async def test_either_end_that_compares_is_enough(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one says its cluster and compares nothing."""
-    monkeypatch.setattr(f"{which}.identity", lambda config, folder: Identity("another"))
+    monkeypatch.setattr(f"{which}.identity", lambda config, folder, **named: Identity("another"))
     monkeypatch.setattr(
         "kvferry.link.worker_link.why_incompatible"
         if which == "kvferry.gateway.lifecycle"
@@ -84,7 +84,7 @@ PREVIOUS_RELEASE = Identity("", ServedModel(), 1, 1, frozenset())
 
 
 async def test_workers_of_the_previous_release_serve_a_new_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: PREVIOUS_RELEASE)
+    monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder, **named: PREVIOUS_RELEASE)
     async with running(1, 2) as cluster:
         gateway = cluster.gateway
         assert gateway is not None
@@ -100,7 +100,7 @@ async def test_workers_of_the_previous_release_serve_a_new_gateway(monkeypatch: 
 async def test_gateways_of_two_releases_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(1, 2) as cluster:
         new = cluster.gateway
-        monkeypatch.setattr("kvferry.gateway.lifecycle.identity", lambda config, folder: PREVIOUS_RELEASE)
+        monkeypatch.setattr("kvferry.gateway.lifecycle.identity", lambda config, folder, **named: PREVIOUS_RELEASE)
         old = await cluster.add_gateway()
         await cluster.ready()
         sessions = [session for host, _ in cluster.workers for session in host.server.sessions]
@@ -152,3 +152,26 @@ async def test_a_default_prefix_names_the_cluster() -> None:
     assert configuration.parse({}).membership.prefix == "/kvferry"
     assert configuration.parse({"name": "blue"}).membership.prefix == "/kvferry/blue"
     assert configuration.parse({"name": "blue", "membership": {"prefix": "/own"}}).membership.prefix == "/own"
+
+
+async def test_workers_whose_pages_mean_different_things_are_not_paired_and_named() -> None:
+    async with running(1, 0) as cluster:
+        (prefill,) = cluster.hosts(MemberKind.PREFILL)
+        config = changed(cluster, sim={"max_model_len": 4096})
+        unpaired = f'kvferry_worker_unpaired{{role="prefill",worker="{prefill.worker_id}"}}'
+        other, _ = await cluster.add_worker(MemberKind.DECODE, config)
+        await cluster.ready()
+        answer = await ask(cluster)
+        assert answer.json()["kvferry"]["reason"] == "unequal_pages"
+        difference = "max_model_len is 8192 and 4096"
+        status = await readiness(cluster)
+        assert status["ready"]
+        assert status["unpaired"][0] == f"{prefill.worker_id} and {other.worker_id} exchange no pages: {difference}"
+        assert len(status["unpaired"]) == 2
+        async with httpx.AsyncClient(base_url=cluster.url) as http:
+            explained = (await http.get(f"/kvferry/v1/requests/{answer.json()['id']}")).json()["requests"]
+        assert explained[0]["unequal_pages"] == difference
+        assert cluster.metric(unpaired) == 1
+        await cluster.add_worker(MemberKind.DECODE)
+        await until(lambda: cluster.metric(unpaired) == 0)
+        assert [line.split()[0] for line in (await readiness(cluster))["unpaired"]] == [other.worker_id]

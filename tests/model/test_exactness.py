@@ -67,6 +67,14 @@ async def prefill(pair: VllmPair, request_id: str, prompt: list[int]) -> Transfe
     return last.transfer_params
 
 
+async def test_engines_say_what_their_pages_mean(vllm_pair: VllmPair) -> None:
+    fields = dict(vllm_pair.decode.info.exchange)
+    assert vllm_pair.prefill.info.exchange == vllm_pair.decode.info.exchange
+    assert fields["attention_backend"] == "CPU_ATTN"
+    assert len(fields["weights"]) == 32
+    assert not {"auto", "", "None"} & set(fields.values())
+
+
 async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
     greedy = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     info, made = vllm_pair.decode.info, prompts(vllm_pair)

@@ -13,6 +13,7 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 
 LAYOUT = ChunkLayout(
     model="smollm2",
+    exchange="x",
     weights_revision="main",
     dtype="float32",
     kv_cache_dtype="auto",

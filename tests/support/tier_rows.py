@@ -17,6 +17,7 @@ def layout_of(payload_bytes: int = 8192, **fields: object) -> ChunkLayout:
         "model": "m",
         "weights_revision": "r1",
         "dtype": "float32",
+        "exchange": "x",
         "kv_cache_dtype": "auto",
         "tokens_per_block": 32,
         "blocks_per_chunk": 1,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.config import ClusterConfig, load, parse
+from kvferry.config import ClusterConfig, TierConfig, load, parse
 from kvferry.errors import ConfigError
 
 
@@ -341,3 +341,14 @@ def test_a_role_has_an_engine_of_its_own_where_it_says_so() -> None:
 def test_limits_that_would_refuse_the_largest_request_for_ever_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(values)
+
+
+def test_a_request_waits_for_its_pages_as_long_as_they_may_wait_and_be_read() -> None:
+    for given, expected in (
+        ({}, (10.0, 20.0)),
+        ({"io_timeout_s": 2.0}, (2.0, 4.0)),
+        ({"io_timeout_s": 2.0, "queue_timeout_s": 7.0}, (7.0, 9.0)),
+        ({"load_timeout_s": 3.0}, (10.0, 3.0)),
+    ):
+        tier = TierConfig(**given)
+        assert (tier.queue_limit_s, tier.load_limit_s) == expected

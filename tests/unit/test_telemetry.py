@@ -38,6 +38,7 @@ SAMPLE = WorkerSample(
     worker_id="decode-1",
     role="decode",
     connected=True,
+    is_unpaired=False,
     num_running=2,
     num_waiting=1,
     num_pages_used=5,

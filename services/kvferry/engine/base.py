@@ -14,6 +14,7 @@ from typing import Any, NewType, Protocol
 import msgspec
 
 from kvferry.errors import InvalidRequest
+from kvferry.pages.exchange import ExchangeFields
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.tracing import TraceContext
 
@@ -274,6 +275,7 @@ class EngineInfo:
     num_pages: int
     kv_cache_dtype: str
     num_cpu_pages: int = 0  # capacity of the CPU tier
+    exchange: ExchangeFields = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,15 @@ MAX_STEP_LOGPROB_ENTRIES = 256
 class Readiness(msgspec.Struct, frozen=True):
     """Whether requests can be answered now; `waiting_for` names missing parts.
 
-    `left_out` names workers that this gateway must not work with, and why.
+    `left_out` names workers that this gateway must not work with, and why; `unpaired` those that exchange KV pages with
+    no worker of the other role.
     """
 
     ready: bool
     waiting_for: Sequence[str]
     members: Sequence[str]
     left_out: Sequence[str] = ()
+    unpaired: Sequence[str] = ()
 
 
 class Claim:

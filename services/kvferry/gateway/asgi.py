@@ -165,7 +165,7 @@ class HttpApp:
         try:
             self._identify(scope)
         except KvferryError:
-            return msgspec.structs.replace(readiness, members=(), left_out=())
+            return msgspec.structs.replace(readiness, members=(), left_out=(), unpaired=())
         return readiness
 
     def _identify(self, scope: Message) -> Tenant:

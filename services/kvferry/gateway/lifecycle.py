@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
 import os
 import secrets
@@ -43,6 +44,7 @@ from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, 
 from kvferry.metrics_listener import MetricsListener, Server
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
+from kvferry.router.placement import why_unequal
 from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.volume_pool import VolumePool, keeper_of
@@ -67,7 +69,7 @@ SWITCH_INTERVAL_S = 0.00005
 # socket several times.
 ACCEPTS_PER_TURN = 32
 
-MAX_NAMED = 16  # workers that /readyz names as incompatible
+MAX_NAMED = 16  # workers in each list of /readyz
 
 
 # Clients cause what they say: a line per bad request would fill a disk.
@@ -255,6 +257,10 @@ class GatewayHost:
                 f"{link.member.member_id}: {link.why_incompatible}"
                 for link in self.worker_pool.incompatible()[:MAX_NAMED]
             ],
+            unpaired=[
+                f"{worker.member_id} and {other.member_id} exchange no pages: {why_unequal(worker, other)}"
+                for worker, other in itertools.islice(self.worker_pool.unpaired(), MAX_NAMED)
+            ],
         )
 
     async def drain(self) -> None:
@@ -349,11 +355,13 @@ class GatewayHost:
         return self._tracing.counts if self._tracing is not None else SpanCounts()
 
     def _sample_workers(self) -> Sequence[WorkerSample]:
+        unpaired = {worker.member_id for worker, _ in self.worker_pool.unpaired()}
         return [
             WorkerSample(
                 worker_id=link.member.member_id,
                 role=kind.value,
                 connected=link.connected,
+                is_unpaired=link.member.member_id in unpaired,
                 num_running=link.stats.num_running,
                 num_waiting=link.stats.num_waiting,
                 num_pages_used=link.stats.num_pages_used,

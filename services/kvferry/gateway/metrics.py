@@ -48,6 +48,7 @@ from kvferry.telemetry import (
     WORKER_PROMPT_TOKENS,
     WORKER_RUNNING,
     WORKER_TRANSFERRED_BYTES,
+    WORKER_UNPAIRED,
     WORKER_WAITING,
     WORKERS_SEEN,
     Exporter,
@@ -61,6 +62,7 @@ class WorkerSample:
     worker_id: str
     role: str
     connected: bool
+    is_unpaired: bool
     num_running: int
     num_waiting: int
     num_pages_used: int
@@ -131,6 +133,7 @@ def _of_workers(workers: Iterable[WorkerSample]) -> Iterator[Reading]:
     for worker in workers:
         key = (worker.worker_id, worker.role)
         yield Reading(WORKER_CONNECTED, key, float(worker.connected))
+        yield Reading(WORKER_UNPAIRED, key, float(worker.is_unpaired))
         yield Reading(WORKER_RUNNING, key, worker.num_running)
         yield Reading(WORKER_WAITING, key, worker.num_waiting)
         yield Reading(WORKER_PAGES_USED, key, worker.num_pages_used)

@@ -127,6 +127,7 @@ class OpenAI:
                 "request_id": record.request_id,
                 **record_values(record),
                 "error_code": record.error_code or None,
+                "unequal_pages": record.unequal_pages or None,
                 "choices": [explain(placement) for placement in record.placements],
             }
             for record in self._dispatcher.recent(answer_id)

@@ -28,12 +28,13 @@ from kvferry.keeper.server import KeeperServer
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.membership.follower import MemberFollower
 from kvferry.metrics_listener import MetricsListener
-from kvferry.store.keyring import load_keyring
+from kvferry.store.keyring import KeyFile
 from kvferry.store.volume import Volume
 from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
 
+_KEYS_PERIOD_S = 1.0
 _STOP_GRACE_S = 5.0
 
 
@@ -53,7 +54,8 @@ class KeeperHost:
         self.keeper_id = MemberId(f"{MemberKind.KEEPER.value}-{secrets.token_hex(4)}")
         self._follower = MemberFollower(membership, {MemberKind.KEEPER}, on_change=self._on_members_changed)
         self._others = _OtherKeepers(self._follower, self.keeper_id)
-        keyring = load_keyring(tier.encryption_keys_file) if tier.encryption_keys_file is not None else None
+        keyring = self._key_file = KeyFile(tier.encryption_keys_file) if tier.encryption_keys_file is not None else None
+        self._watching_keys: asyncio.Task[None] | None = None
         writer = re.sub(r"[^A-Za-z0-9._-]", "-", self._node).lstrip("._-")[:100] or "node"
         self._volumes = [
             Volume(
@@ -67,10 +69,10 @@ class KeeperHost:
         ]
         self._agent = NixlAgent(self.keeper_id)
         self.remote = RemoteReader(
-            self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.io_timeout_s
+            self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.load_limit_s
         )
         self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
-        self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.io_timeout_s)
+        self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.load_limit_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)
         self._tracing: Tracing | None = None
         self.metrics = KeeperMetrics(self.keeper, self.remote, self.lender, read_span_counts=self._span_counts)
@@ -111,6 +113,8 @@ class KeeperHost:
             self._config.tier.host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None
         )
         self._follower.start()
+        if self._key_file is not None:
+            self._watching_keys = asyncio.create_task(self._watch_keys(self._key_file))
         self._registration = await self._membership.register(self.member)
         log.info("%s serves %s", self.keeper_id, ", ".join(self.keeper.volume_ids) or "no volumes")
 
@@ -123,7 +127,7 @@ class KeeperHost:
             return
         self._is_stopped = True
         await self._follower.close()
-        tasks = [self._warming] if self._warming is not None else []
+        tasks = [task for task in (self._warming, self._watching_keys) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -166,6 +170,11 @@ class KeeperHost:
         self.remote.keep_only(addresses)
         if addresses and self._warming is None:
             self._warming = asyncio.create_task(self._warm_up())
+
+    async def _watch_keys(self, key_file: KeyFile) -> None:
+        while True:
+            await asyncio.sleep(_KEYS_PERIOD_S)
+            await asyncio.to_thread(key_file.refresh)
 
     async def _warm_up(self) -> None:
         with contextlib.suppress(TierError):  # it has logged the reason

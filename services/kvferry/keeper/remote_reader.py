@@ -350,7 +350,7 @@ def _verify(header: bytes, load: _Load, i: int, keyring: Keyring | None) -> str:
             return outcome
         if keyring is None:
             return chunk_file.verify_plain(parsed, payload)
-        key = keyring.key(chunk.namespace)
-        if key is None:
+        keys = keyring.keys(chunk.namespace, load.volume_id)
+        if not keys:
             return Outcome.UNDECRYPTABLE
-        return chunk_file.unseal(parsed, memoryview(header), payload, payload, key)
+        return chunk_file.unseal(parsed, memoryview(header), payload, payload, keys)

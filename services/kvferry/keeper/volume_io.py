@@ -67,6 +67,7 @@ class VolumeIo:
         self.volume_id = volume.volume_id
         self._is_shared = volume_config.shared
         self._timeout_s = config.io_timeout_s
+        self._queue_timeout_s = config.queue_limit_s
         self._retry_s = config.breaker_retry_s
         self._on_readable_changed = on_readable_changed
         self._clock = clock
@@ -77,7 +78,8 @@ class VolumeIo:
         self._write_breaker = Breaker(config.breaker_failures, config.breaker_retry_s)
         self._no_space_until_s = now_s
         self._is_full = False
-        self._rescan_at_s = now_s + _RESCAN_PERIOD_S if volume_config.shared else math.inf
+        self._rescan_at_s = now_s + _RESCAN_PERIOD_S
+        self._needs_rescan = self._is_shared
         self._loop = loop
         self._is_rescanning = False
         self._unreadable: list[tuple[LayoutDigest, ChunkId]] = []
@@ -194,7 +196,7 @@ class VolumeIo:
             self._write_breaker.trip(now_s)
             if self._read_breaker.trip(now_s):
                 self._hide()
-        self._drop(lambda operation: now_s - operation.queued_s > self._timeout_s, Cause.TIMEOUT)
+        self._drop(lambda operation: now_s - operation.queued_s > self._queue_timeout_s, Cause.TIMEOUT)
         # After the drop: operations that waited would make new threads hang as well.
         self._threads.start()
         if self._read_breaker.is_retry_due(now_s):
@@ -296,7 +298,7 @@ class VolumeIo:
         elif outcome != Outcome.IO_ERROR:
             if breaker.succeeded() and breaker is self._read_breaker:
                 log.warning("volume %s is used again", self.volume_id)
-                self._rescan_at_s = now_s
+                self._rescan_at_s, self._needs_rescan = now_s, True
                 self._on_readable_changed(self)
             if operation.kind is Kind.READ and outcome == Outcome.OK:
                 self._remove_unreadable()
@@ -329,9 +331,13 @@ class VolumeIo:
 
     def _rescan(self) -> None:
         # In a thread of its own, one at a time: rescans take seconds, and would take the threads of reads and writes.
+        needs_rescan, self._needs_rescan = self._needs_rescan, self._is_shared
+
         def run() -> None:
             try:
-                self.volume.rescan()
+                self.volume.record()
+                if needs_rescan:
+                    self.volume.rescan()
             except TierError as error:
                 log.warning("%s", error.message)
             except Exception:
@@ -347,8 +353,7 @@ class VolumeIo:
 
     def _end_rescan(self) -> None:
         self._is_rescanning = False
-        if self._is_shared:
-            self._rescan_at_s = min(self._rescan_at_s, self._clock() + _RESCAN_PERIOD_S)
+        self._rescan_at_s = min(self._rescan_at_s, self._clock() + _RESCAN_PERIOD_S)
         self._count_finished()
 
     def _probe(self) -> str:

@@ -9,6 +9,8 @@ from typing import NewType, Protocol
 
 import msgspec
 
+from kvferry.pages.exchange import ExchangeFields
+
 MemberId = NewType("MemberId", str)
 
 
@@ -38,6 +40,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0  # tokens per KV page
     page_bytes: int = 0
     kv_cache_dtype: str = ""
+    exchange: ExchangeFields = ()  # what decides the meaning of its pages' bytes; empty: not known
+    exchange_digest: str = ""
     volumes: tuple[str, ...] = ()  # ids of the volumes that a keeper serves
     socket_path: str = ""  # where engines connect to the keeper of their node
     metrics_address: str = ""  # host:port where it answers Prometheus

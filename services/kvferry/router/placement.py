@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.engine.base import EngineStats, RequestId
 from kvferry.membership.base import Member, MemberId
+from kvferry.pages.exchange import difference, sorted_fields
 
 
 class Reason(enum.StrEnum):
@@ -20,6 +21,9 @@ class Reason(enum.StrEnum):
     PREFILL_BUSY = "prefill_busy"  # aggregated: the queues of the prefill workers cost more
     NO_PREFILL_WORKER = "no_prefill_worker"
     UNEQUAL_PAGES = "unequal_pages"
+
+
+PageFormat = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,29 @@ def can_exchange(one: Member, other: Member) -> bool:
     return page_format(one) == page_format(other)
 
 
-def page_format(member: Member) -> tuple[str, int, str]:
-    return member.model, member.block_size, member.kv_cache_dtype
+def page_format(member: Member) -> PageFormat:
+    return member.model, member.block_size, member.kv_cache_dtype, member.exchange_digest
+
+
+def why_unequal(one: Member, other: Member) -> str:
+    """Return what keeps two workers apart; empty if nothing does."""
+    if can_exchange(one, other):
+        return ""
+    if not (one.exchange and other.exchange):
+        return "one of them does not say what its pages' bytes mean"
+    named = sorted_fields({"model": one.model, **dict(one.exchange)})
+    return difference(named, sorted_fields({"model": other.model, **dict(other.exchange)}))
+
+
+def unpaired(prefill: Sequence[Member], decode: Sequence[Member]) -> Iterator[tuple[Member, Member]]:
+    """Yield each worker that exchanges pages with none of the other role, and one of those."""
+    if not (prefill and decode):
+        return
+    for workers, others in ((prefill, decode), (decode, prefill)):
+        formats = {page_format(other) for other in others}
+        for worker in workers:
+            if page_format(worker) not in formats:
+                yield worker, others[0]
 
 
 class RoundRobin:

@@ -19,7 +19,7 @@ from kvferry.membership.base import MemberId
 from kvferry.residency.index import Found, ResidencyIndex
 from kvferry.router.expected_pages import ExpectedPages, expected_depth
 from kvferry.router.ledger import Ledger
-from kvferry.router.placement import Candidate, PlacementRequest
+from kvferry.router.placement import Candidate, PageFormat, PlacementRequest
 from kvferry.router.rates import CostDefaults
 from kvferry.router.worker_costs import CostPool, WorkerCosts
 
@@ -240,7 +240,7 @@ class Pricer:
         self._index = index
         self._ledger = ledger
         self._cost_defaults = cost_defaults
-        self._groups: dict[tuple[str, int, str], int] = {}
+        self._groups: dict[PageFormat, int] = {}
         self._output_tokens = cost_defaults.output_tokens  # how long an answer is
 
         def in_prefill(name: str) -> float | None:

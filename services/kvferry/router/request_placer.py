@@ -18,7 +18,7 @@ from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, RequestLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.placement import Candidate, Placement, PlacementRequest, can_exchange
+from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Policy
 from kvferry.router.pricing import VolumeCosts
@@ -315,6 +315,9 @@ class RequestPlacer:
             self.release_kept()
             self._record.reason = placement.reason.value
             router.metrics.placements[placement.reason].inc()
+            if placement.reason is Reason.UNEQUAL_PAGES:
+                chosen = next(each.member for each in decode if each.member_id == placement.decode)
+                self._record.unequal_pages = why_unequal(prefill[0].member, chosen)
         took_ns = time.perf_counter_ns() - began_ns
         router.metrics.placement_seconds.observe(took_ns / 1e9)
         self._record.note_placement(placement, took_ns)

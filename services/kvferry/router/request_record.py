@@ -25,6 +25,7 @@ class RequestRecord:
     prefill_worker: MemberId | None = None
     decode_worker: MemberId | None = None
     prefill_failure: str = ""
+    unequal_pages: str = ""  # what keeps prefill workers from exchanging pages with the decode worker
     prefill_sources: PromptSources = field(default_factory=PromptSources)
     sources: PromptSources = field(default_factory=PromptSources)
     transferred_pages: int = 0

@@ -8,7 +8,7 @@ from kvferry.engine.base import PromptSources
 from kvferry.membership.base import MemberId
 from kvferry.router.expected_pages import ExpectedPages, WorkerPages
 from kvferry.router.ledger import Ledger, WorkerAccount
-from kvferry.router.placement import Candidate, page_format
+from kvferry.router.placement import Candidate, PageFormat, page_format
 from kvferry.router.rates import (
     CostDefaults,
     RatePool,
@@ -133,7 +133,7 @@ class CostPool:
         ledger: Ledger,
         expected_pages: ExpectedPages,
         cost_defaults: CostDefaults,
-        groups: dict[tuple[str, int, str], int],
+        groups: dict[PageFormat, int],
         typical_of_peers: Callable[[str], float | None],
     ) -> None:
         """`typical_of_peers` as for RatePool."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvferry.config import WorkerConfig
 from kvferry.link.protocol import Identity
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
-from kvferry.router.placement import Candidate
+from kvferry.router.placement import Candidate, unpaired
 from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -75,6 +75,11 @@ class WorkerPool:
     def incompatible(self) -> list[WorkerLink]:
         """Return links to workers that this gateway must not work with."""
         return [link for kind in WORKER_KINDS for link in self.links(kind) if link.why_incompatible]
+
+    def unpaired(self) -> Iterator[tuple[Member, Member]]:
+        """As `placement.unpaired`, of usable workers."""
+        members = {kind: [link.member for link in self.usable(kind)] for kind in WORKER_KINDS}
+        return unpaired(members[MemberKind.PREFILL], members[MemberKind.DECODE])
 
     def quarantine(self, message: pb.Quarantined) -> None:
         """Tell all workers, which tell the other gateways."""

@@ -9,7 +9,7 @@ import enum
 import hashlib
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,10 +65,10 @@ class Algorithm(enum.IntEnum):
 class Keyring(Protocol):
     """With a keyring, only sealed chunks are accepted."""
 
-    def key(self, namespace: Namespace) -> bytes | None:
-        """Return SEALING_KEY_BYTES, unique to the namespace, or None.
+    def keys(self, namespace: Namespace, volume_id: str) -> tuple[bytes, ...]:
+        """Return keys of SEALING_KEY_BYTES, unique to the namespace on the volume; the first one seals. Empty: none.
 
-        With random nonces, 2^32 chunks repeat one with odds of 2^-33.
+        With random nonces, 2^32 chunks of one key repeat one with odds of 2^-33.
         """
         ...
 
@@ -111,7 +111,7 @@ def seal(
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     nonce = random_bytes(_NONCE_BYTES)
-    _write_fields(header, Algorithm.SEALED, len(payload), layout, chunk, created_s, _fingerprint(key), nonce)
+    _write_fields(header, Algorithm.SEALED, len(payload), layout, chunk, created_s, fingerprint(key), nonce)
     encryptor = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
     encryptor.authenticate_additional_data(header[:_CHECK_AT])
     encryptor.update_into(payload, sealed)
@@ -176,15 +176,18 @@ def verify_plain(header: Header, payload: memoryview) -> Outcome:
     return Outcome.OK if xxhash.xxh3_128_digest(payload) == header.check else Outcome.CORRUPT_PAYLOAD
 
 
-def unseal(header: Header, raw_header: memoryview, sealed: memoryview, payload: memoryview, key: bytes) -> Outcome:
+def unseal(
+    header: Header, raw_header: memoryview, sealed: memoryview, payload: memoryview, keys: Sequence[bytes]
+) -> Outcome:
     """Decrypt `sealed` into `payload`, which may be the same memory and is undefined unless OK.
 
-    CORRUPT_PAYLOAD: changed bytes. UNDECRYPTABLE: a plain chunk, or another key.
+    CORRUPT_PAYLOAD: changed bytes. UNDECRYPTABLE: a plain chunk, or none of these keys.
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-    if header.algorithm is not Algorithm.SEALED or header.fingerprint != _fingerprint(key):
+    key = next((key for key in keys if fingerprint(key) == header.fingerprint), None)
+    if header.algorithm is not Algorithm.SEALED or key is None:
         return Outcome.UNDECRYPTABLE
     decryptor = Cipher(algorithms.AES(key), modes.GCM(header.nonce, header.check)).decryptor()
     decryptor.authenticate_additional_data(raw_header[:_CHECK_AT])
@@ -203,7 +206,7 @@ def _write_fields(
     layout: LayoutDigest,
     chunk: ChunkId,
     created_s: float,
-    fingerprint: bytes = _NO_FINGERPRINT,
+    key_fingerprint: bytes = _NO_FINGERPRINT,
     nonce: bytes = bytes(_NONCE_BYTES),
 ) -> None:
     if payload_bytes > _MAX_PAYLOAD_BYTES:
@@ -224,7 +227,7 @@ def _write_fields(
         tenant,
         chunk.namespace.epoch,
         int(created_s * 1e9),
-        fingerprint,
+        key_fingerprint,
         nonce,
     )
 
@@ -234,7 +237,7 @@ def _write_checks(header: memoryview, check: bytes) -> None:
     header[_HEADER_CHECK_AT:] = xxhash.xxh3_128_digest(header[:_HEADER_CHECK_AT])
 
 
-def _fingerprint(key: bytes) -> bytes:
+def fingerprint(key: bytes) -> bytes:
     """Tells a wrong key from changed bytes."""
     if len(key) != SEALING_KEY_BYTES:
         raise ValueError(f"a sealing key of {len(key)} bytes instead of {SEALING_KEY_BYTES}")

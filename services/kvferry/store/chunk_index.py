@@ -17,6 +17,7 @@ from kvferry.store.change_log import Change, ChangeLog
 from kvferry.store.eviction import EvictionPolicy
 from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest
 from kvferry.store.outcome import Outcome
+from kvferry.store.recent_uses import RecentUses
 from kvferry.store.space_ledger import File, SpaceLedger
 from kvferry.tenancy.namespace import Namespace
 
@@ -62,6 +63,7 @@ class ChunkIndex:
         # The outcome of a write to a claimed key.
         self._claims: dict[tuple[LayoutDigest, ChunkKey], Outcome] = {}
         self._num_evicted = 0
+        self._uses: RecentUses[IndexEntry] = RecentUses()
 
     def __repr__(self) -> str:
         return f"<ChunkIndex of {self._num_chunks} chunks: {self._space!r}>"
@@ -121,13 +123,18 @@ class ChunkIndex:
         with self._lock:
             entry.num_pins -= 1
 
-    def touch(self, layout: LayoutDigest, keys: Iterable[ChunkKey], now_s: float) -> None:
+    def touch(self, layout: LayoutDigest, keys: Iterable[ChunkKey], now_s: float, *, is_recorded: bool = False) -> None:
+        """`is_recorded`: the uses need no record."""
         with self._lock:
             chunks = self._layout_to_chunks.get(layout, _NO_CHUNKS)
-            for key in keys:
-                entry = chunks.get(key)
-                if entry is not None:
-                    self._eviction.touch(entry, now_s)
+            for entry in filter(None, map(chunks.get, keys)):
+                self._eviction.touch(entry, now_s)
+                if not is_recorded:
+                    self._uses.note(entry)
+
+    def take_uses(self) -> list[IndexEntry]:
+        with self._lock:
+            return self._uses.take()
 
     # Additions
 
@@ -177,6 +184,29 @@ class ChunkIndex:
             self._assign(reservation, files, evicted)
             return reservation
 
+    def reserve_adoption(
+        self, layout: LayoutDigest, chunk: ChunkId, writer: str, chunk_bytes: int
+    ) -> Reservation | Outcome:
+        """Reserve free space for another writer's file, until `commit`, or `roll_back` and `cancel`.
+
+        Or return REFUSED for a claimed key, EXISTS where another file has the chunk, NO_SPACE without room.
+        """
+        with self._lock:
+            if (layout, chunk.key) in self._claims:
+                return Outcome.REFUSED
+            existing = self._find(layout, chunk.key)
+            if existing is not None and (existing.writer != writer or existing.chunk != chunk):
+                return Outcome.EXISTS
+            path = self.path_of(IndexEntry(layout, chunk, self._writer, chunk_bytes))
+            if self._space.is_removing_abandoned(path) or self._space.abandoned_at(path) is not None:
+                return Outcome.REFUSED
+            if self._space.bytes_used + chunk_bytes > self._space.capacity_bytes:
+                return Outcome.NO_SPACE
+            reservation = Reservation(layout, chunk, chunk_bytes)
+            self._claims[layout, chunk.key] = Outcome.EXISTS
+            self._resize(reservation, chunk_bytes)
+            return reservation
+
     def reserve_by_recycling(self, reservation: Reservation, now_s: float) -> bool:
         """Reserve a file of equal size for a rolled-back reservation."""
         with self._lock:
@@ -211,7 +241,8 @@ class ChunkIndex:
                 reservation.num_bytes -= left.num_bytes
             self._resize(reservation, 0)
 
-    def commit(self, reservation: Reservation, now_s: float) -> None:
+    def commit(self, reservation: Reservation, used_s: float | None) -> None:
+        """`used_s` is None for the least recently used chunk."""
         key = (reservation.layout, reservation.chunk.key)
         number = next(self._numbers)
         entry = IndexEntry(reservation.layout, reservation.chunk, self._writer, reservation.chunk_bytes, number)
@@ -222,7 +253,7 @@ class ChunkIndex:
             existing = self._find(*key)
             if existing is not None:
                 self._drop(existing)
-            self._insert(entry, now_s)
+            self._insert(entry, used_s)
             del self._claims[key]
 
     def cancel(self, reservation: Reservation) -> None:
@@ -318,17 +349,21 @@ class ChunkIndex:
     def _file_of(self, entry: IndexEntry) -> File:
         return File(self.path_of(entry), entry.num_bytes if entry.writer == self._writer else 0)
 
-    def _insert(self, entry: IndexEntry, now_s: float) -> None:
+    def _insert(self, entry: IndexEntry, used_s: float | None) -> None:
         self._layout_to_chunks.setdefault(entry.layout, {})[entry.chunk.key] = entry
         self._num_chunks += 1
         if entry.writer == self._writer:
             self._space.stored_bytes += entry.num_bytes
-            self._eviction.add(entry, now_s)
+            if used_s is None:
+                self._eviction.add_oldest(entry)
+            else:
+                self._eviction.add(entry, used_s)
         self.changes.record(Change(entry.layout, (entry.chunk,), ()))
 
     def _drop(self, entry: IndexEntry) -> None:
         del self._layout_to_chunks[entry.layout][entry.chunk.key]
         self._num_chunks -= 1
+        self._uses.discard(entry)
         if entry.writer == self._writer:
             self._space.stored_bytes -= entry.num_bytes
             self._eviction.discard(entry)

@@ -72,24 +72,24 @@ class ChunkReader:
         try:
             if entry.chunk.namespace != chunk.namespace:
                 return Outcome.WRONG_NAMESPACE
-            key = None
+            keys: tuple[bytes, ...] = ()
             if self._keyring is not None:
-                key = self._keyring.key(chunk.namespace)
-                if key is None:
+                keys = self._keyring.keys(chunk.namespace, self._files.volume_id)
+                if not keys:
                     return Outcome.UNDECRYPTABLE
-            outcome = self._read_entry(entry, into, key, is_raw=is_raw)
+            outcome = self._read_entry(entry, into, keys, is_raw=is_raw)
         finally:
             self._index.unpin(entry)
         if outcome is Outcome.OK:
             self._index.touch(layout, [chunk.key], self._clock())
         return outcome
 
-    def _read_entry(self, entry: IndexEntry, into: memoryview, key: bytes | None, *, is_raw: bool) -> Outcome:
+    def _read_entry(self, entry: IndexEntry, into: memoryview, keys: tuple[bytes, ...], *, is_raw: bool) -> Outcome:
         path = self._index.path_of(entry)
         # Another process may overwrite its file during our read, even with the same chunk as before. So a chunk counts
         # as bad only if it fails twice under the same inode.
         for _ in range(2):
-            outcome, inode = self._read_file(path, entry, into, key, is_raw=is_raw)
+            outcome, inode = self._read_file(path, entry, into, keys, is_raw=is_raw)
             if outcome in (Outcome.OK, Outcome.IO_ERROR, Outcome.NO_RESOURCES):
                 return outcome
             current = self._files.inode_at(path)
@@ -119,7 +119,7 @@ class ChunkReader:
             self._foreign[path] = version
 
     def _read_file(
-        self, path: str, entry: IndexEntry, into: memoryview, key: bytes | None, *, is_raw: bool
+        self, path: str, entry: IndexEntry, into: memoryview, keys: tuple[bytes, ...], *, is_raw: bool
     ) -> tuple[Outcome, Inode]:
         inode = NO_INODE
         files = self._files
@@ -132,9 +132,9 @@ class ChunkReader:
                     return Outcome.TRUNCATED, inode
                 header = files.buffers.header
                 payload, opened = into, into
-                if key is not None and is_raw:
+                if keys and is_raw:
                     opened = files.buffers.bounce(len(into))
-                elif key is not None:
+                elif keys:
                     payload = files.buffers.bounce(len(into))
                 if files.io.read(fd, [header, payload]) != status.st_size:
                     return Outcome.TRUNCATED, inode
@@ -146,10 +146,10 @@ class ChunkReader:
                 return Outcome.TRUNCATED, files.inode_at(path) or inode
             outcome = outcome_of(error)
             return (Outcome.IO_ERROR if outcome is Outcome.NO_SPACE else outcome), inode
-        return self._verify(header, payload, entry, opened, key), inode
+        return self._verify(header, payload, entry, opened, keys), inode
 
     def _verify(
-        self, raw_header: memoryview, payload: memoryview, entry: IndexEntry, into: memoryview, key: bytes | None
+        self, raw_header: memoryview, payload: memoryview, entry: IndexEntry, into: memoryview, keys: tuple[bytes, ...]
     ) -> Outcome:
         header = chunk_file.parse_header(raw_header)
         if header is None:
@@ -157,9 +157,9 @@ class ChunkReader:
         outcome = chunk_file.verify_identity(header, entry.layout, entry.chunk, len(payload))
         if outcome is not Outcome.OK:
             return outcome
-        if key is None:
+        if not keys:
             return chunk_file.verify_plain(header, payload)
-        return chunk_file.unseal(header, raw_header, payload, into, key)
+        return chunk_file.unseal(header, raw_header, payload, into, keys)
 
     def _find_elsewhere(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
         start = f"{chunk.key.hex()}-"

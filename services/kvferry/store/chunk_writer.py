@@ -15,6 +15,7 @@ from kvferry.store.chunk_file import Keyring
 from kvferry.store.chunk_index import ChunkIndex, Reservation
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome, outcome_of
+from kvferry.store.seal_counts import SealCounts
 from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import VolumeFiles
 
@@ -27,6 +28,7 @@ class ChunkWriter:
         index: ChunkIndex,
         files: VolumeFiles,
         keyring: Keyring | None,
+        seal_counts: SealCounts,
         *,
         notify: Callable[[], None],
         clock: Callable[[], float],
@@ -34,6 +36,7 @@ class ChunkWriter:
         self._index = index
         self._files = files
         self._keyring = keyring
+        self._seal_counts = seal_counts
         self._notify = notify
         self._clock = clock
         self._lock = threading.Lock()
@@ -52,10 +55,10 @@ class ChunkWriter:
         return outcome
 
     def _write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
-        key = None
+        keys: tuple[bytes, ...] = ()
         if self._keyring is not None:
-            key = self._keyring.key(chunk.namespace)
-            if key is None:
+            keys = self._keyring.keys(chunk.namespace, self._files.volume_id)
+            if not keys or not self._seal_counts.may_seal(chunk_file.fingerprint(keys[0])):
                 return Outcome.REFUSED
         now_s = self._clock()
         reservation = self._index.reserve(layout, chunk, chunk_file.chunk_file_bytes(len(payload)), now_s)
@@ -63,11 +66,12 @@ class ChunkWriter:
             return reservation
         self._notify()
         header = self._files.buffers.header
-        if key is None:
+        if not keys:
             chunk_file.write_plain_header(header, payload, layout, chunk, now_s)
         else:
             sealed = self._files.buffers.bounce(len(payload))
-            chunk_file.seal(header, payload, sealed, layout, chunk, now_s, key)
+            chunk_file.seal(header, payload, sealed, layout, chunk, now_s, keys[0])
+            self._seal_counts.add(chunk_file.fingerprint(keys[0]))
             payload = sealed
         parts = [header, payload]
         outcome = self._fill(reservation, parts)

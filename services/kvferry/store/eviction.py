@@ -34,6 +34,10 @@ class EvictionPolicy(Protocol):
         """As the most recently used."""
         ...
 
+    def add_oldest(self, chunk: EvictableChunk) -> None:
+        """As the least recently used."""
+        ...
+
     def touch(self, chunk: EvictableChunk, now_s: float) -> None:
         """Ignores unknown chunks."""
         ...
@@ -63,6 +67,10 @@ class Lru:
     def add(self, chunk: EvictableChunk, now_s: float) -> None:
         self._chunks[chunk] = None
         self._chunks.move_to_end(chunk)
+
+    def add_oldest(self, chunk: EvictableChunk) -> None:
+        self._chunks[chunk] = None
+        self._chunks.move_to_end(chunk, last=False)
 
     def touch(self, chunk: EvictableChunk, now_s: float) -> None:
         if chunk in self._chunks:

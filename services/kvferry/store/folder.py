@@ -40,6 +40,7 @@ class FoundChunk:
     chunk: ChunkId
     num_bytes: int
     modified_s: float
+    used_s: float  # written, or recorded as used
 
     @property
     def path(self) -> str:
@@ -86,16 +87,21 @@ def make_description(path: Path, now_s: float) -> Description:
 
 def lock(file: Path, *, shared: bool) -> int | None:
     """Return a descriptor that holds the lock until closed, or None."""
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    while True:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            # Its holder may have removed the file meanwhile: others would make and lock another one.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(file)):  # noqa: PTH116
+                    return fd
+            os.close(fd)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
 
 
 def save_layout(path: Path, layout: ChunkLayout) -> None:
@@ -167,7 +173,16 @@ def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[
                     except FileNotFoundError:
                         continue
                     if stat.S_ISREG(status.st_mode):
-                        yield FoundChunk(where, entry.name, writer, layout, chunk, status.st_size, status.st_mtime)
+                        yield FoundChunk(
+                            where,
+                            entry.name,
+                            writer,
+                            layout,
+                            chunk,
+                            status.st_size,
+                            status.st_mtime,
+                            max(status.st_atime, status.st_mtime),
+                        )
                     else:
                         yield ForeignFile(entry.path)
 
@@ -183,7 +198,8 @@ def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
                 if layout is not None and chunk is not None and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
                     where = namespace_folder.path
-                    yield FoundChunk(where, entry.name, writer, layout, chunk, status.st_size, status.st_ctime)
+                    moved_s = status.st_ctime
+                    yield FoundChunk(where, entry.name, writer, layout, chunk, status.st_size, moved_s, moved_s)
 
 
 def files_of(path: Path, writer: str) -> list[Path]:

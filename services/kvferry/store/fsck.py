@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import TierError
-from kvferry.store import chunk_file, folder, paths
+from kvferry.store import chunk_file, folder, paths, seal_counts
 from kvferry.store.chunk_file import HEADER_BYTES, Algorithm, Keyring
 from kvferry.store.direct_io import DirectIo, aligned_buffer
 from kvferry.store.folder import ForeignFile, FoundChunk
@@ -139,9 +139,96 @@ def disk_usage(path: Path) -> tuple[list[Usage], dict[LayoutDigest, ChunkLayout]
     return sorted(usages, key=lambda usage: -usage.num_bytes), folder.load_layouts(path), quarantined
 
 
+@dataclass(frozen=True, slots=True)
+class KeyUsage:
+    """`fingerprint` in hexadecimal digits, empty for chunks that are not sealed."""
+
+    fingerprint: str
+    namespaces: tuple[Namespace, ...]
+    num_chunks: int
+    num_bytes: int
+    num_sealed: int  # ever, by all writers that said so
+    secret: int | None  # number of the secret in the key file: 1 seals, others only open; None: not there
+
+
+def key_usage(path: Path, keyring: Keyring | None) -> list[KeyUsage]:
+    """Return what each sealing key has sealed, most chunks first. Reads all headers.
+
+    Raises TierError if `path` is no volume.
+    """
+    volume_id = folder.read_description(path).volume_id
+    chunks: defaultdict[str, list[FoundChunk]] = defaultdict(list)
+    with ThreadPoolExecutor(max_workers=_NUM_THREADS) as threads:
+        found = list_chunks(path)
+        while batch := list(itertools.islice(found, _BATCH)):
+            for one, fingerprint in zip(batch, threads.map(_fingerprint_of, batch), strict=True):
+                if fingerprint is not None:
+                    chunks[fingerprint].append(one)
+    num_sealed = seal_counts.read_all(path)
+    usages = []
+    for fingerprint in chunks.keys() | num_sealed.keys():
+        ours = chunks[fingerprint]
+        namespaces = tuple(sorted({one.chunk.namespace for one in ours}, key=str))
+        usages.append(
+            KeyUsage(
+                fingerprint,
+                namespaces,
+                len(ours),
+                sum(one.num_bytes for one in ours),
+                num_sealed[fingerprint],
+                _number_of_secret(fingerprint, namespaces, keyring, volume_id),
+            )
+        )
+    return sorted(usages, key=lambda usage: -usage.num_chunks)
+
+
+def _fingerprint_of(found: FoundChunk) -> str | None:
+    try:
+        with Path(found.path).open("rb", buffering=0) as opened:
+            header = chunk_file.parse_header(memoryview(opened.read(HEADER_BYTES)))
+    except OSError:
+        return None
+    if header is None:
+        return None
+    return header.fingerprint.hex() if header.algorithm is Algorithm.SEALED else ""
+
+
+def _number_of_secret(
+    fingerprint: str, namespaces: tuple[Namespace, ...], keyring: Keyring | None, volume_id: str
+) -> int | None:
+    if keyring is None:
+        return None
+    for namespace in namespaces:
+        for number, key in enumerate(keyring.keys(namespace, volume_id), 1):
+            if chunk_file.fingerprint(key).hex() == fingerprint:
+                return number
+    return None
+
+
+def purge(path: Path, tenant: str, epoch: int | None = None) -> int:
+    """Remove a tenant's chunks, of one epoch or all, by all writers and from quarantine. Return their number.
+
+    Raises TierError if `path` is no volume, or for a file that cannot be removed.
+    """
+    folder.read_description(path)
+    wanted: set[Namespace] = set()
+    try:
+        for writer in _writers(path):
+            wanted |= {found.chunk.namespace for found in folder.walk(path, writer) if isinstance(found, FoundChunk)}
+            wanted |= {bad.chunk.namespace for bad in folder.walk_quarantine(path, writer)}
+        return sum(
+            folder.remove_namespace(path, namespace)
+            for namespace in wanted
+            if namespace.tenant == tenant and epoch in (None, namespace.epoch)
+        )
+    except OSError as error:
+        raise TierError(f"volume {path}: {error.filename or ''}: {error.strerror}") from error
+
+
 class _Reader:
     def __init__(self, path: Path, keyring: Keyring | None) -> None:
         self._keyring = keyring
+        self._volume_id = folder.read_description(path).volume_id
         self._io = DirectIo()
         self._io.is_direct = _can_read_direct(path / paths.DESCRIPTION)
         self._buffers = _ThreadBuffers()
@@ -193,10 +280,10 @@ class _Reader:
         if self._keyring is None:
             is_plain = header.algorithm is Algorithm.PLAIN
             return (chunk_file.verify_plain(header, payload) if is_plain else Outcome.OK), is_plain
-        key = self._keyring.key(found.chunk.namespace)
-        if key is None:
+        keys = self._keyring.keys(found.chunk.namespace, self._volume_id)
+        if not keys:
             return Outcome.OK, False
-        return chunk_file.unseal(header, raw_header, payload, spare[: len(payload)], key), True
+        return chunk_file.unseal(header, raw_header, payload, spare[: len(payload)], keys), True
 
 
 class _ThreadBuffers(threading.local):

@@ -48,6 +48,7 @@ class ChunkLayout:
 
     model: str
     weights_revision: str
+    exchange: str  # digest of what else decides the meaning of bytes
     dtype: str
     kv_cache_dtype: str
     tokens_per_block: int
@@ -97,5 +98,5 @@ def validate_payload_bytes(payload_bytes: int) -> None:
         raise ValueError(f"a payload of {payload_bytes} bytes is no multiple of {ALIGNMENT}")
 
 
-_TEXTS = frozenset({"model", "weights_revision", "dtype", "kv_cache_dtype", "isa", "kv_layout"})
+_TEXTS = frozenset({"model", "weights_revision", "exchange", "dtype", "kv_cache_dtype", "isa", "kv_layout"})
 _NUMBERS = frozenset(ChunkLayout.__dataclass_fields__) - _TEXTS - {"_digest"}

@@ -14,6 +14,7 @@ from kvferry.tenancy.namespace import Namespace
 # pages/<writer>/<layout digest>/<tenant>.<epoch>/<2 hex>/<chunk key>-<route key>.page
 # quarantine/<writer>/<layout digest>/<tenant>.<epoch>/<chunk key>-<route key>.page.<outcome>.<nanoseconds>
 # tmp/<writer>/                  chunks being written
+# keys/<writer>.json             numbers of chunks that each sealing key has sealed
 #
 # Digests and keys are lower-case hexadecimal. Two hex digits of the key keep folders below a few thousand files. Each
 # writer has its own folders, so that nodes that mount the same volume need not agree on evictions.
@@ -23,6 +24,7 @@ LAYOUTS = "layouts"
 CHUNKS = "pages"
 QUARANTINE = "quarantine"
 TEMPORARY = "tmp"
+KEYS = "keys"
 
 _SUFFIX = ".page"
 _CHUNK_NAME = re.compile(rf"([0-9a-f]{{{2 * CHUNK_KEY_BYTES}}})-([0-9a-f]{{16}})\.page")

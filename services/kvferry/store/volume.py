@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvferry.errors import TierError
 from kvferry.store import chunk_file, folder, paths
+from kvferry.store.adoption import Adopter
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
 from kvferry.store.chunk_index import ChunkIndex, IndexEntry
 from kvferry.store.chunk_reader import ChunkReader
@@ -26,11 +27,15 @@ from kvferry.store.folder import ForeignFile, FoundChunk
 from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, ChunkLayout, LayoutDigest, validate_payload_bytes
 from kvferry.store.outcome import Outcome as Outcome
 from kvferry.store.quarantine import Quarantine
+from kvferry.store.seal_counts import SealCounts
 from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import NO_INODE, VolumeFiles
 from kvferry.tenancy.namespace import Namespace
 
 logger = logging.getLogger(__name__)
+
+RECENT_S = 90.0  # several rescans: uses that other writers recorded
+LOCK_PATIENCE_S = 5.0
 
 Listener = Callable[[LayoutDigest, Sequence[ChunkId], Sequence[ChunkId]], None]
 
@@ -85,7 +90,11 @@ class Volume:
         self._chunk_reader = ChunkReader(
             self._index, self._files, self._quarantine, keyring, shared=shared, clock=clock
         )
-        self._chunk_writer = ChunkWriter(self._index, self._files, keyring, notify=self._notify, clock=clock)
+        self._adopter = Adopter(self._index, self._files, self._has_right_size)
+        self._seal_counts = SealCounts(path, writer)
+        self._chunk_writer = ChunkWriter(
+            self._index, self._files, keyring, self._seal_counts, notify=self._notify, clock=clock
+        )
 
     def __repr__(self) -> str:
         return f"<Volume {self.volume_id or '(not open)'} at {self.path}: {self._index!r}>"
@@ -98,6 +107,7 @@ class Volume:
         try:
             self._lock_folder()
             self._files.io.probe(Path(self._files.temporary))
+            self._seal_counts.load()
             with _no_garbage_collection():
                 self._scan()
             self._index.changes.begin()
@@ -110,6 +120,8 @@ class Volume:
 
     def close(self) -> None:
         """Idempotent. No other method may be running."""
+        if self._locks:
+            self.record()
         while self._locks:
             os.close(self._locks.pop())
 
@@ -195,9 +207,19 @@ class Volume:
         except OSError as error:
             raise self._unusable(error) from error
 
+    def record(self) -> None:
+        """Write down for the next start which chunks were used, and how many each key has sealed."""
+        # Uses become files' access times, which order evictions by other writers too.
+        self._seal_counts.save()
+        now_ns = time.time_ns()
+        for i, entry in enumerate(self._index.take_uses()):
+            self._files.record_use(self._index.path_of(entry), now_ns + i)
+
     def rescan(self) -> None:
         """Index other writers' changes. Raises TierError, changing nothing, for an unreadable folder."""
         before = self._index.next_number()
+        now_s = self._clock()
+        used: list[FoundChunk] = []  # of ours, of late, perhaps by others
         seen: set[str] = set()
         added: list[FoundChunk] = []
         try:
@@ -205,6 +227,8 @@ class Volume:
             for writer in folder.writers(self.path):
                 for found in _chunks(folder.walk(self.path, writer)):
                     seen.add(found.path)
+                    if self._shared and writer == self._writer and found.used_s > now_s - RECENT_S:
+                        used.append(found)
                     # A file of ours that is not in the index is being written or removed at this moment.
                     if (
                         writer != self._writer
@@ -218,9 +242,20 @@ class Volume:
             path = self._index.path_of(entry)
             if path not in seen and entry.number < before and self._files.inode_at(path) == NO_INODE:
                 self._index.forget(entry)
-        self._index.add(map(self._entry_of, added), self._clock())
+        self._index.add(map(self._entry_of, added), now_s)
+        for found in sorted(used, key=_used_s):
+            self._index.touch(found.layout, [found.chunk.key], now_s, is_recorded=True)
         self._remove_files(self._index.withdraw_abandoned())
+        if self._shared:
+            self._adopt()
+            self._seal_counts.load_others()
         self._notify()
+
+    def _adopt(self) -> None:
+        try:
+            self._adopter.run(self._clock())
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def _remove_files(self, withdrawn: Iterable[File]) -> None:
         for file in withdrawn:
@@ -251,11 +286,13 @@ class Volume:
     # Opening
 
     def _lock_folder(self) -> None:
-        for name in (paths.LAYOUTS, paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY):
+        for name in (paths.LAYOUTS, paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY, paths.KEYS):
             (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.volume_id = folder.make_description(self.path, self._clock()).volume_id
+        self.volume_id = self._files.volume_id = folder.make_description(self.path, self._clock()).volume_id
+        # Another keeper may be taking over files of ours, from before a restart.
+        patience_s = LOCK_PATIENCE_S if self._shared else 0.0
         for file, shared in ((self.path / paths.LOCK, self._shared), (self._files.writer_lock, False)):
-            fd = folder.lock(file, shared=shared)
+            fd = _lock_within(patience_s, file, shared=shared)
             if fd is None:
                 raise TierError(f"volume {self.path} is in use: another process holds {file.name}")
             self._locks.append(fd)
@@ -267,11 +304,11 @@ class Volume:
             # A killed keeper left it: a chunk half written, or one without its final name.
             temporary.unlink()
         self._load_layouts()
-        for bad in sorted(folder.walk_quarantine(self.path, self._writer), key=_age):
+        for bad in sorted(folder.walk_quarantine(self.path, self._writer), key=_used_s):
             self._index.add_quarantined(File(bad.path, bad.num_bytes))
         self._remove_files(self._index.withdraw_quarantine_excess())
         now_s = self._clock()
-        ours = [self._entry_of(found) for found in sorted(_chunks(folder.walk(self.path, self._writer)), key=_age)]
+        ours = [self._entry_of(found) for found in sorted(_chunks(folder.walk(self.path, self._writer)), key=_used_s)]
         for newer in self._index.add(ours, now_s):
             # Two files have the same chunk key, but another tenant or route key. Keep the newer one.
             older = self._index.pin(newer.layout, newer.chunk.key)
@@ -294,7 +331,7 @@ class Volume:
     def _entry_of(self, found: FoundChunk) -> IndexEntry:
         return IndexEntry(found.layout, found.chunk, found.writer, found.num_bytes, self._index.next_number())
 
-    def _has_right_size(self, entry: IndexEntry) -> bool:
+    def _has_right_size(self, entry: IndexEntry | FoundChunk) -> bool:
         payload_bytes = self._layout_to_payload_bytes.get(entry.layout)
         if payload_bytes is not None:
             return entry.num_bytes == chunk_file.chunk_file_bytes(payload_bytes)
@@ -329,8 +366,15 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _age(found: FoundChunk) -> float:
-    return found.modified_s
+def _lock_within(patience_s: float, file: Path, *, shared: bool) -> int | None:
+    ends_s = time.monotonic() + patience_s
+    while (fd := folder.lock(file, shared=shared)) is None and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    return fd
+
+
+def _used_s(found: FoundChunk) -> float:
+    return found.used_s
 
 
 def _ignore_change(layout: LayoutDigest, added: Sequence[ChunkId], removed: Sequence[ChunkId]) -> None:

@@ -40,6 +40,7 @@ class VolumeFiles:
         self.io = io
         self.buffers = ThreadBuffers()
         self.temporary = f"{self.root}/{paths.TEMPORARY}/{writer}"
+        self.volume_id = ""  # known once the volume is open
         self.writer_lock = Path(f"{self.temporary}.lock")
         self._temporary_numbers = itertools.count()
 
@@ -55,6 +56,11 @@ class VolumeFiles:
         except OSError as error:
             return self.is_absent(error)
         return True
+
+    def record_use(self, path: str, used_ns: int) -> None:
+        with contextlib.suppress(OSError):
+            modified_ns = os.lstat(path).st_mtime_ns
+            os.utime(path, ns=(used_ns, modified_ns), follow_symlinks=False)
 
     def is_absent(self, error: OSError) -> bool:
         return error.errno == errno.ENOENT and self.is_mounted()

@@ -21,6 +21,7 @@ from kvferry.errors import EngineDead, KvferryError
 from kvferry.exposition import SpanCounts
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener
+from kvferry.pages.exchange import exchange_digest
 from kvferry.served_model import identity
 from kvferry.shared_memory import record_shared_memory
 from kvferry.tracing import Tracing, start_tracing
@@ -102,13 +103,15 @@ class WorkerHost:
             block_size=info.block_size,
             page_bytes=info.page_bytes,
             kv_cache_dtype=info.kv_cache_dtype,
+            exchange=info.exchange,
+            exchange_digest=exchange_digest(info.exchange),
             metrics_address=self._listener.address,
             started_unix_s=time.time(),
         )
 
     async def start(self) -> None:
         await self._engine.start()
-        self.server.identity = await asyncio.to_thread(identity, self._config, self._engine.info.model)
+        self.server.identity = await asyncio.to_thread(identity, self._config, self._engine.info.model, computes=True)
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
         # After the engine, which may fork: this starts a thread.

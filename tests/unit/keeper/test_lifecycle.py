@@ -14,6 +14,9 @@ from kvferry.keeper.lifecycle import KeeperHost, _OtherKeepers
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
 from kvferry.membership.follower import MemberFollower
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.store.fsck import key_usage
+from kvferry.store.keyring import load_keyring
+from kvferry.tenancy.namespace import Namespace
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import layout_of, rows_of
@@ -102,3 +105,30 @@ def member(name: str, started_unix_s: float, kind: MemberKind = MemberKind.KEEPE
         volumes=("v",),
         started_unix_s=started_unix_s,
     )
+
+
+async def test_a_key_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.keeper.lifecycle._KEYS_PERIOD_S", 0.02)
+    file = tmp_path / "keys.json"
+    old, new = "ab" * 32, "cd" * 32
+
+    def say(*secrets: str) -> None:
+        file.write_text(json.dumps({"*": secrets}))
+        file.chmod(0o600)
+
+    say(old)
+    config = node_config(tmp_path, encryption_keys_file=file)
+    async with hosting(config, MemoryMembership(MemoryRegistry()), "n1") as host:
+        with rows_of(16, 8192) as rows, engine(host.member.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            assert len((await a.store(range(4))).succeeded) == 4
+            say(new, old)
+            assert host._key_file is not None
+            namespace, volume_id = Namespace(), host.keeper.volume_ids[0]
+            await until(lambda: len(host._key_file.keys(namespace, volume_id)) == 2)  # type: ignore[union-attr]
+            assert len((await a.store(range(4, 8))).succeeded) == 4
+            await a.sees(range(8))
+            assert len((await a.end_of(a.submit_load(range(8)))).succeeded) == 8
+            await asyncio.to_thread(a.client.stop)
+    usages = key_usage(tmp_path / "v0", load_keyring(file))
+    assert sorted((usage.secret, usage.num_chunks) for usage in usages) == [(1, 4), (2, 4)]

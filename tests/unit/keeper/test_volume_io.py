@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from kvferry.keeper import volume_io
+from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.io_threads import Kind, Operation
 from kvferry.keeper.volume_io import VolumeIo
 from kvferry.store.outcome import Outcome
@@ -111,3 +112,49 @@ async def test_a_lack_of_descriptors_does_not_blame_the_drive(rescans: Rescans) 
     for _ in range(3):
         read(Outcome.IO_ERROR)
     await until(lambda: not rescans.io.is_readable)
+
+
+async def test_uses_are_recorded_on_volumes_of_one_writer_too(tmp_path: Path) -> None:
+    config = tier_config(tmp_path, volume={"capacity_gib": 0.001})
+    volume, recorded = Volume(config.volumes[0].path, capacity_bytes=1 << 20), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    volume.record = lambda: loop.call_soon_threadsafe(recorded.set)  # type: ignore[method-assign,assignment]
+    volume.rescan = None  # type: ignore[method-assign,assignment]
+    volume.open()
+    now_s = 0.0
+    io = VolumeIo(volume, config, config.volumes[0], loop, on_readable_changed=lambda io: None, clock=lambda: now_s)
+    io.start()
+    now_s += volume_io._RESCAN_PERIOD_S
+    io.maintain(now_s)
+    async with asyncio.timeout(10):
+        await recorded.wait()
+    assert await io.stop(10)
+    volume.close()
+
+
+@pytest.mark.parametrize(("settings", "waits_s"), [({}, 1.0), ({"queue_timeout_s": 5.0}, 5.0)])
+async def test_a_long_queue_is_no_hanging_drive(tmp_path: Path, settings: dict[str, float], waits_s: float) -> None:
+    config = tier_config(tmp_path, io_timeout_s=1.0, io_threads=1, volume={"capacity_gib": 0.001}, **settings)
+    volume = Volume(config.volumes[0].path, capacity_bytes=1 << 20)
+    volume.open()
+    now_s = 0.0
+    io = VolumeIo(
+        volume,
+        config,
+        config.volumes[0],
+        asyncio.get_running_loop(),
+        on_readable_changed=lambda io: None,
+        clock=lambda: now_s,
+    )
+    outcomes: list[str] = []
+    io.submit(Operation(Kind.READ, 1, lambda: "ok", outcomes.append))  # waits: no thread has begun
+    now_s = waits_s
+    io._drop(lambda operation: now_s - operation.queued_s > io._queue_timeout_s, Cause.TIMEOUT)
+    assert not outcomes
+    now_s = waits_s + 0.1
+    io.maintain(now_s)
+    await until(lambda: bool(outcomes))
+    assert outcomes == [Cause.TIMEOUT]
+    assert io.is_readable
+    assert await io.stop(10)
+    volume.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.router.placement import Candidate, Placement, Reason, RoundRobin
+from kvferry.pages.exchange import ExchangeFields, exchange_digest
+from kvferry.router.placement import Candidate, Placement, Reason, RoundRobin, unpaired, why_unequal
 
 
-def candidate(name: str, *, block_size: int = 32, dtype: str = "float32") -> Candidate:
+def candidate(name: str, *, block_size: int = 32, dtype: str = "float32", exchange: ExchangeFields = ()) -> Candidate:
     return Candidate(
         Member(
             kind=MemberKind.PREFILL,
@@ -16,6 +17,8 @@ def candidate(name: str, *, block_size: int = 32, dtype: str = "float32") -> Can
             version="0",
             block_size=block_size,
             kv_cache_dtype=dtype,
+            exchange=exchange,
+            exchange_digest=exchange_digest(exchange) if exchange else "",
         )
     )
 
@@ -48,3 +51,27 @@ def test_unequal_pages_are_never_exchanged() -> None:
         assert RoundRobin().place([other], decode) == Placement(None, MemberId("d"), Reason.UNEQUAL_PAGES)
     mixed = [candidate("p0", block_size=64), candidate("p1")]
     assert RoundRobin().place(mixed, decode) == Placement(MemberId("p1"), MemberId("d"), Reason.DISAGGREGATED)
+
+
+SHORT, LONG = (("max_model_len", "4096"), ("weights", "a")), (("max_model_len", "8192"), ("weights", "a"))
+
+
+def test_equal_shapes_are_not_enough() -> None:
+    placement = RoundRobin().place([candidate("p", exchange=SHORT)], [candidate("d", exchange=LONG)])
+    assert placement == Placement(None, MemberId("d"), Reason.UNEQUAL_PAGES)
+
+
+def test_a_difference_is_named() -> None:
+    short, long, silent = (candidate("w", exchange=fields).member for fields in (SHORT, LONG, ()))
+    assert why_unequal(short, long) == "max_model_len is 4096 and 8192"
+    assert why_unequal(short, short) == why_unequal(silent, silent) == ""
+    assert "does not say" in why_unequal(short, silent)
+
+
+def test_workers_without_a_partner_are_found() -> None:
+    short, long = candidate("short", exchange=SHORT).member, candidate("long", exchange=LONG).member
+    assert list(unpaired([short], [long])) == [(short, long), (long, short)]
+    assert list(unpaired([short, long], [long])) == [(short, long)]
+    assert not list(unpaired([short, long], [long, short]))
+    assert not list(unpaired([], [long]))
+    assert not list(unpaired([short], []))

@@ -42,7 +42,7 @@ def read(file: memoryview, key: bytes | None = None, of: ChunkId = CHUNK) -> tup
     if key is None:
         return chunk_file.verify_plain(header, file[HEADER_BYTES:]), bytes(file[HEADER_BYTES:])
     into = empty()
-    return chunk_file.unseal(header, file[:HEADER_BYTES], file[HEADER_BYTES:], into, key), bytes(into)
+    return chunk_file.unseal(header, file[:HEADER_BYTES], file[HEADER_BYTES:], into, [key]), bytes(into)
 
 
 @pytest.mark.parametrize("key", [None, SECRET], ids=["plain", "sealed"])

@@ -109,7 +109,9 @@ def test_without_its_key_a_sealed_chunk_is_checked_by_its_header(tmp_path: Path)
     assert report.by_cause == {"corrupt_header": 1}
     assert report.num_unchecked == NUM_CHUNKS - 1
     assert fsck.verify_volume(path, keyring=KEYRING).by_cause == {"corrupt_header": 1, "corrupt_payload": 1}
-    assert fsck.verify_volume(path, keyring=SecretsKeyring({"acme": SECRET})).num_unchecked == 6
+    others = [file for file in files if not any(part.startswith("acme.") for part in file.parts)]
+    num_unchecked = fsck.verify_volume(path, keyring=SecretsKeyring({"acme": SECRET})).num_unchecked
+    assert num_unchecked == len(others) - (files[0] in others) > 0
     another = SecretsKeyring({"*": SECRET[::-1]})
     assert fsck.verify_volume(path, keyring=another).by_cause == {"corrupt_header": 1, "undecryptable": NUM_CHUNKS - 1}
 

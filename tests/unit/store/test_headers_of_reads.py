@@ -33,9 +33,8 @@ def test_a_chunk_is_delivered_as_it_lies_on_the_drive(tmp_path: Path, keyring: S
         else:
             assert parsed.algorithm is Algorithm.SEALED
             assert into != truth(first)
-            key = keyring.key(first.namespace)
-            assert key is not None
-            assert chunk_file.unseal(parsed, header, into, into, key) is Outcome.OK
+            keys = keyring.keys(first.namespace, volume.volume_id)
+            assert chunk_file.unseal(parsed, header, into, into, keys) is Outcome.OK
         assert into == truth(first)
         # It stays what it was when the next chunk is read.
         assert volume.read(LAYOUT.digest, second, empty()) is Outcome.OK

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.store.keyring import SecretsKeyring, load_keyring
+from kvferry.store.keyring import MAX_SECRETS, MAX_TENANTS, KeyFile, SecretsKeyring, load_keyring
 from kvferry.tenancy.namespace import Namespace
 
 SECRET = "ab" * 32
@@ -25,16 +25,16 @@ def saved(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
 def test_no_two_namespaces_share_a_key(tmp_path: Path) -> None:
     keyring = load_keyring(saved(tmp_path, json.dumps({"*": SECRET, "bank": "cd" * 32})))
     namespaces = [Namespace(tenant, epoch) for tenant in ("a", "a-1", "bank") for epoch in (0, 1, 10)]
-    keys = {keyring.key(namespace) for namespace in namespaces}
-    assert len(keys) == len(namespaces)
-    assert None not in keys
-    assert keyring.key(namespaces[0]) == keyring.key(Namespace("a", 0))
+    keys = {keyring.keys(namespace, volume) for namespace in namespaces for volume in ("v-1", "v-2")}
+    assert len(keys) == 2 * len(namespaces)
+    assert all(len(of_one) == 1 for of_one in keys)
+    assert keyring.keys(namespaces[0], "v-1") == keyring.keys(Namespace("a", 0), "v-1")
 
 
 def test_a_tenant_without_a_secret_has_no_key() -> None:
     keyring = SecretsKeyring({"bank": bytes(32)})
-    assert keyring.key(Namespace("bank")) is not None
-    assert keyring.key(Namespace("other")) is None
+    assert keyring.keys(Namespace("bank"), "v")
+    assert not keyring.keys(Namespace("other"), "v")
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,15 @@ def test_a_tenant_without_a_secret_has_no_key() -> None:
     [
         ("{", "not JSON"),
         ("[]", "not an object"),
-        ('{"a": 5}', "not an object"),
+        ('{"a": 5}', "hexadecimal"),
         ('{"a": "xyz"}', "hexadecimal"),
+        (json.dumps({"a": [SECRET, 5]}), "hexadecimal"),
+        (json.dumps({"a": [SECRET, [SECRET]]}), "hexadecimal"),
+        (json.dumps({"a": []}), "0 secrets"),
+        (json.dumps({"a": [f"{i:02x}" * 32 for i in range(MAX_SECRETS + 1)]}), "9 secrets; at least 1 and at most 8"),
+        (json.dumps({"a": [SECRET, SECRET]}), "twice"),
+        (json.dumps({f"t{i}": SECRET for i in range(MAX_TENANTS + 1)}), "65537 tenants"),
+        ("[" * 100_000, "not"),
         ('{"a": "abcd"}', "2 bytes"),
         (json.dumps({"A!": SECRET}), "tenant"),
     ],
@@ -78,3 +85,32 @@ def test_a_file_of_root_may_be_read_through_a_group(tmp_path: Path, monkeypatch:
     for mode in (0o460, 0o444):
         with pytest.raises(ConfigError, match="chmod 600"):
             load_keyring(saved(tmp_path, json.dumps({"*": "ab" * 32}), mode))
+
+
+def test_old_secrets_open_and_the_first_one_seals(tmp_path: Path) -> None:
+    old = SecretsKeyring({"a": b"o" * 32})
+    both = load_keyring(saved(tmp_path, json.dumps({"a": [(b"n" * 32).hex(), (b"o" * 32).hex()]})))
+    new, known = both.keys(Namespace("a"), "v")
+    assert (known,) == old.keys(Namespace("a"), "v")
+    assert new != known
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = saved(tmp_path, json.dumps({"a": SECRET}))
+    keys = KeyFile(file)
+    before = keys.keys(Namespace("a"), "v")
+    keys.refresh()
+    assert keys.keys(Namespace("a"), "v") == before
+    saved(tmp_path, json.dumps({"a": ["cd" * 32, SECRET]}))
+    keys.refresh()
+    after = keys.keys(Namespace("a"), "v")
+    assert after[1:] == before
+    # One that cannot be used changes nothing, and is named once.
+    for broken in ("{", None):
+        caplog.clear()
+        saved(tmp_path, broken) if broken is not None else file.unlink()
+        for _ in range(3):
+            keys.refresh()
+        assert keys.keys(Namespace("a"), "v") == after
+        assert caplog.text.count("sealing keys are as they were") == 1
+        assert SECRET not in caplog.text

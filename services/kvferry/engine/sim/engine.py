@@ -38,6 +38,7 @@ from kvferry.engine.sim.step_loop import Faults, StepLoop
 from kvferry.engine.sim.tier import SimTier, sim_layout
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
+from kvferry.pages.exchange import PAGE_FORMATS, sorted_fields
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class SimEngine:
         self._fetcher = KvFetcher(
             self._cache,
             sim,
-            tier_timeout_s=self._tier_config.io_timeout_s,
+            tier_timeout_s=self._tier_config.load_limit_s,
             sleep=self._sleep,
             on_fetched=self._resume,
         )
@@ -184,6 +185,14 @@ class SimEngine:
             num_pages=self._sim.num_pages,
             kv_cache_dtype=KV_CACHE_DTYPE,
             num_cpu_pages=self._sim.cpu_pages if self._cache.tier is not None else 0,
+            exchange=sorted_fields(
+                {
+                    "formats": PAGE_FORMATS,
+                    "engine": "sim",
+                    "max_model_len": self._sim.max_model_len,
+                    "tokens_per_block": self._block_size,
+                }
+            ),
         )
         self._loop_task = asyncio.create_task(self._run(), name=f"sim engine {engine_id[:8]}")
 

@@ -45,6 +45,7 @@ def sim_layout(model: str, *, block_size: int, page_bytes: int) -> ChunkLayout:
     return ChunkLayout(
         model=model,
         weights_revision="sim",
+        exchange="sim",
         dtype="sim",
         kv_cache_dtype="sim",
         tokens_per_block=block_size,

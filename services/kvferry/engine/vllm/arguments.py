@@ -38,7 +38,6 @@ def engine_arguments(
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
     }
     return {
-        # Part of NIXL's compatibility hash: must be the same canonical path on every node.
         "model": model_folder,
         "tokenizer": model_folder,
         "dtype": "float32" if on_cpu and model.dtype == "auto" else model.dtype,
@@ -66,10 +65,10 @@ def engine_arguments(
 
 
 def kv_transfer_config(
-    engine: EngineConfig, engine_id: EngineId, *, producer: bool, tiers: dict[str, Any] | None
+    engine: EngineConfig, engine_id: EngineId, *, producer: bool, weights: str, tiers: dict[str, Any] | None
 ) -> dict[str, Any]:
     role = "kv_producer" if producer else "kv_consumer"
-    config = nixl_connector(engine, role)
+    config = nixl_connector(engine, role, weights)
     if tiers is not None:
         # NIXL first: if two connectors have a prompt's pages, vLLM asks the first. vLLM adds `engine_id` to each child,
         # and refuses a second one.
@@ -87,7 +86,7 @@ def kv_transfer_config(
     }
 
 
-def nixl_connector(engine: EngineConfig, role: str) -> dict[str, Any]:
+def nixl_connector(engine: EngineConfig, role: str, weights: str) -> dict[str, Any]:
     on_cpu = engine.device == "cpu"
     return {
         "kv_connector": CONNECTOR_CLASS,
@@ -96,6 +95,7 @@ def nixl_connector(engine: EngineConfig, role: str) -> dict[str, Any]:
         "kv_buffer_device": "cpu" if on_cpu else "cuda",
         "kv_connector_extra_config": {
             "kv_lease_duration": engine.transfer_lease_s,
+            "weights": weights,
             # With the 4 threads that vLLM asks NIXL for, an idle decode engine that had read many descriptors kept
             # 0.97 of a core busy; without them 0.03.
             **({"num_threads": 0} if on_cpu else {}),
@@ -116,7 +116,7 @@ def tier_connector(tier: TierConfig, *, keeper_socket: str, model_name: str, wei
             "offload_prompt_only": False,
             "blocks_per_chunk": tier.blocks_per_chunk,
             "keeper_socket": keeper_socket,
-            "load_timeout_s": tier.io_timeout_s,
+            "load_timeout_s": tier.load_limit_s,
             "queue_bytes": tier.queue_mib << 20,
             "model_name": model_name,
             "weights_revision": weights_revision,
@@ -157,9 +157,13 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
 
 
-def describe(vllm_config: Any, engine_id: EngineId, model_folder: str, *, cpu_bytes: int = 0) -> EngineInfo:
+def describe(
+    vllm_config: Any, engine_id: EngineId, model_folder: str, *, weights: str, cpu_bytes: int = 0
+) -> EngineInfo:
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtype = model.dtype if cache.cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype]
@@ -180,4 +184,5 @@ def describe(vllm_config: Any, engine_id: EngineId, model_folder: str, *, cpu_by
         num_pages=cache.num_gpu_blocks,
         kv_cache_dtype=str(dtype).removeprefix("torch."),
         num_cpu_pages=cpu_bytes // (per_token * cache.block_size),
+        exchange=exchange_fields(vllm_config, weights=weights),
     )

@@ -78,7 +78,7 @@ class VllmEngine:
         self._tier = tier if tier is not None else TierConfig()
         self._keeper_socket = keeper_socket
         self._engine_id: EngineId | None = None
-        self._revision = ""
+        self._weights = ""
         self._model_folder = model_folder
         self._model = model
         self._config = engine
@@ -102,10 +102,9 @@ class VllmEngine:
     async def start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="engine-", dir=os.environ.get("KVFERRY_RUN_DIR")))
         self._engine_id = engine_id = EngineId(secrets.token_hex(16))
-        if self._tier.enabled:
-            self._revision = self._model.revision or await asyncio.to_thread(
-                weights_revision, Path(self._model_folder), cache_folder() / "weights"
-            )
+        # A revision is a name that an operator gives; two folders may have the same one.
+        digest = await asyncio.to_thread(weights_revision, Path(self._model_folder), cache_folder() / "weights")
+        self._weights = f"{self._model.revision}:{digest}" if self._model.revision else digest
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
         try:
             await asyncio.wait_for(asyncio.to_thread(self._build, engine_id), self._config.start_timeout_s)
@@ -157,7 +156,11 @@ class VllmEngine:
         self._validator = StructuredOutputValidator(self._llm)
         self._parsers = Parsers(self._model, self._llm.output_processor.tokenizer, self._llm.model_config)
         self._info = describe(
-            self._llm.vllm_config, engine_id, self._model_folder, cpu_bytes=cpu_tier_bytes(self._tier)
+            self._llm.vllm_config,
+            engine_id,
+            self._model_folder,
+            weights=self._weights,
+            cpu_bytes=cpu_tier_bytes(self._tier),
         )
 
     def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
@@ -167,13 +170,15 @@ class VllmEngine:
                 self._tier,
                 keeper_socket=self._keeper_socket,
                 model_name=Path(self._model_folder).name,
-                weights_revision=self._revision,
+                weights_revision=self._weights,
             )
         return engine_arguments(
             self._model_folder,
             self._model,
             self._config,
-            kv_transfer=kv_transfer_config(self._config, engine_id, producer=self._producer, tiers=tiers),
+            kv_transfer=kv_transfer_config(
+                self._config, engine_id, producer=self._producer, weights=self._weights, tiers=tiers
+            ),
             events_endpoint=self._events_endpoint(),
             replay_endpoint=self._replay_endpoint(),
         )

@@ -1,11 +1,15 @@
-"""A digest of a model's weight files, the same on every node and after every copy."""
+"""A digest of a model's files, the same on every node and after every copy."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +24,13 @@ _SUFFIXES = _WEIGHT_SUFFIXES | {".json", ".py"}
 _READ_BYTES = 8 << 20
 _THREADS = 4
 
+# Digests of weight files that come with the model, so that machines need not read them: `kvferry model digest`.
+MANIFEST = "kvferry-manifest.json"
+_MAX_MANIFEST_BYTES = 16 << 20
+_PROGRESS_S = 10.0
+
+log = logging.getLogger(__name__)
+
 
 class _Known(msgspec.Struct, frozen=True):
     size: int
@@ -28,28 +39,57 @@ class _Known(msgspec.Struct, frozen=True):
     digest: str
 
 
+class _Shipped(msgspec.Struct, frozen=True):
+    size: int
+    digest: str
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    files: dict[str, _Shipped]
+    version: int = 1
+
+
 def weights_revision(folder: Path, cache: Path) -> str:
     """Return 32 hexadecimal digits for the model files directly in `folder`.
 
     `cache` holds digests by path, size and times; an unusable one is ignored. Raises ConfigError if models are missing
-    or unreadable.
+    or unreadable, or if the folder's manifest does not fit them.
     """
+    # One process of a machine reads the files, others wait for it. Weights of the manifest are not read.
     record = cache / f"{xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))}.json"
-    known = _read(record)
-    try:
-        files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
-        with ThreadPoolExecutor(_THREADS) as threads:
-            now = dict(zip((f.name for f in files), threads.map(lambda f: _digest(f, known), files), strict=True))
-    except OSError as error:
-        raise ConfigError(f"model.path: {folder} cannot be read: {error.strerror}", param="model.path") from None
-    if not now:
-        raise ConfigError(f"model.path: {folder} holds no model files", param="model.path")
-    if now != known:
-        _write(record, now)
+    with _alone(record):
+        known = _read(record)
+        try:
+            files = _model_files(folder)
+            shipped = _read_manifest(folder, files)
+            now = _digest_all(files, known, shipped)
+        except OSError as error:
+            raise ConfigError(f"model.path: {folder} cannot be read: {error.strerror}", param="model.path") from None
+        if not now:
+            raise ConfigError(f"model.path: {folder} holds no model files", param="model.path")
+        read = {name: entry for name, entry in now.items() if name not in shipped}
+        if read != known:
+            _write(record, msgspec.json.encode(read))
     whole = xxhash.xxh3_128()
     for name, entry in now.items():
         whole.update(f"{name}\0{entry.digest}\0".encode())
     return whole.hexdigest()
+
+
+def write_manifest(folder: Path) -> Path:
+    """Read the weights in `folder`. Raises ConfigError."""
+    try:
+        files = [file for file in _model_files(folder) if file.suffix in _WEIGHT_SUFFIXES]
+        digests = _digest_all(files, {}, {})
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}") from None
+    if not digests:
+        raise ConfigError(f"{folder} holds no weights")
+    manifest = _Manifest({name: _Shipped(entry.size, entry.digest) for name, entry in digests.items()})
+    path = folder / MANIFEST
+    if not _write(path, msgspec.json.format(msgspec.json.encode(manifest)), mode=0o644):
+        raise ConfigError(f"{path} cannot be written")
+    return path
 
 
 def has_weights(folder: Path) -> bool:
@@ -57,18 +97,85 @@ def has_weights(folder: Path) -> bool:
     return any(file.suffix in _WEIGHT_SUFFIXES for file in folder.iterdir()) if folder.is_dir() else False
 
 
-def _digest(file: Path, known: Mapping[str, _Known]) -> _Known:
+def _model_files(folder: Path) -> list[Path]:
+    return sorted(
+        file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.name != MANIFEST and file.is_file()
+    )
+
+
+def _read_manifest(folder: Path, files: list[Path]) -> Mapping[str, _Shipped]:
+    path = folder / MANIFEST
+    try:
+        with path.open("rb") as opened:
+            manifest = msgspec.json.decode(opened.read(_MAX_MANIFEST_BYTES), type=_Manifest)
+    except FileNotFoundError:
+        return {}
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no manifest: {str(error)[:200]}", param="model.path") from None
+    if manifest.version != 1:
+        raise ConfigError(f"{path} is of version {manifest.version}, not 1", param="model.path")
+    weights = {file.name: file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES}
+    for name in sorted(weights.keys() | manifest.files.keys()):
+        listed = manifest.files.get(name)
+        if listed is None or listed.size != weights.get(name):
+            raise ConfigError(
+                f"{path} does not fit the weights beside it ({name[:200]}): write it anew, or remove it",
+                param="model.path",
+            )
+    return manifest.files
+
+
+def _digest_all(files: list[Path], known: Mapping[str, _Known], shipped: Mapping[str, _Shipped]) -> dict[str, _Known]:
+    with _progress(sum(file.stat().st_size for file in files)) as on_read, ThreadPoolExecutor(_THREADS) as threads:
+
+        def digest(file: Path) -> _Known:
+            return _digest(file, known.get(file.name), shipped.get(file.name), on_read)
+
+        return dict(zip((file.name for file in files), threads.map(digest, files), strict=True))
+
+
+def _digest(file: Path, before: _Known | None, shipped: _Shipped | None, on_read: Callable[[int], None]) -> _Known:
     with file.open("rb", buffering=0) as opened:
         status = os.fstat(opened.fileno())
-        before = known.get(file.name)
         here = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if shipped is not None:
+            return _Known(*here, shipped.digest)
         if before is not None and (before.size, before.modified_ns, before.changed_ns) == here:
             return before
         digest = xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(_READ_BYTES, status.st_size or 1)))
         while num_read := opened.readinto(buffer):
             digest.update(buffer[:num_read])
+            on_read(num_read)
     return _Known(*here, digest.hexdigest())
+
+
+@contextlib.contextmanager
+def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function for bytes as they are read, from any thread."""
+    lock = threading.Lock()
+    num_read, logged_s = 0, time.monotonic()
+
+    def on_read(num: int) -> None:
+        nonlocal num_read, logged_s
+        with lock:
+            num_read += num
+            now_s = time.monotonic()
+            if now_s - logged_s >= _PROGRESS_S:
+                logged_s = now_s
+                log.info("digest of the weights: %.1f of %.1f GB are read", num_read / 1e9, num_bytes / 1e9)
+
+    yield on_read
+
+
+@contextlib.contextmanager
+def _alone(record: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held = stack.enter_context(record.with_suffix(".lock").open("wb"))
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def _read(record: Path) -> dict[str, _Known]:
@@ -78,10 +185,15 @@ def _read(record: Path) -> dict[str, _Known]:
         return {}
 
 
-def _write(record: Path, known: Mapping[str, _Known]) -> None:
-    with contextlib.suppress(OSError):
-        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=record.parent)
+def _write(path: Path, content: bytes, *, mode: int = 0o600) -> bool:
+    """Return False if that is not possible."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as out:
-            out.write(msgspec.json.encode(known))
-        os.replace(name, record)  # noqa: PTH105
+            os.fchmod(handle, mode)
+            out.write(content)
+        os.replace(name, path)  # noqa: PTH105
+    except OSError:
+        return False
+    return True

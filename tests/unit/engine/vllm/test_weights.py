@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvferry.cli import main
 from kvferry.engine.vllm import weights
-from kvferry.engine.vllm.weights import weights_revision
+from kvferry.engine.vllm.weights import MANIFEST, weights_revision, write_manifest
 from kvferry.errors import ConfigError
 
 
@@ -82,7 +85,7 @@ def _of_names_only(plain: Callable[[], object]) -> Callable[[], object]:
 
 def test_a_cache_that_cannot_be_used_costs_a_reading(folder: Path, tmp_path: Path) -> None:
     before = weights_revision(folder, tmp_path / "cache")
-    (record,) = (tmp_path / "cache").iterdir()
+    (record,) = (tmp_path / "cache").glob("*.json")
     record.write_text("{")
     assert weights_revision(folder, tmp_path / "cache") == before
     (tmp_path / "file").touch()
@@ -94,3 +97,81 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         weights_revision(tmp_path, tmp_path / "cache")
     with pytest.raises(ConfigError, match=r"model\.path.*nowhere.*No such file"):
         weights_revision(tmp_path / "nowhere", tmp_path / "cache")
+
+
+def test_weights_of_a_manifest_are_not_read(folder: Path, tmp_path: Path) -> None:
+    read = weights_revision(folder, tmp_path / "cache")
+    write_manifest(folder)
+    flip_one_bit(folder)  # only sizes are compared with a manifest
+    assert weights_revision(folder, tmp_path / "another") == read
+    (folder / MANIFEST).unlink()
+    # Digests of a manifest are not remembered as if the files had been read.
+    assert weights_revision(folder, tmp_path / "another") != read
+
+
+def test_other_files_are_read_beside_a_manifest(folder: Path, tmp_path: Path) -> None:
+    write_manifest(folder)
+    before = weights_revision(folder, tmp_path / "cache")
+    (folder / "config.json").write_text('{"num_hidden_layers": 3}')
+    assert weights_revision(folder, tmp_path / "cache") != before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda folder: (folder / "model-00002.safetensors").unlink(), "does not fit.*model-00002"),
+        (lambda folder: (folder / "model-00003.safetensors").write_bytes(b"x"), "does not fit.*model-00003"),
+        (lambda folder: (folder / "model-00001.safetensors").write_bytes(b"x"), "does not fit.*model-00001"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "is no manifest"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {}, "version": 2}'), "version 2"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(
+    folder: Path, tmp_path: Path, change: Callable[[Path], object], named: str
+) -> None:
+    write_manifest(folder)
+    change(folder)
+    with pytest.raises(ConfigError, match=named):
+        weights_revision(folder, tmp_path / "cache")
+
+
+def test_a_manifest_needs_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no weights"):
+        write_manifest(tmp_path)
+
+
+def test_one_process_of_a_machine_reads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines start at once."""
+    reads: list[str] = []
+    digest = weights._digest
+
+    def counted(file: Path, before: object, *rest: object) -> object:
+        entry = digest(file, before, *rest)  # type: ignore[arg-type]
+        if entry is not before:
+            reads.append(file.name)
+        return entry
+
+    monkeypatch.setattr(weights, "_digest", counted)
+    with ThreadPoolExecutor(4) as threads:
+        revisions = set(threads.map(lambda _: weights_revision(folder, tmp_path / "cache"), range(4)))
+    assert len(revisions) == 1
+    assert len(reads) == 3
+
+
+def test_progress_is_logged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights, "_PROGRESS_S", 0.0)
+    with caplog.at_level("INFO"):
+        weights_revision(folder, tmp_path / "cache")
+    assert "digest of the weights: 0.0 of 0.0 GB are read" in caplog.text
+
+
+def test_the_command_writes_a_manifest(folder: Path, tmp_path: Path) -> None:
+    before = weights_revision(folder, tmp_path / "cache")
+    result = CliRunner().invoke(main, ["model", "manifest", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert str(folder / MANIFEST) in result.output
+    assert (folder / MANIFEST).stat().st_mode & 0o777 == 0o644
+    assert weights_revision(folder, tmp_path / "another") == before
+    assert CliRunner().invoke(main, ["model", "manifest", str(tmp_path / "cache")]).exit_code == 2

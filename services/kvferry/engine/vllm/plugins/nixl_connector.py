@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
+from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
 from kvferry.engine.vllm.plugins.nixl_handshake_port import retry_taken_handshake_ports
 from kvferry.engine.vllm.plugins.nixl_idle_steps import slow_idle_steps
 from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease, send_lease_ends
@@ -26,6 +27,8 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
         on_cpu = vllm_config.device_config.device_type == "cpu"
         if on_cpu:
             poll_shm_queues_slowly()
+        if role == KVConnectorRole.WORKER:
+            compare_exchange_digests()
         try:
             with blocking_progress_thread() if on_cpu else contextlib.nullcontext():
                 super().__init__(vllm_config, role, kv_cache_config)

@@ -1,0 +1,93 @@
+"""Fields of the exchange digest, from vLLM's resolved configuration; the same in every process of an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from typing import Any
+
+import torch
+from vllm import __version__
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.selector import get_attn_backend
+
+from kvferry.pages.exchange import PAGE_FORMATS, ExchangeFields, sorted_fields
+
+# Of the model's configuration: where it lies, and the program that wrote it.
+_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
+
+
+def exchange_fields(vllm_config: Any, *, weights: str) -> ExchangeFields:
+    """`weights` is the digest of the weight files, with `model.revision` before it if there is one."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    return sorted_fields(
+        {
+            "formats": PAGE_FORMATS,
+            "vllm": __version__,
+            "weights": weights,
+            "model_config": model_config_digest(model),
+            "max_model_len": model.max_model_len,  # LongRoPE and Llama 4 derive rotations and scales from it
+            "quantization": model.quantization or "none",
+            "dtype": type_name(model.dtype),
+            "kv_cache_dtype": kv_cache_dtype(vllm_config),
+            "tokens_per_block": cache.block_size,
+            "attention_backend": attention_backend(vllm_config),
+            "instruction_set": instruction_set(vllm_config),
+            "tensor_parallel": parallel.tensor_parallel_size,
+            "pipeline_parallel": parallel.pipeline_parallel_size,
+            "adapters": "none" if vllm_config.lora_config is None else "lora",
+        }
+    )
+
+
+def model_config_digest(model_config: Any) -> str:
+    """Of the configuration as vLLM resolved it, with overrides."""
+    resolved = {"model": model_config.hf_config.to_dict(), "text": model_config.hf_text_config.to_dict()}
+    text = json.dumps(_without_origin(resolved), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _without_origin(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _without_origin(each) for name, each in value.items() if name not in _NOT_OF_THE_MODEL}
+    if isinstance(value, list | tuple):
+        return [_without_origin(each) for each in value]
+    return value
+
+
+def attention_backend(vllm_config: Any) -> str:
+    """Return the backend that vLLM selects, also for `auto`."""
+    model = vllm_config.model_config
+    with set_current_vllm_config(vllm_config):
+        backend = get_attn_backend(
+            head_size=model.get_head_size(),
+            dtype=model.dtype,
+            kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+            use_mla=model.use_mla,
+        )
+    return str(backend.get_name())
+
+
+def instruction_set(vllm_config: Any) -> str:
+    # Kernels of the CPU order a page's bytes by it.
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not current_platform.is_cpu():
+        capability = current_platform.get_device_capability()
+        return f"{current_platform.device_type}-{capability.as_version_str() if capability else 'unknown'}"
+    dtype = model.dtype if cache.cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype]
+    isa = _get_attn_isa(dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    vectors = "avx512" if torch.cpu._is_avx512_supported() else "avx2" if torch.cpu._is_avx2_supported() else "plain"
+    return f"{platform.machine()}-{vectors}-{isa}"
+
+
+def kv_cache_dtype(vllm_config: Any) -> str:
+    chosen = vllm_config.cache_config.cache_dtype
+    return type_name(vllm_config.model_config.dtype) if chosen == "auto" else str(chosen)
+
+
+def type_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

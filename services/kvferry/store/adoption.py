@@ -1,0 +1,118 @@
+"""Takes over the chunks of writers that are gone: a node that left the cluster evicts nothing any more."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvferry.store import folder, paths
+from kvferry.store.chunk_index import ChunkIndex
+from kvferry.store.folder import FoundChunk
+from kvferry.store.outcome import Outcome
+from kvferry.store.volume_files import VolumeFiles
+
+# A keeper that restarts holds its lock again within seconds. Then its chunks go to writers with room for them; chunks
+# that no writer has room for are removed, as if they had been evicted.
+ADOPT_AFTER_S = 300.0
+REMOVE_AFTER_S = 900.0
+MAX_FILES = 2_000  # of one call: meanwhile a keeper of that name cannot start
+
+log = logging.getLogger(__name__)
+
+
+class Adopter:
+    """Not thread-safe."""
+
+    def __init__(self, index: ChunkIndex, files: VolumeFiles, has_right_size: Callable[[FoundChunk], bool]) -> None:
+        self._index = index
+        self._files = files
+        self._has_right_size = has_right_size
+        self._gone_since_s: dict[str, float] = {}
+        self.num_adopted = 0
+        self.num_removed = 0
+
+    def __repr__(self) -> str:
+        return f"<Adopter of {self._files.writer}: {self.num_adopted} adopted, {self.num_removed} removed>"
+
+    def run(self, now_s: float) -> None:
+        """Raises OSError for an unreadable folder."""
+        others = [writer for writer in folder.writers(self._files.path) if writer != self._files.writer]
+        self._gone_since_s = {writer: since for writer, since in self._gone_since_s.items() if writer in others}
+        num_left = MAX_FILES
+        for writer in others:
+            held = folder.lock(self._lock_of(writer), shared=False)
+            if held is None:
+                self._gone_since_s.pop(writer, None)
+                continue
+            try:
+                gone_s = now_s - self._gone_since_s.setdefault(writer, now_s)
+                if gone_s >= ADOPT_AFTER_S and num_left:
+                    num_left -= self._take(writer, num_left, may_remove=gone_s >= REMOVE_AFTER_S)
+            finally:
+                os.close(held)
+
+    def _take(self, writer: str, max_files: int, *, may_remove: bool) -> int:
+        """Return the number of files that are done."""
+        found = [file for file in folder.walk(self._files.path, writer) if isinstance(file, FoundChunk)]
+        found.sort(key=lambda chunk: chunk.used_s, reverse=True)
+        num_files = 0
+        for chunk in found[:max_files]:
+            outcome = self._adopt(chunk)
+            if outcome is Outcome.NO_SPACE and not may_remove:
+                return num_files
+            if outcome is Outcome.OK:
+                self.num_adopted += 1
+            elif outcome is Outcome.REFUSED or not self._remove(chunk):
+                continue
+            num_files += 1
+        if num_files == len(found):
+            self._remove_folders(writer)
+            log.info("volume %s: the chunks of %s, which is gone, are taken over", self._files.root, writer)
+        return num_files
+
+    def _adopt(self, chunk: FoundChunk) -> Outcome:
+        """NO_SPACE without room for it, EXISTS where it is a copy or no chunk, REFUSED if it is in use."""
+        if not self._has_right_size(chunk):
+            return Outcome.EXISTS
+        reservation = self._index.reserve_adoption(chunk.layout, chunk.chunk, chunk.writer, chunk.num_bytes)
+        if isinstance(reservation, Outcome):
+            return reservation
+        files = self._files
+        try:
+            files.rename(chunk.path, f"{files.root}/{paths.chunk_path(files.writer, chunk.layout, chunk.chunk)}")
+        except OSError:
+            self._index.roll_back(reservation)
+            self._index.cancel(reservation)
+            return Outcome.REFUSED
+        self._index.commit(reservation, None)  # its writer's order of uses is not comparable with ours
+        return Outcome.OK
+
+    def _remove(self, chunk: FoundChunk) -> bool:
+        entry = self._index.pin(chunk.layout, chunk.chunk.key)
+        if entry is not None:
+            self._index.unpin(entry)
+            if entry.writer == chunk.writer:
+                self._index.forget(entry)
+        is_removed = self._files.remove(chunk.path)
+        self.num_removed += is_removed
+        return is_removed
+
+    def _remove_folders(self, writer: str) -> None:
+        # Chunks half written, the quarantine, empty folders, and the lock last.
+        for file in folder.files_of(self._files.path, writer):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        roots = [self._files.path / name / writer for name in (paths.QUARANTINE, paths.TEMPORARY, paths.CHUNKS)]
+        for root in roots:
+            for where, _, _ in os.walk(root, topdown=False):
+                with contextlib.suppress(OSError):
+                    Path(where).rmdir()
+        if not any(root.exists() for root in roots):
+            with contextlib.suppress(OSError):
+                self._lock_of(writer).unlink()
+
+    def _lock_of(self, writer: str) -> Path:
+        return self._files.path / paths.TEMPORARY / f"{writer}.lock"

@@ -1,0 +1,298 @@
+"""Chunks of writers that are gone, and the order of evictions over restarts and writers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.store import adoption, folder, volume
+from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
+from kvferry.store.keyring import SecretsKeyring
+from kvferry.store.layout import ChunkId
+from kvferry.store.volume import Outcome, Volume
+from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, chunk_files, empty, flip, payload, truth
+
+DIGEST = LAYOUT.digest
+MINE, OTHER = SecretsKeyring({"*": b"m" * 32}), SecretsKeyring({"*": b"o" * 32})
+
+Opened = Callable[..., Volume]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = time.time()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    monkeypatch.setattr(volume, "LOCK_PATIENCE_S", 0.0)
+    volumes: list[Volume] = []
+
+    def open_volume(writer: str, *, chunks: int = 8, **values: Any) -> Volume:
+        values = {"shared": True, "clock": clock, "capacity_bytes": chunks * CHUNK_BYTES, **values}
+        made = Volume(tmp_path / "v", writer=writer, **values)
+        made.open()
+        volumes.append(made)
+        return made
+
+    yield open_volume
+    for each in volumes:
+        if each._locks:
+            each.check()
+            each.close()
+
+
+def put(target: Volume, *numbers: int) -> None:
+    for number in numbers:
+        assert target.write(DIGEST, chunk(number), payload(chunk(number))) is Outcome.OK
+
+
+def get(source: Volume, of: ChunkId) -> Outcome:
+    into = empty()
+    outcome = source.read(DIGEST, of, into)
+    assert outcome is not Outcome.OK or bytes(into) == truth(of)
+    return outcome
+
+
+def readable(source: Volume, numbers: range) -> list[int]:
+    return [number for number in numbers if get(source, chunk(number)) is Outcome.OK]
+
+
+def gone(clock: Clock, living: Volume, for_s: float) -> None:
+    """Let a writer that ended be seen as gone for so long."""
+    living.rescan()
+    clock.now_s += for_s
+    living.rescan()
+
+
+def writers(of: Volume) -> list[str]:
+    return folder.writers(of.path)
+
+
+def test_chunks_of_a_writer_that_is_gone_are_taken_over(opened: Opened, clock: Clock, tmp_path: Path) -> None:
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1, 2, 3)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S - 1)
+    assert (writers(living), living.stats.bytes_used) == (["dead", "living"], 0)
+    clock.now_s += 1
+    living.rescan()
+    assert (writers(living), living.stats.bytes_used) == (["living"], 3 * CHUNK_BYTES)
+    assert readable(living, range(5)) == [1, 2, 3]
+    living.check()
+    assert sorted(file.name for file in (tmp_path / "v" / "tmp").iterdir()) == ["living", "living.lock"]
+
+
+def test_volumes_do_not_grow_with_every_writer_that_was(opened: Opened, clock: Clock, tmp_path: Path) -> None:
+    """On Kubernetes every pod may be a new one."""
+    living = opened("living", chunks=8)
+    put(living, *range(4))
+    for i in range(6):
+        pod = opened(f"pod-{i}")
+        put(pod, *range(100 * (i + 1), 100 * (i + 1) + 8))
+        pod.close()
+        gone(clock, living, ADOPT_AFTER_S)
+        gone(clock, living, REMOVE_AFTER_S)
+        assert len(chunk_files(tmp_path / "v")) <= 8
+        living.check()
+    assert writers(living) == ["living"]
+    assert readable(living, range(4)) == [0, 1, 2, 3]  # its own ones went for none of theirs
+
+
+def test_the_newest_chunks_are_kept_where_room_is_short(opened: Opened, clock: Clock) -> None:
+    living, dead = opened("living", chunks=5), opened("dead")
+    put(living, 1, 2, 3)
+    put(dead, 11, 12, 13, 14)
+    now_ns = time.time_ns()
+    for age, number in enumerate((13, 11, 14, 12)):
+        (file,) = living.path.rglob(f"dead/**/{chunk(number).key.hex()}-*")
+        os.utime(file, ns=(now_ns - age * 10**9, now_ns - age * 10**9))
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S)
+    # The others stay where they are: another writer may have room.
+    assert living.stats.bytes_used == 5 * CHUNK_BYTES
+    assert writers(living) == ["dead", "living"]
+    clock.now_s += REMOVE_AFTER_S - ADOPT_AFTER_S
+    living.rescan()
+    assert writers(living) == ["living"]
+    assert [number for number in range(20) if living.contains(DIGEST, chunk(number).key)] == [1, 2, 3, 11, 13]
+    # Adopted ones are evicted first, the older one before the newer.
+    put(living, 4)
+    assert not living.contains(DIGEST, chunk(11).key)
+    put(living, 5)
+    assert not living.contains(DIGEST, chunk(13).key)
+
+
+def test_a_writer_that_returns_keeps_its_chunks(opened: Opened, clock: Clock) -> None:
+    living, back = opened("living"), opened("back")
+    put(back, 1)
+    back.close()
+    gone(clock, living, ADOPT_AFTER_S - 1)
+    back = opened("back")
+    gone(clock, living, ADOPT_AFTER_S)
+    assert back.stats.bytes_used == CHUNK_BYTES
+    back.close()
+    gone(clock, living, ADOPT_AFTER_S - 1)
+    assert writers(living) == ["back", "living"]
+
+
+def test_one_writer_takes_over(opened: Opened, clock: Clock) -> None:
+    one, two, dead = opened("one"), opened("two"), opened("dead")
+    put(dead, 1, 2)
+    dead.close()
+    one.rescan()
+    two.rescan()
+    clock.now_s += ADOPT_AFTER_S
+    one.rescan()
+    two.rescan()
+    assert (one.stats.bytes_used, two.stats.bytes_used) == (2 * CHUNK_BYTES, 0)
+    assert readable(two, range(4)) == readable(one, range(4)) == [1, 2]
+
+
+def test_what_is_no_chunk_or_a_second_copy_is_removed(opened: Opened, clock: Clock, tmp_path: Path) -> None:
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1, 2, 3)
+    put(living, 1) if not living.contains(DIGEST, chunk(1).key) else None
+    (short,) = living.path.rglob(f"dead/**/{chunk(2).key.hex()}-*")
+    os.truncate(short, 100)
+    (tmp_path / "v" / "tmp" / "dead" / "7.page").write_bytes(b"half")
+    dead.add_layout(LAYOUT)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S)
+    assert writers(living) == ["living"]
+    assert readable(living, range(5)) == [1, 3]
+    living.check()
+
+
+def test_bytes_that_were_taken_over_are_verified_like_others(opened: Opened, clock: Clock) -> None:
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1)
+    flip(chunk_files(living.path)[0], 8 * 5000)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S)
+    assert get(living, chunk(1)) is Outcome.CORRUPT_PAYLOAD
+    assert living.stats.quarantined == 1
+
+
+def test_a_call_adopts_a_limited_number(opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "MAX_FILES", 2)
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1, 2, 3, 4, 5)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S)
+    used = [living.stats.bytes_used]
+    for _ in range(2):
+        living.rescan()
+        used.append(living.stats.bytes_used)
+    assert used == [2 * CHUNK_BYTES, 4 * CHUNK_BYTES, 5 * CHUNK_BYTES]
+    assert writers(living) == ["living"]
+
+
+def test_a_file_that_cannot_be_moved_stays(opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1)
+    dead.close()
+    with monkeypatch.context() as patched:
+
+        def refuse(source: str, target: str) -> None:
+            raise OSError(5, "no", source)
+
+        patched.setattr(living._files, "rename", refuse)
+        gone(clock, living, ADOPT_AFTER_S)
+        assert living.stats.bytes_used == 0
+        living.check()
+    living.rescan()
+    assert living.stats.bytes_used == CHUNK_BYTES
+
+
+def test_a_lock_that_its_holder_removed_is_not_held(tmp_path: Path) -> None:
+    file = tmp_path / "a.lock"
+    held = folder.lock(file, shared=False)
+    assert held is not None
+    file.unlink()
+    again = folder.lock(file, shared=False)
+    assert again is not None
+    assert os.fstat(again).st_ino == file.stat().st_ino
+    assert folder.lock(file, shared=False) is None
+    os.close(held)
+    os.close(again)
+
+
+def test_the_order_of_uses_outlives_a_restart(opened: Opened) -> None:
+    """The chunk that is used most is written first."""
+    before = opened("local", shared=False, chunks=4)
+    put(before, 1, 2, 3, 4)
+    assert get(before, chunk(1)) is get(before, chunk(3)) is Outcome.OK
+    before.record()
+    before.close()
+    after = opened("local", shared=False, chunks=4)
+    put(after, 5, 6)
+    assert readable(after, range(9)) == [1, 3, 5, 6]
+
+
+def test_uses_by_other_writers_count(opened: Opened) -> None:
+    owner, reader = opened("owner", chunks=3), opened("reader")
+    put(owner, 1, 2, 3)
+    assert get(reader, chunk(1)) is Outcome.OK
+    reader.record()
+    owner.rescan()
+    put(owner, 4, 5)
+    assert readable(owner, range(9)) == [1, 4, 5]
+
+
+def test_a_recorded_use_is_no_use(opened: Opened) -> None:
+    """Else owners would record again what they see recorded, and every chunk would stay in use for ever."""
+    owner, reader = opened("owner", chunks=3), opened("reader")
+    put(owner, 1)
+    get(reader, chunk(1))
+    reader.record()
+    owner.rescan()
+    assert not owner._index.take_uses()
+
+
+def test_uses_that_wait_to_be_recorded_have_a_limit(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.store.recent_uses.MAX_USES", 2)
+    local = opened("local", shared=False)
+    put(local, 1, 2, 3)
+    for number in (1, 2, 3, 1):
+        get(local, chunk(number))
+    assert [entry.chunk.route_key for entry in local._index.take_uses()] == [3, 1]
+    local.remove(DIGEST, chunk(1))
+    local.record()
+
+
+def test_a_use_changes_neither_bytes_nor_the_time_of_writing(opened: Opened) -> None:
+    local = opened("local", shared=False)
+    put(local, 1)
+    (file,) = chunk_files(local.path)
+    before = file.stat()
+    assert get(local, chunk(1)) is Outcome.OK
+    local.record()
+    after = file.stat()
+    assert after.st_mtime_ns == before.st_mtime_ns
+    assert after.st_atime_ns > before.st_mtime_ns
+    assert get(local, chunk(1)) is Outcome.OK
+
+
+def test_a_foreign_key_takes_nothing_over_but_space(opened: Opened, clock: Clock) -> None:
+    """The chunks of a gone writer with another key are kept, and evicted like others."""
+    living, dead = opened("living", keyring=MINE, chunks=2), opened("dead", keyring=OTHER)
+    put(dead, 1)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S)
+    assert living.stats.bytes_used == CHUNK_BYTES
+    put(living, 2, 3)
+    assert readable(living, range(5)) == [2, 3]

@@ -1,0 +1,170 @@
+"""Rotation of sealing keys, what each has sealed, and the removal of a tenant's chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvferry.cli import main
+from kvferry.errors import TierError
+from kvferry.store import fsck, seal_counts
+from kvferry.store.keyring import SecretsKeyring
+from kvferry.store.seal_counts import SealCounts
+from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.namespace import Namespace
+from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, chunk_files, empty, payload, quarantined, truth
+
+DIGEST = LAYOUT.digest
+OLD, NEW = b"o" * 32, b"n" * 32
+ACME = Namespace("acme")
+
+Opened = Callable[..., Volume]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    volumes: list[Volume] = []
+
+    def open_volume(*secrets: bytes, writer: str = "local", shared: bool = False) -> Volume:
+        keyring = SecretsKeyring({"*": secrets}) if secrets else None
+        made = Volume(tmp_path / "v", capacity_bytes=16 * CHUNK_BYTES, keyring=keyring, writer=writer, shared=shared)
+        made.open()
+        volumes.append(made)
+        return made
+
+    yield open_volume
+    for each in volumes:
+        if each._locks:
+            each.check()
+            each.close()
+
+
+def put(volume: Volume, *numbers: int, namespace: Namespace = ACME) -> list[Outcome]:
+    return [volume.write(DIGEST, chunk(number, namespace), payload(chunk(number, namespace))) for number in numbers]
+
+
+def get(volume: Volume, number: int, namespace: Namespace = ACME) -> Outcome:
+    into = empty()
+    outcome = volume.read(DIGEST, chunk(number, namespace), into)
+    assert outcome is not Outcome.OK or bytes(into) == truth(chunk(number, namespace))
+    return outcome
+
+
+def test_after_a_rotation_old_chunks_are_read_and_new_ones_are_sealed_anew(opened: Opened, tmp_path: Path) -> None:
+    before = opened(OLD)
+    put(before, 1, 2)
+    before.close()
+    during = opened(NEW, OLD)
+    put(during, 3)
+    assert get(during, 1) is get(during, 3) is Outcome.OK
+    usages = fsck.key_usage(tmp_path / "v", SecretsKeyring({"*": [NEW, OLD]}))
+    assert [(usage.num_chunks, usage.secret) for usage in usages] == [(2, 2), (1, 1)]
+    during.close()
+    after = opened(NEW)
+    assert get(after, 2) is Outcome.UNDECRYPTABLE
+    assert get(after, 3) is Outcome.OK
+
+
+def test_a_chunk_of_another_volume_has_another_key(opened: Opened, tmp_path: Path) -> None:
+    """Else nonces of all volumes would count together, and files could be moved between volumes."""
+    volume = opened(OLD)
+    put(volume, 1)
+    (file,) = chunk_files(tmp_path / "v")
+    volume.close()
+    (tmp_path / "v" / "volume.json").unlink()
+    other = opened(OLD)
+    assert file.exists()
+    assert get(other, 1) is Outcome.UNDECRYPTABLE
+
+
+def test_seals_are_counted_over_restarts_and_writers(opened: Opened, tmp_path: Path) -> None:
+    one, two = opened(OLD, writer="one", shared=True), opened(OLD, writer="two", shared=True)
+    put(one, 1, 2)
+    put(two, 3)
+    put(two, 3)  # exists
+    for volume in (one, two):
+        volume.close()
+    again = opened(OLD, writer="one", shared=True)
+    put(again, 4)
+    again.record()
+    (usage,) = fsck.key_usage(tmp_path / "v", None)
+    assert (usage.num_sealed, usage.num_chunks, usage.namespaces) == (4, 4, (ACME,))
+
+
+def test_a_key_that_has_sealed_too_many_seals_no_more(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(seal_counts, "WARN_AT", 2)
+    monkeypatch.setattr(seal_counts, "MAX_SEALS", 4)
+    volume = opened(OLD)
+    assert put(volume, *range(6)) == [Outcome.OK] * 4 + [Outcome.REFUSED] * 2
+    assert caplog.text.count("put a new secret before its secret") == 2
+    assert get(volume, 1) is Outcome.OK
+    volume.close()
+    volume = opened(OLD)
+    assert put(volume, 7) == [Outcome.REFUSED]
+    volume.close()
+    assert put(opened(NEW, OLD), 7) == [Outcome.OK]
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"a": "b"}', "[]"])
+def test_counts_that_cannot_be_read_are_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "w.json").write_text(content)
+    counts = SealCounts(tmp_path, "w")
+    counts.load()
+    assert counts.may_seal(b"12345678")
+    counts.add(b"12345678")
+    counts.save()
+    assert json.loads((tmp_path / "keys" / "w.json").read_text()) == {b"12345678".hex(): 1}
+
+
+def test_a_tenant_is_purged_from_all_writers_and_from_quarantine(opened: Opened, tmp_path: Path) -> None:
+    one, two = opened(writer="one", shared=True), opened(writer="two", shared=True)
+    put(one, 1, 2)
+    put(one, 3, namespace=Namespace("acme", 1))
+    put(one, 4, namespace=Namespace("acme-2"))
+    put(two, 5)
+    (bad,) = (tmp_path / "v").rglob(f"one/**/{chunk(2).key.hex()}-*")
+    bad.write_bytes(bytes(bad.stat().st_size))
+    assert get(one, 2) is Outcome.CORRUPT_HEADER
+    assert quarantined(tmp_path / "v")
+    assert fsck.purge(tmp_path / "v", "acme", epoch=1) == 1
+    assert fsck.purge(tmp_path / "v", "acme") == 2
+    assert not quarantined(tmp_path / "v")
+    # Keepers that serve the volume find nothing there, and go on.
+    assert get(one, 1) in (Outcome.GONE, Outcome.MISSING)
+    assert get(two, 5) in (Outcome.GONE, Outcome.MISSING)
+    assert get(one, 4, Namespace("acme-2")) is Outcome.OK
+    assert put(one, 1) == [Outcome.OK]
+    for volume in (one, two):
+        volume.rescan()
+        volume.close()  # the ledger still counts files that were in quarantine
+
+
+def test_commands(opened: Opened, tmp_path: Path) -> None:
+    volume = opened(OLD)
+    put(volume, 1, 2)
+    volume.close()
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"*": [NEW.hex(), OLD.hex()]}))
+    keys.chmod(0o600)
+    where = str(tmp_path / "v")
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(main, ["tier", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    (row,) = json.loads(run("keys", where, "--keys", str(keys), "--json"))["keys"]
+    assert (row["pages"], row["sealed"], row["secret"], row["tenants"]) == (2, 2, 2, ["acme.0"])
+    assert "acme.0" in run("keys", where, "--keys", str(keys))
+    assert OLD.hex() not in run("keys", where, "--keys", str(keys))
+    assert "removed 2 chunks of acme" in run("purge", where, "--tenant", "acme")
+    assert json.loads(run("purge", where, "--tenant", "acme", "--json")) == {"removed": 0}
+    with pytest.raises(TierError):
+        fsck.purge(tmp_path, "acme")
