@@ -7,6 +7,7 @@ SHELL := /bin/bash
 ENGINE ?=
 ARGS ?=
 N ?= 100000
+TRANSFERS ?= 1000
 # Processes that run tests: most of their time is waiting, so more than one process shares a core.
 JOBS ?= 3
 # The first Python on PATH that is new enough and not too new; looked for only where it is needed.
@@ -17,7 +18,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-neighbours bench-routing bench-handoff bench-rag bench-tier fuzz-tier loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
+.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-neighbours bench-routing bench-handoff bench-rag bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +99,9 @@ bench-tier: $(STAMP) ## Verified reads and writes of chunks beside fio and vLLM'
 
 fuzz-tier: $(STAMP) ## Spoil N chunks of the tier in every way and look for a wrong byte; the last line is JSON
 	@$(BIN)/python -m bench.fuzz_tier --mutations $(N) $(ARGS)
+
+fuzz-transfer: $(STAMP) ## Transfer N prompts between two real engines while NIXL fails; the last line is JSON
+	@$(BIN)/python -m bench.fuzz_transfer --transfers $(TRANSFERS) $(ARGS)
 
 loadtest-smoke: $(STAMP) ## A load test of a sim cluster with its report, in less than a minute
 	@$(BIN)/python -m bench.rag --only kvferry-sim --scenario smoke --repeats 1 --out loadtest-results/smoke $(ARGS)

@@ -1,0 +1,237 @@
+"""Transfers between two real engines while NIXL, leases and the prefill engine fail; the last line is JSON.
+
+    make fuzz-transfer N=1000
+
+Every answer must be that of the decode engine alone, token for token (float32, greedy), and both engines must hold no
+page in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psutil
+from rich.console import Console
+from rich.progress import Progress
+
+from bench.machine_turn import machine_turn
+from bench.vllm_engines import VllmPair, start_pair
+from kvferry.engine.base import Engine, EngineRequest, RequestId, Sampling, TransferParams
+from kvferry.engine.vllm import arguments as engine_arguments
+from kvferry.engine.vllm import engine as vllm_engine
+from kvferry.errors import EngineDead, EngineError, KvferryError
+
+# Read by bench.faulty_transfers, in the engines' processes.
+FAULTS_VARIABLE = "KVFERRY_FUZZ_TRANSFER"
+
+ANSWER = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+NUM_PROMPTS = 60
+LONGEST = 400  # tokens
+AT_ONCE = 6
+# Of transfers, by what happens to them beside NIXL's faults.
+ODDS = {"lease ends": 0.05, "unknown engine": 0.01, "cancelled": 0.1}
+LEASE_S = 20
+QUIET_S = 90.0
+
+
+@dataclass
+class Outcome:
+    transfers: int = 0
+    wrong_answers: int = 0
+    whole: int = 0  # whose prompt came through NIXL
+    recomputed: int = 0
+    cancelled: int = 0
+    lost: int = 0  # whose prefill engine died before the prompt was computed
+    deaths: int = 0
+    spoilt: Counter[str] = field(default_factory=Counter)
+
+
+class Fuzz:
+    def __init__(self, pair: VllmPair, seed: int) -> None:
+        self.outcome = Outcome()
+        self.pair = pair
+        self._draws = random.Random(seed)
+        self._prompts = [
+            [self._draws.randrange(1000, 40_000) for _ in range(self._draws.randrange(20, LONGEST))]
+            for _ in range(NUM_PROMPTS)
+        ]
+        self._expected: list[list[int]] = []
+        self._is_prefill_up = asyncio.Event()
+        self._is_prefill_up.set()
+
+    async def learn(self) -> None:
+        """Compute the answers in the decode engine alone."""
+        for i, prompt in enumerate(self._prompts):
+            request = EngineRequest(RequestId(f"alone-{i}"), prompt, ANSWER, cache_salt="alone")
+            self._expected.append((await _answer(self.pair.decode, request))[0])
+
+    async def transfer(self, number: int) -> None:
+        which = self._draws.randrange(NUM_PROMPTS)
+        prompt, outcome = self._prompts[which], self.outcome
+        await self._is_prefill_up.wait()
+        params = await self._prefill(number, prompt)
+        if params is None:
+            outcome.lost += 1
+            return
+        params, fault = self._spoil(params)
+        outcome.spoilt[fault] += 1
+        # A salt of its own: a prompt that is cached is not transferred.
+        request = EngineRequest(
+            RequestId(f"decode-{number}"), prompt, ANSWER, transfer_params=params, cache_salt=f"n-{number}"
+        )
+        answering = asyncio.create_task(_answer(self.pair.decode, request))
+        if fault == "cancelled":
+            await asyncio.sleep(self._draws.uniform(0.0, 0.3))
+            answering.cancel()
+        outcome.transfers += 1
+        try:
+            tokens, num_transferred = await answering
+        except asyncio.CancelledError:
+            outcome.cancelled += 1
+            return
+        outcome.wrong_answers += tokens != self._expected[which]
+        if num_transferred >= len(prompt):
+            outcome.whole += 1
+        else:
+            outcome.recomputed += 1
+
+    async def _prefill(self, number: int, prompt: list[int]) -> TransferParams | None:
+        sampling = Sampling(max_tokens=1, temperature=0.0)
+        request = EngineRequest(RequestId(f"prefill-{number}"), prompt, sampling, keep_for_transfer=True)
+        params: TransferParams | None = None
+        try:
+            async for output in self.pair.prefill.generate(request):
+                params = output.transfer_params or params
+        except (EngineDead, EngineError):
+            return None
+        return params
+
+    def _spoil(self, params: TransferParams) -> tuple[TransferParams, str]:
+        drawn, changed = self._draws.random(), dict(params)
+        fault = "none"
+        for each, odds in ODDS.items():
+            if 0 <= drawn < odds:
+                fault = each
+            drawn -= odds
+        if fault == "lease ends":
+            changed["remote_blocks_expiry_time"] = time.perf_counter() + self._draws.uniform(-5.0, 6.0)
+        elif fault == "unknown engine":
+            changed["remote_engine_id"] = f"{self._draws.getrandbits(128):032x}"
+            changed["remote_port"] = 1  # where no engine listens
+        return changed, fault
+
+    async def kill_prefill(self, children: set[int]) -> set[int]:
+        """Kill the prefill engine's processes, start another one, and return its processes."""
+        self._is_prefill_up.clear()
+        for pid in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
+        self.outcome.deaths += 1
+        await self.pair.prefill.stop()
+        before = _children()
+        await self.pair.replace_prefill()
+        self._is_prefill_up.set()
+        return _children() - before
+
+    async def held_pages(self) -> tuple[int, int]:
+        """Return the pages that the prefill and the decode engine hold once they are quiet, or after `QUIET_S`."""
+        ends_s = time.monotonic() + QUIET_S
+        held = (-1, -1)
+        while any(held) and time.monotonic() < ends_s:
+            # Engines reap what has ended in their steps.
+            for name, engine in (("prefill", self.pair.prefill), ("decode", self.pair.decode)):
+                request = EngineRequest(RequestId(f"{name}-{time.monotonic_ns()}"), [5, 6, 7], ANSWER)
+                await _answer(engine, request)
+            await asyncio.sleep(0.5)
+            held = (self.pair.prefill.stats().num_pages_used, self.pair.decode.stats().num_pages_used)
+        return held
+
+
+async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progress: Progress) -> dict[str, object]:
+    engine_arguments.CONNECTOR_MODULE = vllm_engine.CONNECTOR_MODULE = "bench.faulty_transfers"
+    engine_arguments.CONNECTOR_CLASS = vllm_engine.CONNECTOR_CLASS = "FaultyConnector"
+    os.environ[FAULTS_VARIABLE] = json.dumps({"seed": seed, "odds": odds})
+    task = progress.add_task("engines start", total=num_transfers)
+    children: set[int] = set()
+
+    def note_prefill() -> None:
+        children.update(_children())
+
+    pair = await start_pair(transfer_lease_s=LEASE_S, on_prefill=note_prefill)
+    begun_s = time.monotonic()
+    try:
+        fuzz = Fuzz(pair, seed)
+        await fuzz.learn()
+        numbers = iter(range(num_transfers))
+        dies_at = {num_transfers * (i + 1) // (num_deaths + 1) for i in range(num_deaths)}
+
+        async def work() -> None:
+            nonlocal children
+            for number in numbers:
+                if number in dies_at:
+                    children = await fuzz.kill_prefill(children)
+                await fuzz.transfer(number)
+                progress.update(task, advance=1, description=f"{fuzz.outcome.wrong_answers} wrong answers")
+
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        prefill_pages, decode_pages = await fuzz.held_pages()
+    finally:
+        await pair.stop()
+    outcome = fuzz.outcome
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "seed": seed,
+        "odds": odds,
+        "seconds": round(time.monotonic() - begun_s, 1),
+        **{name: getattr(outcome, name) for name in ("transfers", "wrong_answers", "whole", "recomputed")},
+        **{name: getattr(outcome, name) for name in ("cancelled", "lost", "deaths")},
+        "spoilt": dict(outcome.spoilt),
+        "rows_leaked": prefill_pages + decode_pages,
+    }
+
+
+async def _answer(engine: Engine, request: EngineRequest) -> tuple[list[int], int]:
+    """Return the tokens, and the number of the prompt's that came from another engine."""
+    tokens: list[int] = []
+    num_transferred = 0
+    async for output in engine.generate(request):
+        tokens.extend(output.token_ids)
+        if output.sources is not None:
+            num_transferred = output.sources.external_kv_transfer
+    return tokens, num_transferred
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--transfers", type=int, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--deaths", type=int, default=2, help="of the prefill engine (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--odds", type=float, default=0.04, help="of a fault, for each call (default: %(default)s)")
+    given = parser.parse_args()
+    console = Console(stderr=True)
+    with machine_turn(console), Progress(console=console) as progress:
+        try:
+            result = asyncio.run(run(given.transfers, given.deaths, given.seed, given.odds, progress))
+        except KvferryError as error:
+            console.print(error.message)
+            return 2
+    print(json.dumps(result), flush=True)
+    return 1 if result["wrong_answers"] or result["rows_leaked"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
