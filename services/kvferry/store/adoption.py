@@ -26,10 +26,18 @@ log = logging.getLogger(__name__)
 class Adopter:
     """Not thread-safe."""
 
-    def __init__(self, index: ChunkIndex, files: VolumeFiles, has_right_size: Callable[[FoundChunk], bool]) -> None:
+    def __init__(
+        self,
+        index: ChunkIndex,
+        files: VolumeFiles,
+        has_right_size: Callable[[FoundChunk], bool],
+        on_removed: Callable[[str], None],
+    ) -> None:
+        """`on_removed` is called with the name of a writer of which no chunk is left."""
         self._index = index
         self._files = files
         self._has_right_size = has_right_size
+        self._on_removed = on_removed
         self._gone_since_s: dict[str, float] = {}
         self.num_adopted = 0
         self.num_removed = 0
@@ -43,7 +51,9 @@ class Adopter:
         self._gone_since_s = {writer: since for writer, since in self._gone_since_s.items() if writer in others}
         num_left = MAX_FILES
         for writer in others:
-            held = folder.lock(self._lock_of(writer), shared=False)
+            # Some network file systems keep locks on one node only: a living writer also says so.
+            is_silent = now_s - self._said_s(writer) >= ADOPT_AFTER_S
+            held = folder.lock(self._lock_of(writer), shared=False) if is_silent else None
             if held is None:
                 self._gone_since_s.pop(writer, None)
                 continue
@@ -70,6 +80,7 @@ class Adopter:
             num_files += 1
         if num_files == len(found):
             self._remove_folders(writer)
+            self._on_removed(writer)
             log.info("volume %s: the chunks of %s, which is gone, are taken over", self._files.root, writer)
         return num_files
 
@@ -113,6 +124,12 @@ class Adopter:
         if not any(root.exists() for root in roots):
             with contextlib.suppress(OSError):
                 self._lock_of(writer).unlink()
+
+    def _said_s(self, writer: str) -> float:
+        try:
+            return self._lock_of(writer).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def _lock_of(self, writer: str) -> Path:
         return self._files.path / paths.TEMPORARY / f"{writer}.lock"

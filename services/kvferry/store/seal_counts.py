@@ -72,6 +72,16 @@ class SealCounts:
                 consequence,
             )
 
+    def absorb(self, writer: str) -> None:
+        """Count the seals of a writer that is gone among ours."""
+        file = self._file.with_name(f"{writer}.json")
+        with self._lock:
+            self._ours += _read(file)
+            self._is_changed = True
+        self.save()
+        with contextlib.suppress(OSError):
+            file.unlink()
+
     def save(self) -> None:
         with self._lock:
             if not self._is_changed:

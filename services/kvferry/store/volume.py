@@ -90,8 +90,8 @@ class Volume:
         self._chunk_reader = ChunkReader(
             self._index, self._files, self._quarantine, keyring, shared=shared, clock=clock
         )
-        self._adopter = Adopter(self._index, self._files, self._has_right_size)
         self._seal_counts = SealCounts(path, writer)
+        self._adopter = Adopter(self._index, self._files, self._has_right_size, self._seal_counts.absorb)
         self._chunk_writer = ChunkWriter(
             self._index, self._files, keyring, self._seal_counts, notify=self._notify, clock=clock
         )
@@ -211,6 +211,7 @@ class Volume:
         """Write down for the next start which chunks were used, and how many each key has sealed."""
         # Uses become files' access times, which order evictions by other writers too.
         self._seal_counts.save()
+        self._files.say_alive()
         now_ns = time.time_ns()
         for i, entry in enumerate(self._index.take_uses()):
             self._files.record_use(self._index.path_of(entry), now_ns + i)

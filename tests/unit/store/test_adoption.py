@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.store import adoption, folder, volume
 from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
+from kvferry.store.fsck import key_usage
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId
 from kvferry.store.volume import Outcome, Volume
@@ -72,7 +73,9 @@ def readable(source: Volume, numbers: range) -> list[int]:
 
 
 def gone(clock: Clock, living: Volume, for_s: float) -> None:
-    """Let a writer that ended be seen as gone for so long."""
+    """Let a writer that ended long ago be seen as gone for so long."""
+    for lock in (living.path / "tmp").glob("*.lock"):
+        os.utime(lock, (clock.now_s - 2 * ADOPT_AFTER_S, clock.now_s - 2 * ADOPT_AFTER_S))
     living.rescan()
     clock.now_s += for_s
     living.rescan()
@@ -153,11 +156,11 @@ def test_one_writer_takes_over(opened: Opened, clock: Clock) -> None:
     one, two, dead = opened("one"), opened("two"), opened("dead")
     put(dead, 1, 2)
     dead.close()
-    one.rescan()
-    two.rescan()
     clock.now_s += ADOPT_AFTER_S
-    one.rescan()
-    two.rescan()
+    for _ in range(3):
+        one.rescan()
+        two.rescan()
+        clock.now_s += ADOPT_AFTER_S
     assert (one.stats.bytes_used, two.stats.bytes_used) == (2 * CHUNK_BYTES, 0)
     assert readable(two, range(4)) == readable(one, range(4)) == [1, 2]
 
@@ -296,3 +299,36 @@ def test_a_foreign_key_takes_nothing_over_but_space(opened: Opened, clock: Clock
     assert living.stats.bytes_used == CHUNK_BYTES
     put(living, 2, 3)
     assert readable(living, range(5)) == [2, 3]
+
+
+def test_a_writer_that_says_it_lives_keeps_its_chunks_where_locks_are_not_shared(
+    opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS that is mounted with `nolock`."""
+    living, other = opened("living"), opened("other")
+    put(other, 1)
+    real = folder.lock
+    monkeypatch.setattr(folder, "lock", lambda file, *, shared: os.open(os.devnull, os.O_RDONLY))
+    for _ in range(5):
+        gone(clock, living, ADOPT_AFTER_S / 2)
+        other.record()
+        os.utime(living.path / "tmp" / "other.lock", (clock.now_s, clock.now_s))
+        living.rescan()
+    assert (other.stats.bytes_used, living.stats.bytes_used) == (CHUNK_BYTES, 0)
+    put(other, 2)
+    gone(clock, living, ADOPT_AFTER_S)
+    monkeypatch.setattr(folder, "lock", real)
+    assert living.stats.bytes_used == 2 * CHUNK_BYTES
+    other.close()  # it counts files that were taken over
+
+
+def test_seals_of_a_writer_that_is_gone_are_counted(opened: Opened, clock: Clock, tmp_path: Path) -> None:
+    living, dead = opened("living", keyring=MINE), opened("dead", keyring=MINE)
+    put(dead, 1, 2)
+    put(living, 3)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S)
+    living.record()
+    assert [file.name for file in (tmp_path / "v" / "keys").iterdir()] == ["living.json"]
+    (usage,) = key_usage(tmp_path / "v", MINE)
+    assert (usage.num_sealed, usage.num_chunks) == (3, 3)
