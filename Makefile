@@ -18,7 +18,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast chaos bench-residency bench-gateway bench-neighbours bench-routing bench-handoff bench-rag bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
+.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-routing bench-handoff bench-rag bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
 
 bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE" replays a Mooncake trace
 	@$(BIN)/python -m bench.routing $(ARGS)
+
+test-models: $(STAMP) ## Show for every kind of attention that pages survive a transfer (ten minutes)
+	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model/test_models.py $(ARGS)
 
 chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clients saw; ARGS="--kills 5"
 	@$(BIN)/python -m bench.chaos $(ARGS)

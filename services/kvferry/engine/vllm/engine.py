@@ -125,10 +125,12 @@ class VllmEngine:
 
     def _build(self, engine_id: EngineId) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from kvferry.engine.vllm.continuation import Continuations
         from kvferry.engine.vllm.parsing import Parsers, check_names
+        from kvferry.engine.vllm.plugins.model_kinds import why_refused
         from kvferry.engine.vllm.prompt_sources import PromptSourceRecorder
         from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
@@ -147,7 +149,12 @@ class VllmEngine:
             arguments = AsyncEngineArgs(
                 **self._arguments(engine_id), structured_outputs_config=structured_outputs_config()
             )
-            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[make_counters])
+            vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if reason := why_refused(vllm_config, has_tiers=self._tier.enabled):
+                raise UnsupportedEngine(reason)
+            self._llm = AsyncLLM.from_vllm_config(
+                vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
+            )
         except ValueError as error:
             raise UnsupportedEngine(f"vLLM refuses this configuration: {error}") from error
         self._stat_logger = counters[0]

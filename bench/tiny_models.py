@@ -1,0 +1,104 @@
+"""Models of a few layers with random weights, one of each kind of attention, for real engines on a CPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvferry import model_folder
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 49152,  # the default model's tokenizer
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    # Large, so that every token of the prompt changes the answer.
+    "initializer_range": 0.4,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def _configured(name: str, **values: Any) -> Callable[[], Any]:
+    def configure() -> Any:
+        import transformers
+
+        return getattr(transformers, name)(**(_COMMON | values))
+
+    return configure
+
+
+# Of each, pages were shown to survive a transfer: tests/model/test_models.py.
+SHOWN: Mapping[str, Callable[[], Any]] = {
+    "gemma3": _configured(
+        "Gemma3TextConfig",
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "mistral": _configured("MistralConfig", head_dim=32, sliding_window=64),
+    "qwen3": _configured("Qwen3Config", head_dim=32),
+    "mixtral": _configured("MixtralConfig", head_dim=32, num_local_experts=4),
+    "qwen3-moe": _configured("Qwen3MoeConfig", head_dim=32, **_EXPERTS),
+    "phi3-longrope": _configured(
+        "Phi3Config",
+        hidden_size=128,
+        original_max_position_embeddings=512,
+        rope_scaling={
+            "rope_type": "longrope",
+            "short_factor": [1.0 + 0.1 * i for i in range(16)],
+            "long_factor": [2.0 + i for i in range(16)],
+        },
+    ),
+}
+REFUSED: Mapping[str, Callable[[], Any]] = {
+    "deepseek-v2": _configured(
+        "DeepseekV2Config",
+        num_key_value_heads=4,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
+    "llama4": _configured(
+        "Llama4TextConfig", head_dim=32, intermediate_size_mlp=128, num_local_experts=4, attention_chunk_size=128
+    ),
+    "gpt-oss": _configured("GptOssConfig", head_dim=32, num_local_experts=4, sliding_window=64),
+    "falcon-h1": _configured(
+        "FalconH1Config", head_dim=32, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16
+    ),
+    "qwen3-next": _configured("Qwen3NextConfig", head_dim=32, shared_expert_intermediate_size=64, **_EXPERTS),
+}
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """Write a model's configuration, without weights."""
+    config = (SHOWN | REFUSED)[name]()
+    config.architectures = [f"{type(config).__name__.removesuffix('Config').removesuffix('Text')}ForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """Write a model with random weights, always the same, and the default model's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(SHOWN[name]()).to(torch.float32).save_pretrained(folder)
+    tokenizer = model_folder.resolve(model_folder.DEFAULT_NAME)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder / file)
+    return folder

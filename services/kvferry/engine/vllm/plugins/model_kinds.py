@@ -1,0 +1,41 @@
+"""Models whose KV pages have not been shown to survive a transfer are refused; docs/models.md has the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Of a text configuration's `layer_types`.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+TABLE = "docs/models.md has the models that are served"
+
+
+def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
+    """Return the reason; empty for a model that is served. `vllm_config` is vLLM's, resolved."""
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    reasons = {
+        "recurrent state (Mamba, linear attention)": model.is_hybrid or model.is_attention_free,
+        "multi-head latent attention (MLA)": model.use_mla,
+        "an encoder": model.is_encoder_decoder,
+        "chunked local attention": bool(getattr(text, "attention_chunk_size", None)),
+        "attention sinks": getattr(text, "model_type", "") == "gpt_oss",
+        "layers of kind " + ", ".join(sorted(layer_types - {_FULL, _SLIDING})): bool(layer_types - {_FULL, _SLIDING}),
+        f"KV pages of type {vllm_config.cache_config.cache_dtype}": _is_quantized(vllm_config.cache_config.cache_dtype),
+        "a sliding window, with tier.enabled": has_tiers and has_sliding_window(model, layer_types),
+    }
+    found = [kind for kind, is_there in reasons.items() if is_there]
+    if not found:
+        return ""
+    return f"models with {' and '.join(found)} have not been shown to give right answers here; {TABLE}"
+
+
+def has_sliding_window(model_config: Any, layer_types: set[str]) -> bool:
+    if getattr(model_config.hf_text_config, "use_sliding_window", True) is False:
+        return _SLIDING in layer_types
+    return _SLIDING in layer_types or model_config.get_sliding_window() is not None
+
+
+def _is_quantized(cache_dtype: str) -> bool:
+    return cache_dtype not in ("auto", "float16", "bfloat16")
