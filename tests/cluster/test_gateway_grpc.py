@@ -502,7 +502,7 @@ async def test_cancel_reaches_the_prefill_worker_at_once() -> None:
 async def test_a_deadline_ends_the_request_on_both_workers(during: str) -> None:
     slow = {"prefill_tokens_per_s": 100.0} if during == "prefill" else {"step_ms": 5.0}
     request = generate(text="word " * 2000, sampling=GREEDY) if during == "prefill" else ENDLESS
-    deadline_s = 0.4
+    deadline_s = 2.0  # a busy machine takes a while to place it
     async with running(sim=slow) as cluster, channel_to(cluster) as channel:
 
         async def attempt() -> float:
