@@ -12,15 +12,20 @@ import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from bench.fuzz_transfer import FAULTS_VARIABLE
 from kvferry.engine.vllm.plugins.nixl_connector import KvTransferConnector
+
+# vLLM reads nothing from an engine whose transfers fail again and again for up to a minute: here that would be always.
+MAX_BACKOFF_S = 0.2
 
 
 class FaultyConnector(KvTransferConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER and not vllm_config.kv_transfer_config.is_kv_producer:
+            base_worker._INVALID_PEER_MIN_BACKOFF_S = base_worker._INVALID_PEER_MAX_BACKOFF_S = MAX_BACKOFF_S
             given = json.loads(os.environ[FAULTS_VARIABLE])
             worker = self.connector_worker
             worker.nixl_wrapper = FaultyAgent(worker.nixl_wrapper, random.Random(given["seed"]), given["odds"])

@@ -19,14 +19,15 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.progress import Progress
 
 from bench.machine_turn import machine_turn
-from bench.vllm_engines import VllmPair, start_pair
-from kvferry.engine.base import Engine, EngineRequest, RequestId, Sampling, TransferParams
+from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start_pair
+from kvferry.engine.base import EngineRequest, RequestId, Sampling, TransferParams
 from kvferry.engine.vllm import arguments as engine_arguments
 from kvferry.engine.vllm import engine as vllm_engine
 from kvferry.errors import EngineDead, EngineError, KvferryError
@@ -42,6 +43,7 @@ AT_ONCE = 6
 ODDS = {"lease ends": 0.05, "unknown engine": 0.01, "cancelled": 0.1}
 LEASE_S = 20
 QUIET_S = 90.0
+MIN_WHOLE = 0.3  # of transfers
 
 
 @dataclass
@@ -73,14 +75,15 @@ class Fuzz:
         """Compute the answers in the decode engine alone."""
         for i, prompt in enumerate(self._prompts):
             request = EngineRequest(RequestId(f"alone-{i}"), prompt, ANSWER, cache_salt="alone")
-            self._expected.append((await _answer(self.pair.decode, request))[0])
+            self._expected.append((await answer(self.pair.decode, request))[0])
 
     async def transfer(self, number: int) -> None:
         which = self._draws.randrange(NUM_PROMPTS)
         prompt, outcome = self._prompts[which], self.outcome
         await self._is_prefill_up.wait()
-        params = await self._prefill(number, prompt)
-        if params is None:
+        try:
+            params = await prefill(self.pair.prefill, f"prefill-{number}", prompt)
+        except (EngineDead, EngineError):
             outcome.lost += 1
             return
         params, fault = self._spoil(params)
@@ -89,32 +92,21 @@ class Fuzz:
         request = EngineRequest(
             RequestId(f"decode-{number}"), prompt, ANSWER, transfer_params=params, cache_salt=f"n-{number}"
         )
-        answering = asyncio.create_task(_answer(self.pair.decode, request))
+        answering = asyncio.create_task(answer(self.pair.decode, request))
         if fault == "cancelled":
             await asyncio.sleep(self._draws.uniform(0.0, 0.3))
             answering.cancel()
         outcome.transfers += 1
         try:
-            tokens, num_transferred = await answering
+            tokens, last = await answering
         except asyncio.CancelledError:
             outcome.cancelled += 1
             return
         outcome.wrong_answers += tokens != self._expected[which]
-        if num_transferred >= len(prompt):
+        if last.sources is not None and last.sources.external_kv_transfer >= len(prompt):
             outcome.whole += 1
         else:
             outcome.recomputed += 1
-
-    async def _prefill(self, number: int, prompt: list[int]) -> TransferParams | None:
-        sampling = Sampling(max_tokens=1, temperature=0.0)
-        request = EngineRequest(RequestId(f"prefill-{number}"), prompt, sampling, keep_for_transfer=True)
-        params: TransferParams | None = None
-        try:
-            async for output in self.pair.prefill.generate(request):
-                params = output.transfer_params or params
-        except (EngineDead, EngineError):
-            return None
-        return params
 
     def _spoil(self, params: TransferParams) -> tuple[TransferParams, str]:
         drawn, changed = self._draws.random(), dict(params)
@@ -138,10 +130,10 @@ class Fuzz:
                 psutil.Process(pid).kill()
         self.outcome.deaths += 1
         await self.pair.prefill.stop()
-        before = _children()
+        before = child_processes()
         await self.pair.replace_prefill()
         self._is_prefill_up.set()
-        return _children() - before
+        return child_processes() - before
 
     async def held_pages(self) -> tuple[int, int]:
         """Return the pages that the prefill and the decode engine hold once they are quiet, or after `QUIET_S`."""
@@ -151,13 +143,13 @@ class Fuzz:
             # Engines reap what has ended in their steps.
             for name, engine in (("prefill", self.pair.prefill), ("decode", self.pair.decode)):
                 request = EngineRequest(RequestId(f"{name}-{time.monotonic_ns()}"), [5, 6, 7], ANSWER)
-                await _answer(engine, request)
+                await answer(engine, request)
             await asyncio.sleep(0.5)
             held = (self.pair.prefill.stats().num_pages_used, self.pair.decode.stats().num_pages_used)
         return held
 
 
-async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progress: Progress) -> dict[str, object]:
+async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progress: Progress) -> dict[str, Any]:
     engine_arguments.CONNECTOR_MODULE = vllm_engine.CONNECTOR_MODULE = "bench.faulty_transfers"
     engine_arguments.CONNECTOR_CLASS = vllm_engine.CONNECTOR_CLASS = "FaultyConnector"
     os.environ[FAULTS_VARIABLE] = json.dumps({"seed": seed, "odds": odds})
@@ -165,7 +157,7 @@ async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progr
     children: set[int] = set()
 
     def note_prefill() -> None:
-        children.update(_children())
+        children.update(child_processes())
 
     pair = await start_pair(transfer_lease_s=LEASE_S, on_prefill=note_prefill)
     begun_s = time.monotonic()
@@ -200,21 +192,6 @@ async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progr
     }
 
 
-async def _answer(engine: Engine, request: EngineRequest) -> tuple[list[int], int]:
-    """Return the tokens, and the number of the prompt's that came from another engine."""
-    tokens: list[int] = []
-    num_transferred = 0
-    async for output in engine.generate(request):
-        tokens.extend(output.token_ids)
-        if output.sources is not None:
-            num_transferred = output.sources.external_kv_transfer
-    return tokens, num_transferred
-
-
-def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--transfers", type=int, default=1000, help="(default: %(default)s)")
@@ -230,6 +207,11 @@ def main() -> int:
             console.print(error.message)
             return 2
     print(json.dumps(result), flush=True)
+    if result["whole"] < MIN_WHOLE * result["transfers"]:
+        console.print(
+            f"only {result['whole']} of {result['transfers']} transfers were whole: wrong bytes would not show"
+        )
+        return 1
     return 1 if result["wrong_answers"] or result["rows_leaked"] else 0
 
 

@@ -32,8 +32,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.raw_nixl import Layout, RawReader, Transfer, page_ids, raw_pair
-from bench.vllm_engines import VllmPair, start_pair
-from kvferry.engine.base import EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
+from bench.vllm_engines import VllmPair, answer, prefill, start_pair
+from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.errors import KvferryError
 
 VOCABULARY = (1_000, 40_000)
@@ -84,15 +84,6 @@ def transfers_of(statistics_of_step: Mapping[str, Sequence[float]]) -> list[Tran
     ]
 
 
-async def run(engine: Any, request: EngineRequest) -> EngineOutput:
-    last = None
-    async for output in engine.generate(request):
-        last = output
-    if last is None:
-        raise BenchError("an engine answered nothing")
-    return last
-
-
 class KvTransfer:
     """Hands prompts over, one at a time."""
 
@@ -105,13 +96,10 @@ class KvTransfer:
         """Computed by the prefill engine (or found in its cache), pulled by the decode engine."""
         self._num_requests += 1
         name, once = f"handoff-{self._num_requests}", Sampling(max_tokens=1, temperature=0.0)
-        kept = await run(self._pair.prefill, EngineRequest(RequestId(name), prompt, once, keep_for_transfer=True))
-        transfer: TransferParams | None = kept.transfer_params
-        if transfer is None:
-            raise BenchError("the prefill engine kept no pages")
+        transfer = await prefill(self._pair.prefill, name, prompt)
         since, begin_s = len(self._log), time.perf_counter()
         request = EngineRequest(RequestId(name), prompt, once, transfer_params=transfer, cache_salt=name)
-        await run(self._pair.decode, request)
+        await answer(self._pair.decode, request)
         return await self._log.next(since, begin_s)
 
 

@@ -45,7 +45,11 @@ SHOWN: Mapping[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     ),
     "mistral": _configured("MistralConfig", head_dim=32, sliding_window=64),
+    "llama": _configured("LlamaConfig", head_dim=32),
+    "qwen2": _configured("Qwen2Config", hidden_size=128),
     "qwen3": _configured("Qwen3Config", head_dim=32),
+    "granite": _configured("GraniteConfig", hidden_size=128),
+    "olmo2": _configured("Olmo2Config", hidden_size=128),
     "mixtral": _configured("MixtralConfig", head_dim=32, num_local_experts=4),
     "qwen3-moe": _configured("Qwen3MoeConfig", head_dim=32, **_EXPERTS),
     "phi3-longrope": _configured(
@@ -59,6 +63,8 @@ SHOWN: Mapping[str, Callable[[], Any]] = {
         },
     ),
 }
+# Models of SHOWN with other settings of both engines.
+CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwen3-tp2": ("qwen3", {"tensor_parallel_size": 2})}
 REFUSED: Mapping[str, Callable[[], Any]] = {
     "deepseek-v2": _configured(
         "DeepseekV2Config",
@@ -79,6 +85,24 @@ REFUSED: Mapping[str, Callable[[], Any]] = {
     "falcon-h1": _configured(
         "FalconH1Config", head_dim=32, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16
     ),
+    "gemma3n": _configured(
+        "Gemma3nTextConfig",
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=49152,
+        altup_num_inputs=4,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "bloom": _configured("BloomConfig", n_layer=4, n_head=4),
+    "qwen2-dual-chunk": _configured(
+        "Qwen2Config",
+        dual_chunk_attention_config={"chunk_size": 256, "local_size": 64, "original_max_position_embeddings": 2048},
+    ),
+    "cohere2": _configured("Cohere2Config", sliding_window=64),
     "qwen3-next": _configured("Qwen3NextConfig", head_dim=32, shared_expert_intermediate_size=64, **_EXPERTS),
 }
 

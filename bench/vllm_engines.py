@@ -1,14 +1,18 @@
-"""Real engines for tests: one prefill and one decode engine over the default model."""
+"""Real engines for tests and benchmarks: one prefill and one decode engine over one model, and requests to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from kvferry import model_folder
-from kvferry.config import EngineConfig, ModelConfig
+from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
 from kvferry.engine.vllm.engine import VllmEngine
+from kvferry.errors import EngineError
 
 
 @dataclass
@@ -33,18 +37,27 @@ class VllmPair:
         await self.decode.stop()
 
 
-async def start_pair(*, on_prefill: Callable[[], None] = lambda: None, **settings: Any) -> VllmPair:
-    """Both engines, started one after the other; nothing is left running when one fails.
+async def start_pair(
+    model: ModelConfig | None = None,
+    *,
+    on_prefill: Callable[[], None] = lambda: None,
+    tier: TierConfig | None = None,
+    keeper_socket: str = "",
+    **settings: Any,
+) -> VllmPair:
+    """Start both engines one after the other; nothing is left running when one fails.
 
-    `settings` are of both engines; `on_prefill` is called between the two starts.
+    `model.path` is a folder with a tokenizer; None is the default model. `settings` are of both engines; `on_prefill`
+    is called between the two starts.
     """
     from tokenizers import Tokenizer
 
-    folder = str(model_folder.resolve("default"))
-    model, engine = ModelConfig(path=folder), EngineConfig(threads=1, **settings)
+    if model is None:
+        model = ModelConfig(path=str(model_folder.resolve(model_folder.DEFAULT_NAME)))
+    folder, engine = model.path, EngineConfig(threads=1, **settings)
 
     def make(*, is_producer: bool) -> VllmEngine:
-        return VllmEngine(folder, model, engine, producer=is_producer)
+        return VllmEngine(folder, model, engine, producer=is_producer, tier=tier, keeper_socket=keeper_socket)
 
     pair = VllmPair(
         make(is_producer=True),
@@ -60,3 +73,32 @@ async def start_pair(*, on_prefill: Callable[[], None] = lambda: None, **setting
         await pair.stop()
         raise
     return pair
+
+
+def child_processes() -> set[int]:
+    """Return the processes of this one's engines, all of which may be killed."""
+    # The tracker that multiprocessing shares among them outlives them.
+    return {
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if not any("resource_tracker" in argument for argument in child.cmdline())
+    }
+
+
+async def answer(engine: Engine, request: EngineRequest) -> tuple[list[int], EngineOutput]:
+    """Return the tokens of an answer, and its last output."""
+    tokens: list[int] = []
+    last = EngineOutput((), "")
+    async for output in engine.generate(request):
+        tokens.extend(output.token_ids)
+        last = output
+    return tokens, last
+
+
+async def prefill(engine: Engine, request_id: str, prompt: Sequence[int]) -> TransferParams:
+    """Compute a prompt whose pages are kept for a transfer. Raises EngineError if they are not kept."""
+    sampling = Sampling(max_tokens=1, temperature=0.0)
+    _, last = await answer(engine, EngineRequest(RequestId(request_id), prompt, sampling, keep_for_transfer=True))
+    if last.transfer_params is None:
+        raise EngineError(f"{request_id}: the prefill engine kept no pages")
+    return last.transfer_params

@@ -46,7 +46,7 @@ def make_mortal(engine: SimEngine) -> None:
 
 def be_previous_release() -> None:
     for module in (gateway_lifecycle, worker_lifecycle):
-        module.identity = lambda config, folder, **named: Identity("", ServedModel(), 1, 1, frozenset())
+        module.identity = lambda config, folder: Identity("", ServedModel(), 1, 1, frozenset())
 
 
 async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:

@@ -15,23 +15,22 @@ from kvferry.model_folder import cache_folder
 _TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tekken.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def identity(config: ClusterConfig, model_folder: str, *, computes: bool = False) -> Identity:
-    """Return what this process says of itself. Reads files, all weights the first time: call it off the event loop.
+def identity(config: ClusterConfig, model_folder: str) -> Identity:
+    """Return what this process says of itself. Raises ConfigError for a folder that cannot be read.
 
-    `computes`: this process has read the weights anyway.
-    Raises ConfigError for a folder that cannot be read.
+    Reads files, without `model.revision` all weights the first time: call it off the event loop.
     """
-    return Identity(config.name, _served_model(config, model_folder, computes=computes))
+    return Identity(config.name, _served_model(config, model_folder))
 
 
-def _served_model(config: ClusterConfig, model_folder: str, *, computes: bool) -> ServedModel:
+def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
     revision = config.model.revision
     if config.engine.kind == "sim":
         return ServedModel(config.served_name, "sim", revision)
     folder = Path(model_folder)
-    is_read = has_weights(folder) and (computes or not revision)
-    digest = weights_revision(folder, cache_folder() / "weights") if is_read else ""
-    return ServedModel(config.served_name, _tokenizer_digest(folder), revision or digest, digest)
+    if not revision and has_weights(folder):
+        revision = weights_revision(folder, cache_folder() / "weights")
+    return ServedModel(config.served_name, _tokenizer_digest(folder), revision)
 
 
 def _tokenizer_digest(folder: Path) -> str:

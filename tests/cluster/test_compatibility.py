@@ -63,7 +63,7 @@ async def test_a_foreign_worker_gets_no_request_and_is_named(values: dict[str, A
 @pytest.mark.parametrize("which", ["kvferry.worker.lifecycle", "kvferry.gateway.lifecycle"])
 async def test_either_end_that_compares_is_enough(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one says its cluster and compares nothing."""
-    monkeypatch.setattr(f"{which}.identity", lambda config, folder, **named: Identity("another"))
+    monkeypatch.setattr(f"{which}.identity", lambda config, folder: Identity("another"))
     monkeypatch.setattr(
         "kvferry.link.worker_link.why_incompatible"
         if which == "kvferry.gateway.lifecycle"
@@ -84,7 +84,7 @@ PREVIOUS_RELEASE = Identity("", ServedModel(), 1, 1, frozenset())
 
 
 async def test_workers_of_the_previous_release_serve_a_new_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder, **named: PREVIOUS_RELEASE)
+    monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: PREVIOUS_RELEASE)
     async with running(1, 2) as cluster:
         gateway = cluster.gateway
         assert gateway is not None
@@ -100,7 +100,7 @@ async def test_workers_of_the_previous_release_serve_a_new_gateway(monkeypatch: 
 async def test_gateways_of_two_releases_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(1, 2) as cluster:
         new = cluster.gateway
-        monkeypatch.setattr("kvferry.gateway.lifecycle.identity", lambda config, folder, **named: PREVIOUS_RELEASE)
+        monkeypatch.setattr("kvferry.gateway.lifecycle.identity", lambda config, folder: PREVIOUS_RELEASE)
         old = await cluster.add_gateway()
         await cluster.ready()
         sessions = [session for host, _ in cluster.workers for session in host.server.sessions]

@@ -12,16 +12,14 @@ import time
 import psutil
 import pytest
 
-from bench.vllm_engines import VllmPair
+from bench.vllm_engines import VllmPair, answer, prefill
 from kvferry.engine.base import (
     Continued,
-    Engine,
     EngineOutput,
     EngineRequest,
     FinishReason,
     RequestId,
     Sampling,
-    TransferParams,
 )
 from kvferry.errors import EngineError
 
@@ -51,22 +49,6 @@ def prompts(pair: VllmPair) -> list[list[int]]:
     return made
 
 
-async def run(engine: Engine, request: EngineRequest) -> tuple[list[int], EngineOutput]:
-    tokens: list[int] = []
-    last = EngineOutput((), "")
-    async for output in engine.generate(request):
-        tokens.extend(output.token_ids)
-        last = output
-    return tokens, last
-
-
-async def prefill(pair: VllmPair, request_id: str, prompt: list[int]) -> TransferParams:
-    sampling = Sampling(max_tokens=1, temperature=0.0)
-    _, last = await run(pair.prefill, EngineRequest(RequestId(request_id), prompt, sampling, keep_for_transfer=True))
-    assert last.transfer_params is not None
-    return last.transfer_params
-
-
 async def test_engines_say_what_their_pages_mean(vllm_pair: VllmPair) -> None:
     fields = dict(vllm_pair.decode.info.exchange)
     assert vllm_pair.prefill.info.exchange == vllm_pair.decode.info.exchange
@@ -83,11 +65,11 @@ async def test_disaggregated_equals_aggregated(vllm_pair: VllmPair) -> None:
     async def compare(i: int, prompt: list[int]) -> None:
         async def alone() -> tuple[list[int], EngineOutput]:
             request = EngineRequest(RequestId(f"alone-{i}"), prompt, greedy, cache_salt="aggregated")
-            return await run(vllm_pair.decode, request)
+            return await answer(vllm_pair.decode, request)
 
         async def apart() -> tuple[list[int], EngineOutput]:
-            transfer = await prefill(vllm_pair, f"apart-{i}", prompt)
-            return await run(
+            transfer = await prefill(vllm_pair.prefill, f"apart-{i}", prompt)
+            return await answer(
                 vllm_pair.decode, EngineRequest(RequestId(f"apart-{i}"), prompt, greedy, transfer_params=transfer)
             )
 
@@ -162,8 +144,8 @@ async def test_tokens_that_do_not_fit_the_grammar_end_their_request_only(vllm_pa
     given = vllm_pair.tokenize("letters")
     request = EngineRequest(RequestId("wrong"), [*prompt, *given], sampling, continued=Continued(len(given), 7))
     with pytest.raises(EngineError):
-        await run(vllm_pair.decode, request)
-    tokens, _ = await run(vllm_pair.decode, EngineRequest(RequestId("right"), prompt, sampling))
+        await answer(vllm_pair.decode, request)
+    tokens, _ = await answer(vllm_pair.decode, EngineRequest(RequestId("right"), prompt, sampling))
     assert len(tokens) == 20
 
 
@@ -173,13 +155,13 @@ async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmP
         "The harbour master wrote the same letter every winter morning, and the ferry carried it " * 3
     )
     greedy = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
-    expected, _ = await run(vllm_pair.decode, EngineRequest(RequestId("whole"), prompt, greedy, cache_salt="own"))
-    kept = await prefill(vllm_pair, "lost", prompt)
+    expected, _ = await answer(vllm_pair.decode, EngineRequest(RequestId("whole"), prompt, greedy, cache_salt="own"))
+    kept = await prefill(vllm_pair.prefill, "lost", prompt)
     transfer = dict(kept)
     transfer["remote_engine_id"] = "0" * 32
     transfer["remote_port"] = 1  # nobody listens there
     async with asyncio.timeout(120):
-        tokens, last = await run(
+        tokens, last = await answer(
             vllm_pair.decode,
             EngineRequest(RequestId("lost"), prompt, greedy, transfer_params=transfer, cache_salt="lost"),
         )
@@ -193,11 +175,13 @@ async def test_a_pull_after_the_lease_is_recomputed_exactly(vllm_pair: VllmPair)
     """The prefill engine may have given the pages to another prompt by then; reading them would go unnoticed."""
     prompt = vllm_pair.tokenize("Nobody counts the islands while the letters carry winter light across the north " * 4)
     greedy = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
-    expected, _ = await run(vllm_pair.decode, EngineRequest(RequestId("in-time"), prompt, greedy, cache_salt="in-time"))
-    transfer = dict(await prefill(vllm_pair, "late", prompt))
+    expected, _ = await answer(
+        vllm_pair.decode, EngineRequest(RequestId("in-time"), prompt, greedy, cache_salt="in-time")
+    )
+    transfer = dict(await prefill(vllm_pair.prefill, "late", prompt))
     assert transfer["remote_blocks_expiry_time"] > time.perf_counter() + 60
     transfer["remote_blocks_expiry_time"] = time.perf_counter() + 1  # less than what is needed to read safely
-    tokens, last = await run(
+    tokens, last = await answer(
         vllm_pair.decode,
         EngineRequest(RequestId("late"), prompt, greedy, transfer_params=transfer, cache_salt="late"),
     )
@@ -233,7 +217,7 @@ async def test_an_engine_that_keeps_pages_leaves_the_cores_alone(vllm_pair: Vllm
         return sum(child.cpu_times().user + child.cpu_times().system for child in children)
 
     kept = await prefill(
-        vllm_pair, "kept", vllm_pair.tokenize("Every quiet morning the ferry waits for a letter. " * 8)
+        vllm_pair.prefill, "kept", vllm_pair.tokenize("Every quiet morning the ferry waits for a letter. " * 8)
     )
     window_s, seen = 2.0, []
     try:

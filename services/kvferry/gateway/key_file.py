@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
 from kvferry.errors import ConfigError
+from kvferry.file_signature import FileSignature, file_signature
 from kvferry.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ class KeyFile:
         """Raises ConfigError for a file that is not a key file."""
         self._file = file
         self._clock = clock
-        self._seen = _signature(file)
+        self._seen = file_signature(file)
         self._looked_s = clock()
         self._digest_to_key = _by_digest(read_keys(file))
         self._fault = ""
-        self._reading: tuple[_Signature, Future[dict[bytes, ApiKey]]] | None = None
+        self._reading: tuple[FileSignature | None, Future[dict[bytes, ApiKey]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="key-file")
         if not self._digest_to_key:
             log.warning("%s has no keys: nobody can use this gateway", file)
@@ -95,14 +95,10 @@ class KeyFile:
         if now_s - self._looked_s < LOOK_INTERVAL_S:
             return
         self._looked_s = now_s
-        try:
-            signature = _signature(self._file)
-        except ConfigError as error:
-            self._complain(error)
-            return
+        signature = file_signature(self._file)
         if signature == self._seen:
             return
-        if signature.size_bytes <= READ_AT_ONCE_BYTES:
+        if signature is None or signature.size_bytes <= READ_AT_ONCE_BYTES:
             self._take(signature, self._read)
         else:
             self._reading = signature, self._thread.submit(self._read)
@@ -110,7 +106,7 @@ class KeyFile:
     def _read(self) -> dict[bytes, ApiKey]:
         return _by_digest(read_keys(self._file))
 
-    def _take(self, signature: _Signature, read: Callable[[], dict[bytes, ApiKey]]) -> None:
+    def _take(self, signature: FileSignature | None, read: Callable[[], dict[bytes, ApiKey]]) -> None:
         try:
             self._digest_to_key = read()
         except ConfigError as error:
@@ -224,17 +220,3 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _by_digest(keys: Sequence[ApiKey]) -> dict[bytes, ApiKey]:
     return {bytes.fromhex(key.sha256): key for key in keys}
-
-
-class _Signature(NamedTuple):
-    inode: int
-    modified_ns: int
-    size_bytes: int
-
-
-def _signature(file: Path) -> _Signature:
-    try:
-        seen = file.stat()
-    except OSError as error:
-        raise ConfigError(f"gateway.keys_file: {file}: {error.strerror}", param="gateway.keys_file") from None
-    return _Signature(seen.st_ino, seen.st_mtime_ns, seen.st_size)

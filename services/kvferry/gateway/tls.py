@@ -11,6 +11,7 @@ import grpc
 
 from kvferry.config import ServerTlsConfig
 from kvferry.errors import ConfigError
+from kvferry.file_signature import FileSignature, file_signature
 from kvferry.mutual_tls import AlertingSslObject
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class GatewayTls:
         assert config.key_file is not None
         self._cert_file, self._key_file = config.cert_file, config.key_file
         self._client_ca_file = config.client_ca_file
-        self._seen = self._signature()
+        self._seen = self._signatures()
         self._files = self._read()
 
     def http_context(self) -> ssl.SSLContext:
@@ -70,9 +71,9 @@ class GatewayTls:
 
     def _newest(self) -> _Files:
         """Thread-safe, for gRPC's threads: two may read the same files."""
-        signature = self._signature()
-        if signature != self._seen:
-            self._seen = signature
+        signatures = self._signatures()
+        if signatures != self._seen:
+            self._seen = signatures
             try:
                 self._files = self._read()
                 log.info("gateway.tls: certificates were read again")
@@ -81,9 +82,9 @@ class GatewayTls:
                 log.error("certificates stay as they were: %s", error.message)
         return self._files
 
-    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _signatures(self) -> tuple[FileSignature | None, ...]:
         files = (self._cert_file, self._key_file, self._client_ca_file)
-        return tuple(_signature(file) if file is not None else None for file in files)
+        return tuple(file_signature(file) if file is not None else None for file in files)
 
     def _read(self) -> _Files:
         cert = _read("cert_file", self._cert_file)
@@ -117,11 +118,3 @@ def _read(name: str, file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise ConfigError(f"gateway.tls.{name}: {file}: {error.strerror}", param=f"gateway.tls.{name}") from None
-
-
-def _signature(file: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = file.stat()
-    except OSError:
-        return None  # what reads it says why
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -28,12 +28,9 @@ class ServedModel:
     served_name: str = ""
     tokenizer: str = ""  # digest of the tokenizer's files
     weights: str = ""  # `model.revision`, or a digest of the weight files
-    digest: str = ""  # of the weight files: two folders may have one revision
 
     def to_wire(self) -> pb.Model:
-        return pb.Model(
-            served_name=self.served_name, tokenizer=self.tokenizer, weights=self.weights, digest=self.digest
-        )
+        return pb.Model(served_name=self.served_name, tokenizer=self.tokenizer, weights=self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def identity_of(said: pb.Hello | pb.Welcome) -> Identity:
     is_versioned = said.HasField("protocol")
     return Identity(
         said.cluster,
-        ServedModel(model.served_name, model.tokenizer, model.weights, model.digest),
+        ServedModel(model.served_name, model.tokenizer, model.weights),
         protocol.oldest if is_versioned else 1,
         protocol.newest if is_versioned else 1,
         frozenset(protocol.features[:_MAX_FEATURES]),
@@ -75,7 +72,6 @@ def why_incompatible(own: Identity, peer: Identity) -> str:
         ("model", peer.model.served_name, own.model.served_name),
         ("tokenizer", peer.model.tokenizer, own.model.tokenizer),
         ("weights revision", peer.model.weights, own.model.weights),
-        ("digest of the weights", peer.model.digest, own.model.digest),
     ):
         if theirs and ours and theirs != ours:
             return f"its {name} is {theirs[:200]!r}, and here it is {ours!r}"

@@ -1,4 +1,4 @@
-"""What decides the meaning of a KV page's bytes, beside its tokens. Pure."""
+"""Exchange digest: all that decides the meaning of a KV page's bytes, beside its tokens. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ ExchangeFields = tuple[tuple[str, str], ...]
 
 # Raised when the order of a page's bytes in rows, files or transfers changes. Releases that keep it exchange pages.
 PAGE_FORMATS = 1
+
+# The field of the weights, which also travels in the configuration of vLLM's NIXL connector.
+WEIGHTS = "weights"
 
 _MAX_NAMED = 3
 _MAX_VALUE = 80  # characters

@@ -111,7 +111,7 @@ class WorkerHost:
 
     async def start(self) -> None:
         await self._engine.start()
-        self.server.identity = await asyncio.to_thread(identity, self._config, self._engine.info.model, computes=True)
+        self.server.identity = await asyncio.to_thread(identity, self._config, self._engine.info.model)
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
         # After the engine, which may fork: this starts a thread.

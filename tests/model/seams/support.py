@@ -53,3 +53,29 @@ def context_of(request: Request, num_pages: int, pages_per_chunk: int = 1) -> tu
         keys.append(make_offload_key(request.block_hashes[end_page - 1], 0))
         context.set_offload_key_position(keys[-1], end_page * BLOCK_SIZE)
     return context, keys
+
+
+def vllm_config(**changes: Any) -> Any:
+    """Return a fake of vLLM's resolved configuration, with the values that decide the bytes of pages."""
+    import torch
+
+    values = {"dtype": torch.float32, "cache_dtype": "auto", "block_size": 32, "heads": 3, "tensor_parallel": 1}
+    values |= {"max_model_len": 4096, "rope": {"factor": 1.0}}
+    values |= changes
+    return SimpleNamespace(
+        lora_config=None,
+        model_config=SimpleNamespace(
+            dtype=values["dtype"],
+            max_model_len=values["max_model_len"],
+            quantization=None,
+            hf_config=SimpleNamespace(to_dict=lambda: {"_name_or_path": "a", "rope": values["rope"]}),
+            hf_text_config=SimpleNamespace(to_dict=dict),
+            get_total_num_hidden_layers=lambda: 30,
+            get_total_num_kv_heads=lambda: values["heads"],
+            get_head_size=lambda: 64,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype=values["cache_dtype"], block_size=values["block_size"], kv_cache_layout="LBHNC"
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=values["tensor_parallel"], pipeline_parallel_size=1),
+    )

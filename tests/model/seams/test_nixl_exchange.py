@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from .support import vllm_config
+
 pytestmark = pytest.mark.model
 
 pytest.importorskip("vllm")
@@ -29,8 +31,6 @@ class TestNixlExchange:
 
         from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
 
-        from .test_chunk_layout import TestChunkLayout
-
         def vllms(config: Any, backend: str, **named: Any) -> str:
             return f"{config.model_config.model} {backend}"
 
@@ -43,7 +43,7 @@ class TestNixlExchange:
 
         def compatibility(weights: str, backend: str = "CPU_ATTN", **changes: Any) -> str:
             path = changes.pop("path", "/models/m")
-            config = TestChunkLayout.config(**changes)
+            config = vllm_config(**changes)
             config.model_config.model = path
             config.kv_transfer_config = SimpleNamespace(
                 get_from_extra_config=lambda name, default: {"weights": weights}.get(name, default)

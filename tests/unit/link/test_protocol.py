@@ -9,7 +9,7 @@ import pytest
 from kvferry.link.protocol import NEWEST_VERSION, Identity, ServedModel, identity_of, why_incompatible
 from kvferry.wire.v1 import worker_pb2 as pb
 
-HERE = Identity("blue", ServedModel("llama", "t1", "w1", "d1"))
+HERE = Identity("blue", ServedModel("llama", "t1", "w1"))
 
 
 def hello(identity: Identity) -> pb.Hello:
@@ -37,7 +37,6 @@ def test_a_release_that_says_nothing_speaks_version_1_and_knows_no_feature() -> 
         ({"model": ServedModel("other", "t1", "w1")}, "model is 'other'"),
         ({"model": ServedModel("llama", "t2", "w1")}, "tokenizer is 't2'"),
         ({"model": ServedModel("llama", "t1", "w2")}, "weights revision is 'w2'"),
-        ({"model": ServedModel("llama", "t1", "w1", "d2")}, "digest of the weights is 'd2'"),
         ({"oldest": NEWEST_VERSION + 1, "newest": NEWEST_VERSION + 3}, f"versions {NEWEST_VERSION + 1} to"),
     ],
 )
@@ -47,7 +46,7 @@ def test_differences_are_found_from_both_ends(change: dict[str, object], named: 
     assert why_incompatible(peer, HERE)
 
 
-@pytest.mark.parametrize("absent", ["served_name", "tokenizer", "weights", "digest"])
+@pytest.mark.parametrize("absent", ["served_name", "tokenizer", "weights"])
 def test_an_empty_value_is_not_compared(absent: str) -> None:
     peer = dataclasses.replace(HERE, model=dataclasses.replace(HERE.model, **{absent: ""}))
     assert why_incompatible(HERE, peer) == why_incompatible(peer, HERE) == ""

@@ -1,4 +1,4 @@
-"""What decides the meaning of pages."""
+"""Exchange digests, and differences between their fields."""
 
 from __future__ import annotations
 

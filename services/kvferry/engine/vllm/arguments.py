@@ -8,6 +8,7 @@ from typing import Any
 from kvferry.config import EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.model_folder import cache_folder
+from kvferry.pages.exchange import WEIGHTS
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"
@@ -95,7 +96,7 @@ def nixl_connector(engine: EngineConfig, role: str, weights: str) -> dict[str, A
         "kv_buffer_device": "cpu" if on_cpu else "cuda",
         "kv_connector_extra_config": {
             "kv_lease_duration": engine.transfer_lease_s,
-            "weights": weights,
+            WEIGHTS: weights,
             # With the 4 threads that vLLM asks NIXL for, an idle decode engine that had read many descriptors kept
             # 0.97 of a core busy; without them 0.03.
             **({"num_threads": 0} if on_cpu else {}),
@@ -161,12 +162,11 @@ def describe(
     vllm_config: Any, engine_id: EngineId, model_folder: str, *, weights: str, cpu_bytes: int = 0
 ) -> EngineInfo:
     import torch
-    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
-    from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
+    from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields, page_dtype, type_name
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    dtype = model.dtype if cache.cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype]
+    dtype = page_dtype(vllm_config)
     per_token = (
         2
         * model.get_num_layers(parallel)
@@ -182,7 +182,7 @@ def describe(
         block_size=cache.block_size,
         page_bytes=per_token * cache.block_size,
         num_pages=cache.num_gpu_blocks,
-        kv_cache_dtype=str(dtype).removeprefix("torch."),
+        kv_cache_dtype=type_name(dtype),
         num_cpu_pages=cpu_bytes // (per_token * cache.block_size),
         exchange=exchange_fields(vllm_config, weights=weights),
     )

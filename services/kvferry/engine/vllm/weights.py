@@ -24,7 +24,7 @@ _SUFFIXES = _WEIGHT_SUFFIXES | {".json", ".py"}
 _READ_BYTES = 8 << 20
 _THREADS = 4
 
-# Digests of weight files that come with the model, so that machines need not read them: `kvferry model digest`.
+# Digests of weight files that come with the model, so that machines need not read them: `kvferry model manifest`.
 MANIFEST = "kvferry-manifest.json"
 _MAX_MANIFEST_BYTES = 16 << 20
 _PROGRESS_S = 10.0
@@ -69,7 +69,8 @@ def weights_revision(folder: Path, cache: Path) -> str:
             raise ConfigError(f"model.path: {folder} holds no model files", param="model.path")
         read = {name: entry for name, entry in now.items() if name not in shipped}
         if read != known:
-            _write(record, msgspec.json.encode(read))
+            with contextlib.suppress(OSError):
+                _write(record, msgspec.json.encode(read))
     whole = xxhash.xxh3_128()
     for name, entry in now.items():
         whole.update(f"{name}\0{entry.digest}\0".encode())
@@ -87,8 +88,10 @@ def write_manifest(folder: Path) -> Path:
         raise ConfigError(f"{folder} holds no weights")
     manifest = _Manifest({name: _Shipped(entry.size, entry.digest) for name, entry in digests.items()})
     path = folder / MANIFEST
-    if not _write(path, msgspec.json.format(msgspec.json.encode(manifest)), mode=0o644):
-        raise ConfigError(f"{path} cannot be written")
+    try:
+        _write(path, msgspec.json.format(msgspec.json.encode(manifest)), mode=0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 
@@ -185,15 +188,10 @@ def _read(record: Path) -> dict[str, _Known]:
         return {}
 
 
-def _write(path: Path, content: bytes, *, mode: int = 0o600) -> bool:
-    """Return False if that is not possible."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as out:
-            os.fchmod(handle, mode)
-            out.write(content)
-        os.replace(name, path)  # noqa: PTH105
-    except OSError:
-        return False
-    return True
+def _write(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as out:
+        os.fchmod(handle, mode)
+        out.write(content)
+    os.replace(name, path)  # noqa: PTH105

@@ -67,16 +67,14 @@ class Hello(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., version: _Optional[str] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("served_name", "tokenizer", "weights", "digest")
+    __slots__ = ("served_name", "tokenizer", "weights")
     SERVED_NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
     served_name: str
     tokenizer: str
     weights: str
-    digest: str
-    def __init__(self, served_name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, served_name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class Protocol(_message.Message):
     __slots__ = ("oldest", "newest", "features")

@@ -1,4 +1,4 @@
-"""Which models are refused, by their resolved configuration."""
+"""A model is refused unless its architecture was tried and nothing in its configuration is of an untried kind."""
 
 from __future__ import annotations
 
@@ -7,56 +7,81 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.vllm.plugins.model_kinds import why_refused
+from bench.tiny_models import SHOWN
+from kvferry.engine.vllm.model_kinds import ARCHITECTURES, why_refused
 
 
-def config(cache_dtype: str = "auto", **changes: Any) -> Any:
-    text = {"layer_types": None, "attention_chunk_size": None, "model_type": "llama", "sliding_window": None}
-    model = {"is_hybrid": False, "is_attention_free": False, "use_mla": False, "is_encoder_decoder": False}
-    text |= {name: value for name, value in changes.items() if name not in model}
-    model |= {name: value for name, value in changes.items() if name in model}
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            **model, hf_text_config=SimpleNamespace(**text), get_sliding_window=lambda: text["sliding_window"]
-        ),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None, **text: Any) -> SimpleNamespace:
+    model = SimpleNamespace(
+        architecture=architecture,
+        runner_type="generate",
+        is_hybrid=False,
+        is_attention_free=False,
+        use_mla=False,
+        is_encoder_decoder=False,
+        hf_text_config=SimpleNamespace(**text),
+        get_sliding_window=lambda: window,
     )
+    cache = SimpleNamespace(cache_dtype="auto")
+    return SimpleNamespace(model_config=model, cache_config=cache, lora_config=None, speculative_config=None)
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_what_was_tried_is_served(architecture: str, has_tiers: bool) -> None:
+    assert why_refused(config(architecture=architecture, layer_types=["full_attention"]), has_tiers=has_tiers) == ""
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_other_architectures_are_refused_by_name(has_tiers: bool) -> None:
+    reason = why_refused(config(architecture="MiMoV2FlashForCausalLM"), has_tiers=has_tiers)
+    assert "MiMoV2FlashForCausalLM" in reason
+    assert "docs/models.md" in reason
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("values", "reason"),
     [
-        ({"is_hybrid": True}, "recurrent state"),
-        ({"is_attention_free": True}, "recurrent state"),
-        ({"use_mla": True}, "MLA"),
-        ({"is_encoder_decoder": True}, "an encoder"),
-        ({"attention_chunk_size": 8192}, "chunked local attention"),
-        ({"model_type": "gpt_oss"}, "attention sinks"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of kind linear_attention"),
-        ({"cache_dtype": "fp8"}, "KV pages of type fp8"),
+        ({"is_causal": False}, "later tokens"),
+        ({"attention_chunk_size": 128}, "chunked local"),
+        ({"dual_chunk_attention_config": {"chunk_size": 256}}, "dual chunk"),
+        ({"model_type": "gpt_oss"}, "sinks"),
+        ({"num_kv_shared_layers": 2}, "shared by layers"),
+        ({"alibi": True}, "ALiBi"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     ],
 )
-def test_what_was_not_shown_is_refused_and_named(changes: dict[str, Any], named: str) -> None:
-    for has_tiers in (False, True):
-        reason = why_refused(config(**changes), has_tiers=has_tiers)
-        assert named in reason
-        assert "docs/models.md" in reason
-
-
-@pytest.mark.parametrize("changes", [{}, {"cache_dtype": "bfloat16"}, {"layer_types": ["full_attention"]}])
-def test_full_attention_is_served(changes: dict[str, Any]) -> None:
-    assert why_refused(config(**changes), has_tiers=False) == why_refused(config(**changes), has_tiers=True) == ""
+def test_untried_kinds_of_tried_architectures_are_refused(values: dict[str, Any], reason: str) -> None:
+    assert reason in why_refused(config(**values), has_tiers=False)
 
 
 @pytest.mark.parametrize(
-    ("changes", "slides"),
+    ("part", "name", "value", "reason"),
     [
-        ({"sliding_window": 4096}, True),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, True),
-        ({"sliding_window": 4096, "use_sliding_window": False}, False),
-        ({"sliding_window": 4096, "use_sliding_window": False, "layer_types": ["sliding_attention"]}, True),
+        ("model_config", "runner_type", "pooling", "no generation"),
+        ("model_config", "use_mla", True, "MLA"),
+        ("model_config", "is_hybrid", True, "recurrent"),
+        ("model_config", "is_encoder_decoder", True, "encoder"),
+        ("cache_config", "cache_dtype", "fp8", "fp8"),
+        ("", "lora_config", object(), "LoRA"),
+        ("", "speculative_config", object(), "speculative"),
     ],
 )
-def test_sliding_windows_are_served_without_tiers(changes: dict[str, Any], slides: bool) -> None:
-    assert not why_refused(config(**changes), has_tiers=False)
-    assert ("sliding window" in why_refused(config(**changes), has_tiers=True)) == slides
+def test_untried_settings_are_refused(part: str, name: str, value: object, reason: str) -> None:
+    whole = config()
+    setattr(getattr(whole, part) if part else whole, name, value)
+    assert reason in why_refused(whole, has_tiers=False)
+
+
+@pytest.mark.parametrize("use", [True, False])
+def test_a_window_is_refused_with_tiers_whatever_the_model_says_of_its_use(use: bool) -> None:
+    """vLLM's Mistral and Phi-3 have windows whatever `use_sliding_window` says."""
+    windowed = config(window=64, sliding_window=64, use_sliding_window=use)
+    assert why_refused(windowed, has_tiers=False) == ""
+    assert "sliding window" in why_refused(windowed, has_tiers=True)
+
+
+def test_every_architecture_was_tried() -> None:
+    pytest.importorskip("transformers")
+    tried = {type(configure()).__name__.removesuffix("Config").removesuffix("Text") for configure in SHOWN.values()}
+    assert {f"{name}ForCausalLM" for name in tried} == ARCHITECTURES

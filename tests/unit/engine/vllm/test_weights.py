@@ -140,6 +140,12 @@ def test_a_manifest_needs_weights(tmp_path: Path) -> None:
         write_manifest(tmp_path)
 
 
+def test_a_manifest_that_cannot_be_written_is_named_with_the_reason(folder: Path) -> None:
+    (folder / MANIFEST).mkdir()
+    with pytest.raises(ConfigError, match=f"{MANIFEST} cannot be written: Is a directory"):
+        write_manifest(folder)
+
+
 def test_one_process_of_a_machine_reads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines start at once."""
     reads: list[str] = []

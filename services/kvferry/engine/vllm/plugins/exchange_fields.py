@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.selector import get_attn_backend
 
-from kvferry.pages.exchange import PAGE_FORMATS, ExchangeFields, sorted_fields
+from kvferry.pages.exchange import PAGE_FORMATS, WEIGHTS, ExchangeFields, sorted_fields
 
 # Of the model's configuration: where it lies, and the program that wrote it.
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
@@ -28,7 +28,7 @@ def exchange_fields(vllm_config: Any, *, weights: str) -> ExchangeFields:
         {
             "formats": PAGE_FORMATS,
             "vllm": __version__,
-            "weights": weights,
+            WEIGHTS: weights,
             "model_config": model_config_digest(model),
             "max_model_len": model.max_model_len,  # LongRoPE and Llama 4 derive rotations and scales from it
             "quantization": model.quantization or "none",
@@ -45,7 +45,7 @@ def exchange_fields(vllm_config: Any, *, weights: str) -> ExchangeFields:
 
 
 def model_config_digest(model_config: Any) -> str:
-    """Of the configuration as vLLM resolved it, with overrides."""
+    """Digest the model's configuration as vLLM resolved it, with overrides."""
     resolved = {"model": model_config.hf_config.to_dict(), "text": model_config.hf_text_config.to_dict()}
     text = json.dumps(_without_origin(resolved), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -78,8 +78,7 @@ def instruction_set(vllm_config: Any) -> str:
     if not current_platform.is_cpu():
         capability = current_platform.get_device_capability()
         return f"{current_platform.device_type}-{capability.as_version_str() if capability else 'unknown'}"
-    dtype = model.dtype if cache.cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype]
-    isa = _get_attn_isa(dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    isa = _get_attn_isa(page_dtype(vllm_config), cache.block_size, model.get_head_size(), cache.cache_dtype)
     vectors = "avx512" if torch.cpu._is_avx512_supported() else "avx2" if torch.cpu._is_avx2_supported() else "plain"
     return f"{platform.machine()}-{vectors}-{isa}"
 
@@ -87,6 +86,12 @@ def instruction_set(vllm_config: Any) -> str:
 def kv_cache_dtype(vllm_config: Any) -> str:
     chosen = vllm_config.cache_config.cache_dtype
     return type_name(vllm_config.model_config.dtype) if chosen == "auto" else str(chosen)
+
+
+def page_dtype(vllm_config: Any) -> torch.dtype:
+    chosen = vllm_config.cache_config.cache_dtype
+    dtype: torch.dtype = vllm_config.model_config.dtype if chosen == "auto" else STR_DTYPE_TO_TORCH_DTYPE[chosen]
+    return dtype
 
 
 def type_name(dtype: Any) -> str:

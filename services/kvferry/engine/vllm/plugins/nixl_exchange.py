@@ -9,9 +9,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
-from kvferry.pages.exchange import exchange_digest
-
-WEIGHTS = "weights"  # in the connector's extra configuration
+from kvferry.pages.exchange import WEIGHTS, exchange_digest
 
 
 def compare_exchange_digests() -> None:

@@ -1,0 +1,58 @@
+"""engine/vllm/plugins/exchange_fields.py"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from .support import parameters, vllm_config
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+
+class TestExchangeFields:
+    """engine/vllm/plugins/exchange_fields.py"""
+
+    def test_keys_are_still_packed_by_instruction_set(self) -> None:
+        from vllm.platforms import cpu
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        assert parameters(_get_attn_isa) == ["dtype", "block_size", "head_size", "kv_cache_dtype"]
+        assert "isa = _get_attn_isa(" in inspect.getsource(cpu.CpuPlatform.pack_kv_cache)
+
+    def test_it_does_not_matter_where_a_model_lies(self) -> None:
+        from kvferry.engine.vllm.plugins.exchange_fields import model_config_digest
+
+        def digest(**values: Any) -> str:
+            config = SimpleNamespace(to_dict=lambda: {"rope": {"factor": 2.0}, **values})
+            return model_config_digest(SimpleNamespace(hf_config=config, hf_text_config=config))
+
+        assert digest(_name_or_path="/here", transformers_version="4") == digest(_name_or_path="/there")
+        assert digest(vision={"_name_or_path": "/here"}) == digest(vision={})
+        assert digest(head_dim=64) != digest(head_dim=128)
+
+    def test_the_instruction_set_is_named(self) -> None:
+        import platform
+
+        from kvferry.engine.vllm.plugins.exchange_fields import instruction_set
+
+        assert instruction_set(vllm_config()).startswith(platform.machine())
+
+    def test_every_field_is_resolved(self) -> None:
+        """No field may be `auto`: what it means differs from machine to machine."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
+        from kvferry.model_folder import resolve
+
+        config = EngineArgs(model=str(resolve("default")), dtype="float32", block_size=32).create_engine_config()
+        fields = dict(exchange_fields(config, weights="w"))
+        assert fields["attention_backend"] == "CPU_ATTN"
+        assert fields["kv_cache_dtype"] == "float32"
+        assert not {"auto", "", "None"} & set(fields.values())
+        assert len(fields) == 14
