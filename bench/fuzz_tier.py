@@ -8,9 +8,13 @@ Without --folder the files are in memory (/dev/shm), where a mutation takes abou
 some milliseconds, mostly for removing files. The findings are the same, because faults of drives are injected.
 
 A mutation changes a chunk's file, replaces it by another chunk's, kills a writer, injects a fault of the drive, or runs
-a second writer on the same chunks. Then the chunk is read. Mutations are counted by kind and by the outcome of the read
-(or of the write, if the fault is in the write). `wrong_pages` are deliveries of other bytes than were written under
-that key, layout, tenant and epoch. `crashes` are exceptions of a volume, broken invariants, and writers that ended by
+a second writer on the same chunks. Then the chunk is read. Others are operations of three nodes on a shared volume,
+with keys that rotate and nodes that vanish (`bench/fuzz_nodes.py`). Mutations are counted by kind and by the outcome of
+the read (or of the write, if the fault is in the write).
+
+`wrong_pages` are deliveries of other bytes than were written under that key, layout, tenant and epoch,
+`destroyed_pages` good chunks that another node moved or removed, `over_capacity` moments at which a node's files had
+more bytes than its capacity. `crashes` are exceptions of a volume, broken invariants, and writers that ended by
 themselves.
 
 The last line is one JSON object; the exit code is 1 if anything was wrong.
@@ -32,10 +36,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.fuzz_nodes import NodesStage, shared_chunk
+from bench.fuzzed_chunks import NAMESPACES, SMALL, Tally, truth
 from kvferry.store import chunk_file, paths
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.direct_io import Fault, FaultyIo, Operation, aligned_buffer
@@ -53,8 +59,6 @@ from kvferry.tenancy.namespace import Namespace
 from kvferry_loadtest.machine import machine_line
 
 KEYRING = SecretsKeyring({"*": b"not a secret, as everybody sees."})
-NAMESPACES = tuple(Namespace(tenant, epoch) for tenant in ("acme", "umbrella") for epoch in (1, 2))
-SMALL = ChunkLayout("llama", "main", "x", "bfloat16", "auto", 16, 4, 8, 8, 64, "avx512", 1, 1, "NHD", 8192)
 LAYOUTS = (SMALL, dataclasses.replace(SMALL, blocks_per_chunk=8, payload_bytes=16384),
            dataclasses.replace(SMALL, blocks_per_chunk=32, payload_bytes=65536))  # fmt: skip
 CHUNKS_PER_LAYOUT = (32, 16, 6)
@@ -63,24 +67,11 @@ CAPACITY_SHARE = 0.75
 
 # Shares of all mutations; the rest changes or replaces files.
 TWO_WRITERS_SHARE = 0.08
+THREE_NODES_SHARE = 0.2
 KILLS_SHARE = 0.001
 MIN_KILLS = 2
 STALL_TIMEOUT_S = 30.0
 CHILD_TIMEOUT_S = 60.0
-
-
-@dataclass(slots=True)
-class Tally:
-    """Mutations and their outcomes."""
-
-    by_cause: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    num_mutations: int = 0
-    num_wrong_chunks: int = 0
-    crashes: list[str] = field(default_factory=list)
-
-    def count(self, cause: str, outcome: str) -> None:
-        self.by_cause[cause][outcome] += 1
-        self.num_mutations += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +82,6 @@ class Target:
     @property
     def num_bytes(self) -> int:
         return chunk_file.chunk_file_bytes(self.layout.payload_bytes)
-
-
-def truth(layout: ChunkLayout, chunk: ChunkId) -> bytes:
-    """Return a chunk's payload, derived from its identity: no two chunks share one."""
-    return random.Random(f"{chunk.key.hex()} {layout.digest.hex()} {chunk.namespace}").randbytes(layout.payload_bytes)
 
 
 class Drive(threading.local):
@@ -557,11 +543,6 @@ class Child:
             tally.crashes.append(f"a writer ended by itself, with {self._process.returncode}")
 
 
-def shared_chunk(number: int) -> ChunkId:
-    seeded = random.Random(number)
-    return ChunkId(ChunkKey(seeded.randbytes(36)), seeded.randrange(1 << 64), NAMESPACES[number % len(NAMESPACES)])
-
-
 def shared_volume(volume_class: type[Volume], folder: Path, writer: str, io: FaultyIo | None = None) -> Volume:
     """Its capacity is half of the chunks, so that both writers recycle all the time."""
     capacity_bytes = SharedStage.NUM_CHUNKS // 2 * chunk_file.chunk_file_bytes(SMALL.payload_bytes)
@@ -606,6 +587,7 @@ def fuzz(
     for stage, count in (
         (KillStage(folder / "killed", seed, tally, volume_class), num_kills),
         (SharedStage(folder / "shared", seed, tally, volume_class), num_shared),
+        (NodesStage(folder / "nodes", seed, tally, volume_class), round(num_mutations * THREE_NODES_SHARE)),
     ):
         for _ in stage.run(count):
             advance()
@@ -622,6 +604,8 @@ def fuzz(
     return {
         "mutations": tally.num_mutations,
         "wrong_pages": tally.num_wrong_chunks,
+        "destroyed_pages": tally.num_destroyed_chunks,
+        "over_capacity": tally.num_over_capacity,
         "crashes": len(tally.crashes),
         "by_cause": {cause: dict(sorted(outcomes.items())) for cause, outcomes in sorted(tally.by_cause.items())},
         "seconds": round(time.monotonic() - begin_s, 1),
@@ -647,12 +631,16 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(table)
     for crash in results["first_crashes"]:
         console.print(crash, style="red", markup=False)
-    style = "red" if results["wrong_pages"] or results["crashes"] else "green"
     console.print(
         f"{results['mutations']:,} mutations in {results['seconds']} s: {results['wrong_pages']} wrong pages, "
+        f"{results['destroyed_pages']} destroyed, {results['over_capacity']} times over capacity, "
         f"{results['crashes']} crashes",
-        style=style,
+        style="red" if has_findings(results) else "green",
     )
+
+
+def has_findings(results: dict[str, Any]) -> bool:
+    return any(results[name] for name in ("wrong_pages", "destroyed_pages", "over_capacity", "crashes"))
 
 
 def main() -> int:
@@ -688,7 +676,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     show(results, console)
     print(json.dumps(results | {"machine": machine_line()}), flush=True)
-    return 1 if results["wrong_pages"] or results["crashes"] else 0
+    return 1 if has_findings(results) else 0
 
 
 if __name__ == "__main__":

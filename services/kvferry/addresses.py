@@ -18,6 +18,8 @@ from kvferry.errors import ConfigError
 AUTO = "auto"
 # Says it where it cannot be found out, such as the address of a pod.
 NODE_ADDRESS_VARIABLE = "KVFERRY_NODE_ADDRESS"
+# The machine's name, where the host's name is that of a container: on shared volumes, chunks belong to machines.
+NODE_NAME_VARIABLE = "KVFERRY_NODE_NAME"
 
 # Above those of Ray's workers (10002 to 19999), below Kubernetes' node ports (30000 to 32767).
 _FIRST_PORT = 20_000

@@ -328,7 +328,7 @@ def ls(path: Path, as_json: bool, limit: int) -> None:
     for one in shown:
         facts = _listed(one)
         written = datetime.fromtimestamp(one.modified_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        key, layout = f"{facts['key'][:16]}…", facts["layout"][:12]
+        key, layout = f"{facts['key'][:8]}…{facts['key'][-16:]}", facts["layout"][:12]
         names = (str(one.chunk.namespace), key, facts["route_key"], layout, one.writer)
         table.add_row(*map(escape, names), written, _bytes(one.num_bytes))
     _print_wide(table)

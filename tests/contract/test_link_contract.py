@@ -125,6 +125,41 @@ async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.Mon
         assert (await finish(Sent(link, request("again")))).finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("how", ["silent", "cut", "silent while draining", "closed here"])
+async def test_a_worker_without_requests_that_goes_away_is_reported(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, how: str
+) -> None:
+    monkeypatch.setattr(worker_link, "SILENCE_LIMIT_S", 0.5)
+    vanished: list[bool] = []
+    async with working(transport) as worker, linked(worker.member()) as link:
+        link.on_vanished = lambda: vanished.append(link.usable)
+        await until(lambda: link.usable)
+        if how == "silent while draining":
+            await worker.server.drain(5.0)
+            await until(lambda: link.draining)
+        if how.startswith("silent"):
+            worker.relay.backward.clear()
+        elif how == "cut":
+            worker.relay.cut()
+        else:
+            await link.close()
+        await until(lambda: not link.connected)
+        worker.relay.backward.set()
+    assert vanished == ([False] if how in ("silent", "cut") else [])
+
+
+async def test_a_worker_is_quiet_before_it_is_lost(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+    monkeypatch.setattr(worker_link, "QUIET_S", 0.5)
+    async with working(transport) as worker, linked(worker.member()) as link:
+        await until(lambda: link.usable)
+        assert not link.is_quiet
+        worker.relay.backward.clear()
+        await until(lambda: link.is_quiet)
+        assert link.usable
+        worker.relay.backward.set()
+        await until(lambda: not link.is_quiet)
+
+
 async def test_a_stream_that_breaks_ends_every_request_on_it(transport: Transport) -> None:
     async with working(transport) as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from rich.console import Console
 from kvferry import cli
 from kvferry.cli import main
 from kvferry.gateway.generation import record_values
+from kvferry.local import cluster
+from kvferry.local.child import StartFailed
 from kvferry.router.request_record import RequestRecord
 
 
@@ -70,6 +73,24 @@ def test_a_bad_configuration_is_one_message_and_exit_code_2(arguments: tuple[str
     assert result.stderr.startswith("kvferry: ")
     assert said in result.stderr
     assert result.stdout == ""
+
+
+def test_secrets_that_others_may_read_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_nothing(*_: object) -> None:
+        raise StartFailed("etcd")
+
+    monkeypatch.setattr(cluster, "start_etcd", start_nothing)
+    file = tmp_path / "keys.json"
+    file.write_text('{"*": "%s"}' % ("ab" * 32))
+    arguments = ("up", "--engine", "sim", "--http-port", "0", "--set", f"tier.encryption_keys_file={file}")
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:  # short, for the sockets in it
+        monkeypatch.setenv("KVFERRY_RUN_DIR", folder)
+        for mode, exit_code, said in ((0o644, 2, f"{file}: "), (0o640, 2, "chmod 600"), (0o600, 1, "etcd")):
+            file.chmod(mode)
+            result = run(*arguments)
+            assert (result.exit_code, said in result.stderr) == (exit_code, True), result.output
 
 
 def test_a_key_is_printed_once_and_its_hash_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

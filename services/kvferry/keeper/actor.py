@@ -74,15 +74,17 @@ class KeeperActor:
 
     async def _start(self) -> KeeperHost:
         while True:
-            host = self._host = KeeperHost(self._config, self._membership(self._config))
+            host: KeeperHost | None = None
             try:
+                host = self._host = KeeperHost(self._config, self._membership(self._config))
                 await host.start()
             except KvferryError as error:
                 if error.message != self._fault:
                     log.error("the keeper cannot start, and tries again: %s", error.message)
                 self._fault = error.message
                 self._settled.set()
-                await host.stop()
+                if host is not None:
+                    await host.stop()
                 await asyncio.sleep(RETRY_S)
             else:
                 self._fault = ""

@@ -14,7 +14,7 @@ import time
 import grpc
 
 from kvferry import __version__, mutual_tls
-from kvferry.addresses import is_loopback, join_host_port
+from kvferry.addresses import NODE_NAME_VARIABLE, is_loopback, join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.errors import TierError
 from kvferry.exposition import SpanCounts
@@ -28,7 +28,9 @@ from kvferry.keeper.server import KeeperServer
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.membership.follower import MemberFollower
 from kvferry.metrics_listener import MetricsListener
-from kvferry.store.keyring import KeyFile
+from kvferry.store import folder
+from kvferry.store.folder import MAX_WRITER_CHARS
+from kvferry.store.keyring import SealingKeyFile
 from kvferry.store.volume import Volume
 from kvferry.tracing import Tracing, start_tracing
 
@@ -39,7 +41,7 @@ _STOP_GRACE_S = 5.0
 
 
 class KeeperHost:
-    """`node` names the machine, and this keeper's writer on shared volumes."""
+    """`node` names this keeper's host; $KVFERRY_NODE_NAME, if set, the machine whose writer it is on shared volumes."""
 
     def __init__(self, config: ClusterConfig, membership: Membership, *, node: str = "") -> None:
         """Raises ConfigError for unreadable sealing keys."""
@@ -54,15 +56,18 @@ class KeeperHost:
         self.keeper_id = MemberId(f"{MemberKind.KEEPER.value}-{secrets.token_hex(4)}")
         self._follower = MemberFollower(membership, {MemberKind.KEEPER}, on_change=self._on_members_changed)
         self._others = _OtherKeepers(self._follower, self.keeper_id)
-        keyring = self._key_file = KeyFile(tier.encryption_keys_file) if tier.encryption_keys_file is not None else None
+        keyring = self._key_file = (
+            SealingKeyFile(tier.encryption_keys_file) if tier.encryption_keys_file is not None else None
+        )
         self._watching_keys: asyncio.Task[None] | None = None
-        writer = re.sub(r"[^A-Za-z0-9._-]", "-", self._node).lstrip("._-")[:100] or "node"
+        machine = os.environ.get(NODE_NAME_VARIABLE) or self._node
+        writer = re.sub(r"[^A-Za-z0-9._-]", "-", machine).lstrip("._-")[:MAX_WRITER_CHARS] or "node"
         self._volumes = [
             Volume(
                 volume.path,
                 capacity_bytes=int(volume.capacity_gib * (1 << 30)),
                 shared=volume.shared,
-                writer=writer if volume.shared else "local",
+                writer=folder.free_writer(volume.path, writer) if volume.shared else "local",
                 keyring=keyring,
             )
             for volume in tier.volumes
@@ -139,7 +144,7 @@ class KeeperHost:
         if is_idle:
             await self.remote.close()
             for volume in self._volumes:
-                volume.close()
+                await asyncio.to_thread(volume.close)  # writes tens of thousands of access times
         else:
             # Hanging I/O still uses its volume and memory until the process ends.
             log.warning("%s stops while I/O hangs", self.keeper_id)
@@ -171,7 +176,7 @@ class KeeperHost:
         if addresses and self._warming is None:
             self._warming = asyncio.create_task(self._warm_up())
 
-    async def _watch_keys(self, key_file: KeyFile) -> None:
+    async def _watch_keys(self, key_file: SealingKeyFile) -> None:
         while True:
             await asyncio.sleep(_KEYS_PERIOD_S)
             await asyncio.to_thread(key_file.refresh)

@@ -176,7 +176,7 @@ class VolumeIo:
         return (stats.bytes_used + self.queued_write_bytes + num_bytes) / max(1, stats.capacity_bytes)
 
     def mark_unreadable(self, layout: LayoutDigest, chunk: ChunkId) -> None:
-        """Record an I/O error. A successful next read blames, and removes, the chunk."""
+        """Record an I/O error. A successful next read blames the chunk: it goes."""
         if self.is_readable:
             self._unreadable.append((layout, chunk))
 
@@ -202,7 +202,7 @@ class VolumeIo:
         if self._read_breaker.is_retry_due(now_s):
             self._read_breaker.begin_trial()
             self.submit(Operation(Kind.READ, 0, self._probe, _ignore, is_probe=True))
-        if self.is_readable and now_s >= self._rescan_at_s and not self._is_rescanning:
+        if now_s >= self._rescan_at_s and not self._is_rescanning:
             self._rescan()
 
     def measure(self) -> None:
@@ -324,19 +324,24 @@ class VolumeIo:
         for layout, chunk in unreadable:
 
             def run(layout: LayoutDigest = layout, chunk: ChunkId = chunk) -> str:
-                self.volume.remove(layout, chunk)
+                # This node's path to the folder may have failed: another writer's file is its own to judge.
+                self.volume.remove(layout, chunk, only_ours=True)
                 return Outcome.OK
 
             self._submit_task(run)
 
     def _rescan(self) -> None:
         # In a thread of its own, one at a time: rescans take seconds, and would take the threads of reads and writes.
-        needs_rescan, self._needs_rescan = self._needs_rescan, self._is_shared
+        # While the read breaker is open, the writer only says that it lives: others would take over its chunks.
+        is_readable, needs_rescan = self.is_readable, self._needs_rescan
 
         def run() -> None:
             try:
-                self.volume.record()
-                if needs_rescan:
+                if is_readable:
+                    self.volume.record()
+                else:
+                    self.volume.say_alive()
+                if is_readable and needs_rescan:
                     self.volume.rescan()
             except TierError as error:
                 log.warning("%s", error.message)
@@ -347,6 +352,7 @@ class VolumeIo:
 
         # First, because it raises where the machine has no thread left.
         threading.Thread(target=run, name=f"rescan-{self.volume_id}", daemon=True).start()
+        self._needs_rescan = self._is_shared or (needs_rescan and not is_readable)
         self._is_rescanning = True
         self._rescan_at_s = math.inf
         self._num_unfinished += 1

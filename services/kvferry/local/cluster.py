@@ -37,6 +37,7 @@ from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
+from kvferry.store.keyring import load_keyring
 
 _POLL_S = 0.5
 _PORT_PATIENCE_S = 2.0
@@ -284,7 +285,9 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
     }
     config = _changed(config, "membership", **files)
     if (keys := config.tier.encryption_keys_file) is not None:
-        config = _changed(config, "tier", encryption_keys_file=str(keys.expanduser().absolute()))
+        keys = keys.expanduser().absolute()
+        load_keyring(keys)  # a keeper would only say in its log why it does not start
+        config = _changed(config, "tier", encryption_keys_file=str(keys))
     if config.engine.kind != "vllm":
         return config
     with progress.step(f"model {config.model.path}"):

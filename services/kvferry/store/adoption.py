@@ -1,10 +1,11 @@
-"""Takes over the chunks of writers that are gone: a node that left the cluster evicts nothing any more."""
+"""Adoption of chunks whose writers are gone and evict nothing any more."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Adopter:
-    """Not thread-safe."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -33,11 +34,13 @@ class Adopter:
         has_right_size: Callable[[FoundChunk], bool],
         on_removed: Callable[[str], None],
     ) -> None:
-        """`on_removed` is called with the name of a writer of which no chunk is left."""
+        """`on_removed` gets the name of each writer whose folder was removed."""
         self._index = index
         self._files = files
         self._has_right_size = has_right_size
         self._on_removed = on_removed
+        self._running = threading.Lock()
+        self._said: dict[str, tuple[int, float]] = {}  # writer -> its lock's time of writing, and since when
         self._gone_since_s: dict[str, float] = {}
         self.num_adopted = 0
         self.num_removed = 0
@@ -46,18 +49,35 @@ class Adopter:
         return f"<Adopter of {self._files.writer}: {self.num_adopted} adopted, {self.num_removed} removed>"
 
     def run(self, now_s: float) -> None:
-        """Raises OSError for an unreadable folder."""
+        """Take over chunks, unless another call does. `now_s` is monotonic. Raises OSError for an unreadable folder."""
+        # A probe may rescan beside the thread of rescans: each would take the other's locks for a living writer's.
+        if self._running.acquire(blocking=False):
+            try:
+                self._run(now_s)
+            finally:
+                self._running.release()
+
+    def _run(self, now_s: float) -> None:
         others = [writer for writer in folder.writers(self._files.path) if writer != self._files.writer]
         self._gone_since_s = {writer: since for writer, since in self._gone_since_s.items() if writer in others}
+        self._said = {writer: said for writer, said in self._said.items() if writer in others}
         num_left = MAX_FILES
         for writer in others:
-            # Some network file systems keep locks on one node only: a living writer also says so.
-            is_silent = now_s - self._said_s(writer) >= ADOPT_AFTER_S
+            # Some network file systems keep locks on one node only: a living writer also says so. Clocks of nodes may
+            # differ, and jump, so that only a change tells.
+            said_ns = self._said_ns(writer)
+            if writer not in self._said or self._said[writer][0] != said_ns:
+                self._said[writer] = said_ns, now_s
+            is_silent = now_s - self._said[writer][1] >= ADOPT_AFTER_S
             held = folder.lock(self._lock_of(writer), shared=False) if is_silent else None
             if held is None:
                 self._gone_since_s.pop(writer, None)
                 continue
             try:
+                if not self._chunks_of(writer).exists():
+                    # Another node took over between listing and locking, which made the lock's file again.
+                    self._lock_of(writer).unlink(missing_ok=True)
+                    continue
                 gone_s = now_s - self._gone_since_s.setdefault(writer, now_s)
                 if gone_s >= ADOPT_AFTER_S and num_left:
                     num_left -= self._take(writer, num_left, may_remove=gone_s >= REMOVE_AFTER_S)
@@ -65,7 +85,7 @@ class Adopter:
                 os.close(held)
 
     def _take(self, writer: str, max_files: int, *, may_remove: bool) -> int:
-        """Return the number of files that are done."""
+        """Adopt or remove a writer's newest chunks. Return their number."""
         found = [file for file in folder.walk(self._files.path, writer) if isinstance(file, FoundChunk)]
         found.sort(key=lambda chunk: chunk.used_s, reverse=True)
         num_files = 0
@@ -78,14 +98,13 @@ class Adopter:
             elif outcome is Outcome.REFUSED or not self._remove(chunk):
                 continue
             num_files += 1
-        if num_files == len(found):
-            self._remove_folders(writer)
+        if num_files == len(found) and self._remove_folders(writer):
             self._on_removed(writer)
             log.info("volume %s: the chunks of %s, which is gone, are taken over", self._files.root, writer)
         return num_files
 
     def _adopt(self, chunk: FoundChunk) -> Outcome:
-        """NO_SPACE without room for it, EXISTS where it is a copy or no chunk, REFUSED if it is in use."""
+        """Move a chunk to this writer: NO_SPACE without room, EXISTS for a copy or wrong size, REFUSED if in use."""
         if not self._has_right_size(chunk):
             return Outcome.EXISTS
         reservation = self._index.reserve_adoption(chunk.layout, chunk.chunk, chunk.writer, chunk.num_bytes)
@@ -111,25 +130,32 @@ class Adopter:
         self.num_removed += is_removed
         return is_removed
 
-    def _remove_folders(self, writer: str) -> None:
+    def _remove_folders(self, writer: str) -> bool:
+        """Return whether the chunks' folder is gone."""
         # Chunks half written, the quarantine, empty folders, and the lock last.
         for file in folder.files_of(self._files.path, writer):
             with contextlib.suppress(OSError):
                 file.unlink()
-        roots = [self._files.path / name / writer for name in (paths.QUARANTINE, paths.TEMPORARY, paths.CHUNKS)]
+        chunks = self._chunks_of(writer)
+        roots = [self._files.path / name / writer for name in paths.OF_WRITERS]
         for root in roots:
+            folder.unlink_link(root)
             for where, _, _ in os.walk(root, topdown=False):
                 with contextlib.suppress(OSError):
                     Path(where).rmdir()
         if not any(root.exists() for root in roots):
             with contextlib.suppress(OSError):
                 self._lock_of(writer).unlink()
+        return not chunks.exists()
 
-    def _said_s(self, writer: str) -> float:
+    def _chunks_of(self, writer: str) -> Path:
+        return self._files.path / paths.CHUNKS / writer
+
+    def _said_ns(self, writer: str) -> int:
         try:
-            return self._lock_of(writer).stat().st_mtime
+            return self._lock_of(writer).stat().st_mtime_ns
         except FileNotFoundError:
-            return 0.0
+            return 0
 
     def _lock_of(self, writer: str) -> Path:
         return self._files.path / paths.TEMPORARY / f"{writer}.lock"

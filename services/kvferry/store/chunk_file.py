@@ -158,6 +158,11 @@ def parse_header(header: memoryview) -> Header | None:
         return None
 
 
+def is_sealed(raw_header: memoryview) -> bool:
+    header = parse_header(raw_header)
+    return header is not None and header.algorithm is Algorithm.SEALED
+
+
 def verify_identity(header: Header, layout: LayoutDigest, chunk: ChunkId, payload_bytes: int) -> Outcome:
     """Return OK, WRONG_KEY, WRONG_LAYOUT or WRONG_NAMESPACE."""
     if header.chunk.key != chunk.key or header.chunk.route_key != chunk.route_key:

@@ -30,6 +30,7 @@ class IndexEntry:
     num_bytes: int
     number: int = 0  # grows with every entry
     num_pins: int = 0
+    is_hidden: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class ChunkIndex:
         self.changes = ChangeLog()
         # The outcome of a write to a claimed key.
         self._claims: dict[tuple[LayoutDigest, ChunkKey], Outcome] = {}
-        self._num_evicted = 0
+        self.num_evicted = 0
         self._uses: RecentUses[IndexEntry] = RecentUses()
 
     def __repr__(self) -> str:
@@ -82,10 +83,6 @@ class ChunkIndex:
         return self._num_chunks
 
     @property
-    def num_evicted(self) -> int:
-        return self._num_evicted
-
-    @property
     def bytes_used(self) -> int:
         with self._lock:
             return self._space.bytes_used
@@ -95,7 +92,8 @@ class ChunkIndex:
 
     def contains(self, layout: LayoutDigest, key: ChunkKey) -> bool:
         # Two dictionary look-ups in a row are safe without the lock, and this path must be fast.
-        return key in self._layout_to_chunks.get(layout, _NO_CHUNKS)
+        entry = self._layout_to_chunks.get(layout, _NO_CHUNKS).get(key)
+        return entry is not None and not entry.is_hidden
 
     def layouts(self) -> list[LayoutDigest]:
         with self._lock:
@@ -103,7 +101,8 @@ class ChunkIndex:
 
     def chunks(self, layout: LayoutDigest) -> list[ChunkId]:
         with self._lock:
-            return [entry.chunk for entry in self._layout_to_chunks.get(layout, _NO_CHUNKS).values()]
+            chunks = self._layout_to_chunks.get(layout, _NO_CHUNKS)
+            return [entry.chunk for entry in chunks.values() if not entry.is_hidden]
 
     def entries(self, namespace: Namespace | None = None) -> list[IndexEntry]:
         with self._lock:
@@ -114,8 +113,7 @@ class ChunkIndex:
 
     def pin(self, layout: LayoutDigest, key: ChunkKey) -> IndexEntry | None:
         with self._lock:
-            entry = self._find(layout, key)
-            if entry is not None:
+            if (entry := self._find(layout, key)) is not None:
                 entry.num_pins += 1
             return entry
 
@@ -160,21 +158,22 @@ class ChunkIndex:
             if (claim := self._claims.get((layout, chunk.key))) is not None:
                 return claim
             existing = self._find(layout, chunk.key)
-            if existing is not None and existing.chunk.namespace == chunk.namespace:
+            if existing is not None and existing.chunk.namespace == chunk.namespace and not existing.is_hidden:
                 return Outcome.EXISTS
             path = self.path_of(IndexEntry(layout, chunk, self._writer, chunk_bytes))
             if self._space.is_removing_abandoned(path):
                 return Outcome.REFUSED
-            capacity_bytes = self._space.capacity_bytes
-            if chunk_bytes > capacity_bytes or not self._eviction.admits(chunk.namespace, chunk_bytes, now_s):
+            if chunk_bytes > self.capacity_bytes or not self._eviction.admits(chunk.namespace, chunk_bytes, now_s):
                 return Outcome.REFUSED
-            # The same key of another tenant or epoch has to go, and so has an abandoned file at the chunk's path.
+            # A hidden chunk, the same key of another tenant or epoch, and an abandoned file at the path have to go.
             is_ours = existing is not None and existing.writer == self._writer
             evicted = [existing] if existing is not None and is_ours else []
             files = [self._file_of(entry) for entry in evicted]
             if (abandoned := self._space.abandoned_at(path)) is not None:
                 files.append(abandoned)
-            num_missing = self._space.bytes_used + chunk_bytes - capacity_bytes - sum(file.num_bytes for file in files)
+            num_missing = (
+                self._space.bytes_used + chunk_bytes - self.capacity_bytes - sum(file.num_bytes for file in files)
+            )
             if not self._select_victims(chunk.namespace, num_missing, files, evicted, now_s):
                 return Outcome.REFUSED
             if existing is not None and not is_ours:
@@ -250,8 +249,7 @@ class ChunkIndex:
             assert reservation.num_bytes == reservation.chunk_bytes, "a chunk without reserved space"
             assert self._space.abandoned_at(self.path_of(entry)) is None, "a chunk at the path of an abandoned file"
             self._resize(reservation, 0)
-            existing = self._find(*key)
-            if existing is not None:
+            if (existing := self._find(*key)) is not None:
                 self._drop(existing)
             self._insert(entry, used_s)
             del self._claims[key]
@@ -263,11 +261,14 @@ class ChunkIndex:
 
     # Removals
 
-    def begin_remove(self, layout: LayoutDigest, chunk: ChunkId) -> File | None:
-        """Return the chunk's file, to be ended with `end_remove`, or None."""
+    def begin_remove(self, layout: LayoutDigest, chunk: ChunkId, *, only_ours: bool = False) -> File | None:
+        """Return the file, to be ended with `end_remove`, or None. `only_ours`: forget another writer's chunk."""
         with self._lock:
             entry = self._find(layout, chunk.key)
             if entry is None or entry.chunk.namespace != chunk.namespace:
+                return None
+            if only_ours and entry.writer != self._writer:
+                self._drop(entry)
                 return None
             return self._claim(entry)
 
@@ -282,6 +283,13 @@ class ChunkIndex:
             if self._find(entry.layout, entry.chunk.key) is entry:
                 self._drop(entry)
 
+    def hide(self, entry: IndexEntry) -> None:
+        """Keep the file and offer it no more, until a write of its key replaces it. Idempotent."""
+        with self._lock:
+            if self._find(entry.layout, entry.chunk.key) is entry and not entry.is_hidden:
+                entry.is_hidden = True
+                self.changes.record(Change(entry.layout, (), (entry.chunk,)))
+
     def begin_quarantine(self, entry: IndexEntry) -> File | None:
         """Return the chunk's file, to be ended with `end_quarantine`, or None.
 
@@ -291,9 +299,8 @@ class ChunkIndex:
             if self._find(entry.layout, entry.chunk.key) is not entry:
                 return None
             file = self._claim(entry)
-            space = self._space
-            if entry.writer != self._writer and space.bytes_used + entry.num_bytes <= space.capacity_bytes:
-                file = space.begin_transit(File(file.path, entry.num_bytes))
+            if entry.writer != self._writer and self._space.bytes_used + entry.num_bytes <= self.capacity_bytes:
+                file = self._space.begin_transit(File(file.path, entry.num_bytes))
             return file
 
     def end_quarantine(
@@ -367,7 +374,8 @@ class ChunkIndex:
         if entry.writer == self._writer:
             self._space.stored_bytes -= entry.num_bytes
             self._eviction.discard(entry)
-        self.changes.record(Change(entry.layout, (), (entry.chunk,)))
+        if not entry.is_hidden:
+            self.changes.record(Change(entry.layout, (), (entry.chunk,)))
 
     def _claim(self, entry: IndexEntry) -> File:
         self._drop(entry)
@@ -409,7 +417,7 @@ class ChunkIndex:
         for entry in evicted:
             self._drop(entry)
             self._claims.setdefault((entry.layout, entry.chunk.key), Outcome.REFUSED)
-        self._num_evicted += len(evicted)
+        self.num_evicted += len(evicted)
         num_freed = sum(file.num_bytes for file in files)
         if len(files) == 1 and num_freed == reservation.chunk_bytes and not any(entry.num_pins for entry in evicted):
             reservation.recycled = files.pop()

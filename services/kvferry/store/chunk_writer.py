@@ -55,10 +55,13 @@ class ChunkWriter:
         return outcome
 
     def _write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
-        keys: tuple[bytes, ...] = ()
+        key = fingerprint = b""
         if self._keyring is not None:
             keys = self._keyring.keys(chunk.namespace, self._files.volume_id)
-            if not keys or not self._seal_counts.may_seal(chunk_file.fingerprint(keys[0])):
+            if not keys:
+                return Outcome.REFUSED
+            key, fingerprint = keys[0], chunk_file.fingerprint(keys[0])
+            if not self._seal_counts.may_seal(fingerprint):
                 return Outcome.REFUSED
         now_s = self._clock()
         reservation = self._index.reserve(layout, chunk, chunk_file.chunk_file_bytes(len(payload)), now_s)
@@ -66,12 +69,12 @@ class ChunkWriter:
             return reservation
         self._notify()
         header = self._files.buffers.header
-        if not keys:
+        if self._keyring is None:
             chunk_file.write_plain_header(header, payload, layout, chunk, now_s)
         else:
             sealed = self._files.buffers.bounce(len(payload))
-            chunk_file.seal(header, payload, sealed, layout, chunk, now_s, keys[0])
-            self._seal_counts.add(chunk_file.fingerprint(keys[0]))
+            chunk_file.seal(header, payload, sealed, layout, chunk, now_s, key)
+            self._seal_counts.add(fingerprint)
             payload = sealed
         parts = [header, payload]
         outcome = self._fill(reservation, parts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
 
 _VERSION = 1
+
+MAX_KEEPERS_OF_A_MACHINE = 64
+_MAX_PASSES = 10  # to remove chunks while keepers run
+MAX_WRITER_CHARS = 96  # of a machine's writers, before their numbers
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +109,24 @@ def lock(file: Path, *, shared: bool) -> int | None:
             raise
 
 
+def free_writer(path: Path, name: str) -> str:
+    """Return the first of `name`, `name.2` to `name.64` whose lock no process holds; `name` if all are held.
+
+    Keepers of one machine that start at the same moment may get the same one; the second then fails to open.
+    """
+    names = [name, *(f"{name}.{number}" for number in range(2, MAX_KEEPERS_OF_A_MACHINE + 1))]
+    for each in names:
+        file = path / paths.TEMPORARY / f"{each}.lock"
+        if not file.exists():
+            return each
+        with contextlib.suppress(OSError):
+            held = lock(file, shared=False)
+            if held is not None:
+                os.close(held)
+                return each
+    return name
+
+
 def save_layout(path: Path, layout: ChunkLayout) -> None:
     file = path / paths.LAYOUTS / f"{layout.digest.hex()}.json"
     if _read_layout(file) == layout:
@@ -143,13 +166,16 @@ def writers(path: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(path / paths.CHUNKS) if entry.is_dir(follow_symlinks=False))
 
 
-def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[FoundChunk | ForeignFile]:
-    """Yield a writer's files of one namespace or all, in a second per 100,000.
+def walk(
+    path: Path, writer: str, *, only: Callable[[Namespace], bool] | None = None
+) -> Iterator[FoundChunk | ForeignFile]:
+    """Yield a writer's files of some namespaces or all, in a second per 100,000; none where it has no folder.
 
-    Raises OSError if the writer's own folder is unreadable.
+    Raises OSError for an unreadable folder or a drive that is not mounted.
     """
     top = path / paths.CHUNKS / writer
-    for layout_folder in _folders(top, must_exist=True):
+    # Another node removes the folder of a writer whose chunks it took over.
+    for layout_folder in _folders(top, must_exist=top.exists() or not top.parent.exists()):
         layout = paths.parse_layout_name(layout_folder.name)
         if layout is None:
             yield ForeignFile(layout_folder.path)
@@ -159,7 +185,7 @@ def walk(path: Path, writer: str, *, only: Namespace | None = None) -> Iterator[
             if namespace is None:
                 yield ForeignFile(namespace_folder.path)
                 continue
-            if only is not None and namespace != only:
+            if only is not None and not only(namespace):
                 continue
             for keys_folder in _folders(namespace_folder.path):
                 where = keys_folder.path
@@ -203,29 +229,53 @@ def walk_quarantine(path: Path, writer: str) -> Iterator[FoundChunk]:
 
 
 def files_of(path: Path, writer: str) -> list[Path]:
-    roots = [path / name / writer for name in (paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY)]
-    return [file for root in roots for file in root.rglob("*") if not file.is_dir()]
+    roots = [path / name / writer for name in paths.OF_WRITERS]
+    # A link to a folder would lead out of the volume.
+    return [file for root in roots if not root.is_symlink() for file in root.rglob("*") if not file.is_dir()]
 
 
-def remove_namespace(path: Path, namespace: Namespace) -> int:
-    """Return the number of chunks. Raises OSError."""
-    num_chunks = 0
+def unlink_link(path: Path) -> None:
+    """Remove a symbolic link in place of a folder, if it is one."""
+    if path.is_symlink():
+        path.unlink()
+
+
+def remove_namespaces(path: Path, is_wanted: Callable[[Namespace], bool]) -> int:
+    """Return the number of chunks. Raises OSError, and TierError if new ones are found again and again."""
+    num_chunks = num_clean = 0
+    for _ in range(_MAX_PASSES):
+        num_found, num_removed = _remove_once(path, is_wanted)
+        num_chunks += num_removed
+        num_clean = 0 if num_found else num_clean + 1
+        # A keeper may take over a chunk while a pass is between the two writers. The next pass finds it.
+        if num_clean == 2:
+            return num_chunks
+    raise TierError(f"volume {path}: chunks were still written or moved while they were removed; try again")
+
+
+def _remove_once(path: Path, is_wanted: Callable[[Namespace], bool]) -> tuple[int, int]:
+    num_found = num_removed = 0
     for writer in writers(path):
-        for found in walk(path, writer, only=namespace):
+        for found in walk(path, writer, only=is_wanted):
+            num_found += 1
             with contextlib.suppress(FileNotFoundError):
                 Path(found.path).unlink()
-                num_chunks += 1
+                num_removed += 1
         for quarantined in walk_quarantine(path, writer):
-            if quarantined.chunk.namespace == namespace:
+            if is_wanted(quarantined.chunk.namespace):
+                num_found += 1
                 Path(quarantined.path).unlink(missing_ok=True)
         for root in (path / paths.CHUNKS / writer, path / paths.QUARANTINE / writer):
             for layout_folder in _folders(root):
-                namespace_folder = Path(layout_folder.path) / str(namespace)
-                for emptied in (*(Path(keys.path) for keys in _folders(namespace_folder)), namespace_folder):
-                    # A chunk written meanwhile stays, and so does its folder.
-                    with contextlib.suppress(OSError):
-                        emptied.rmdir()
-    return num_chunks
+                for namespace_folder in _folders(layout_folder.path):
+                    namespace = paths.parse_namespace(namespace_folder.name)
+                    if namespace is None or not is_wanted(namespace):
+                        continue
+                    for emptied in (*_folders(namespace_folder.path), namespace_folder):
+                        # A chunk written meanwhile stays, and so does its folder.
+                        with contextlib.suppress(OSError):
+                            Path(emptied.path).rmdir()
+    return num_found, num_removed
 
 
 def _folders(path: str | os.PathLike[str], *, must_exist: bool = False) -> Iterator[os.DirEntry[str]]:
@@ -237,6 +287,9 @@ def _folders(path: str | os.PathLike[str], *, must_exist: bool = False) -> Itera
 
 def _entries(path: str | os.PathLike[str], *, must_exist: bool = False) -> list[os.DirEntry[str]]:
     try:
+        # Not through a link, which would lead out of the volume.
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link", os.fspath(path))
         with os.scandir(path) as entries:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):

@@ -208,18 +208,12 @@ def _number_of_secret(
 def purge(path: Path, tenant: str, epoch: int | None = None) -> int:
     """Remove a tenant's chunks, of one epoch or all, by all writers and from quarantine. Return their number.
 
-    Raises TierError if `path` is no volume, or for a file that cannot be removed.
+    Raises TierError if `path` is no volume, for a file that cannot be removed, or if chunks are moved meanwhile.
     """
     folder.read_description(path)
-    wanted: set[Namespace] = set()
     try:
-        for writer in _writers(path):
-            wanted |= {found.chunk.namespace for found in folder.walk(path, writer) if isinstance(found, FoundChunk)}
-            wanted |= {bad.chunk.namespace for bad in folder.walk_quarantine(path, writer)}
-        return sum(
-            folder.remove_namespace(path, namespace)
-            for namespace in wanted
-            if namespace.tenant == tenant and epoch in (None, namespace.epoch)
+        return folder.remove_namespaces(
+            path, lambda namespace: namespace.tenant == tenant and epoch in (None, namespace.epoch)
         )
     except OSError as error:
         raise TierError(f"volume {path}: {error.filename or ''}: {error.strerror}") from error
@@ -283,7 +277,8 @@ class _Reader:
         keys = self._keyring.keys(found.chunk.namespace, self._volume_id)
         if not keys:
             return Outcome.OK, False
-        return chunk_file.unseal(header, raw_header, payload, spare[: len(payload)], keys), True
+        outcome = chunk_file.unseal(header, raw_header, payload, spare[: len(payload)], keys)
+        return outcome, outcome is not Outcome.UNDECRYPTABLE or header.algorithm is Algorithm.PLAIN
 
 
 class _ThreadBuffers(threading.local):
@@ -331,8 +326,9 @@ def _record(
         cause, num_bytes = outcome.value, found.num_bytes
         target = path / paths.quarantine_path(writer, found.layout, found.chunk, cause)
     mended_to = None
-    # A failing drive says nothing about the chunk.
-    if mend and outcome is not Outcome.IO_ERROR:
+    # A failing drive says nothing about the chunk, and neither does another node's key file.
+    is_good_perhaps = outcome is Outcome.IO_ERROR or (outcome is Outcome.UNDECRYPTABLE and not is_checked)
+    if mend and not is_good_perhaps:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(found.path).rename(target)
         mended_to = str(target)
@@ -341,6 +337,8 @@ def _record(
 
 def _remove_left_overs(path: Path, report: Report) -> None:
     for entry in sorted((path / paths.TEMPORARY).glob("*/*")):
+        if entry.parent.is_symlink():
+            continue
         report.faults.append(Fault(str(entry), LEFT_OVER, _size_of(str(entry)), "removed"))
         entry.unlink()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
+from kvferry.file_signature import file_signature
 from kvferry.store.chunk_file import SEALING_KEY_BYTES
 from kvferry.tenancy.namespace import Namespace
 
@@ -29,21 +30,23 @@ log = logging.getLogger(__name__)
 
 class SecretsKeyring:
     def __init__(self, tenant_to_secrets: Mapping[str, bytes | Sequence[bytes]]) -> None:
-        """Raises ValueError for an invalid tenant, secrets below 32 bytes, none, or too many."""
+        """Raises ValueError with an entry's number: a tenant may be a secret by mistake."""
         if len(tenant_to_secrets) > MAX_TENANTS:
             raise ValueError(f"{len(tenant_to_secrets)} tenants; at most {MAX_TENANTS}")
         self._tenant_to_secrets: dict[str, tuple[bytes, ...]] = {}
-        for tenant, given in tenant_to_secrets.items():
-            if tenant != ANY_TENANT:
-                Namespace(tenant)
+        for number, (tenant, given) in enumerate(tenant_to_secrets.items(), 1):
+            if tenant != ANY_TENANT and not _is_tenant(tenant):
+                raise ValueError(f"entry {number}: a tenant has lower-case letters, digits and dashes, at most 63")
             secrets = (given,) if isinstance(given, bytes) else tuple(given)
             if not 1 <= len(secrets) <= MAX_SECRETS:
-                raise ValueError(f"{tenant!r} has {len(secrets)} secrets; at least 1 and at most {MAX_SECRETS}")
+                raise ValueError(f"entry {number} has {len(secrets)} secrets; at least 1 and at most {MAX_SECRETS}")
             for secret in secrets:
                 if len(secret) < _MIN_SECRET_BYTES:
-                    raise ValueError(f"a secret of {tenant!r} has {len(secret)} bytes; at least {_MIN_SECRET_BYTES}")
+                    raise ValueError(
+                        f"a secret of entry {number} has {len(secret)} bytes; at least {_MIN_SECRET_BYTES}"
+                    )
             if len(set(secrets)) < len(secrets):
-                raise ValueError(f"a secret of {tenant!r} is there twice")
+                raise ValueError(f"a secret of entry {number} is there twice")
             self._tenant_to_secrets[tenant] = secrets
         self._derived = functools.lru_cache(maxsize=4096)(self._derive)
 
@@ -66,39 +69,45 @@ class SecretsKeyring:
         )
 
 
-class KeyFile:
+class SealingKeyFile:
     """A keyring from a file that may change. Thread-safe."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._seen = _version_of(file)
+        self._seen = file_signature(file)
         self._keyring = load_keyring(file)
+        self._fault = ""
 
     def __repr__(self) -> str:
-        return f"<KeyFile {self._file}: {self._keyring!r}>"
+        return f"<SealingKeyFile {self._file}: {self._keyring!r}>"
 
     def keys(self, namespace: Namespace, volume_id: str) -> tuple[bytes, ...]:
         return self._keyring.keys(namespace, volume_id)
 
     def refresh(self) -> None:
         """Read the file again if it changed. One that cannot be used changes nothing."""
-        seen = _version_of(self._file)
-        if seen == self._seen:
+        signature = file_signature(self._file)
+        if signature == self._seen:
             return
-        self._seen = seen
         try:
             self._keyring = load_keyring(self._file)
         except ConfigError as error:
-            log.error("sealing keys are as they were: %s", error.message)
+            # Read again until it can be used: a lack of descriptors passes without a change of the file.
+            if error.message != self._fault:
+                self._fault = error.message
+                log.error("sealing keys are as they were: %s", error.message)
         else:
+            self._seen, self._fault = signature, ""
             log.info("sealing keys are read again: %s", self._file)
 
 
 def load_keyring(file: Path) -> SecretsKeyring:
     """Raises ConfigError for an absent, malformed or not private file."""
     try:
-        with file.open("rb") as opened:
+        with open(file, "rb", opener=_open_at_once) as opened:
             status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{file}: not a regular file")
             # A secret mounted by Kubernetes belongs to root and is readable through the pod's group.
             refused = 0o077 if status.st_uid == os.geteuid() else 0o027
             if stat.S_IMODE(status.st_mode) & refused:
@@ -106,7 +115,9 @@ def load_keyring(file: Path) -> SecretsKeyring:
             secrets = json.loads(opened.read(_MAX_FILE_BYTES))
         if not isinstance(secrets, dict):
             raise ValueError("not an object from tenant to secrets")
-        return SecretsKeyring({tenant: _parse_secrets(tenant, given) for tenant, given in secrets.items()})
+        return SecretsKeyring(
+            {tenant: _parse_secrets(number, given) for number, (tenant, given) in enumerate(secrets.items(), 1)}
+        )
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     except RecursionError:
@@ -115,24 +126,28 @@ def load_keyring(file: Path) -> SecretsKeyring:
         raise ConfigError(f"{file}: {_without_secrets(error)}") from None
 
 
-def _parse_secrets(tenant: str, given: object) -> list[bytes]:
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for a writer
+
+
+def _is_tenant(tenant: str) -> bool:
+    try:
+        Namespace(tenant)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_secrets(number: int, given: object) -> list[bytes]:
     texts: list[Any] = given if isinstance(given, list) else [given]
     try:
         if all(isinstance(text, str) for text in texts):
             return [bytes.fromhex(text) for text in texts]
     except ValueError:
         pass
-    raise ValueError(f"secrets of {tenant[:64]!r} are no hexadecimal digits, nor a list of such")
+    raise ValueError(f"secrets of entry {number} are no hexadecimal digits, nor a list of such")
 
 
 def _without_secrets(error: ValueError) -> str:
     # JSONDecodeError would show the line, which may contain a secret.
     return f"not JSON, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def _version_of(file: Path) -> tuple[int, int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -25,6 +25,7 @@ CHUNKS = "pages"
 QUARANTINE = "quarantine"
 TEMPORARY = "tmp"
 KEYS = "keys"
+OF_WRITERS = (CHUNKS, QUARANTINE, TEMPORARY)  # with a folder per writer
 
 _SUFFIX = ".page"
 _CHUNK_NAME = re.compile(rf"([0-9a-f]{{{2 * CHUNK_KEY_BYTES}}})-([0-9a-f]{{16}})\.page")

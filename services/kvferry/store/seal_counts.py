@@ -21,14 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class SealCounts:
-    """Thread-safe. `path` is the volume's."""
+    """Thread-safe. `path` is the volume's. Nothing is sealed while a file of counts cannot be read."""
 
     def __init__(self, path: Path, writer: str) -> None:
         self._file = path / paths.KEYS / f"{writer}.json"
         self._path = path
         self._lock = threading.Lock()
+        self._saving = threading.Lock()
         self._ours: Counter[str] = Counter()
         self._others: Counter[str] = Counter()
+        self._is_ours_unknown = False
+        self._unknown_others: list[Path] = []
         self._warned: set[str] = set()
         self._is_changed = False
 
@@ -36,18 +39,27 @@ class SealCounts:
         return f"<SealCounts of {len(self._ours)} keys>"
 
     def load(self) -> None:
-        with self._lock:
-            self._ours = _read(self._file)
+        self._load_ours()
         self.load_others()
 
-    def load_others(self) -> None:
-        others = read_all(self._path, without=self._file.name)
+    def _load_ours(self) -> None:
+        counts = _read(self._file)
         with self._lock:
-            self._others = others
+            self._is_ours_unknown = counts is None
+            self._ours = counts or Counter()
+
+    def load_others(self) -> None:
+        others, unknown = _read_all(self._path, without=self._file.name)
+        with self._lock:
+            self._others, self._unknown_others = others, unknown
 
     def may_seal(self, fingerprint: bytes) -> bool:
         name = fingerprint.hex()
         with self._lock:
+            unknown = [self._file] if self._is_ours_unknown else self._unknown_others
+            if unknown:
+                self._warn_unknown(unknown[0])
+                return False
             num_seals = self._ours[name] + self._others[name]
             if num_seals >= MAX_SEALS:
                 self._warn(name, "no chunk is sealed with it any more")
@@ -72,39 +84,96 @@ class SealCounts:
                 consequence,
             )
 
+    def _warn_unknown(self, file: Path) -> None:
+        if file.name not in self._warned:
+            self._warned.add(file.name)
+            log.error(
+                "%s cannot be read: how many chunks each key has sealed is unknown, so none is sealed; "
+                "put new secrets first in the key file, then remove this file",
+                file,
+            )
+
     def absorb(self, writer: str) -> None:
-        """Count the seals of a writer that is gone among ours."""
+        """Count the seals of a writer that is gone among ours. If that cannot be saved, its file stays."""
         file = self._file.with_name(f"{writer}.json")
+        counts = _read(file)
+        if counts is None:
+            return
         with self._lock:
-            self._ours += _read(file)
+            self._ours += counts
             self._is_changed = True
-        self.save()
-        with contextlib.suppress(OSError):
-            file.unlink()
+        if self.save():
+            with contextlib.suppress(OSError):
+                file.unlink()
+        else:
+            with self._lock:
+                self._ours -= counts  # its file still has them
 
-    def save(self) -> None:
-        with self._lock:
-            if not self._is_changed:
-                return
-            content, self._is_changed = msgspec.json.encode(dict(self._ours)), False
-        draft = self._file.with_suffix(".tmp")
-        with contextlib.suppress(OSError):
-            # Made by `open`; making it here could fill the drive below the mount point.
-            draft.write_bytes(content)
-            os.replace(draft, self._file)  # noqa: PTH105
+    def save(self) -> bool:
+        """Return whether the drive has our counts."""
+        with self._saving:
+            if self._is_ours_unknown:
+                self._load_ours()
+            with self._lock:
+                if self._is_ours_unknown:
+                    return False
+                if not self._is_changed:
+                    return True
+                content, self._is_changed = msgspec.json.encode(dict(self._ours)), False
+            try:
+                _replace(self._file, content)
+            except OSError as error:
+                log.warning("volume %s: it is not written down how many chunks were sealed: %s", self._path, error)
+                with self._lock:
+                    self._is_changed = True
+                return False
+            return True
 
 
-def read_all(path: Path, *, without: str = "") -> Counter[str]:
-    """Return all writers' counts by fingerprint, without one file's."""
-    counts: Counter[str] = Counter()
-    with contextlib.suppress(OSError):
-        for file in (path / paths.KEYS).iterdir():
-            if file.suffix == ".json" and file.name != without:
-                counts += _read(file)
+def read_all(path: Path) -> Counter[str]:
+    """Return all writers' counts by fingerprint."""
+    counts, unknown = _read_all(path)
+    for file in unknown:
+        log.warning("%s cannot be read: its seals are not counted", file)
     return counts
 
 
-def _read(file: Path) -> Counter[str]:
-    with contextlib.suppress(OSError, msgspec.MsgspecError), file.open("rb") as opened:
-        return Counter(msgspec.json.decode(opened.read(MAX_FILE_BYTES), type=dict[str, int]))
-    return Counter()
+def _read_all(path: Path, *, without: str = "") -> tuple[Counter[str], list[Path]]:
+    """Return the sum, and what cannot be read."""
+    counts: Counter[str] = Counter()
+    unknown: list[Path] = []
+    folder = path / paths.KEYS
+    try:
+        files = [file for file in folder.iterdir() if file.suffix == ".json" and file.name != without]
+    except FileNotFoundError:
+        return counts, []
+    except OSError:
+        return counts, [folder]
+    for file in files:
+        of_one = _read(file)
+        if of_one is None:
+            unknown.append(file)
+        else:
+            counts += of_one
+    return counts, unknown
+
+
+def _read(file: Path) -> Counter[str] | None:
+    """Return None for a file that is there and cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return Counter(msgspec.json.decode(opened.read(MAX_FILE_BYTES), type=dict[str, int]))
+    except FileNotFoundError:
+        return Counter()
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+
+
+def _replace(file: Path, content: bytes) -> None:
+    # Its folder is made by `open`; making it here could fill the drive below the mount point.
+    draft = file.with_suffix(".tmp")
+    with draft.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())  # else a power failure may leave the name with an empty file
+    os.replace(draft, file)  # noqa: PTH105

@@ -42,7 +42,7 @@ Listener = Callable[[LayoutDigest, Sequence[ChunkId], Sequence[ChunkId]], None]
 
 @dataclass(frozen=True, slots=True)
 class VolumeStats:
-    num_chunks: int  # readable ones, of all writers
+    num_chunks: int  # of all writers
     bytes_used: int  # by this writer's files
     capacity_bytes: int
     is_direct: bool
@@ -72,6 +72,7 @@ class Volume:
         keyring: Keyring | None = None,
         io: DirectIo | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`shared`: other `writer` names use the folder too. Raises ValueError."""
         if capacity_bytes < 0:
@@ -82,9 +83,10 @@ class Volume:
         self._writer = paths.validate_writer(writer)
         self._shared = shared
         self._clock = clock
-        self._locks: list[int] = []
+        self._monotonic = monotonic
         self._layout_to_payload_bytes: dict[LayoutDigest, int] = {}
         self._files = VolumeFiles(path, writer, DirectIo() if io is None else io)
+        self._locks = self._files.locks
         self._index = ChunkIndex(str(path), writer, capacity_bytes, Lru() if eviction is None else eviction)
         self._quarantine = Quarantine(self._index, self._files)
         self._chunk_reader = ChunkReader(
@@ -186,24 +188,23 @@ class Volume:
 
     # Maintenance
 
-    def remove(self, layout: LayoutDigest, chunk: ChunkId) -> bool:
-        """Return False if the chunk is not in the index."""
-        file = self._index.begin_remove(layout, chunk)
-        if file is None:
-            return False
-        self._index.end_remove(layout, chunk, file, is_removed=self._files.remove(file.path))
+    def remove(self, layout: LayoutDigest, chunk: ChunkId, *, only_ours: bool = False) -> bool:
+        """Return whether there was a file to remove. With `only_ours` another writer's stays until a rescan."""
+        file = self._index.begin_remove(layout, chunk, only_ours=only_ours)
+        if file is not None:
+            self._index.end_remove(layout, chunk, file, is_removed=self._files.remove(file.path))
         self._notify()
-        return True
+        return file is not None
 
     def purge(self, namespace: Namespace) -> int:
         """Remove a namespace's chunks of all writers, from quarantine too. Return their number.
 
-        Stop its writes before. Raises TierError if the folder is unreadable.
+        Stop its writes before. Raises TierError if the folder is unreadable, or its chunks are moved meanwhile.
         """
         num_chunks = sum(self.remove(entry.layout, entry.chunk) for entry in self._index.entries(namespace))
         self._remove_files(self._index.withdraw_quarantined(namespace))
         try:
-            return num_chunks + folder.remove_namespace(self.path, namespace)
+            return num_chunks + folder.remove_namespaces(self.path, lambda each: each == namespace)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -215,6 +216,10 @@ class Volume:
         now_ns = time.time_ns()
         for i, entry in enumerate(self._index.take_uses()):
             self._files.record_use(self._index.path_of(entry), now_ns + i)
+
+    def say_alive(self) -> None:
+        """Tell other nodes, which may not see this writer's lock. `record` does too."""
+        self._files.say_alive()
 
     def rescan(self) -> None:
         """Index other writers' changes. Raises TierError, changing nothing, for an unreadable folder."""
@@ -254,7 +259,7 @@ class Volume:
 
     def _adopt(self) -> None:
         try:
-            self._adopter.run(self._clock())
+            self._adopter.run(self._monotonic())
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -297,7 +302,10 @@ class Volume:
             if fd is None:
                 raise TierError(f"volume {self.path} is in use: another process holds {file.name}")
             self._locks.append(fd)
-        for name in (paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY):
+        # Before the scan: nodes that do not see the lock may be about to take over what it finds.
+        self._files.say_alive()
+        for name in paths.OF_WRITERS:
+            folder.unlink_link(self.path / name / self._writer)
             (self.path / name / self._writer).mkdir(mode=0o700, exist_ok=True)
 
     def _scan(self) -> None:

@@ -10,7 +10,8 @@ import stat
 import threading
 from pathlib import Path
 
-from kvferry.store import paths
+from kvferry.errors import TierError
+from kvferry.store import folder, paths
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.direct_io import DirectIo, aligned_buffer
 
@@ -42,6 +43,7 @@ class VolumeFiles:
         self.temporary = f"{self.root}/{paths.TEMPORARY}/{writer}"
         self.volume_id = ""  # known once the volume is open
         self.writer_lock = Path(f"{self.temporary}.lock")
+        self.locks: list[int] = []  # held while the volume is open
         self._temporary_numbers = itertools.count()
 
     def __repr__(self) -> str:
@@ -58,8 +60,12 @@ class VolumeFiles:
         return True
 
     def say_alive(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             os.utime(self.writer_lock)
+        except FileNotFoundError:
+            self._make_own_folders()
+        except OSError:
+            pass
 
     def record_use(self, path: str, used_ns: int) -> None:
         with contextlib.suppress(OSError):
@@ -71,6 +77,8 @@ class VolumeFiles:
 
     def is_mounted(self) -> bool:
         """While the drive is unmounted, chunks only seem gone."""
+        if not self.writer_lock.exists():
+            self._make_own_folders()
         return self.writer_lock.exists()
 
     def inode_at(self, path: str) -> Inode | None:
@@ -91,7 +99,12 @@ class VolumeFiles:
         return self.io.rename(source, target)
 
     def write(self, path: str, parts: list[memoryview], num_bytes: int, *, is_recycled: bool) -> None:
-        fd = self.io.open(path, os.O_WRONLY if is_recycled else os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        flags = os.O_WRONLY if is_recycled else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            fd = self.io.open(path, flags)
+        except FileNotFoundError:
+            self._make_own_folders()
+            fd = self.io.open(path, flags)
         try:
             if is_recycled and os.fstat(fd).st_size != num_bytes:
                 os.ftruncate(fd, num_bytes)
@@ -107,9 +120,20 @@ class VolumeFiles:
         return num_bytes
 
     def _make_folder_of(self, path: str) -> None:
-        # A writer's own folders exist since `open`. They are missing if the volume is unmounted; making them then
-        # would fill the drive below the mount point.
         *folders, _ = path.removeprefix(f"{self.root}/").split("/")
+        if not Path(self.root, *folders[:2]).exists():
+            self._make_own_folders()
         for depth in range(3, len(folders) + 1):
             with contextlib.suppress(FileExistsError):
                 Path(self.root, *folders[:depth]).mkdir(0o700)
+
+    def _make_own_folders(self) -> None:
+        # They exist since `open`. Where locks are kept on one node only, another node may have removed them meanwhile.
+        # They are missing too if the volume is unmounted; making them then would fill the drive below the mount point.
+        with contextlib.suppress(OSError, TierError):
+            if not self.locks or folder.read_description(self.path).volume_id != self.volume_id:
+                return
+            for name in paths.OF_WRITERS:
+                Path(self.root, name, self.writer).mkdir(0o700, exist_ok=True)
+            if not self.writer_lock.exists() and (held := folder.lock(self.writer_lock, shared=False)) is not None:
+                self.locks.append(held)

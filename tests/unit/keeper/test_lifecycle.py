@@ -5,22 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, TierError
 from kvferry.keeper.lifecycle import KeeperHost, _OtherKeepers
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
 from kvferry.membership.follower import MemberFollower
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.store import folder
+from kvferry.store.folder import MAX_WRITER_CHARS
 from kvferry.store.fsck import key_usage
 from kvferry.store.keyring import load_keyring
+from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import layout_of, rows_of
+from support.tier_volumes import opened_volumes
 from support.waiting import until
+
+
+def beside(config: ClusterConfig, folder: Path) -> ClusterConfig:
+    """Return the configuration of another keeper of the same volumes, with a socket of its own."""
+    return config.model_copy(update={"tier": config.tier.model_copy(update={"socket_dir": folder / "t"})})
 
 
 async def test_it_is_registered_while_it_serves(tmp_path: Path) -> None:
@@ -49,25 +60,73 @@ async def test_a_volume_that_is_taken_is_named(tmp_path: Path) -> None:
     config = node_config(tmp_path)
     registry = MemoryRegistry()
     async with hosting(config, MemoryMembership(registry), "n1"):
-        other = config.model_copy(update={"tier": config.tier.model_copy(update={"socket_dir": tmp_path / "t"})})
-        host = KeeperHost(other, MemoryMembership(registry))
+        host = KeeperHost(beside(config, tmp_path), MemoryMembership(registry))
         with pytest.raises(TierError, match="v0"):
             await host.start()
         await host.stop()
         assert len(registry.members()) == 1
 
 
+async def test_volumes_are_closed_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed_in: list[threading.Thread] = []
+    close = Volume.close
+
+    def note(volume: Volume) -> None:
+        closed_in.append(threading.current_thread())
+        close(volume)
+
+    monkeypatch.setattr(Volume, "close", note)
+    async with hosting(node_config(tmp_path, num_volumes=2), MemoryMembership(MemoryRegistry()), "n1"):
+        pass
+    assert len(closed_in) == 2
+    assert threading.current_thread() not in closed_in
+
+
 async def test_nodes_write_apart_on_a_shared_volume(tmp_path: Path) -> None:
     registry = MemoryRegistry()
     config = node_config(tmp_path, volume={"shared": True})
-    other = config.model_copy(update={"tier": config.tier.model_copy(update={"socket_dir": tmp_path / "t"})})
+    other = beside(config, tmp_path)
     async with (
         hosting(config, MemoryMembership(registry), "n/1") as a,
         hosting(other, MemoryMembership(registry), "n2") as b,
     ):
         assert a.keeper.volume_ids == b.keeper.volume_ids
-        assert {folder.name for folder in (tmp_path / "v0" / "pages").iterdir()} == {"n-1", "n2"}
+        assert {each.name for each in (tmp_path / "v0" / "pages").iterdir()} == {"n-1", "n2"}
         await until(lambda: a._others.locate(a.keeper.volume_ids[0]) == b.member.address)
+
+
+async def test_keepers_of_one_machine_write_apart_and_one_that_comes_again_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pods do, whose host names are new every time."""
+    monkeypatch.setenv("KVFERRY_NODE_NAME", "machine-7")
+    registry = MemoryRegistry()
+    config = node_config(tmp_path, volume={"shared": True})
+    other = beside(config, tmp_path)
+    async with (
+        hosting(config, MemoryMembership(registry), "pod-a") as a,
+        hosting(other, MemoryMembership(registry), "pod-b") as b,
+    ):
+        assert {member.node for member in registry.members()} == {"pod-a", "pod-b"}
+        assert [host._volumes[0]._writer for host in (a, b)] == ["machine-7", "machine-7.2"]
+    async with hosting(config, MemoryMembership(registry), "pod-c") as c:
+        assert c._volumes[0]._writer == "machine-7"
+    assert {each.name for each in (tmp_path / "v0" / "pages").iterdir()} == {"machine-7", "machine-7.2"}
+
+
+async def test_a_machine_has_room_for_a_limited_number_of_keepers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "MAX_KEEPERS_OF_A_MACHINE", 2)
+    monkeypatch.setattr("kvferry.store.volume.LOCK_PATIENCE_S", 0.1)
+    name = "n" * 200
+    with opened_volumes(tmp_path) as open_volume:
+        for expected in ("n" * MAX_WRITER_CHARS, "n" * MAX_WRITER_CHARS + ".2"):
+            assert folder.free_writer(tmp_path / "v", name[:MAX_WRITER_CHARS]) == expected
+            open_volume(writer=expected, shared=True)
+        taken = folder.free_writer(tmp_path / "v", name[:MAX_WRITER_CHARS])
+        with pytest.raises(TierError, match="in use"):
+            open_volume(writer=taken, shared=True)
 
 
 async def test_keys_that_others_may_read_are_refused(tmp_path: Path) -> None:

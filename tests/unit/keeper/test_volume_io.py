@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,15 +17,17 @@ from kvferry.keeper.io_threads import Kind, Operation
 from kvferry.keeper.volume_io import VolumeIo
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
+from support.tier_chunks import LAYOUT, chunk, empty, payload
 from support.tier_keeper import tier_config
+from support.tier_volumes import opened_volumes
 from support.waiting import until
 
 
 class Rescanned(Volume):
     """Its rescans last until the test allows them to end."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, capacity_bytes=1 << 20, shared=True)
+    def __init__(self, path: Path, *, shared: bool) -> None:
+        super().__init__(path, capacity_bytes=1 << 20, shared=shared)
         self.may_end = threading.Event()
         self.num_running = self.num_begun = 0
 
@@ -37,10 +40,10 @@ class Rescanned(Volume):
 
 
 class Rescans:
-    def __init__(self, folder: Path) -> None:
-        config = tier_config(folder, volume={"shared": True, "capacity_gib": 0.001}, io_threads=1)
+    def __init__(self, folder: Path, *, shared: bool = True) -> None:
+        config = self.config = tier_config(folder, volume={"shared": shared, "capacity_gib": 0.001}, io_threads=1)
         self.now_s = 0.0
-        self.volume = Rescanned(config.volumes[0].path)
+        self.volume = Rescanned(config.volumes[0].path, shared=shared)
         self.volume.open()
         loop = asyncio.get_running_loop()
         self.io = VolumeIo(
@@ -98,6 +101,30 @@ async def test_a_rescan_that_fails_is_repeated(rescans: Rescans, monkeypatch: py
     for number in (1, 2):
         rescans.after(volume_io._RESCAN_PERIOD_S)
         await until(lambda n=number: num_begun == n and not rescans.io._is_rescanning)  # type: ignore[misc]
+
+
+async def test_a_needed_rescan_outlives_a_lack_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of one writer rescans once after its breaker has closed; shared volumes rescan in every period."""
+    rescans = Rescans(tmp_path, shared=False)
+    rescans.volume.may_end.set()
+    for _ in range(3):
+        rescans.io.submit(Operation(Kind.READ, 1, lambda: Outcome.IO_ERROR, lambda outcome: None))
+    await until(lambda: not rescans.io.is_readable)
+    rescans.after(rescans.config.breaker_retry_s)
+    await until(lambda: rescans.io.is_readable)
+    num_begun = rescans.volume.num_begun  # by the probe
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError):
+            rescans.after(0)
+    rescans.after(0)
+    await until(lambda: rescans.volume.num_begun == num_begun + 1)
+    assert await rescans.io.stop(10)
+    rescans.volume.close()
 
 
 async def test_a_lack_of_descriptors_does_not_blame_the_drive(rescans: Rescans) -> None:
@@ -158,3 +185,40 @@ async def test_a_long_queue_is_no_hanging_drive(tmp_path: Path, settings: dict[s
     assert io.is_readable
     assert await io.stop(10)
     volume.close()
+
+
+async def test_a_writer_whose_reads_fail_says_that_it_lives(rescans: Rescans, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its chunks would be taken over."""
+    monkeypatch.setattr(rescans.io, "_probe", lambda: Outcome.IO_ERROR)
+    rescans.volume.may_end.set()
+    for _ in range(3):
+        rescans.io.submit(Operation(Kind.READ, 1, lambda: Outcome.IO_ERROR, lambda outcome: None))
+    await until(lambda: not rescans.io.is_readable)
+    lock = rescans.volume.path / "tmp" / "local.lock"
+    for _ in range(2):
+        os.utime(lock, (0, 0))
+        rescans.after(volume_io._RESCAN_PERIOD_S)
+        await until(lambda: lock.stat().st_mtime > 0 and not rescans.io._is_rescanning)
+    assert rescans.volume.num_begun == 0
+
+
+async def test_a_failed_read_removes_no_file_of_another_writer(tmp_path: Path) -> None:
+    config = tier_config(tmp_path, volume={"capacity_gib": 0.001, "shared": True})
+    with opened_volumes(tmp_path) as open_volume:
+        other, ours = (open_volume("v0", shared=True, writer=writer) for writer in ("other", "ours"))
+        for volume, number in ((other, 1), (other, 2), (ours, 3)):
+            assert volume.write(LAYOUT.digest, chunk(number), payload(chunk(number))) is Outcome.OK
+        ours.rescan()
+        loop = asyncio.get_running_loop()
+        io = VolumeIo(ours, config, config.volumes[0], loop, on_readable_changed=lambda io: None)
+        io.load_layouts()
+        io.start()
+        for number in (1, 3):
+            io.mark_unreadable(LAYOUT.digest, chunk(number))
+        io.submit(Operation(Kind.READ, 1, lambda: Outcome.OK, lambda outcome: None))
+        await until(lambda: not any(ours.contains(LAYOUT.digest, chunk(number).key) for number in (1, 3)))
+        assert await io.stop(10)
+        ours.rescan()
+        for volume in (other, ours):
+            outcomes = [volume.read(LAYOUT.digest, chunk(number), empty()) for number in (1, 2, 3)]
+            assert outcomes == [Outcome.OK, Outcome.OK, Outcome.MISSING]

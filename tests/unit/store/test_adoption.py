@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.store import adoption, folder, volume
+from kvferry.errors import TierError
+from kvferry.store import adoption, folder, fsck, volume
 from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
+from kvferry.store.folder import FoundChunk
 from kvferry.store.fsck import key_usage
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId
 from kvferry.store.volume import Outcome, Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, chunk_files, empty, flip, payload, truth
+from support.tier_volumes import Opened, opened_volumes
 
 DIGEST = LAYOUT.digest
 MINE, OTHER = SecretsKeyring({"*": b"m" * 32}), SecretsKeyring({"*": b"o" * 32})
-
-Opened = Callable[..., Volume]
 
 
 class Clock:
@@ -40,20 +43,9 @@ def clock() -> Clock:
 @pytest.fixture
 def opened(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     monkeypatch.setattr(volume, "LOCK_PATIENCE_S", 0.0)
-    volumes: list[Volume] = []
-
-    def open_volume(writer: str, *, chunks: int = 8, **values: Any) -> Volume:
-        values = {"shared": True, "clock": clock, "capacity_bytes": chunks * CHUNK_BYTES, **values}
-        made = Volume(tmp_path / "v", writer=writer, **values)
-        made.open()
-        volumes.append(made)
-        return made
-
-    yield open_volume
-    for each in volumes:
-        if each._locks:
-            each.check()
-            each.close()
+    with opened_volumes(tmp_path) as open_volume:
+        clocks = {"clock": clock, "monotonic": clock}
+        yield lambda writer, **values: open_volume(writer=writer, **{"shared": True, **clocks, **values})
 
 
 def put(target: Volume, *numbers: int) -> None:
@@ -74,8 +66,8 @@ def readable(source: Volume, numbers: range) -> list[int]:
 
 def gone(clock: Clock, living: Volume, for_s: float) -> None:
     """Let a writer that ended long ago be seen as gone for so long."""
-    for lock in (living.path / "tmp").glob("*.lock"):
-        os.utime(lock, (clock.now_s - 2 * ADOPT_AFTER_S, clock.now_s - 2 * ADOPT_AFTER_S))
+    living.rescan()
+    clock.now_s += ADOPT_AFTER_S
     living.rescan()
     clock.now_s += for_s
     living.rescan()
@@ -204,6 +196,65 @@ def test_a_call_adopts_a_limited_number(opened: Opened, clock: Clock, monkeypatc
     assert writers(living) == ["living"]
 
 
+def test_a_rescan_during_another_one_leaves_gone_writers_gone(
+    opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adoption, "MAX_FILES", 1)
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1, 2)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S - 1)
+    clock.now_s += 1
+    is_taking, may_take = threading.Event(), threading.Event()
+
+    def wait(found: FoundChunk) -> bool:
+        is_taking.set()
+        return may_take.wait(30)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(living._adopter, "_has_right_size", wait)
+        first = threading.Thread(target=living.rescan)
+        first.start()
+        assert is_taking.wait(30)
+        living.rescan()
+        assert living._adopter.num_adopted == 0
+        may_take.set()
+        first.join(30)
+    assert living._adopter.num_adopted == 1
+    living.rescan()
+    assert readable(living, range(5)) == [1, 2]
+    assert writers(living) == ["living"]
+
+
+def test_a_writer_may_be_taken_over_by_another_node_meanwhile(
+    opened: Opened, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living, dead = opened("living"), opened("dead")
+    put(living, 1)
+    put(dead, 2)
+    dead.close()
+    listed = folder.writers(living.path)
+    gone(clock, opened("second"), ADOPT_AFTER_S)
+    assert "dead" not in folder.writers(living.path)
+    monkeypatch.setattr(folder, "writers", lambda path: listed)
+    living.rescan()
+    clock.now_s += ADOPT_AFTER_S
+    living.rescan()
+    assert readable(living, range(4)) == [1]
+    living.check()
+    assert not [file.name for file in (living.path / "tmp").iterdir() if file.name.startswith("dead")]
+
+
+def test_chunks_are_not_forgotten_while_the_drive_is_not_mounted(opened: Opened) -> None:
+    living = opened("living")
+    put(living, 1)
+    (living.path / "pages").rename(living.path / "aside")
+    with pytest.raises(TierError):
+        living.rescan()
+    (living.path / "aside").rename(living.path / "pages")
+    assert get(living, chunk(1)) is Outcome.OK
+
+
 def test_a_file_that_cannot_be_moved_stays(opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     living, dead = opened("living"), opened("dead")
     put(dead, 1)
@@ -219,6 +270,28 @@ def test_a_file_that_cannot_be_moved_stays(opened: Opened, clock: Clock, monkeyp
         living.check()
     living.rescan()
     assert living.stats.bytes_used == CHUNK_BYTES
+
+
+def test_a_folder_that_cannot_be_removed_is_not_taken_over(
+    opened: Opened, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvferry.store.adoption")
+    living, dead = opened("living", keyring=MINE), opened("dead", keyring=MINE)
+    put(dead, 1)
+    dead.close()
+    foreign = living.path / "pages" / "dead" / "elsewhere"
+    foreign.symlink_to(living.path.parent)
+    counts = living.path / "keys" / "dead.json"
+    gone(clock, living, ADOPT_AFTER_S)
+    living.rescan()
+    assert readable(living, range(3)) == [1]
+    assert counts.exists()
+    assert "taken over" not in caplog.text
+    foreign.unlink()
+    for _ in range(2):
+        living.rescan()
+    assert not counts.exists()
+    assert caplog.text.count("taken over") == 1
 
 
 def test_a_lock_that_its_holder_removed_is_not_held(tmp_path: Path) -> None:
@@ -332,3 +405,177 @@ def test_seals_of_a_writer_that_is_gone_are_counted(opened: Opened, clock: Clock
     assert [file.name for file in (tmp_path / "v" / "keys").iterdir()] == ["living.json"]
     (usage,) = key_usage(tmp_path / "v", MINE)
     assert (usage.num_sealed, usage.num_chunks) == (3, 3)
+
+
+def test_a_writer_that_returns_says_so_before_it_scans(
+    opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = opened("back")
+    lock = back.path / "tmp" / "back.lock"
+    back.close()
+    os.utime(lock, (0, 0))
+    said_s: list[float] = []
+    scan = Volume._scan
+    monkeypatch.setattr(Volume, "_scan", lambda volume: (said_s.append(lock.stat().st_mtime), scan(volume)))
+    opened("back")
+    assert said_s[0] > 0
+
+
+def test_a_living_writer_makes_its_folders_again(opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where locks are kept on one node only, a keeper that was suspended seems gone."""
+    living, other = opened("living"), opened("other")
+    put(other, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "lock", lambda file, *, shared: os.open(os.devnull, os.O_RDONLY))
+        gone(clock, living, ADOPT_AFTER_S)
+    assert writers(living) == ["living"]
+    assert get(other, chunk(1)) is Outcome.GONE  # and not a failure of the drive
+    put(other, 3, 4)
+    other.rescan()
+    assert readable(other, range(5)) == readable(living, range(5)) == [1, 2, 3, 4]
+    assert folder.lock(other.path / "tmp" / "other.lock", shared=False) is None
+    other.check()
+
+
+@pytest.mark.parametrize("left", [[], ["volume.json"]], ids=["empty", "another volume"])
+def test_nothing_is_written_below_a_mount_point(opened: Opened, tmp_path: Path, left: list[str]) -> None:
+    volume = opened("a")
+    put(volume, 1)
+    (tmp_path / "v").rename(tmp_path / "unmounted")
+    (tmp_path / "v").mkdir()
+    if left:
+        opened("b", name="below").close()
+        (tmp_path / "below" / "volume.json").rename(tmp_path / "v" / "volume.json")
+    assert get(volume, chunk(1)) is Outcome.IO_ERROR
+    assert volume.write(DIGEST, chunk(2), payload(chunk(2))) is Outcome.IO_ERROR
+    volume.record()
+    assert [file.name for file in (tmp_path / "v").rglob("*")] == left
+    (tmp_path / "v").rename(tmp_path / "aside")
+    (tmp_path / "unmounted").rename(tmp_path / "v")
+    assert get(volume, chunk(1)) is Outcome.OK
+    volume.rescan()  # the file that was not written counts until then
+
+
+def test_chunks_of_a_key_not_known_yet_are_kept_until_they_are_written(opened: Opened, clock: Clock) -> None:
+    """A gone writer had the new key file already."""
+    both = SecretsKeyring({"*": [b"o" * 32, b"m" * 32]})
+    living, dead = opened("living", keyring=MINE), opened("dead", keyring=both)
+    put(dead, 1, 2, 3)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S)
+    assert [get(living, chunk(number)) for number in (1, 2)] == [Outcome.UNDECRYPTABLE] * 2
+    assert living.stats.quarantined == 0
+    assert [living.contains(DIGEST, chunk(number).key) for number in (1, 2, 3)] == [False, False, True]
+    assert living.keys(DIGEST) == [chunk(3)]
+    put(living, 1)  # in place of the other one
+    assert get(living, chunk(1)) is Outcome.OK
+    assert living.stats.bytes_used == 3 * CHUNK_BYTES
+    living.check()
+    living.close()
+    assert readable(opened("living", keyring=both), range(5)) == [1, 2, 3]
+
+
+def test_a_purge_finds_chunks_that_are_taken_over_meanwhile(
+    opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living, dead = opened("a"), opened("b")
+    put(dead, 1, 2, 3)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S - 1)
+    clock.now_s += 1
+    walk = folder.walk
+
+    def walk_during_a_rescan(path: Path, writer: str, **values: Any) -> Iterator[FoundChunk | folder.ForeignFile]:
+        yield from walk(path, writer, **values)
+        if writer == "a" and values and not living._adopter.num_adopted:
+            living.rescan()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "walk", walk_during_a_rescan)
+        assert fsck.purge(living.path, "default") == 3
+    assert living._adopter.num_adopted == 3
+    assert not chunk_files(living.path)
+    living.rescan()
+    living.close()  # it counts files that were purged
+
+
+def test_a_purge_without_an_end_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = opened("a")
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "_remove_once", lambda path, is_wanted: (1, 1))
+        with pytest.raises(TierError, match="try again"):
+            fsck.purge(volume.path, "default")
+
+
+@pytest.mark.parametrize("name", ["quarantine", "tmp"])
+def test_links_are_not_followed_out_of_a_volume(opened: Opened, clock: Clock, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    (outside / "empty").mkdir(parents=True)
+    of = Path(LAYOUT.digest.hex()) / "default.0" / f"{chunk(9).key.hex()}-0000000000000009.page.corrupt_header.1"
+    for file in (outside / "1.page", outside / of):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"mine")
+    before = sorted(outside.rglob("*"))
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1)
+    dead.close()
+    link = living.path / name / "dead"
+
+    def make_link() -> None:
+        link.rmdir()
+        link.symlink_to(outside)
+
+    make_link()
+    assert fsck.disk_usage(living.path)[2] == 0
+    fsck.purge(living.path, "default")
+    dead = opened("dead")
+    assert not link.is_symlink()
+    put(dead, 2)
+    dead.close()
+    make_link()
+    gone(clock, living, ADOPT_AFTER_S)
+    assert readable(living, range(4)) == [2]
+    assert writers(living) == ["living"]
+    assert not link.is_symlink()
+    living.close()
+    link.symlink_to(outside)
+    fsck.verify_volume(living.path, mend=True)
+    assert sorted(outside.rglob("*")) == before
+
+
+@pytest.mark.parametrize("jump_s", [-1e6, 1e6])
+def test_a_jump_of_the_wall_clock_makes_no_writer_gone(opened: Opened, clock: Clock, jump_s: float) -> None:
+    wall = Clock()
+    living, dead = opened("living", clock=wall), opened("dead")
+    put(dead, 1)
+    dead.close()
+    gone(clock, living, ADOPT_AFTER_S - 1)
+    wall.now_s += jump_s
+    living.rescan()
+    assert writers(living) == ["dead", "living"]
+    clock.now_s += 1
+    living.rescan()
+    assert writers(living) == ["living"]
+
+
+def test_a_lock_written_in_the_future_keeps_no_writer_alive(opened: Opened, clock: Clock) -> None:
+    living, dead = opened("living"), opened("dead")
+    put(dead, 1)
+    dead.close()
+    os.utime(living.path / "tmp" / "dead.lock", (clock.now_s + 1e9, clock.now_s + 1e9))
+    gone(clock, living, ADOPT_AFTER_S)
+    assert (writers(living), readable(living, range(3))) == (["living"], [1])
+
+
+def test_a_writer_on_a_node_whose_clock_is_late_keeps_its_chunks(
+    opened: Opened, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living, late = opened("living"), opened("late")
+    put(late, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "lock", lambda file, *, shared: os.open(os.devnull, os.O_RDONLY))
+        for said_s in range(20):
+            os.utime(late.path / "tmp" / "late.lock", (said_s, said_s))
+            living.rescan()
+            clock.now_s += ADOPT_AFTER_S / 2
+    assert writers(living) == ["late", "living"]

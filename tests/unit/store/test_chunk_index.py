@@ -60,7 +60,7 @@ class Drive:
         self._number = 0
 
     def step(self) -> None:
-        begin = [self._write, self._write, self._write, self._remove, self._pin, self._quarantine, self._forget]
+        begin = [self._write] * 3 + [self._remove, self._pin, self._quarantine, self._forget, self._hide]
         if self._at_work and self._random.random() < 0.6:
             self._go_on(self._at_work.pop(self._random.randrange(len(self._at_work))))
         elif self._pinned and self._random.random() < 0.2:
@@ -80,8 +80,10 @@ class Drive:
             self.index.unpin(entry)
         self._tell()
         assert self.index.check(0.0) == self.files
-        assert self._readable == {(entry.layout, entry.chunk) for entry in self.index.entries()}
-        assert self.index.num_chunks == len(self._readable)
+        assert self._readable == {(layout, of) for layout in DIGEST_TO_BYTES for of in self.index.chunks(layout)}
+        entries = self.index.entries()
+        assert self._readable == {(entry.layout, entry.chunk) for entry in entries if not entry.is_hidden}
+        assert self.index.num_chunks == len(entries)
 
     def _check(self) -> None:
         on_drive = sum(self.files.values())
@@ -129,6 +131,13 @@ class Drive:
             file = self.index.begin_quarantine(entry)
             assert file is not None
             self._at_work.append(Quarantiner(entry, file))
+
+    def _hide(self) -> None:
+        entry = self._some_entry()
+        if entry is not None:
+            self.index.hide(entry)
+            self.index.hide(entry)
+            assert not self.index.contains(entry.layout, entry.chunk.key)
 
     def _forget(self) -> None:
         entry = self._some_entry()

@@ -120,6 +120,18 @@ def test_a_plain_chunk_where_chunks_are_sealed_is_a_fault(tmp_path: Path) -> Non
     assert fsck.verify_volume(made(tmp_path / "v"), keyring=KEYRING).by_cause == {"undecryptable": NUM_CHUNKS}
 
 
+def test_mending_with_another_key_file_moves_no_sealed_chunk(tmp_path: Path) -> None:
+    path = made(tmp_path / "v", KEYRING)
+    plain = chunk_files(made(tmp_path / "plain"))[0]
+    (path / plain.relative_to(tmp_path / "plain")).write_bytes(plain.read_bytes())
+    another = SecretsKeyring({"*": SECRET[::-1]})
+    report = fsck.verify_volume(path, keyring=another, mend=True)
+    assert report.by_cause == {"undecryptable": NUM_CHUNKS}
+    assert [Path(fault.path).name for fault in report.faults if fault.mended_to] == [plain.name]
+    again = fsck.verify_volume(path, keyring=KEYRING)
+    assert (again.num_chunks, again.faults) == (NUM_CHUNKS - 1, [])
+
+
 def test_a_volume_in_use_is_read_but_not_mended(tmp_path: Path) -> None:
     path = made(tmp_path / "v")
     for shared in (False, True):
@@ -201,6 +213,14 @@ def test_ls_lists_chunks_newest_first(tmp_path: Path) -> None:
     shown = run("ls", "--limit", "4", path)
     assert "and 5 more" in shown.output
     assert "acme.2" in run("ls", path).output
+
+
+def test_ls_shows_both_ends_of_keys(tmp_path: Path) -> None:
+    # Keys of the simulated engine begin with zeros.
+    shown = run("ls", made(tmp_path / "v")).output
+    for number in range(6):
+        key = chunk(number).key.hex()
+        assert f"{key[:8]}…{key[-16:]}" in shown
 
 
 def test_du_adds_up(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.store.keyring import MAX_SECRETS, MAX_TENANTS, KeyFile, SecretsKeyring, load_keyring
+from kvferry.store.keyring import MAX_SECRETS, MAX_TENANTS, SealingKeyFile, SecretsKeyring, load_keyring
 from kvferry.tenancy.namespace import Namespace
 
 SECRET = "ab" * 32
@@ -62,9 +63,42 @@ def test_a_bad_file_is_a_configuration_error_that_shows_no_secret(tmp_path: Path
     assert "keys.json" in error.value.message
 
 
+@pytest.mark.parametrize("given", ["acme", "00", [], [SECRET, SECRET], "cd" * 32, ["cd" * 32] * 2])
+@pytest.mark.parametrize("tenant", [SECRET, SECRET.upper(), SECRET[:-2], SECRET + "xyz"])
+def test_a_secret_in_the_place_of_a_tenant_is_not_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tenant: str, given: object
+) -> None:
+    keys = SealingKeyFile(saved(tmp_path, json.dumps({"*": SECRET})))
+    saved(tmp_path, json.dumps({"*": SECRET, tenant: given}))
+    keys.refresh()
+    if (tenant, given) == (SECRET[:-2], "cd" * 32):  # as good as any tenant
+        return
+    assert "entry 2" in caplog.text
+    assert SECRET[:16] not in caplog.text.lower()
+
+
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         load_keyring(saved(tmp_path, json.dumps({"*": SECRET}), mode=0o640))
+
+
+def test_a_pipe_in_the_place_of_a_file_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = saved(tmp_path, json.dumps({"*": SECRET}))
+    keys = SealingKeyFile(file)
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    refreshing = threading.Thread(target=keys.refresh)
+    refreshing.start()
+    refreshing.join(10)
+    is_waiting = refreshing.is_alive()
+    if is_waiting:
+        os.close(os.open(file, os.O_WRONLY))
+        refreshing.join(10)
+    assert not is_waiting
+    assert "keys.json: not a regular file" in caplog.text
+    assert keys.keys(Namespace("a"), "v")
+    with pytest.raises(ConfigError, match="directory"):
+        load_keyring(tmp_path)
 
 
 def test_an_absent_file_is_a_configuration_error(tmp_path: Path) -> None:
@@ -97,7 +131,7 @@ def test_old_secrets_open_and_the_first_one_seals(tmp_path: Path) -> None:
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = saved(tmp_path, json.dumps({"a": SECRET}))
-    keys = KeyFile(file)
+    keys = SealingKeyFile(file)
     before = keys.keys(Namespace("a"), "v")
     keys.refresh()
     assert keys.keys(Namespace("a"), "v") == before
@@ -114,3 +148,18 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCap
         assert keys.keys(Namespace("a"), "v") == after
         assert caplog.text.count("sealing keys are as they were") == 1
         assert SECRET not in caplog.text
+
+
+def test_a_file_that_was_repaired_by_its_mode_alone_is_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = saved(tmp_path, json.dumps({"a": SECRET}))
+    keys = SealingKeyFile(file)
+    saved(tmp_path, json.dumps({"a": ["cd" * 32, SECRET]}), mode=0o644)
+    for _ in range(3):
+        keys.refresh()
+    assert len(keys.keys(Namespace("a"), "v")) == 1
+    assert caplog.text.count("chmod 600") == 1
+    file.chmod(0o600)
+    keys.refresh()
+    assert len(keys.keys(Namespace("a"), "v")) == 2

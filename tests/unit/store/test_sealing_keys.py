@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,31 +19,23 @@ from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.seal_counts import SealCounts
 from kvferry.store.volume import Outcome, Volume
 from kvferry.tenancy.namespace import Namespace
-from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, chunk_files, empty, payload, quarantined, truth
+from support.tier_chunks import LAYOUT, chunk, chunk_files, empty, payload, quarantined, truth
+from support.tier_volumes import Opened, opened_volumes
 
 DIGEST = LAYOUT.digest
 OLD, NEW = b"o" * 32, b"n" * 32
 ACME = Namespace("acme")
-
-Opened = Callable[..., Volume]
+KEY = b"12345678"
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
-    volumes: list[Volume] = []
+    with opened_volumes(tmp_path) as open_volume:
 
-    def open_volume(*secrets: bytes, writer: str = "local", shared: bool = False) -> Volume:
-        keyring = SecretsKeyring({"*": secrets}) if secrets else None
-        made = Volume(tmp_path / "v", capacity_bytes=16 * CHUNK_BYTES, keyring=keyring, writer=writer, shared=shared)
-        made.open()
-        volumes.append(made)
-        return made
+        def open_sealed(*secrets: bytes, **values: Any) -> Volume:
+            return open_volume(chunks=16, keyring=SecretsKeyring({"*": secrets}) if secrets else None, **values)
 
-    yield open_volume
-    for each in volumes:
-        if each._locks:
-            each.check()
-            each.close()
+        yield open_sealed
 
 
 def put(volume: Volume, *numbers: int, namespace: Namespace = ACME) -> list[Outcome]:
@@ -111,16 +106,58 @@ def test_a_key_that_has_sealed_too_many_seals_no_more(
     assert put(opened(NEW, OLD), 7) == [Outcome.OK]
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"a": "b"}', "[]"])
-def test_counts_that_cannot_be_read_are_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / "keys").mkdir()
-    (tmp_path / "keys" / "w.json").write_text(content)
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": "b"}', b"[]", b'{"\xff": 1}'])
+@pytest.mark.parametrize("writer", ["w", "other"])
+def test_nothing_is_sealed_while_counts_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str, content: bytes
+) -> None:
+    file = tmp_path / "keys" / f"{writer}.json"
+    file.parent.mkdir()
+    file.write_bytes(content)
     counts = SealCounts(tmp_path, "w")
     counts.load()
-    assert counts.may_seal(b"12345678")
-    counts.add(b"12345678")
+    for _ in range(2):
+        assert not counts.may_seal(KEY)
+    assert caplog.text.count(f"{file} cannot be read") == 1
+    counts.absorb("other")
     counts.save()
-    assert json.loads((tmp_path / "keys" / "w.json").read_text()) == {b"12345678".hex(): 1}
+    assert file.read_bytes() == content
+    assert not seal_counts.read_all(tmp_path)
+    # As the log says: its operator takes it away.
+    file.unlink()
+    counts.save()
+    counts.load_others()
+    assert counts.may_seal(KEY)
+    counts.add(KEY)
+    assert counts.save()
+    assert json.loads((tmp_path / "keys" / "w.json").read_bytes()) == {KEY.hex(): 1}
+
+
+def test_counts_outlive_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "gone.json").write_text(json.dumps({KEY.hex(): seal_counts.MAX_SEALS - 1}))
+    counts = SealCounts(tmp_path, "w")
+    counts.load()
+    counts.add(KEY)
+    with monkeypatch.context() as patched:
+        # At the end of a write, and before the file has its name: else a power failure could leave an empty one.
+        patched.setattr(os, "fsync", fail)
+        counts.absorb("gone")
+        assert not counts.save()
+    counts.load_others()
+    assert seal_counts.read_all(tmp_path) == {KEY.hex(): seal_counts.MAX_SEALS - 1}
+    assert not counts.may_seal(KEY)
+    assert counts.save()
+    assert seal_counts.read_all(tmp_path) == {KEY.hex(): seal_counts.MAX_SEALS}
+    counts.absorb("gone")
+    assert [file.name for file in keys.iterdir()] == ["w.json"]
+    again = SealCounts(tmp_path, "w")
+    again.load()
+    assert not again.may_seal(KEY)
 
 
 def test_a_tenant_is_purged_from_all_writers_and_from_quarantine(opened: Opened, tmp_path: Path) -> None:

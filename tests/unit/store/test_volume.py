@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,29 +32,16 @@ from support.tier_chunks import (
     quarantined,
     truth,
 )
+from support.tier_volumes import Opened, opened_volumes
 
 DIGEST = LAYOUT.digest
 KEYRING = SecretsKeyring({"*": SECRET})
 
-Opened = Callable[..., Volume]
-
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
-    """Opens volumes below the test's folder; their invariants are checked and they are closed at the end."""
-    volumes: list[Volume] = []
-
-    def open_volume(name: str = "v", *, chunks: int = 8, **kwargs: Any) -> Volume:
-        volume = Volume(tmp_path / name, capacity_bytes=chunks * CHUNK_BYTES, **kwargs)
-        volume.open()
-        volumes.append(volume)
-        return volume
-
-    yield open_volume
-    for volume in volumes:
-        if volume._locks:
-            volume.check()
-            volume.close()
+    with opened_volumes(tmp_path) as open_volume:
+        yield open_volume
 
 
 def put(volume: Volume, *chunks: ChunkId, layout: LayoutDigest = DIGEST) -> None:

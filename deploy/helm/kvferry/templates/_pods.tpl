@@ -40,6 +40,8 @@ capabilities:
 - {name: HF_HUB_OFFLINE, value: "1"}
 - name: KVFERRY_NODE_ADDRESS
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: KVFERRY_NODE_NAME
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
 {{- end -}}
 
 {{- define "kvferry.env" -}}
