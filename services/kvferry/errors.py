@@ -1,34 +1,34 @@
 """All errors as one tree; each leaf has its HTTP and gRPC status.
 
     KvferryError
-    ├── ConfigError                  start-up; exit code 2
-    ├── LocalError                   a command on this machine; exit code 1; kinds stand in local/
-    ├── RequestError
-    │   ├── InvalidRequest           400  INVALID_ARGUMENT
-    │   │   └── ContextLengthExceeded
-    │   ├── Unauthenticated          401  UNAUTHENTICATED
-    │   ├── PermissionDenied         403  PERMISSION_DENIED
-    │   ├── BodyTooLarge             413  INVALID_ARGUMENT
-    │   ├── BodyTimeout              408  DEADLINE_EXCEEDED
-    │   ├── HeadersTimeout           408  DEADLINE_EXCEEDED
-    │   ├── HeadersTooLarge          431  INVALID_ARGUMENT
-    │   ├── UrlTooLong               414  INVALID_ARGUMENT
-    │   ├── UnsupportedMediaType     415  INVALID_ARGUMENT
-    │   ├── ModelNotFound            404  NOT_FOUND
-    │   ├── RouteNotFound            404  UNIMPLEMENTED
-    │   └── MethodNotAllowed         405  UNIMPLEMENTED
-    ├── UnavailableError             503  UNAVAILABLE, with Retry-After
-    │   ├── NotReady
-    │   ├── NoDecodeWorker
-    │   ├── WorkerLost
-    │   ├── WorkerDraining
-    │   └── EngineDead
-    ├── Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
-    ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
-    ├── EngineError                  500  INTERNAL
-    │   ├── Quarantined
-    │   └── UnsupportedEngine
-    └── TierError                    500  INTERNAL
+        ConfigError                  start-up; exit code 2
+        LocalError                   a command on this machine; exit code 1; kinds stand in local/
+        RequestError
+            InvalidRequest           400  INVALID_ARGUMENT
+                ContextLengthExceeded
+            Unauthenticated          401  UNAUTHENTICATED
+            PermissionDenied         403  PERMISSION_DENIED
+            BodyTooLarge             413  INVALID_ARGUMENT
+            BodyTimeout              408  DEADLINE_EXCEEDED
+            HeadersTimeout           408  DEADLINE_EXCEEDED
+            HeadersTooLarge          431  INVALID_ARGUMENT
+            UrlTooLong               414  INVALID_ARGUMENT
+            UnsupportedMediaType     415  INVALID_ARGUMENT
+            ModelNotFound            404  NOT_FOUND
+            RouteNotFound            404  UNIMPLEMENTED
+            MethodNotAllowed         405  UNIMPLEMENTED
+        UnavailableError             503  UNAVAILABLE, with Retry-After
+            NotReady
+            NoDecodeWorker
+            WorkerLost
+            WorkerDraining
+            EngineDead
+        Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
+        DeadlineExceeded             504  DEADLINE_EXCEEDED
+        EngineError                  500  INTERNAL
+            Quarantined
+            UnsupportedEngine
+        TierError                    500  INTERNAL
 
 Messages appear in error bodies: they say what was wrong and what is allowed, never a traceback. A message that repeats
 what a client sent may be of any length; MAX_ERROR_BYTES of it are kept.
@@ -185,6 +185,10 @@ class MethodNotAllowed(RequestError):
     grpc_status = "UNIMPLEMENTED"
     code = "method_not_allowed"
 
+    def __init__(self, message: str, *, allowed: str = "") -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
 
 class UnavailableError(KvferryError):
     """The same request may succeed later."""
@@ -210,13 +214,13 @@ class NoDecodeWorker(UnavailableError):
 
 
 class WorkerLost(UnavailableError):
-    """The link to a worker broke while a request was on it; `is_by_peer`: the worker went away without a word."""
+    """The link to a worker broke while a request was on it; `has_vanished`: the worker went away without a word."""
 
     code = "worker_lost"
 
-    def __init__(self, message: str, *, is_by_peer: bool = False) -> None:
+    def __init__(self, message: str, *, has_vanished: bool = False) -> None:
         super().__init__(message)
-        self.is_by_peer = is_by_peer
+        self.has_vanished = has_vanished
 
 
 class WorkerDraining(UnavailableError):

@@ -187,7 +187,7 @@ BODY_BYTES_IN_FLIGHT = Metric(
     Kind.GAUGE,
     "bytes",
     Exporter.GATEWAY,
-    "Bytes of bodies that are read, and of requests in flight; at most gateway.max_pending_body_bytes.",
+    "Bytes of bodies that are read or rendered; at most gateway.max_pending_body_bytes.",
 )
 REQUEST_SECONDS = Metric(
     "kvferry_request_seconds",

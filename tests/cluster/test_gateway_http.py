@@ -164,6 +164,7 @@ async def test_routes_methods_and_limits(http: httpx.AsyncClient) -> None:
     assert (await http.get("/nowhere")).status_code == 404
     refused = await http.get("/v1/completions")
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["param"] is None
     big = b'{"model": "' + b"x" * (9 << 20) + b'"}'
     declared = await http.post("/v1/completions", content=big)
     assert declared.status_code == 413

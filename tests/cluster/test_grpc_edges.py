@@ -11,8 +11,9 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvferry.gateway import grpc_health, grpc_messages, grpc_server, tls_handshake
+from kvferry.gateway import grpc_health, grpc_messages, grpc_reflection, grpc_server, tls_handshake, unread_answers
 from kvferry.gateway.grpc_messages import MessageReads
 from kvferry.gateway.grpc_server import SERVICE
 from kvferry.gateway.key_file import new_key
@@ -26,6 +27,7 @@ from .test_gateway_grpc import ENDLESS, GREEDY, channel_to, details_of, generate
 # Of a channel: the client's system takes little that is not asked for.
 SMALL = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536))
 
+REFLECTION_INFO = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 METHODS = ("Generate", "GenerateStream", "Tokenize", "ListModels")
 
 
@@ -64,7 +66,11 @@ async def test_a_client_without_a_key_is_refused_before_its_message(tmp_path: Pa
 async def test_a_message_that_does_not_come_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_messages, "MESSAGE_TIMEOUT_S", 0.3)
     async with running() as cluster, channel_to(cluster) as channel:
-        calls = [silent(channel, "Generate"), channel.stream_stream("/grpc.health.v1.Health/Watch")()]
+        calls = [
+            silent(channel, "Generate"),
+            channel.stream_stream("/grpc.health.v1.Health/Watch")(),
+            channel.stream_stream(REFLECTION_INFO)(),
+        ]
         for call in calls:
             error = await failure_of(call)
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -83,7 +89,7 @@ async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: p
             for number in (1, 2):
                 calls.append(silent(slow, "Generate"))
                 readers.append(asyncio.create_task(failure_of(calls[-1])))
-                await until(lambda n=number: len(reads._limit_to_begun_s) == n, what="it is read")  # type: ignore[misc]
+                await until(lambda n=number: reads._num_reads == n, what="it is read")  # type: ignore[misc]
             answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=5)
             assert answer.usage.completion_tokens == 8
             cut = await readers[0]
@@ -93,7 +99,8 @@ async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: p
             calls[1].cancel()
             await asyncio.gather(*readers, return_exceptions=True)
         await until(lambda: gateway.admission.num_in_flight == 0)
-        assert repr(reads) == "<MessageReads 0/2>"
+        assert repr(reads) == "<MessageReads 0/2, 0 wait>"
+        reads.check()
         assert isinstance(reads, MessageReads)
 
 
@@ -208,6 +215,43 @@ async def test_an_answer_that_is_not_read_is_cut_after_a_while(monkeypatch: pyte
         assert cluster.metric('kvferry_requests_total{endpoint="grpc_generate",status="499"}') == 1
 
 
+MOST_UNREAD_BYTES = 200_000  # of one of the streams below, which have about 265,000
+
+
+async def test_streams_that_are_not_read_count_as_answers_do_and_are_cut_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their tokens are generated, and they have left less than `gateway.max_write_buffer_bytes`."""
+    monkeypatch.setattr(unread_answers, "LOOK_S", 0.01)
+    sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}
+    request = generate(sampling=pb.Sampling(max_tokens=1000, ignore_eos=True, logprobs=20, temperature=0))
+    request.num_choices = 2
+    async with running(gateway={"max_requests": 4}, sim=sim) as cluster, own_channel_to(cluster, *SMALL) as first:
+        gateway = cluster.gateway
+        assert gateway is not None
+        unread = gateway.app.unread_answers
+        async with own_channel_to(cluster, *SMALL) as second:
+            calls = [first.unary_stream(f"/{SERVICE}/GenerateStream")(request.SerializeToString())]
+            await until(lambda: unread.num_bytes > 0, what="the stream is counted")
+            await cluster.until_quiet()
+            await until(lambda: unread.num_bytes > MOST_UNREAD_BYTES, what="all of it is generated")
+            unread.max_bytes = unread.num_bytes * 3 // 2  # of one, and not of two
+            calls.append(second.unary_stream(f"/{SERVICE}/GenerateStream")(request.SerializeToString()))
+            await until(lambda: cluster.metric("kvferry_slow_clients_total") == 1, what="the first one is cut")
+            await until(calls[0].done, what="its connection ends")
+            await cluster.until_quiet()
+            await until(lambda: gateway.admission.num_choices == 2, what="its place is free")
+            assert not calls[1].done()
+            monkeypatch.setattr(grpc_server, "STALL_S", 0.1)
+            monkeypatch.setattr(grpc_server, "MIN_READ_BYTES_PER_S", 1e9)
+            unread.stall_s = 0.1
+            await until(lambda: cluster.metric("kvferry_slow_clients_total") == 2, what="the other one stalled")
+            await until(calls[1].done, what="its connection ends")
+        await until(lambda: gateway.admission.num_in_flight == 0)
+        assert unread.num_bytes == 0
+        assert cluster.metric('kvferry_requests_total{endpoint="grpc_generate_stream",status="499"}') == 2
+
+
 async def test_calls_at_once_are_limited_in_all() -> None:
     async with running(gateway={"max_grpc_calls": 2}) as cluster, channel_to(cluster) as channel:
         streams = [stub_on(channel).GenerateStream(ENDLESS) for _ in range(2)]
@@ -259,6 +303,9 @@ async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.
     health = grpc_health.Health(("",), lambda: ready)
 
     class StuckContext:
+        def peer(self) -> str:
+            return ""
+
         async def read(self) -> bytes:
             return b""
 
@@ -292,15 +339,15 @@ async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.
 
 async def test_silent_calls_of_the_health_service_are_few_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs no key: calls whose messages do not come must not fill the gateway, nor keep probes waiting for long."""
-    monkeypatch.setattr(grpc_messages, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(grpc_health, "_MAX_WAITING", 8)
+    monkeypatch.setattr(grpc_health, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(grpc_health, "_MAX_WAITING", 4)
     async with running(gateway={"max_grpc_calls": 12}) as cluster, channel_to(cluster) as channel:
         gateway = cluster.gateway
         assert gateway is not None
-        health = gateway.grpc._health
+        reads = gateway.grpc._health._check_reads
         silent_check = channel.stream_stream("/grpc.health.v1.Health/Check")
         calls = [silent_check() for _ in range(7)]
-        await until(lambda: health._num_waiting == 7, what="they wait")
+        await until(lambda: reads._num_reads + reads._num_waiting == 7, what="they wait")
         probe: Any = health_pb2_grpc.HealthStub(channel)
         assert (await probe.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
         calls += [silent_check() for _ in range(40)]
@@ -314,7 +361,87 @@ async def test_silent_calls_of_the_health_service_are_few_and_hold_nobody_up(mon
         for call in calls:
             call.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-        await until(lambda: health._num_waiting == 0)
+        await until(lambda: not reads._num_reads)
+        reads.check()
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_silent_health_calls_of_one_connection_hold_up_no_probe_of_another(method: str) -> None:
+    """More than may wait, opened again when they are cut."""
+    async with running() as cluster, own_channel_to(cluster) as channel, own_channel_to(cluster) as other:
+
+        async def be_silent() -> None:
+            while True:
+                call = channel.stream_stream(f"/grpc.health.v1.Health/{method}")()
+                await asyncio.gather(call.read(), return_exceptions=True)
+
+        silent_tasks = [asyncio.create_task(be_silent()) for _ in range(100)]
+        assert cluster.gateway is not None
+        health = cluster.gateway.grpc._health
+        reads = health._check_reads if method == "Check" else health._watch_reads
+        await until(lambda: reads._num_waiting == grpc_health._MAX_WAITING, what="the line is full")
+        probe: Any = health_pb2_grpc.HealthStub(other)
+        async with asyncio.timeout(10):
+            for _ in range(3):
+                await probe.Check(health_pb2.HealthCheckRequest())
+                watch = probe.Watch(health_pb2.HealthCheckRequest())
+                await watch.read()
+                watch.cancel()
+        for task in silent_tasks:
+            task.cancel()
+        await asyncio.gather(*silent_tasks, return_exceptions=True)
+
+
+async def test_watchers_of_one_connection_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_health, "MAX_WATCHERS", 3)
+    monkeypatch.setattr(grpc_health, "_MAX_WATCHERS_PER_CONNECTION", 2)
+    async with running() as cluster, own_channel_to(cluster) as channel, own_channel_to(cluster) as other:
+        stubs: list[Any] = [health_pb2_grpc.HealthStub(channel), health_pb2_grpc.HealthStub(other)]
+        calls = []
+        for stub, is_refused in ((stubs[0], False), (stubs[0], False), (stubs[0], True), (stubs[1], False)):
+            calls.append(stub.Watch(health_pb2.HealthCheckRequest()))
+            if is_refused:
+                error = await failure_of(calls[-1])
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "this connection" in str(error.details())
+            else:
+                await calls[-1].read()
+        for call in calls:
+            call.cancel()
+
+
+async def test_silent_calls_of_reflection_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_messages, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(grpc_reflection, "_MAX_WAITING", 4)
+    async with running(gateway={"max_grpc_calls": 12}) as cluster, own_channel_to(cluster) as channel:
+        calls = [channel.stream_stream(REFLECTION_INFO)() for _ in range(40)]
+        readers = [asyncio.create_task(failure_of(call)) for call in calls]
+        await until(lambda: sum(reader.done() for reader in readers) >= 36, what="all but those read are refused")
+        assert {reader.result().code() for reader in readers if reader.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        async with own_channel_to(cluster) as other, asyncio.timeout(5):
+            await stub_on(other).Generate(generate(sampling=GREEDY))
+            ask = reflection_pb2.ServerReflectionRequest(list_services="")
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(other)
+            assert [answer async for answer in stub.ServerReflectionInfo(iter([ask, ask]))]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def test_an_answer_of_reflection_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_reflection, "STALL_S", 0.2)
+    monkeypatch.setattr(grpc_server, "ABORT_TIMEOUT_S", 0.2)
+    async with running() as cluster, own_channel_to(cluster, *SMALL) as channel:
+        call = channel.stream_stream(REFLECTION_INFO)()
+        ask = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE).SerializeToString()
+
+        async def ask_on() -> NoReturn:
+            while True:
+                await call.write(ask)
+
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+            await ask_on()
+        await until(call.done, what="its connection ends")
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

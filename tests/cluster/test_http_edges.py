@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from kvferry.engine.base import RequestId
-from kvferry.gateway import asgi, openai_endpoint
+from kvferry.gateway import admission, asgi, openai_endpoint
+from kvferry.gateway.admission import CountedRequest
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.gateway.openai_bodies import MAX_CHOICES
 from kvferry.gateway.openai_responses import encode
@@ -202,6 +203,29 @@ async def test_a_client_that_leaves_after_a_large_body_is_noticed(cluster: SimCl
     await cluster.until_quiet()
 
 
+async def test_a_gateway_that_stops_at_once_ends_its_requests_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(sim={"step_ms": 20.0}) as cluster:
+        gateway = cluster.gateway
+        assert gateway is not None
+        clients = []
+        for body in (BODY, {**BODY, "stream": False}):
+            raw = json.dumps(body).encode()
+            clients.append(await asyncio.open_connection("127.0.0.1", gateway.port))
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            clients[-1][1].write(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
+        trickling = await trickled(gateway, 4096, 100)
+        assert (await clients[0][0].readline()).startswith(b"HTTP/1.1 200")
+        await until(lambda: gateway.admission.num_in_flight == 3, within_s=5)
+        await gateway.stop()
+        assert gateway.admission.num_in_flight == 0
+        refused = await clients[1][0].read()
+        assert refused.startswith(b"HTTP/1.1 503"), refused
+        for _, writer in clients:
+            writer.transport.abort()
+        trickling.transport.abort()
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 async def trickled(gateway: GatewayHost, size: int, sent: int) -> asyncio.StreamWriter:
     """A request whose body has not come whole."""
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -228,6 +252,46 @@ async def test_bodies_on_their_way_take_no_places_but_their_bytes() -> None:
             writer.transport.abort()
         await until(lambda: gateway.admission.in_flight == (0, 0, 0), what="their bytes are free again")
         assert (await http.post("/v1/completions", json={**body, "user": "x" * 3000})).status_code == 200
+
+
+async def test_bodies_that_do_not_end_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"max_body_bytes": 4096, "max_pending_body_bytes": 8192}
+    async with running(gateway=limits) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        gateway = cluster.gateway
+        assert gateway is not None
+        body = {"model": MODEL, "prompt": "one two", "max_tokens": 2, "user": "x" * 1000}
+        writers = [await trickled(gateway, 4096, sent) for sent in (4095, 4001)]
+        await until(lambda: gateway.admission.num_body_bytes == 8096, what="they hold nearly all")
+        assert (await http.post("/v1/completions", json=body)).status_code == 429, "they may be on their way"
+        monkeypatch.setattr(admission, "PATIENCE_S", 0.0)
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        await until(lambda: gateway.admission.num_in_flight == 1, what="one is cut")
+        assert gateway.admission.num_body_bytes in (4001, 4095), "one was enough"
+        assert cluster.metric('kvferry_requests_refused_total{code="overloaded"}') == 2
+        for writer in writers:
+            writer.transport.abort()
+        await until(lambda: gateway.admission.in_flight == (0, 0, 0))
+        assert not gateway.admission.arriving
+
+
+async def test_bytes_of_a_body_are_free_once_its_prompt_is_rendered() -> None:
+    limits = {"max_body_bytes": 4096, "max_pending_body_bytes": 4096}
+    padded = {**BODY, "user": "y" * 3000}
+    async with (
+        running(gateway=limits, sim={"step_ms": 20.0}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+    ):
+        assert cluster.gateway is not None
+        async with http.stream("POST", "/v1/completions", json=padded) as answer:
+            await anext(answer.aiter_bytes())
+            assert cluster.metric("kvferry_body_bytes_in_flight") == 0
+            assert cluster.gateway.admission.num_in_flight == 1
+            # Not isinstance, which asks proxies of other tests' modules for their classes.
+            counted = [found for found in gc.get_objects() if type(found) is CountedRequest]
+            assert counted
+            assert not any(b"yyy" in found.body for found in counted)
+            async with http.stream("POST", "/v1/completions", json=padded) as other:
+                assert other.status_code == 200
 
 
 async def test_places_are_choices() -> None:

@@ -15,6 +15,7 @@ from kvferry.engine.base import EngineOutput, EngineRequest, Renderer
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.gateway.lifecycle import build_renderer
+from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
 from support.waiting import until, wait_until
 
@@ -107,6 +108,29 @@ async def test_explain_names_the_workers_that_were_lost(poisoned: object) -> Non
         dead = [host.worker_id for host, _ in cluster.workers if host.server.died.is_set()]
         assert sorted(request["lost_workers"]) == sorted(dead)
         assert len(dead) == 2
+
+
+@pytest.mark.parametrize("num_quiet", [2, 3])
+async def test_a_request_that_lost_a_worker_is_not_given_to_one_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, num_quiet: int
+) -> None:
+    """Unless no other worker is left."""
+    quiet: set[str] = set()
+    monkeypatch.setattr(WorkerLink, "is_quiet", property(lambda link: link.member.member_id in quiet))
+    async with running(0, 4, sim=SIM | {"prefill_tokens_per_s": 20.0}) as cluster, client_of(cluster) as http:
+        asking = asyncio.create_task(ask(http, prompts(1)[0], max_tokens=2))
+        hosts = dict(cluster.workers)
+        busy = lambda: [host for host, engine in hosts.items() if engine.stats().num_running]  # noqa: E731
+        await until(lambda: bool(busy()))
+        (first,) = busy()
+        others = [host.worker_id for host in hosts if host is not first]
+        quiet.update(others[:num_quiet])
+        hosts[first].kill()
+        answer = await asking
+        assert answer.status_code == 200
+        record = cluster.dispatcher.recent(answer.headers["x-request-id"])[0]
+        assert record.lost_workers == [first.worker_id]
+        assert record.decode_worker in (others[num_quiet:] or others)
 
 
 @pytest.mark.parametrize("how", [kill, hang])

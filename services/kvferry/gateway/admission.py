@@ -25,6 +25,8 @@ MAX_LOGPROB_ENTRIES = 1 << 20
 # each alternative (AMD EPYC).
 MAX_LOGPROB_CHOICES = 64
 MAX_STEP_LOGPROB_ENTRIES = 256
+# A body that took longer to arrive makes room for others.
+PATIENCE_S = 1.0
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -44,17 +46,25 @@ class Readiness(msgspec.Struct, frozen=True):
 class Claim:
     """What one request holds of a gateway's limits. Released by its admission at the request's end."""
 
-    __slots__ = ("_admission", "num_body_bytes", "num_choices", "num_prompt_tokens")
+    __slots__ = ("_admission", "is_cut", "num_body_bytes", "num_choices", "num_prompt_tokens")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self.is_cut = False  # its body made room for others
         self.num_choices = 0
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
 
     def add_body_bytes(self, num_bytes: int) -> None:
-        """Raises Overloaded, and holds what it held, where all bodies together would be too large."""
+        """Raises Overloaded, and holds what it held, where all bodies together would be too large, or this one was cut.
+
+        Cuts slow bodies first.
+        """
         admission = self._admission
+        if self.is_cut:
+            raise Overloaded(f"the body took longer than {PATIENCE_S:g} s, while others waited to be read")
+        while admission.num_body_bytes + num_bytes > admission.max_body_bytes and admission.cut_slow_body(self):
+            pass
         if admission.num_body_bytes + num_bytes > admission.max_body_bytes:
             raise Overloaded(
                 f"bodies of {admission.num_body_bytes} bytes are in flight; "
@@ -62,6 +72,16 @@ class Claim:
             )
         self.num_body_bytes += num_bytes
         admission.num_body_bytes += num_bytes
+
+    @contextlib.contextmanager
+    def arriving(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Let the body be cut while it is read within `limit`."""
+        arriving = self._admission.arriving
+        arriving[self] = limit, asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            arriving.pop(self, None)
 
     def take_choices(self, num_choices: int) -> None:
         """Call once the body is complete. Raises Overloaded, or InvalidRequest where an idle gateway would too."""
@@ -93,7 +113,7 @@ class Claim:
         admission.num_prompt_tokens += num_tokens
 
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
-        """Take the prompts' tokens for an answer of `n` choices per prompt.
+        """Take the prompts' tokens for an answer of `n` choices per prompt, and give the body's bytes back.
 
         Raises InvalidRequest for an answer that may become too large, and as `take_prompt_tokens` does.
         """
@@ -110,13 +130,22 @@ class Claim:
         if num_top is not None:
             _check_logprobs(num_choices, max_tokens, num_top)
         self.take_prompt_tokens(n * sum(len(prompt.token_ids) for prompt in prompts))
+        self._release_body()
 
     def release(self) -> None:
         admission = self._admission
         admission.num_choices -= self.num_choices
         admission.num_prompt_tokens -= self.num_prompt_tokens
-        admission.num_body_bytes -= self.num_body_bytes
-        self.num_choices = self.num_prompt_tokens = self.num_body_bytes = 0
+        self.num_choices = self.num_prompt_tokens = 0
+        self._release_body()
+
+    def cut_body(self) -> None:
+        self.is_cut = True
+        self._release_body()
+
+    def _release_body(self) -> None:
+        self._admission.num_body_bytes -= self.num_body_bytes
+        self.num_body_bytes = 0
 
 
 @dataclass(slots=True)
@@ -124,6 +153,7 @@ class CountedRequest:
     """One request in flight. `status` is its HTTP status in metrics, `trace` its span or None."""
 
     claim: Claim
+    body: bytes = b""  # until it is rendered
     status: str = "500"
     trace: RequestTrace | None = None
     error: KvferryError | None = None
@@ -150,7 +180,7 @@ class CountedRequest:
 class Admission:
     """Counts requests; refuses them while the gateway is full, unready or leaving.
 
-    A body counts its bytes as they arrive; choices and prompt tokens count from the complete body on.
+    A body counts its bytes as they arrive, until it is rendered; choices and prompt tokens count from then on.
     """
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
@@ -159,6 +189,7 @@ class Admission:
         self.num_choices = 0
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
+        self.arriving: dict[Claim, tuple[asyncio.Timeout, float]] = {}  # bodies and when they began, the oldest first
         self.max_choices = config.max_requests
         self.max_prompt_tokens = config.max_prompt_tokens
         self.max_body_bytes = config.max_pending_body_bytes
@@ -191,6 +222,7 @@ class Admission:
             yield counted
         finally:
             counted.claim.release()
+            counted.body = b""
             self.num_in_flight -= 1
             if not self.num_in_flight:
                 self.idle.set()
@@ -211,6 +243,25 @@ class Admission:
             )
         if self.num_choices >= self.max_choices:
             raise self.too_many_choices(1)
+
+    def cut_slow_body(self, newest: Claim) -> bool:
+        """End the body that has held the most bytes for the longest; return False if that is `newest`, or none is slow.
+
+        So bodies that never end keep others out for `PATIENCE_S` only.
+        """
+        now_s = asyncio.get_running_loop().time() if self.arriving else 0.0
+        slowest, most = newest, 0.0
+        for claim, (_, begun_s) in self.arriving.items():
+            if now_s - begun_s < PATIENCE_S:
+                break
+            if (held := claim.num_body_bytes * (now_s - begun_s)) > most:
+                slowest, most = claim, held
+        if slowest is newest:
+            return False
+        limit, _ = self.arriving.pop(slowest)
+        slowest.cut_body()
+        limit.reschedule(now_s)
+        return True
 
     def too_many_choices(self, num_wanted: int) -> Overloaded:
         return Overloaded(

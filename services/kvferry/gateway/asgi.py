@@ -21,6 +21,7 @@ from kvferry.errors import (
     EngineError,
     KvferryError,
     MethodNotAllowed,
+    NotReady,
     RouteNotFound,
     Unauthenticated,
 )
@@ -149,6 +150,15 @@ class HttpApp:
         except KvferryError as error:
             self.note_refusal(error)
             await _respond_error(send, error)
+        except asyncio.CancelledError:
+            # The gateway stops: uvicorn would log a traceback for each request.
+            exchange = exchange_of(scope)
+            if exchange is None:
+                raise
+            if exchange.may_answer:
+                await _respond_error(send, NotReady("this gateway is stopping"))
+            else:
+                exchange.abort()
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -201,10 +211,10 @@ class HttpApp:
                 require_json(scope["headers"])
                 self._admission.require_admission(can_render=self.openai is not None)
                 exchange = exchange_of(scope)
-                raw = await self._read_body(scope, exchange, receive, counted.claim)
+                counted.body = await self._read_body(scope, exchange, receive, counted.claim)
                 debug = _read_debug(scope["headers"])
                 async with _ClientWatch(exchange, receive) as client_watch:
-                    await self._serve(endpoint, raw, exchange, send, client_watch, counted, tenant=tenant, debug=debug)
+                    await self._serve(endpoint, exchange, send, client_watch, counted, tenant=tenant, debug=debug)
                 counted.status = "200"
             except _ClientGone as error:
                 counted.left(error)
@@ -255,7 +265,6 @@ class HttpApp:
     async def _serve(
         self,
         endpoint: str,
-        raw: bytes,
         exchange: Exchange | None,
         send: Send,
         client_watch: _ClientWatch,
@@ -272,7 +281,8 @@ class HttpApp:
         writer: StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await read(raw, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
+                answer = await read(counted.body, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
+                counted.body = b""
                 counted.answer_id = answer.answer_id
                 named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
@@ -317,20 +327,22 @@ class HttpApp:
         pieces: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientGone
-                    piece = message.get("body", b"")
-                    size += len(piece)
-                    if size > limit:
-                        raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
-                    claim.add_body_bytes(len(piece))
-                    pieces.append(piece)
-                    if not message.get("more_body", False):
-                        break
+            async with asyncio.timeout(BODY_TIMEOUT_S) as time_limit:
+                with claim.arriving(time_limit):
+                    while True:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise _ClientGone
+                        piece = message.get("body", b"")
+                        size += len(piece)
+                        if size > limit:
+                            raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
+                        claim.add_body_bytes(len(piece))
+                        pieces.append(piece)
+                        if not message.get("more_body", False):
+                            break
         except TimeoutError:
+            claim.add_body_bytes(0)  # raises if that is why
             raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
         if exchange is not None:
             exchange.resume_reading()
@@ -393,7 +405,7 @@ def _read_debug(headers: Sequence[tuple[bytes, bytes]]) -> Debug:
 
 def _allow(method: str, allowed: str) -> None:
     if method != allowed:
-        raise MethodNotAllowed(f"{method} is not allowed here; use {allowed}", param=allowed)
+        raise MethodNotAllowed(f"{method} is not allowed here; use {allowed}", allowed=allowed)
 
 
 async def _respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (_JSON,)) -> None:
@@ -419,8 +431,8 @@ async def _respond_error(
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, MethodNotAllowed) and error.param:
-        headers.append((b"allow", error.param.encode()))
+    if isinstance(error, MethodNotAllowed) and error.allowed:
+        headers.append((b"allow", error.allowed.encode()))
     await _respond(send, error.http_status, error_body(error), headers)
 
 

@@ -9,6 +9,7 @@ import grpc
 
 from kvferry.errors import BodyTimeout, InvalidRequest, Overloaded
 
+# In line, and again for the message itself.
 MESSAGE_TIMEOUT_S = 30.0
 # A message that took longer to arrive makes room for another call's.
 PATIENCE_S = 1.0
@@ -17,60 +18,165 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MessageReads:
-    """Reads one message per call, of `max_reads` calls at once."""
+    """Reads one message per call, of `max_reads` calls at once. Connections take turns."""
 
     # gRPC keeps the part of a message that has arrived, up to its limit of size, and says nothing of it before the end:
-    # only the number of such messages can be limited. Calls that wait cut the slowest one.
+    # only the number of such messages can be limited. Calls that wait cut the slowest ones, of the connection that has
+    # most: clients whose messages come at once must not be kept out by one that opens calls and sends nothing.
 
-    def __init__(self, max_reads: int) -> None:
-        self._slots = asyncio.Semaphore(max_reads)
+    def __init__(self, max_reads: int, max_waiting: int | None = None, patience_s: float | None = None) -> None:
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._max_reads = max_reads
-        self._limit_to_begun_s: dict[asyncio.Timeout, float] = {}  # the oldest first
+        self._max_waiting = max_waiting
+        self._num_reads = 0  # those that were cut and have not ended yet, too
+        # By connection, the oldest first.
+        self._reads: dict[str, dict[asyncio.Timeout, float]] = {}
+        # By connection, the next one first.
+        self._lines: dict[str, dict[asyncio.Timeout, asyncio.Future[None]]] = {}
+        self._num_waiting = 0
         self._cut: set[asyncio.Timeout] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<MessageReads {len(self._limit_to_begun_s)}/{self._max_reads}>"
+        return f"<MessageReads {self._num_reads}/{self._max_reads}, {self._num_waiting} wait>"
+
+    def check(self) -> None:
+        assert self._num_reads == sum(map(len, self._reads.values())) + len(self._cut) <= self._max_reads, self
+        assert self._num_waiting == sum(map(len, self._lines.values())), self
+        assert all(self._reads.values()), self
+        assert all(self._lines.values()), self
 
     async def read(self, context: Context) -> bytes:
-        """Return the call's first message. Raises InvalidRequest without one, BodyTimeout, or Overloaded if cut."""
-        limit = asyncio.timeout(MESSAGE_TIMEOUT_S)
-        try:
-            async with limit:
-                await self._acquire()
-                self._limit_to_begun_s[limit] = asyncio.get_running_loop().time()
-                try:
-                    message = await context.read()
-                finally:
-                    del self._limit_to_begun_s[limit]
-                    self._slots.release()
-        except TimeoutError:
-            if limit in self._cut:
-                raise Overloaded(
-                    f"the message took longer than {PATIENCE_S:g} s, while others waited to be read"
-                ) from None
-            raise BodyTimeout(f"the message did not arrive within {MESSAGE_TIMEOUT_S:g} s") from None
-        finally:
-            self._cut.discard(limit)
-        if not isinstance(message, bytes):
+        """Return the call's first message. Raises InvalidRequest without one, BodyTimeout, or Overloaded."""
+        message = await self.read_next(context)
+        if message is None:
             raise InvalidRequest("the call has no message", param="message")
         return message
 
-    async def _acquire(self) -> None:
-        while True:
-            if self._slots.locked():
-                self._cut_oldest()
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._slots.acquire()
-                    return
-            except TimeoutError:
-                continue
+    async def read_next(self, context: Context) -> bytes | None:
+        """Return the call's next message, None at the end. Raises as `read` does."""
+        peer = context.peer()
+        limit = asyncio.timeout(MESSAGE_TIMEOUT_S)
+        is_begun = was_cut = False
+        try:
+            async with limit:
+                await self._wait_in_line(peer, limit)
+                is_begun = True
+                try:
+                    message = await context.read()
+                finally:
+                    was_cut = self._end(peer, limit)
+        except TimeoutError:
+            if not is_begun:
+                raise Overloaded(
+                    f"{self._max_reads} other calls were read for {MESSAGE_TIMEOUT_S:g} s while this one waited"
+                ) from None
+            if was_cut:
+                raise Overloaded(
+                    f"the message took longer than {self._patience_s:g} s, while others waited to be read"
+                ) from None
+            raise BodyTimeout(f"the message did not arrive within {MESSAGE_TIMEOUT_S:g} s") from None
+        return message if isinstance(message, bytes) else None
 
-    def _cut_oldest(self) -> None:
+    async def _wait_in_line(self, peer: str, limit: asyncio.Timeout) -> None:
+        if self._num_reads < self._max_reads:
+            self._begin(peer, limit)
+            return
+        if self._num_waiting == self._max_waiting:
+            self._shorten_longest_line(peer)
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(peer, {})[limit] = turn
+        self._num_waiting += 1
+        if self._timer is None:
+            self._make_room()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if limit in self._lines.get(peer, ()):
+                self._leave_line(peer, limit)
+            elif limit in self._cut or limit in self._reads.get(peer, ()):
+                self._end(peer, limit)  # its turn came just now
+            raise
+
+    def _shorten_longest_line(self, newest: str) -> None:
+        """Make room in line for a call of `newest`. Raises Overloaded if no other connection has more."""
+        refusal = Overloaded(f"{self._num_waiting} calls wait for their messages to be read")
+        peer, line = max(self._lines.items(), key=lambda item: len(item[1]))
+        if len(line) <= len(self._lines.get(newest, ())) + 1:
+            raise refusal
+        turn = self._leave_line(peer, next(reversed(line)))
+        if not turn.done():
+            turn.set_exception(refusal)
+
+    def _leave_line(self, peer: str, limit: asyncio.Timeout) -> asyncio.Future[None]:
+        line = self._lines[peer]
+        self._num_waiting -= 1
+        turn = line.pop(limit)
+        if not line:
+            del self._lines[peer]
+        return turn
+
+    def _begin(self, peer: str, limit: asyncio.Timeout) -> None:
         now_s = asyncio.get_running_loop().time()
-        for limit, begun_s in self._limit_to_begun_s.items():
-            if limit not in self._cut:
-                if now_s - begun_s >= PATIENCE_S:
-                    self._cut.add(limit)
-                    limit.reschedule(now_s)
-                return
+        self._num_reads += 1
+        self._reads.setdefault(peer, {})[limit] = now_s
+        limit.reschedule(now_s + MESSAGE_TIMEOUT_S)
+
+    def _end(self, peer: str, limit: asyncio.Timeout) -> bool:
+        # Returns whether it was cut.
+        was_cut = limit in self._cut
+        if was_cut:
+            self._cut.remove(limit)
+        else:
+            self._forget(peer, limit)
+        self._num_reads -= 1
+        while self._num_reads < self._max_reads and self._lines:
+            self._begin_next()
+        return was_cut
+
+    def _forget(self, peer: str, limit: asyncio.Timeout) -> None:
+        reads = self._reads[peer]
+        del reads[limit]
+        if not reads:
+            del self._reads[peer]
+
+    def _begin_next(self) -> None:
+        peer, line = next(iter(self._lines.items()))
+        limit = next(iter(line))
+        turn = self._leave_line(peer, limit)
+        if line:
+            self._lines[peer] = self._lines.pop(peer)  # the others' turns come first
+        if not turn.done():  # or its call is over
+            self._begin(peer, limit)
+            turn.set_result(None)
+
+    def _make_room(self) -> None:
+        """Cut a slow message for each call that waits, and look again when the next one is slow."""
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        now_s, num_wanted = loop.time(), self._num_waiting - len(self._cut)
+        if num_wanted <= 0:
+            return
+        again_s = now_s + self._patience_s
+        for _, begun_s, peer, limit in self._slowest()[:num_wanted]:
+            if begun_s + self._patience_s > now_s:
+                again_s = begun_s + self._patience_s
+                break
+            if not limit.expired():
+                self._forget(peer, limit)
+                self._cut.add(limit)
+                limit.reschedule(now_s)
+        self._timer = loop.call_at(again_s, self._make_room)
+
+    def _slowest(self) -> list[tuple[tuple[int, bool], float, str, asyncio.Timeout]]:
+        # Most of its connection's first, then the oldest. A connection of which no call waits keeps its share.
+        share = self._max_reads // len(self._reads.keys() | self._lines.keys())
+        return sorted(
+            (
+                ((-num, peer not in self._lines), begun_s, peer, limit)
+                for peer, reads in self._reads.items()
+                for num, (limit, begun_s) in zip(range(len(reads), 0, -1), reads.items(), strict=True)
+                if num > share or peer in self._lines
+            ),
+            key=lambda read: read[:2],
+        )

@@ -36,6 +36,10 @@ _IDS_AT_ONCE = 16 << 10
 # What a token id, and an entry of log-probabilities, take in a message, about.
 _TOKEN_BYTES = 4
 _LOGPROB_BYTES = 24
+_CHUNK_BYTES = 32  # the rest of one
+
+# Chunks tell their sum whenever so much more waits, as a transport over HTTP does.
+_UNREAD_STEP_BYTES = 64 << 10
 
 
 class Inference:
@@ -178,12 +182,16 @@ class InferenceAnswer:
 class Chunks:
     """At most one waiting chunk per choice, so slow readers get larger ones.
 
-    At about `max_unread_bytes`, `on_slow` is called once and all chunks are dropped from then on.
+    At about `max_unread_bytes`, `on_slow` is called once and all chunks are dropped from then on. Before that,
+    `on_unread` is called for every 64 KiB.
     """
 
-    def __init__(self, max_unread_bytes: int, on_slow: Callable[[], None]) -> None:
+    def __init__(self, max_unread_bytes: int, on_slow: Callable[[], None], on_unread: Callable[[], None]) -> None:
+        self.num_popped_bytes = 0  # of the last `pop_all`
         self._max_unread_bytes = max_unread_bytes
         self._on_slow = on_slow
+        self._on_unread = on_unread
+        self._tell_first_bytes = self._tell_at_bytes = min(max_unread_bytes, _UNREAD_STEP_BYTES)
         self._request_id = ""
         self._choice_to_chunk: dict[int, pb.GenerateChunk] = {}
         self._num_bytes = 0
@@ -201,13 +209,25 @@ class Chunks:
             if self._is_cut:
                 return chunk
             self._choice_to_chunk[choice] = chunk
+            num_bytes += _CHUNK_BYTES
             self._there.set()
         self._num_bytes += num_bytes
-        if self._num_bytes > self._max_unread_bytes and not self._is_cut:
-            self._is_cut = True
-            self._choice_to_chunk.clear()
-            self._on_slow()
+        if self._num_bytes > self._tell_at_bytes and not self._is_cut:
+            self._tell()
         return chunk
+
+    def _tell(self) -> None:
+        self._tell_at_bytes = min(self._max_unread_bytes, self._num_bytes + _UNREAD_STEP_BYTES)
+        if self._num_bytes <= self._max_unread_bytes:
+            self._on_unread()
+            return
+        self._is_cut = True
+        self._choice_to_chunk.clear()
+        self._on_slow()
+
+    def num_unread_bytes(self) -> int:
+        """Return about what waits and what was popped last."""
+        return self._num_bytes + self.num_popped_bytes
 
     def last(self) -> pb.GenerateChunk:
         if not self._choice_to_chunk:
@@ -225,7 +245,8 @@ class Chunks:
         self._there.clear()
         popped = list(self._choice_to_chunk.values())
         self._choice_to_chunk.clear()
-        self._num_bytes = 0
+        self.num_popped_bytes, self._num_bytes = self._num_bytes, 0
+        self._tell_at_bytes = self._tell_first_bytes
         return popped
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from kvferry.addresses import join_host_port
 from kvferry.config import GatewayConfig
@@ -28,6 +27,8 @@ from kvferry.gateway.grpc_errors import status_of
 from kvferry.gateway.grpc_health import SERVICE as HEALTH
 from kvferry.gateway.grpc_health import Health
 from kvferry.gateway.grpc_messages import MessageReads
+from kvferry.gateway.grpc_reflection import SERVICE as REFLECTION
+from kvferry.gateway.grpc_reflection import Reflection
 from kvferry.gateway.grpc_requests import Chunks, Inference, InferenceAnswer
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
@@ -38,7 +39,6 @@ from kvferry.inference.v1 import inference_pb2 as pb
 log = logging.getLogger(__name__)
 
 SERVICE = "kvferry.inference.v1.Inference"
-REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 # For TLS, and for HTTP/2's settings.
 HANDSHAKE_TIMEOUT_S = 15.0
@@ -90,6 +90,7 @@ class GrpcEndpoint:
         self._access = access
         self._read_readiness = read_readiness
         self._health = Health(("", SERVICE), self._is_ready)
+        self._reflection = Reflection((SERVICE, HEALTH, REFLECTION), self._identify, self._refuse)
         self._reads = MessageReads(max(1, config.max_pending_body_bytes // _max_message_bytes(config)))
         self._server: grpc.aio.Server | None = None
         self._ender: ConnectionEnder | None = None
@@ -117,9 +118,7 @@ class GrpcEndpoint:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         server.add_generic_rpc_handlers((self._health.handler(),))
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-            _Reflection((SERVICE, HEALTH, REFLECTION), self._identify), server
-        )
+        server.add_generic_rpc_handlers((self._reflection.handler(),))
         address = join_host_port(config.host, config.grpc_port)
         try:
             if credentials is None:
@@ -174,11 +173,21 @@ class GrpcEndpoint:
     # with it.
     async def _serve_stream(self, _: object, context: Context) -> None:
         async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> None:
-            answer = await self._begin(inference, raw, tenant, counted, context)
-            limit = self._config.max_write_buffer_bytes
-            slow = _ClientSlow(f"more than {limit} bytes of the answer were left unread")
-            with _UntilSlow(slow) as until_slow:
-                await _send(answer, Chunks(limit, until_slow.end), context)
+            begun = self._begin(inference, raw, tenant, counted, context)
+            del raw
+            answer = await begun
+            max_bytes, unread_answers = self._config.max_write_buffer_bytes, self._unread_answers
+            with _UntilSlow() as until_slow:
+                chunks = Chunks(
+                    max_bytes,
+                    lambda: until_slow.end(_ClientSlow(f"more than {max_bytes} bytes of the answer were left unread")),
+                    lambda: unread_answers.add(stream),
+                )
+                stream = _UnreadStream(f"/{SERVICE}/GenerateStream", context.peer(), chunks, until_slow)
+                try:
+                    await _send(answer, stream, context, unread_answers)
+                finally:
+                    unread_answers.remove(stream)
 
         await self._admitted("grpc_generate_stream", context, answer)
 
@@ -225,9 +234,9 @@ class GrpcEndpoint:
             f"clients left more than {self._unread_answers.max_bytes} bytes of answers unread, this one the longest",
             is_counted=True,
         )
-        timeout_s = STALL_S + len(message) / MIN_READ_BYTES_PER_S
-        with _UntilSlow(slow) as until_slow:
-            unread = _UnreadMessage(f"/{SERVICE}/{method}", context.peer(), len(message), until_slow.end)
+        timeout_s = _patience_s(len(message))
+        with _UntilSlow() as until_slow:
+            unread = _UnreadMessage(f"/{SERVICE}/{method}", context.peer(), len(message), lambda: until_slow.end(slow))
             self._unread_answers.add(unread)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -284,12 +293,15 @@ class GrpcEndpoint:
                 await self._abort_soon(aborted, SLOW_ABORT_TIMEOUT_S, context)
             except KvferryError as error:
                 counted.failed(error)
-                await self._abort_soon(_abort(context, error), ABORT_TIMEOUT_S, context)
+                await self._refuse(context, error)
             except Exception:
                 log.exception("a call of %s failed", endpoint)
                 fault = EngineError("the gateway failed on this request; its log says why")
                 counted.failed(fault)
-                await self._abort_soon(_abort(context, fault), ABORT_TIMEOUT_S, context)
+                await self._refuse(context, fault)
+
+    async def _refuse(self, context: Context, error: KvferryError) -> NoReturn:
+        await self._abort_soon(_abort(context, error), ABORT_TIMEOUT_S, context)
 
     async def _abort_soon(self, abort: Awaitable[NoReturn], timeout_s: float, context: Context) -> NoReturn:
         try:
@@ -342,24 +354,6 @@ class GrpcEndpoint:
         return self._access.identify(authorization, _client_name(context))
 
 
-class _Reflection(reflection.aio.ReflectionServicer):
-    """Server reflection, for authenticated clients."""
-
-    def __init__(self, services: Iterable[str], identify: Callable[[Context], Tenant]) -> None:
-        super().__init__(services)
-        self._identify = identify
-
-    async def ServerReflectionInfo(  # noqa: N802  gRPC's name
-        self, request_iterator: AsyncIterable[reflection_pb2.ServerReflectionRequest], context: Context
-    ) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
-        try:
-            self._identify(context)
-        except KvferryError as error:
-            await _abort(context, error)
-        async for answer in super().ServerReflectionInfo(request_iterator, context):
-            yield answer
-
-
 class _UnreadMessage:
     # gRPC does not say how much of a message was read.
 
@@ -376,16 +370,15 @@ class _UnreadMessage:
 
 
 class _UntilSlow:
-    # Turns the cancellation that `end` causes into `error`.
+    # Turns the cancellation that `end` causes into its error.
 
-    def __init__(self, error: _ClientSlow) -> None:
-        self._error = error
+    def __init__(self) -> None:
+        self._error: _ClientSlow | None = None
         self._task = asyncio.current_task()
-        self._is_slow = False
 
-    def end(self) -> None:
-        if self._task is not None:
-            self._is_slow = True
+    def end(self, error: _ClientSlow) -> None:
+        if self._task is not None and self._error is None:
+            self._error = error
             self._task.cancel()
 
     def __enter__(self) -> Self:
@@ -393,21 +386,58 @@ class _UntilSlow:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         task, self._task = self._task, None
-        if self._is_slow and task is not None and not task.uncancel() and isinstance(error, asyncio.CancelledError):
-            raise self._error from None
+        slow = self._error
+        if slow is not None and task is not None and not task.uncancel() and isinstance(error, asyncio.CancelledError):
+            raise slow from None
 
 
-async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> None:
+class _UnreadStream:
+    # A stream's chunks until gRPC has taken them: it takes no further one while its client does not read.
+
+    def __init__(self, path: str, peer: str, chunks: Chunks, until_slow: _UntilSlow) -> None:
+        self.path = path
+        self.peer = peer
+        self.chunks = chunks
+        self.write_begun_s = 0.0
+        self._until_slow = until_slow
+
+    @property
+    def stalls(self) -> bool:
+        # Within a chunk, however large, nothing says that it is read.
+        return time.monotonic() - self.write_begun_s >= _patience_s(self.chunks.num_popped_bytes)
+
+    def num_unread_bytes(self) -> int:
+        return self.chunks.num_unread_bytes()
+
+    def cut(self) -> None:
+        self._until_slow.end(_ClientSlow("the answer was left unread, longest of all or too long", is_counted=True))
+
+
+def _patience_s(num_bytes: int) -> float:
+    return STALL_S + num_bytes / MIN_READ_BYTES_PER_S
+
+
+async def _send(
+    answer: InferenceAnswer, stream: _UnreadStream, context: Context, unread_answers: UnreadAnswers
+) -> None:
     """Generate, and write chunks at the client's pace. Raises generation errors at the end."""
+    chunks = stream.chunks
+
+    def generated(_: object) -> None:
+        chunks.wake()
+        unread_answers.add(stream)  # no further chunk tells what waits
+
     generating = asyncio.create_task(answer.stream(chunks))
-    generating.add_done_callback(lambda _: chunks.wake())
+    generating.add_done_callback(generated)
     try:
         while True:
             await chunks.wait()
             # Read before the chunks are popped: the last one is added before the task ends.
             is_over = generating.done()
             for chunk in chunks.pop_all():
+                stream.write_begun_s = time.monotonic()
                 await context.write(chunk)
+            chunks.num_popped_bytes = 0
             if is_over:
                 break
         generating.result()
@@ -415,6 +445,7 @@ async def _send(answer: InferenceAnswer, chunks: Chunks, context: Context) -> No
         # The write failed because the client left, and gRPC has not cancelled this call yet.
         raise asyncio.CancelledError from None
     finally:
+        generating.remove_done_callback(generated)
         generating.cancel()
         await asyncio.gather(generating, return_exceptions=True)
 

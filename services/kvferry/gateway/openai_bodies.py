@@ -240,6 +240,8 @@ def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
+    if not raw or raw.isspace():
+        raise InvalidRequest("the body is empty")
     try:
         values = decode_json(raw) if len(raw) < LONG_BYTES else decode_in_steps(raw, decode_json)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 STALL_S = 30.0  # without a byte read, before a connection is cut
 LOOK_S = 2.0  # between two looks at the connections
@@ -135,8 +138,12 @@ class UnreadAnswers:
     def _cut(self, connection: Connection) -> None:
         num_bytes = self._connections[connection].num_bytes
         self.remove(connection)
-        connection.cut()
-        self._on_cut(connection, num_bytes)
+        # A failure must not reach the timer, which cuts all others, nor the client that has just written.
+        try:
+            connection.cut()
+            self._on_cut(connection, num_bytes)
+        except Exception:
+            log.exception("cutting a connection that is not read failed")
 
     def _begin_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(min(LOOK_S, self.stall_s / 2), self._look_again)

@@ -7,6 +7,7 @@ differently.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, cast
@@ -27,6 +28,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
 MAX_PIPELINED = 16  # requests of a connection that wait behind the one in service
+MAX_PIPELINED_BYTES = 64 << 10  # of these together, from where uvicorn would pause reading for a body
 # From a connection, or a request's first byte, to the end of its headers.
 HEAD_TIMEOUT_S = 30.0
 # How long a refused client may go on sending: closing at once could overtake the answer.
@@ -55,6 +57,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_upgrade = False
         self._fault: KvferryError | None = None  # why a callback has stopped the parser
         self._is_refused = False
+        self._waiting: deque[int] = deque()  # bytes of each request in the pipeline
+        self._served: RequestResponseCycle | None = None  # uvicorn's `cycle` is the one that is read
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -125,6 +129,10 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if (note_refusal := getattr(self.app, "note_refusal", None)) is not None:
             note_refusal(error)
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()  # the fault is in its body
+            self._waiting.pop()
+            self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._served)
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             cycle.keep_alive = False
@@ -133,7 +141,7 @@ class HttpProtocol(HttpToolsProtocol):
         is_answering = False
         if cycle is not None and not cycle.response_complete:
             # The fault is in its body.
-            is_answering = cycle.response_started or bool(self.pipeline)
+            is_answering = cycle.response_started
             cycle.disconnected = True
             cycle.message_event.set()
         if not is_answering:
@@ -151,8 +159,12 @@ class HttpProtocol(HttpToolsProtocol):
     def _close_later(self) -> None:
         """End what is sent now, and the connection after `LINGER_S`: until then the client may send and read."""
         if self.transport.can_write_eof() and not self.transport.is_closing():
-            self.transport.write_eof()
-            self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has left, which the transport does not know yet
+                self.transport.abort()
+            else:
+                self._timer = self.loop.call_later(LINGER_S, self.transport.close)
         else:
             self.transport.close()
 
@@ -191,12 +203,19 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS or self._num_line_bytes > MAX_HEAD_BYTES:
             self._stop_parser(_head_too_large())
 
+    def _check_waiting(self) -> None:
+        if sum(self._waiting) > MAX_PIPELINED_BYTES:
+            self._stop_parser(Overloaded(f"requests of over {MAX_PIPELINED_BYTES} bytes wait on this connection"))
+
     def _stop_parser(self, fault: KvferryError) -> None:
         self._fault = fault
         raise fault
 
     def on_body(self, body: bytes) -> None:
         self._num_tail_bytes = 0
+        if self.pipeline:
+            self._waiting[-1] += len(body)
+            self._check_waiting()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -215,12 +234,23 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_upgrade:
             return  # the head comes again, without the upgrade
         super().on_headers_complete()
-        # uvicorn has made a task of the application, which has not run yet.
+        # uvicorn has made a task of the application, which has not run yet, or paused reading until the request's turn:
+        # then nobody would see the client leave.
+        if self.pipeline:
+            self.flow.resume_reading()
+            self._waiting.append(self._num_line_bytes + len(self.url))
+            self._check_waiting()
         scope = cast("dict[str, Any]", self.scope)
         scope["extensions"] = {EXTENSION: Exchange(self, self.cycle)}
         if getattr(self.app, "is_leaving", False):
             # The answer says `connection: close`, so that the client's next request goes to another gateway.
             self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        if self._waiting:
+            self._waiting.popleft()
+        super()._start_asgi_task(cycle, app)
 
     # Bytes that the client has not read
 
@@ -232,7 +262,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def path(self) -> str:
-        return str(self.scope["path"]) if self.scope else ""
+        # Of the cycle: the protocol's scope may be of a head that is still read, and has no path then.
+        return self.cycle.scope["path"] if self.cycle is not None else ""
 
     def num_unread_bytes(self) -> int:
         num_bytes = self.transport.get_write_buffer_size()
@@ -260,6 +291,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_counted and self._limits is not None:
             self._limits.close(self._peer)
         super().connection_lost(exc)
+        if self._served is not None:
+            self._served.disconnected = True  # uvicorn tells the last one only, and complains of others without answers
         if self.on_lost is not None:
             self.on_lost()
 
@@ -278,6 +311,12 @@ class Exchange:
     def is_ready(self) -> bool:
         """Whether earlier pipelined responses have been sent. Stays true until something is written."""
         return not self._flow.write_paused
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether a status can be sent, without waiting for the client."""
+        cycle = self._cycle
+        return not (cycle.response_started or cycle.disconnected or self._transport.get_write_buffer_size())
 
     @property
     def client_name(self) -> str | None:
@@ -381,6 +420,9 @@ class _HeadBuffer:
         self.close = transport.close
         self.head = b""
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
     def write(self, data: bytes) -> None:
         if not self.head:
             self.head = data
@@ -392,13 +434,17 @@ class _HeadBuffer:
 
 
 class _LingeringTransport:
-    """A transport of an answer before a refused request: `close` is another one."""
+    """Transport of the answer before a refused request: closes with `close`."""
 
-    __slots__ = ("close", "write")
+    __slots__ = ("_transport", "close", "write")
 
     def __init__(self, transport: Any, close: Callable[[], None]) -> None:
+        self._transport = transport
         self.write = transport.write
         self.close = close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def _head_too_large() -> HeadersTooLarge:

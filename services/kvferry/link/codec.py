@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -115,6 +116,14 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     return message
 
 
+def transfer_params_from_wire(raw: bytes) -> Any:
+    """Raises ValueError."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError("transfer parameters are nested too deeply") from None
+
+
 def submit_from_wire(message: pb.Submit) -> EngineRequest:
     """Raises ValueError for a message that cannot be read."""
     return EngineRequest(
@@ -122,7 +131,7 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         prompt_token_ids=list(message.prompt_token_ids),
         sampling=sampling_from_wire(message.sampling),
         keep_for_transfer=message.keep_for_transfer,
-        transfer_params=json.loads(message.transfer_params) if message.transfer_params else None,
+        transfer_params=transfer_params_from_wire(message.transfer_params) if message.transfer_params else None,
         cache_salt=message.cache_salt,
         continued=Continued(message.continued.num_tokens, message.continued.num_chars)
         if message.HasField("continued")
@@ -303,7 +312,7 @@ def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
     if message.HasField("durations"):
         output.durations = _durations_from_wire(message.durations)
     if message.transfer_params:
-        output.transfer_params = json.loads(message.transfer_params)
+        output.transfer_params = transfer_params_from_wire(message.transfer_params)
     return output
 
 

@@ -20,6 +20,9 @@ ACK_EVERY_S = 3.0
 # ACK_EVERY_S, a worker at every heartbeat (1 s); for a gateway the time begins with the first byte of a dial.
 SILENCE_LIMIT_S = 15.0
 
+# Three heartbeats: a request that has lost a worker is not given to one that may be lost too.
+QUIET_S = 3.0
+
 
 class Credit:
     """The worker's count of messages and bytes that the gateway has not acknowledged."""

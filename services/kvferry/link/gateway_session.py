@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -248,7 +247,7 @@ class GatewaySession:
 
     def _release(self, message: pb.Release) -> None:
         try:
-            params = json.loads(message.transfer_params)
+            params = codec.transfer_params_from_wire(message.transfer_params)
         except ValueError as error:
             log.warning("gateway %s releases what cannot be read: %s", self.gateway_id, error)
             return

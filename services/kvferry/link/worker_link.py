@@ -14,7 +14,7 @@ from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, Transf
 from kvferry.errors import InvalidRequest, KvferryError, Overloaded, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
-from kvferry.link.flow_control import ACK_EVERY_S, SILENCE_LIMIT_S, AckCounter
+from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
 from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
@@ -74,6 +74,7 @@ class WorkerLink:
         self.on_quarantined: Callable[[pb.Quarantined], None] | None = None
         self.on_room: Callable[[], None] | None = None
         self.on_survived: Callable[[], None] | None = None
+        self.on_vanished: Callable[[], None] | None = None
         self._engine_id = ""  # of the last connection
         self._identity = identity or Identity()
         self._reserving: dict[int, asyncio.Future[None]] = {}
@@ -101,6 +102,11 @@ class WorkerLink:
     @property
     def usable(self) -> bool:
         return self.connected and not self.draining
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing came for QUIET_S."""
+        return self._loop.time() - self._heard_s > QUIET_S
 
     @property
     def num_requests(self) -> int:
@@ -224,7 +230,7 @@ class WorkerLink:
             reason = await self._until_ended(connection)
             if self.generation == generation:
                 self._not_attached(reason)
-            self._disconnected(reason, is_by_peer=connection.ended.done() and not self._fault)
+            self._disconnected(reason, has_vanished=not self._fault)
         finally:
             self._connection = None
             # Before closing, which may wait: requests continue on other workers.
@@ -348,8 +354,10 @@ class WorkerLink:
             self.why_incompatible = why
             self._on_change()
 
-    def _disconnected(self, reason: str, *, is_by_peer: bool = False) -> None:
+    def _disconnected(self, reason: str, *, has_vanished: bool = False) -> None:
         was_connected, self.connected = self.connected, False
+        if was_connected and has_vanished and not self.draining and self.on_vanished is not None:
+            self.on_vanished()  # before its requests hear of it
         self.is_full = False
         requests, self._requests = self._requests, {}
         for answer in self._reserving.values():
@@ -357,7 +365,7 @@ class WorkerLink:
                 answer.set_exception(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
         self._number_to_on_orphan.clear()
         for remote in requests.values():
-            remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}", is_by_peer=is_by_peer))
+            remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}", has_vanished=has_vanished))
         if was_connected:
             log.warning("worker %s lost with %d requests: %s", self.member.member_id, len(requests), reason)
             self._on_change()

@@ -87,6 +87,7 @@ class Dispatcher:
         )
         workers.on_room = self._router.queue.note_room
         workers.on_survived = self._router.losses.forgive
+        workers.on_vanished = lambda worker: self._router.losses.note_vanished(worker, clock())
         self._router.losses.on_trial_end = self._router.queue.note_room
         workers.on_quarantined = self._learn_quarantined
         workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
@@ -284,9 +285,9 @@ class _RequestRun:
             yield
         except (WorkerLost, EngineDead) as error:
             self._placer.note_loss()
-            is_by_peer = isinstance(error, WorkerLost) and error.is_by_peer
+            has_vanished = isinstance(error, WorkerLost) and error.has_vanished
             num_tokens, now_s = len(self._answer.token_ids), self._router.clock()
-            if self._router.losses.lose(engine, losses, num_tokens, now_s, is_by_peer=is_by_peer):
+            if self._router.losses.lose(engine, losses, num_tokens, now_s, has_vanished=has_vanished):
                 if isinstance(error, WorkerLost):
                     self._router.losses.note_blamed(worker, self._placer.digest, losses)
                 if losses.is_suspect:

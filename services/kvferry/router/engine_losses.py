@@ -26,11 +26,14 @@ MAX_LOSSES = 2
 # token, and in all.
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
+# In a row without a further token, with those that were forgiven: a request may hang each engine for a while only.
+MAX_LOSSES_IN_A_ROW = 6
 
 # A worker that goes away without a word may have been killed by its machine or its operator. While others go away too,
-# on which the request was not, a second such loss of it is not blamed: it counts as that of a request among others.
+# on which the request was not, a second such loss of it is unclear: it counts as that of a request among others, and
+# with the first one towards MAX_LOSSES_WITHOUT_PROGRESS.
 UNRELATED_S = 60.0
-MAX_LOST_LINKS = 256
+MAX_VANISHED = 256
 
 BLAMED_S = 60.0
 MAX_BLAMED = 1024
@@ -51,15 +54,26 @@ class _Trial(NamedTuple):
 class RequestLosses:
     """Losses of one request, over all its attempts."""
 
-    __slots__ = ("_num_shared", "_num_tokens", "_num_without_progress", "has_answered", "num_blamed", "workers")
+    __slots__ = (
+        "_num_in_a_row",
+        "_num_shared",
+        "_num_tokens",
+        "_num_unclear",
+        "_num_without_progress",
+        "has_answered",
+        "num_blamed",
+        "workers",
+    )
 
     def __init__(self) -> None:
         self.has_answered = False
         self.num_blamed = 0
         self.workers: list[MemberId] = []
         self._num_tokens = 0
+        self._num_in_a_row = 0
         self._num_shared = 0
         self._num_without_progress = 0
+        self._num_unclear = 0  # of those without progress
 
     def __repr__(self) -> str:
         return f"<RequestLosses {self.num_blamed} of {len(self.workers)}>"
@@ -72,8 +86,10 @@ class RequestLosses:
     def are_too_many(self) -> bool:
         return (
             self.num_blamed >= MAX_LOSSES
-            or self.num_blamed + self._num_without_progress >= MAX_LOSSES_WITHOUT_PROGRESS
+            or self.num_blamed + self._num_unclear >= MAX_LOSSES_WITHOUT_PROGRESS
+            or self._num_without_progress >= MAX_LOSSES_WITHOUT_PROGRESS
             or self._num_shared >= MAX_SHARED_LOSSES
+            or self._num_in_a_row >= MAX_LOSSES_IN_A_ROW
         )
 
     def add(
@@ -86,13 +102,17 @@ class RequestLosses:
         self.workers.append(worker)
         if self not in suspects:
             return False
-        is_unclear = are_others_lost and self.num_blamed == MAX_LOSSES - 1
-        if (not self.has_answered or len(suspects) == 1) and not is_unclear:
+        if num_tokens > self._num_tokens:
+            self._num_tokens = num_tokens
+            self._num_in_a_row = self._num_without_progress = self._num_unclear = 0
+        self._num_in_a_row += 1
+        is_shared = self.has_answered and len(suspects) > 1
+        if not is_shared and not (are_others_lost and self.num_blamed == MAX_LOSSES - 1):
             self.num_blamed += 1
             return True
         self._num_shared += 1
-        self._num_without_progress = 1 if num_tokens > self._num_tokens else self._num_without_progress + 1
-        self._num_tokens = num_tokens
+        self._num_without_progress += 1
+        self._num_unclear += not is_shared
         return False
 
     def adopt(self, num_blamed: int) -> None:
@@ -110,7 +130,7 @@ class EngineLosses:
         # Requests that were blamed and have not answered since: copies of them are suspects too.
         self._blamed: OrderedDict[bytes, _Blamed] = OrderedDict()
         self._blamed_for: dict[MemberId, dict[RequestLosses, bytes]] = {}  # by the worker that was lost last
-        self._lost_links: OrderedDict[MemberId, float] = OrderedDict()  # of workers that went away without a word
+        self._vanished: OrderedDict[MemberId, float] = OrderedDict()  # of workers that went away without a word
         self._trial_ended = asyncio.Event()
         self.on_trial_end: Callable[[], None] = lambda: None
 
@@ -121,11 +141,11 @@ class EngineLosses:
         self._in_flight.setdefault(engine, set()).add(losses)
 
     def lose(
-        self, engine: Engine, losses: RequestLosses, num_tokens: int, now_s: float, *, is_by_peer: bool = False
+        self, engine: Engine, losses: RequestLosses, num_tokens: int, now_s: float, *, has_vanished: bool = False
     ) -> bool:
         """Count the loss of an engine against the request, which has `num_tokens` of its answer, if it is suspect.
 
-        `is_by_peer`: its worker went away without a word. Return whether the request is blamed.
+        `has_vanished`: its worker went away without a word. Return whether the request is blamed.
         """
         suspects = self._suspects.get(engine)
         if suspects is None:
@@ -134,17 +154,18 @@ class EngineLosses:
             suspects = frozenset(each for each in lost if not each.has_answered) or frozenset(lost)
             self._suspects[engine] = suspects
         are_others_lost = False
-        if is_by_peer:
-            self._note_lost_link(engine[0], now_s)
-            unrelated = self._lost_links.keys() - {engine[0], *losses.workers}
-            are_others_lost = any(now_s - self._lost_links[worker] < UNRELATED_S for worker in unrelated)
+        if has_vanished:
+            self.note_vanished(engine[0], now_s)
+            unrelated = self._vanished.keys() - {engine[0], *losses.workers}
+            are_others_lost = any(now_s - self._vanished[worker] < UNRELATED_S for worker in unrelated)
         return losses.add(engine[0], suspects, num_tokens, are_others_lost=are_others_lost)
 
-    def _note_lost_link(self, worker: MemberId, now_s: float) -> None:
-        self._lost_links[worker] = now_s
-        self._lost_links.move_to_end(worker)
-        while len(self._lost_links) > MAX_LOST_LINKS:
-            self._lost_links.popitem(last=False)
+    def note_vanished(self, worker: MemberId, now_s: float) -> None:
+        """Note that a worker, with or without requests, went away without a word."""
+        self._vanished[worker] = now_s
+        self._vanished.move_to_end(worker)
+        while len(self._vanished) > MAX_VANISHED:
+            self._vanished.popitem(last=False)
 
     def end(self, engine: Engine, losses: RequestLosses) -> None:
         left = self._in_flight[engine]

@@ -335,13 +335,17 @@ class RequestPlacer:
         has_trials = router.losses.has_trials and not is_resumed
         with_room: list[Candidate] = []
         full: list[Candidate] = []
+        quiet: list[Candidate] = []  # taken if there are no others
         for link, candidate in candidates:
             if not self.failed.may_try(link):
                 continue
             if has_trials and router.losses.is_occupied(link.member.member_id, losses):
                 continue
-            (full if link.is_full and not is_resumed else with_room).append(candidate)
-        return with_room, full
+            if link.is_full and not is_resumed:
+                full.append(candidate)
+            else:
+                (quiet if losses.workers and link.is_quiet else with_room).append(candidate)
+        return with_room or quiet, full
 
     def release_kept(self) -> None:
         kept, self.kept = self.kept, None

@@ -39,6 +39,7 @@ class WorkerPool:
         """
         self.on_room: Callable[[], None] = lambda: None  # a worker that was full has room
         self.on_survived: Callable[[MemberId], None] = lambda member_id: None  # a link came back to the same engine
+        self.on_vanished: Callable[[MemberId], None] = lambda member_id: None  # a worker went away without a word
         self.on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None
         self.read_quarantined: Callable[[], pb.Quarantined | None] = lambda: None  # told to a worker that comes up
         self.identity = Identity()
@@ -77,7 +78,7 @@ class WorkerPool:
         return [link for kind in WORKER_KINDS for link in self.links(kind) if link.why_incompatible]
 
     def unpaired(self) -> Iterator[tuple[Member, Member]]:
-        """As `placement.unpaired`, of usable workers."""
+        """Yield each usable worker without a partner, and a worker of the other role."""
         members = {kind: [link.member for link in self.usable(kind)] for kind in WORKER_KINDS}
         return unpaired(members[MemberKind.PREFILL], members[MemberKind.DECODE])
 
@@ -131,6 +132,7 @@ class WorkerPool:
         link = WorkerLink(member, self._gateway_id, self._on_change, self._worker, identity=self.identity)
         link.on_room = lambda: self.on_room()
         link.on_survived = lambda: self.on_survived(member.member_id)
+        link.on_vanished = lambda: self.on_vanished(member.member_id)
         link.on_quarantined = lambda message: self.on_quarantined(message)
         self._links[member.member_id] = link
 

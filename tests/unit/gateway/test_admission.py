@@ -51,6 +51,17 @@ def test_a_limit_counts_what_all_requests_hold(limit: str, key: str, take: Calla
         take(again.claim, 2048)
 
 
+def test_bytes_of_a_body_count_until_it_is_rendered() -> None:
+    gateway = admission(max_pending_body_bytes=2048)
+    with gateway.count_request("completions") as one:
+        one.claim.add_body_bytes(2048)
+        one.claim.take_choices(1)
+        assert gateway.in_flight == (1, 0, 2048)
+        one.claim.take_answer([prompt(17, 1)], 1)
+        assert gateway.in_flight == (1, 17, 0)
+    assert gateway.in_flight == (0, 0, 0)
+
+
 def test_what_an_idle_gateway_would_refuse_too_is_no_overload() -> None:
     gateway = admission(max_requests=4, max_prompt_tokens=100)
     with gateway.count_request("completions") as one:

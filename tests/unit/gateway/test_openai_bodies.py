@@ -50,6 +50,8 @@ def called(name: str, arguments: str, role: str = "assistant") -> dict[str, Any]
 @pytest.mark.parametrize(
     ("body", "says", "param"),
     [
+        (b"", "the body is empty", None),
+        (b" \n", "the body is empty", None),
         (b"{", "not valid JSON", None),
         (b"\xff\xfe", "not valid JSON", None),
         (b"[]", "must be a JSON object, not an array", None),

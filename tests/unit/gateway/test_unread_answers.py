@@ -177,3 +177,18 @@ async def test_a_timer_looks_while_there_are_connections(monkeypatch: pytest.Mon
     await asyncio.sleep(0)
     unread.check()
     assert unread._timer is None
+
+
+async def test_a_cut_that_fails_keeps_no_other_client_from_being_cut(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("path")
+
+    unread = Watched()
+    unread._on_cut = fail
+    first, second = unread.added(60), unread.added(10)
+    newest = unread.added(50)  # is not the one to hear of it
+    assert first.is_cut
+    unread.look_after(30.0)
+    assert second.is_cut
+    assert newest.is_cut
+    assert len(caplog.records) == 3

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import re
+from asyncio.selector_events import _SelectorSocketTransport  # type: ignore[attr-defined]
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -177,6 +179,59 @@ async def test_the_request_in_service_hears_of_a_lost_connection_though_another_
             await lost.wait()
 
 
+@pytest.mark.parametrize("num_bytes", [1, 60_000, 1_000_000])
+async def test_a_client_that_leaves_within_its_next_request_is_noticed(
+    num_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    protocols: list[HttpProtocol] = []
+    lost = asyncio.Event()
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        exchange = exchange_of(scope)
+        assert exchange is not None
+        assert exchange.whole_body() == b""
+        exchange.watch(lost.set)
+        protocols.append(exchange._protocol)
+        await lost.wait()
+
+    async with serving(app) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST)
+        await until(lambda: bool(protocols))
+        first = protocols[0].cycle
+        writer.write(head(b"content-length: 2000000", line=b"POST / HTTP/1.1") + b"x" * num_bytes)
+        await until(lambda: protocols[0].cycle is not first or protocols[0]._is_refused)
+        writer.transport.abort()
+        try:
+            async with asyncio.timeout(10):
+                await lost.wait()
+        finally:
+            lost.set()
+    assert not caplog.records
+
+
+async def test_requests_that_wait_count_their_bytes_until_their_turn() -> None:
+    app = Held()
+    large = head(b"x: " + b"a" * 40_000)
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for num_answered in range(1, 4):
+            app.released.clear()
+            app.protocol = None
+            writer.write(head() + large)
+            await until(lambda: app.protocol is not None and bool(app.protocol.pipeline))
+            app.released.set()
+            await until(lambda num=2 * num_answered: len(app.scopes) == num)
+        app.released.clear()
+        writer.write(head() + large * 2)
+        await until(lambda: app.is_refused)
+        app.released.set()
+        async with asyncio.timeout(5):
+            answers = await reader.read()
+        writer.transport.abort()
+    assert answers.count(b"HTTP/1.1 200") == len(app.scopes) == 8
+
+
 async def test_a_client_that_does_not_read_is_seen_and_can_be_cut() -> None:
     exchanges: list[Exchange] = []
     lost = asyncio.Event()
@@ -346,6 +401,18 @@ async def exchanged_after_one(port: int, piece: bytes) -> bytes:
         writer.transport.abort()
 
 
+async def test_the_path_is_the_last_requests_while_the_next_head_is_read() -> None:
+    app = Held()
+    async with serving(app) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(line=b"GET /a HTTP/1.1") + b"GET / HT")
+        await until(lambda: app.protocol is not None and "path" not in app.protocol.scope)
+        assert app.protocol is not None
+        assert app.protocol.path == "/a"
+        app.released.set()
+        writer.transport.abort()
+
+
 async def test_no_timer_runs_while_a_request_is_answered() -> None:
     app = Held()
     async with serving(app) as port:
@@ -394,24 +461,64 @@ async def test_an_upgrade_is_ignored_and_the_body_is_kept(split: int, framing: s
     assert not any(name in (b"upgrade", b"connection", b"http2-settings") for name, _ in scope["headers"])
 
 
+@pytest.mark.parametrize("num_whole", [1, 3])
 @pytest.mark.parametrize(
     "behind",
-    [b"NONSENSE\r\n\r\n", b"GET /" + b"u" * 9000, b"GET / HTTP/1.1\r\nx: " + b"a" * (32 << 20)],
-    ids=["nonsense", "url", "bytes"],
+    [
+        b"NONSENSE\r\n\r\n",
+        b"GET /" + b"u" * 9000,
+        b"GET / HTTP/1.1\r\nx: " + b"a" * (32 << 20),
+        head(b"transfer-encoding: chunked", line=b"POST / HTTP/1.1") + b"nonsense\r\n",
+        head(b"content-length: 1000000", line=b"POST / HTTP/1.1") + b"x" * uvicorn_connection.MAX_PIPELINED_BYTES,
+    ],
+    ids=["nonsense", "url", "bytes", "chunk", "body"],
 )
-async def test_a_bad_head_does_not_cut_the_answer_before_it(behind: bytes) -> None:
+async def test_a_bad_request_does_not_cut_the_answers_before_it(behind: bytes, num_whole: int) -> None:
     app = Held()
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head() + behind)
+        writer.write(head() * num_whole + behind)
         await until(lambda: app.is_refused)
         app.released.set()
         async with asyncio.timeout(5):
             answer = await reader.read()
         writer.transport.abort()
-    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.count(b"HTTP/1.1 200") == len(app.scopes) == num_whole
     assert answer.endswith(b"ok")
-    assert len(app.scopes) == 1
+
+
+async def test_a_bad_head_does_not_cut_a_request_that_was_promised_an_interim_answer() -> None:
+    app = Held()
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            head(b"expect: 100-continue", b"content-length: 2", line=b"POST / HTTP/1.1") + b"hiNONSENSE\r\n\r\n"
+        )
+        await until(lambda: app.is_refused)
+        app.released.set()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.transport.abort()
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+    assert app.bodies == [b"hi"]
+
+
+async def test_a_client_that_has_left_is_not_lingered_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    monkeypatch.setattr(_SelectorSocketTransport, "write_eof", fail)
+    app = Held()
+    async with serving(app) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head() + b"NONSENSE\r\n\r\n")
+        await until(lambda: app.is_refused)
+        app.released.set()
+        await until(lambda: app.protocol is not None and app.protocol.lost)
+        writer.transport.abort()
+    assert not caplog.records
 
 
 async def test_requests_that_wait_on_one_connection_have_a_limit() -> None:

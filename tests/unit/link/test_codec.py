@@ -93,6 +93,13 @@ def test_a_tenant_that_is_none_cannot_be_read() -> None:
         codec.submit_from_wire(message.submit)
 
 
+def test_transfer_parameters_that_are_nested_too_deeply_cannot_be_read() -> None:
+    message = codec.submit_to_wire(9, EngineRequest(RequestId("r-1"), [5], FULL))
+    message.submit.transfer_params = b"[" * 200_000
+    with pytest.raises(ValueError, match="nested"):
+        codec.submit_from_wire(message.submit)
+
+
 def test_what_a_parser_needs_and_where_it_goes_on_survive_the_wire() -> None:
     request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, continued=Continued(1, 2), parse=Parse(b'{"a":1}', 3, 4))
     message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())

@@ -111,6 +111,19 @@ async def test_hello_may_come_with_what_follows_it(worker: WorkerServer) -> None
     await until(lambda: not worker.sessions)
 
 
+@pytest.mark.parametrize("params", [b"[" * 200_000, b'{"a":', b"7"], ids=["nested", "cut", "number"])
+async def test_a_release_that_cannot_be_read_costs_a_line(
+    worker: WorkerServer, caplog: pytest.LogCaptureFixture, params: bytes
+) -> None:
+    gateway = Gateway(worker, "frames")
+    await gateway.hello()
+    await gateway.write(pb.Downward(release=pb.Release(transfer_params=params)))
+    await gateway.submit(1, request("a"))
+    await gateway.read_ends(1)
+    assert not [record for record in caplog.records if record.exc_info]
+    await gateway.leave()
+
+
 async def test_a_connection_that_the_loop_tells_of_after_the_stop_is_ended() -> None:
     def attach(transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         raise AssertionError("nobody is attached")

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+import pytest
 from msgspec import structs
 
 from kvferry.engine.base import EngineRequest, Parse, RequestId, Sampling
@@ -13,9 +14,10 @@ from kvferry.membership.base import MemberId
 from kvferry.router.engine_losses import (
     BLAMED_S,
     MAX_BLAMED,
+    MAX_LOSSES_IN_A_ROW,
     MAX_LOSSES_WITHOUT_PROGRESS,
-    MAX_LOST_LINKS,
     MAX_SHARED_LOSSES,
+    MAX_VANISHED,
     UNRELATED_S,
     EngineLosses,
     RequestLosses,
@@ -77,6 +79,18 @@ def test_streams_that_lose_engines_together_without_a_token_between_end() -> Non
     assert not any(stream.are_too_many for stream in streams)
     lose(engines, streams, num_tokens=5)
     assert all(stream.are_too_many for stream in streams)
+
+
+def test_a_stream_that_was_blamed_once_may_lose_as_many_engines_with_others_as_any() -> None:
+    engines, blamed, other = EngineLosses(), answered(), answered()
+    lose(engines, [blamed])
+    assert blamed.num_blamed == 1
+    for _ in range(MAX_LOSSES_WITHOUT_PROGRESS - 1):
+        lose(engines, [blamed, other])
+    assert not blamed.are_too_many
+    lose(engines, [blamed, other])
+    assert blamed.are_too_many
+    assert other.are_too_many
 
 
 def test_a_request_that_came_after_the_loss_is_not_blamed() -> None:
@@ -162,10 +176,10 @@ def test_blame_ends_with_an_answer_or_with_time_and_has_a_limit() -> None:
     assert not engines.knows_blamed(BLAMED_S)
 
 
-def go_away(engines: EngineLosses, worker: str, request: RequestLosses, now_s: float) -> None:
+def go_away(engines: EngineLosses, worker: str, request: RequestLosses, now_s: float, *, num_tokens: int = 0) -> None:
     engine = (MemberId(worker), 1)
     engines.begin(engine, request)
-    engines.lose(engine, request, 0, now_s, is_by_peer=True)
+    engines.lose(engine, request, num_tokens, now_s, has_vanished=True)
     engines.end(engine, request)
 
 
@@ -192,6 +206,43 @@ def test_workers_that_go_away_with_others_are_not_blamed_on_one_request() -> Non
     assert len(unlucky.workers) == MAX_LOSSES_WITHOUT_PROGRESS
 
 
+def test_workers_without_requests_go_away_too() -> None:
+    engines, unlucky = EngineLosses(), RequestLosses()
+    engines.note_vanished(MemberId("idle"), 0.0)
+    go_away(engines, "a", unlucky, 1.0)
+    go_away(engines, "b", unlucky, 2.0)
+    assert not unlucky.are_too_many
+
+
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_a_stream_survives_workers_that_go_away_with_others_while_it_progresses(has_progress: bool) -> None:
+    engines, unlucky = EngineLosses(), answered()
+    go_away(engines, "other", RequestLosses(), 0.0)
+    lose(engines, [unlucky])
+    for i in range(MAX_LOSSES_WITHOUT_PROGRESS - 1):
+        assert not unlucky.are_too_many
+        go_away(engines, f"w{i}", unlucky, 1.0, num_tokens=i + 1 if has_progress else 0)
+    assert unlucky.are_too_many is not has_progress
+    assert unlucky.num_blamed == 1
+
+
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_a_request_is_not_forgiven_without_end(has_progress: bool) -> None:
+    """As one that hangs each engine until its link is lost, and then lets it go on."""
+    engines, request = EngineLosses(), answered()
+    for i in range(MAX_LOSSES_IN_A_ROW):
+        assert not request.are_too_many
+        worker = f"w{i}"
+        engine = (MemberId(worker), 1)
+        engines.begin(engine, request)
+        assert engines.lose(engine, request, i + 1 if has_progress else 0, float(i), has_vanished=True)
+        engines.note_blamed(MemberId(worker), b"digest", request)
+        engines.end(engine, request)
+        engines.forgive(MemberId(worker))
+        assert request.num_blamed == 0
+    assert request.are_too_many is not has_progress
+
+
 def test_an_engine_that_died_is_blamed_whatever_happens_elsewhere() -> None:
     engines, poison = EngineLosses(), RequestLosses()
     go_away(engines, "b", RequestLosses(), 0.0)
@@ -210,6 +261,6 @@ def test_others_are_forgotten_in_time() -> None:
 
 def test_workers_that_went_away_are_remembered_up_to_a_limit() -> None:
     engines = EngineLosses()
-    for i in range(MAX_LOST_LINKS + 5):
+    for i in range(MAX_VANISHED + 5):
         go_away(engines, f"w{i}", RequestLosses(), float(i))
-    assert len(engines._lost_links) == MAX_LOST_LINKS
+    assert len(engines._vanished) == MAX_VANISHED
