@@ -224,7 +224,7 @@ def _wait_ready(
             recorded_s = time.monotonic()
             _record_shared_memory(folder, belonging(folder.marks()))
         seen = _readiness(url, context)
-        if seen.ready:
+        if seen.ready and not seen.waiting_for:
             return True
         detail = f"waiting for {', '.join(seen.waiting_for)}"
         if time.monotonic() - started_s > _SHOW_LOG_AFTER_S and (line := newest_fault(folder)):
@@ -233,6 +233,9 @@ def _wait_ready(
         return False
 
     if pace.until(ready, deadline=started_s + timeout_s, step_s=_POLL_S):
+        return
+    if seen.ready:
+        progress.say(f"it serves, but after {timeout_s:.0f} s is still waiting for {', '.join(seen.waiting_for)}")
         return
     line = newest_line(folder)
     raise StartFailed(
@@ -245,8 +248,9 @@ def _wait_ready(
 def _readiness(url: str, context: ssl.SSLContext | bool) -> _Readiness:
     try:
         answer = httpx.get(f"{url}/readyz", timeout=2.0, trust_env=False, verify=context).json()
-        waiting_for = tuple(str(what) for what in answer.get("waiting_for", ()))
-        return _Readiness(bool(answer.get("ready")), waiting_for or ("workers",))
+        is_ready = bool(answer.get("ready"))
+        waiting_for = tuple(str(part) for part in answer.get("waiting_for", ()))
+        return _Readiness(is_ready, waiting_for or (() if is_ready else ("workers",)))
     except (httpx.HTTPError, ValueError, AttributeError):
         return _Readiness(False, ("gateway",))
 

@@ -191,7 +191,11 @@ def _read(record: Path) -> dict[str, _Known]:
 def _write(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as out:
-        os.fchmod(handle, mode)
-        out.write(content)
-    os.replace(name, path)  # noqa: PTH105
+    try:
+        with os.fdopen(handle, "wb") as out:
+            os.fchmod(handle, mode)
+            out.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

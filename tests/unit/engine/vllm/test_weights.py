@@ -146,6 +146,14 @@ def test_a_manifest_that_cannot_be_written_is_named_with_the_reason(folder: Path
         write_manifest(folder)
 
 
+def test_a_manifest_that_cannot_be_put_in_its_place_leaves_nothing(folder: Path) -> None:
+    (folder / MANIFEST / "in the way").mkdir(parents=True)
+    before = sorted(folder.iterdir())
+    with pytest.raises(ConfigError, match=MANIFEST):
+        write_manifest(folder)
+    assert sorted(folder.iterdir()) == before
+
+
 def test_one_process_of_a_machine_reads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines start at once."""
     reads: list[str] = []

@@ -1,0 +1,100 @@
+"""The wait of `kvferry up` for a gateway and all workers."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.config import GatewayConfig
+from kvferry.local import cluster
+from kvferry.local.child import Pace, StartFailed
+from kvferry.local.progress import NoProgress
+from kvferry.local.run_folder import RunFolder
+
+ALL_HERE = {"ready": True, "waiting_for": []}
+ONE_IS_MISSING = {"ready": True, "waiting_for": ["decode worker"]}
+NOT_READY = {"ready": False, "waiting_for": ["prefill worker", "decode worker"]}
+
+
+class Said(NoProgress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@contextmanager
+def gateway(answers: Sequence[dict[str, Any]]) -> Iterator[tuple[GatewayConfig, Callable[[], int]]]:
+    """Serve /readyz, each answer once, the last for ever; yield its configuration and the number of questions."""
+    num_asked = 0
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal num_asked
+            body = json.dumps(answers[min(num_asked, len(answers) - 1)]).encode()
+            num_asked += 1
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield GatewayConfig(http_port=server.server_port), lambda: num_asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Parts:
+    deploy: Any = None
+
+    def check(self) -> None:
+        pass
+
+
+def wait_ready(tmp_path: Path, config: GatewayConfig, said: Said, timeout_s: float) -> None:
+    parts: Any = Parts()
+    cluster._wait_ready(RunFolder(tmp_path), config, parts, said, Pace(said.tick), timeout_s)
+
+
+def test_up_waits_for_every_configured_worker(tmp_path: Path) -> None:
+    said = Said()
+    with gateway([NOT_READY, ONE_IS_MISSING, ONE_IS_MISSING, ALL_HERE]) as (config, num_asked):
+        wait_ready(tmp_path, config, said, 60.0)
+        assert num_asked() == 4
+    assert said.lines == []
+
+
+def test_a_worker_that_does_not_come_is_named_and_the_others_serve(tmp_path: Path) -> None:
+    said = Said()
+    with gateway([NOT_READY, ONE_IS_MISSING]) as (config, _):
+        begun_s = time.monotonic()
+        wait_ready(tmp_path, config, said, 2.0)
+        assert time.monotonic() - begun_s >= 2.0
+    (line,) = said.lines
+    assert "still waiting for decode worker" in line
+
+
+def test_a_cluster_that_does_not_get_ready_names_its_missing_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Parts.deploy = type("Deploy", (), {"log": tmp_path / "deploy.log"})
+    Parts.deploy.log.write_text("")
+    with gateway([NOT_READY]) as (config, _), pytest.raises(StartFailed, match="prefill worker, decode worker"):
+        wait_ready(tmp_path, config, Said(), 1.0)
