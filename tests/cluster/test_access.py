@@ -189,12 +189,14 @@ async def test_two_tenants_never_share_pages_nor_see_each_others_requests(keys: 
     ):
         assert cluster.gateway is not None
 
-        async def cached(key: str) -> tuple[int, str]:
-            answer = (await http.post("/v1/completions", json=BODY, headers=bearer(key))).json()
+        async def cached(key: str, **fields: str) -> tuple[int, str]:
+            answer = (await http.post("/v1/completions", json=BODY | fields, headers=bearer(key))).json()
             return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["id"]
 
-        async def cached_over_grpc(key: str) -> int:
-            answer = await stub_on(channel).Generate(REQUEST, metadata=tuple(bearer(key).items()))
+        async def cached_over_grpc(key: str, cache_salt: str | None = None) -> int:
+            request = pb.GenerateRequest(cache_salt=cache_salt)
+            request.MergeFrom(REQUEST)
+            answer = await stub_on(channel).Generate(request, metadata=tuple(bearer(key).items()))
             return int(answer.usage.cached_prompt_tokens)
 
         num_cached, request_id = await cached(acme)
@@ -202,6 +204,14 @@ async def test_two_tenants_never_share_pages_nor_see_each_others_requests(keys: 
         assert (await cached(acme))[0] == await cached_over_grpc(acme) == 64
         assert (await cached(beta))[0] == 0
         assert await cached_over_grpc(beta) == 64
+        # A client's own salt parts its requests further, over both protocols alike.
+        for key in (acme, beta):
+            assert (await cached(key, cache_salt="one"))[0] == 0
+            assert (await cached(key, cache_salt="one"))[0] == await cached_over_grpc(key, "one") == 64
+            assert await cached_over_grpc(key, "two") == 0
+            assert (await cached(key, cache_salt="two"))[0] == (await cached(key))[0] == 64
+        # A salt that names another tenant's is one of the client's own.
+        assert (await cached(acme, cache_salt="beta.0"))[0] == 0
         # What a router believes is where is apart too.
         path = f"/kvferry/v1/requests/{request_id}"
         assert (await http.get(path, headers=bearer(acme))).status_code == 200

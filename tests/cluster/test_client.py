@@ -96,6 +96,10 @@ async def test_every_call(cluster: SimCluster, kind: str) -> None:
     assert chat.usage.prompt_tokens == len((await client("tokenize", messages=messages)).token_ids)
     several = await client("generate", "x", num_choices=2, seed=3, logit_bias={5: 1.0}, stop=["q"], max_tokens=3)
     assert len(several.answers) == 2
+    text = "word " * 40
+    for salt in ("one", "two"):
+        assert (await client("generate", text, cache_salt=salt, max_tokens=1)).usage.cached_prompt_tokens == 0
+        assert (await client("generate", text, cache_salt=salt, max_tokens=1)).usage.cached_prompt_tokens > 0
     await client("close")
 
 
@@ -107,6 +111,7 @@ async def test_every_call(cluster: SimCluster, kind: str) -> None:
         ({"text": "x", "max_tokens": -1}, "max_tokens: -1 cannot be sent"),
         ({"text": "x", "max_tokens": "many"}, "max_tokens: 'many' cannot be sent"),
         ({"text": "x", "stop": "q"}, "stop: 'q' cannot be sent"),
+        ({"text": "x", "cache_salt": 7}, "cache_salt: 7 cannot be sent"),
         ({"text": "x", "no_such": 1}, "no_such: 1 cannot be sent"),
         ({"token_ids": [-1]}, r"ids: \[-1\] cannot be sent"),
         ({"text": "x", "num_choices": 0}, "num_choices: expected a number from 1, not 0"),

@@ -87,6 +87,17 @@ def test_a_prompt_is_prefilled_here_and_decoded_there(machine: Machine) -> None:
     assert listening_off_loopback(machine) == {}
 
 
+def test_a_clients_salt_keeps_its_pages_apart(machine: Machine) -> None:
+    prompt = "The harbour master counts the boats and writes their names into a book, " * 8
+
+    def num_cached(**salt: str) -> int:
+        return int(complete(machine, prompt, **salt)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
+        assert num_cached(**salt) == 0, "pages of another salt"
+        wait_until(lambda salt=salt: num_cached(**salt) >= 32, timeout_s=60, what="pages of the same salt are found")
+
+
 def listening_off_loopback(machine: Machine) -> dict[int, str]:
     ports = listening_ports(machine.processes())
     return {port: ip for port, ip in ports.items() if not ip.removeprefix("::ffff:").startswith("127.")}

@@ -101,6 +101,7 @@ class AsyncClient:
         structured_output: pb.StructuredOutput | None = None,
         num_choices: int = 1,
         return_token_ids: bool = False,
+        cache_salt: str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> pb.GenerateResponse:
@@ -117,6 +118,7 @@ class AsyncClient:
             structured_output=structured_output,
             num_choices=num_choices,
             return_token_ids=return_token_ids,
+            cache_salt=cache_salt,
             sampling=sampling,
         )
         try:
@@ -136,6 +138,7 @@ class AsyncClient:
         structured_output: pb.StructuredOutput | None = None,
         num_choices: int = 1,
         return_token_ids: bool = False,
+        cache_salt: str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncAnswerStream:
@@ -150,6 +153,7 @@ class AsyncClient:
             structured_output=structured_output,
             num_choices=num_choices,
             return_token_ids=return_token_ids,
+            cache_salt=cache_salt,
             sampling=sampling,
         )
         return AsyncAnswerStream(self._stream(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata))

@@ -48,6 +48,7 @@ def generate_request(
     structured_output: pb.StructuredOutput | None,
     num_choices: int,
     return_token_ids: bool,
+    cache_salt: str | None,
     sampling: SamplingOptions,
 ) -> pb.GenerateRequest:
     _require_one_prompt({"text": text, "messages": messages, "token_ids": token_ids})
@@ -55,6 +56,8 @@ def generate_request(
         raise ValueError("tools need messages")
     request = pb.GenerateRequest(model=model, text=text, return_token_ids=return_token_ids)
     request.num_choices = _checked("num_choices", num_choices)
+    if cache_salt is not None:
+        _put(request, "cache_salt", cache_salt)
     if messages is not None:
         request.conversation.CopyFrom(_conversation(messages))
         request.conversation.tools.extend(tools)
@@ -103,7 +106,7 @@ def _require_one_prompt(prompts: Mapping[str, object]) -> None:
         raise ValueError(f"exactly one of {', '.join(prompts)} is needed, not {' and '.join(given) or 'none'}")
 
 
-def _put(message: pb.Sampling | pb.TokenIds, name: str, value: object) -> None:
+def _put(message: pb.GenerateRequest | pb.Sampling | pb.TokenIds, name: str, value: object) -> None:
     try:
         if isinstance(value, Mapping):
             getattr(message, name).update(value)

@@ -100,6 +100,7 @@ class Client:
         structured_output: pb.StructuredOutput | None = None,
         num_choices: int = 1,
         return_token_ids: bool = False,
+        cache_salt: str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> pb.GenerateResponse:
@@ -116,6 +117,7 @@ class Client:
             structured_output=structured_output,
             num_choices=num_choices,
             return_token_ids=return_token_ids,
+            cache_salt=cache_salt,
             sampling=sampling,
         )
         try:
@@ -135,6 +137,7 @@ class Client:
         structured_output: pb.StructuredOutput | None = None,
         num_choices: int = 1,
         return_token_ids: bool = False,
+        cache_salt: str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
@@ -149,6 +152,7 @@ class Client:
             structured_output=structured_output,
             num_choices=num_choices,
             return_token_ids=return_token_ids,
+            cache_salt=cache_salt,
             sampling=sampling,
         )
         return AnswerStream(self._stream(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata))

@@ -45,13 +45,19 @@ def require_model(name: str, served_name: str, *, param: str | None = "model") -
 
 
 def _requests_of(
-    answer_id: str, rendered: Sequence[RenderedPrompt], n: int, tenant: Tenant, deadline_s: float | None
+    answer_id: str,
+    rendered: Sequence[RenderedPrompt],
+    n: int,
+    tenant: Tenant,
+    cache_salt: str | None,
+    deadline_s: float | None,
 ) -> list[EngineRequest]:
     """Return `n` requests per prompt in OpenAI's order, with different seeds.
 
     Tokens are arrays, which halves the time of route keys.
     """
     requests: list[EngineRequest] = []
+    salt = tenant.cache_salt if cache_salt is None else tenant.salt_of(cache_salt)
     for prompt in rendered:
         token_ids = prompt.token_ids if isinstance(prompt.token_ids, array) else array("I", prompt.token_ids)
         for i in range(n):
@@ -63,7 +69,7 @@ def _requests_of(
                     RequestId(f"{answer_id}-{len(requests)}"),
                     token_ids,
                     sampling,
-                    cache_salt=tenant.cache_salt,
+                    cache_salt=salt,
                     parse=prompt.parse,
                     tier=tenant.tier,
                     deadline_s=deadline_s,
@@ -87,15 +93,17 @@ class Generation:
         timeouts: TokenTimeouts,
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
+        cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> None:
         """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts.
 
-        `deadline_s` is the client's own, of `time.monotonic`; without one, `gateway.request_timeout_s` is the limit.
+        `cache_salt` and `deadline_s`, of `time.monotonic`, are the client's own; without the latter,
+        `gateway.request_timeout_s` is the limit.
         """
         if deadline_s is None:
             deadline_s = time.monotonic() + dispatcher.request_timeout_s
-        self.requests = _requests_of(answer_id, rendered, n, tenant, deadline_s)
+        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, deadline_s)
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:

@@ -34,6 +34,7 @@ _SAMPLING = (
 _FIELDS: Mapping[str, str] = {
     "model": "model",
     "n": "num_choices",
+    "cache_salt": "cache_salt",
     "messages": "conversation.messages",
     "tools": "conversation.tools",
     "tool_choice": "conversation.tool_choice",
@@ -67,6 +68,8 @@ def read_generate(raw: bytes) -> tuple[pb.GenerateRequest, ChatBody | Completion
     message = _read(raw, pb.GenerateRequest)
     _refuse_several(raw, _PROMPTS)
     values = {"model": message.model, "n": message.num_choices or None, **_sampling(message.sampling)}
+    if message.HasField("cache_salt"):
+        values["cache_salt"] = message.cache_salt
     if message.HasField("structured_output"):
         values["structured_outputs"] = _structure(message.structured_output)
     kind = message.WhichOneof("prompt")

@@ -96,6 +96,7 @@ class Inference:
             timeouts=self._timeouts,
             may_be_aggregated=not disaggregate,
             trace=trace,
+            cache_salt=body.cache_salt,
             deadline_s=deadline_s,
         )
         if trace is not None:

@@ -25,7 +25,7 @@ IGNORED = frozenset(
 )  # fmt: skip
 
 # Would let a client reach into the data path (remote hosts and ports, other tenants' pages): never taken from outside.
-DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt", "priority", "request_id"})
+DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
 
 # Known, not served; the value that means "not asked for" passes.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -58,6 +58,8 @@ MAX_STOP_STRINGS = 4  # as vLLM (VLLM_MAX_STOP_STRINGS) and OpenAI
 MAX_STOP_CHARS = 4096  # of one
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+
+MAX_CACHE_SALT_CHARS = 256
 
 # Of one conversation. Each costs the gateway's event loop some microseconds, however short it is.
 MAX_MESSAGES = 4096
@@ -110,6 +112,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bad_words: BadWords | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -168,7 +171,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
 
 
 # Settled by the gateway: the renderer never sees them.
-_GATEWAY_ONLY = ("model", "stream", "stream_options", "n")
+_GATEWAY_ONLY = ("model", "stream", "stream_options", "n", "cache_salt")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

@@ -159,6 +159,7 @@ class OpenAI:
             timeouts=self._timeouts,
             may_be_aggregated=not debug.disaggregate,
             trace=trace,
+            cache_salt=body.cache_salt,
         )
         return Answer(
             answer_id,

@@ -76,3 +76,13 @@ def test_two_tenants_share_neither_salt_nor_folder() -> None:
     assert len({acme.cache_salt, beta.cache_salt, DEFAULT_TENANT.cache_salt}) == 3
     assert acme.tier == TierHints(Namespace("acme"))
     assert acme.tier != beta.tier
+
+
+def test_a_clients_salt_parts_its_own_pages_and_reaches_no_others() -> None:
+    acme, beta = Tenant("acme"), Tenant("beta")
+    plain = {acme.cache_salt, beta.cache_salt, DEFAULT_TENANT.cache_salt}
+    clients = ["a", "b", "ab", beta.cache_salt, acme.salt_of("a"), "\0", "\ud800", "x" * 256]
+    salted = {tenant.salt_of(salt) for tenant in (acme, beta, DEFAULT_TENANT) for salt in clients}
+    assert len(salted) == 3 * len(clients)
+    assert not salted & plain
+    assert acme.salt_of("a") == Tenant("acme").salt_of("a"), "the same on every gateway"

@@ -11,6 +11,7 @@ from kvferry.errors import MAX_ERROR_BYTES, MAX_PARAM_BYTES, InvalidRequest
 from kvferry.gateway.openai_bodies import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STOP_CHARS,
@@ -194,8 +195,23 @@ def test_errors_repeat_little_of_a_body(body: bytes) -> None:
 
 
 def test_what_only_the_cluster_may_set_is_dropped_not_refused() -> None:
-    body = read_chat(chat(kv_transfer_params={"remote_host": "evil"}, cache_salt="other", priority=-5))
+    body = read_chat(chat(kv_transfer_params={"remote_host": "evil"}, priority=-5))
     assert for_renderer(body) == {"messages": CHAT["messages"]}
+
+
+def test_a_cache_salt_is_for_the_gateway() -> None:
+    body = read_chat(chat(cache_salt="a" * MAX_CACHE_SALT_CHARS))
+    assert body.cache_salt == "a" * MAX_CACHE_SALT_CHARS
+    assert for_renderer(body) == {"messages": CHAT["messages"]}
+
+
+@pytest.mark.parametrize(
+    "salt", ["", "a" * (MAX_CACHE_SALT_CHARS + 1), 7, ["a"]], ids=["empty", "long", "number", "list"]
+)
+def test_a_cache_salt_that_is_none_is_refused_by_name(salt: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_chat(chat(cache_salt=salt))
+    assert refused.value.param == "cache_salt"
 
 
 def test_what_changes_nothing_and_explicit_nulls_are_accepted() -> None:
