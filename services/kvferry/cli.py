@@ -19,6 +19,7 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
+from kvferry import tenant_commands
 from kvferry.addresses import join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
@@ -125,9 +126,11 @@ def up(config: ClusterConfig, ask: bool, timeout_s: float | None) -> None:
     grpc_says = f", gRPC at {join_host_port(gateway.host, gateway.grpc_port)}" if gateway.grpc_port is not None else ""
     click.echo(f"\nkvferry serves {running.config.served_name} at {running.url}{grpc_says}\n")
     options = " -H 'content-type: application/json'"
-    if gateway.keys_file is not None:
+    if gateway.wants_bearer:
         options += ' -H "authorization: Bearer $KVFERRY_API_KEY"'
     click.echo(f"  curl {running.url}/v1/chat/completions{options} \\\n    -d '{json.dumps(body)}'")
+    if gateway.tenants_in_etcd:
+        click.echo("\nMake a tenant with a key: kvferry tenant create NAME --key NAME")
     click.echo("\nEnd it with: make down   (or: kvferry down)")
 
 
@@ -260,6 +263,9 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool) -> None:
     if file is None:
         raise ConfigError("--file is needed: no gateway.keys_file is configured (KVFERRY__GATEWAY__KEYS_FILE)")
     click.echo(key_file.new_key(file, tenant, name, operator=operator))
+
+
+main.add_command(tenant_commands.tenant)
 
 
 @main.group()

@@ -23,6 +23,8 @@ DEFAULT_NAME = "kvferry"
 
 # What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return
 # garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
+# Of asymmetric keys only: a gateway verifies tokens and must not be able to sign any.
+JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 KvCacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 
@@ -154,6 +156,31 @@ class WorkerConfig(_Section):
     drain_timeout_s: float = Field(120, ge=0)
 
 
+class JwtConfig(_Section):
+    """JSON Web Tokens that clients may show as bearer tokens instead of keys."""
+
+    issuer: str = ""  # claim `iss`; empty: no tokens are taken
+    audience: str = ""  # claim `aud`
+    # The issuer's public keys: a file, looked at once a second, or a URL, read every 5 minutes.
+    jwks_file: Path | None = None
+    jwks_url: str = Field("", pattern=r"^(https://\S+|http://(127\.0\.0\.1|localhost|\[::1\])([:/]\S*)?)?$")
+    tenant_claim: str = Field("sub", min_length=1)  # whose text is the tenant's name
+    algorithms: tuple[JwtAlgorithm, ...] = Field(("RS256", "ES256", "EdDSA"), min_length=1)
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.issuer)
+
+    @model_validator(mode="after")
+    def _issuer_and_keys(self) -> JwtConfig:
+        num_sources = (self.jwks_file is not None) + bool(self.jwks_url)
+        if self.issuer and not (self.audience and num_sources == 1):
+            raise ValueError("issuer needs audience, and either jwks_file or jwks_url")
+        if not self.issuer and (self.audience or num_sources):
+            raise ValueError("audience, jwks_file and jwks_url need issuer")
+        return self
+
+
 class GatewayConfig(_Section):
     replicas: int = Field(1, ge=0)  # as Serve replicas; 0: gateways run elsewhere (python -m kvferry.gateway)
     num_cpus: float = Field(0.5, ge=0)
@@ -162,6 +189,12 @@ class GatewayConfig(_Section):
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int | None = Field(9000, ge=0, le=65535)  # 0: any that is free; empty: no gRPC
     keys_file: Path | None = None  # API keys, hashed (`kvferry key new`); read again when it changes
+    # Tenants and their keys are records in etcd (`kvferry tenant`); a keys_file may name more keys.
+    tenants_in_etcd: bool = False
+    jwt: JwtConfig = JwtConfig()
+    # At least 32 bytes, the same on all gateways: salts of tenants' pages are made of it. Absent: the first gateway
+    # makes one and keeps it in etcd.
+    salt_secret_file: Path | None = None
     tls: ServerTlsConfig = ServerTlsConfig()  # of HTTP and gRPC; files may be replaced while it serves
     # At most a fifth of what a message to a worker may have: a byte of text may become a token id, which takes five.
     max_body_bytes: int = Field(8 << 20, ge=1024, le=12 << 20)
@@ -196,6 +229,11 @@ class GatewayConfig(_Section):
     # A leaving gateway is not ready, but accepts requests for so long: load balancers need time to notice.
     linger_s: float = Field(0, ge=0)
     drain_timeout_s: float = Field(30, ge=0)
+
+    @property
+    def wants_bearer(self) -> bool:
+        """Whether clients show keys or tokens."""
+        return self.keys_file is not None or self.tenants_in_etcd or self.jwt.enabled
 
     @model_validator(mode="after")
     def _two_ports(self) -> GatewayConfig:
@@ -427,9 +465,14 @@ class ClusterConfig(_Section):
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener off loopback without authentication."""
         gateway, has_mutual_tls = self.gateway, self.worker.tls.enabled
-        has_access = gateway.keys_file is not None or gateway.tls.client_ca_file is not None
+        has_access = gateway.wants_bearer or gateway.tls.client_ca_file is not None
         listeners: tuple[tuple[Listener, str, bool, str], ...] = (
-            ("gateway.host", gateway.host, has_access, "configure gateway.keys_file or gateway.tls.client_ca_file"),
+            (
+                "gateway.host",
+                gateway.host,
+                has_access,
+                "configure gateway.keys_file, gateway.tenants_in_etcd, gateway.jwt or gateway.tls.client_ca_file",
+            ),
             ("worker.host", self.worker.host, has_mutual_tls, "configure worker.tls"),
             # vLLM answers every caller.
             ("engine.side_channel_host", self.engine.side_channel_host, False, ""),

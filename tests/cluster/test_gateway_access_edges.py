@@ -34,7 +34,7 @@ async def test_metrics_of_all_tenants_are_an_operators(tmp_path: Path) -> None:
         assert gateway is not None
         # As on a listener that other machines reach.
         far = configuration.GatewayConfig(host="10.0.0.1", keys_file=keys)
-        gateway.app._access = Access(far)
+        gateway.app._access = Access(far, gateway.identification.tenants)
         for path in ("/metrics", "/kvferry/v1/targets"):
             assert (await http.get(path)).status_code == 401
             answer = await http.get(path, headers=bearer(tenant))

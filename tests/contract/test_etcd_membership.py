@@ -295,8 +295,8 @@ async def test_a_compaction_between_list_and_watch_leads_to_a_new_snapshot(
 
         overtaken = False
 
-        async def _list(self, link: Any) -> Listing:
-            listing = await super()._list(link)
+        async def _list(self, link: Any, prefix: str) -> Listing:
+            listing = await super()._list(link, prefix)
             if not self.overtaken:
                 self.overtaken = True
                 await connect(config).register(member("two"))

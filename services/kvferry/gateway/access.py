@@ -2,73 +2,114 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
+from typing import NamedTuple
 
 from kvferry.addresses import is_loopback
 from kvferry.config import GatewayConfig
-from kvferry.errors import PermissionDenied, Unauthenticated
-from kvferry.gateway.key_file import ApiKey, KeyFile
-from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
+from kvferry.errors import NotReady, PermissionDenied, Unauthenticated
+from kvferry.gateway.jwt_tokens import JwtTokens, looks_like_jwt
+from kvferry.gateway.key_file import KeyFile
+from kvferry.gateway.tenant_directory import TenantDirectory
+from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
+from kvferry.tenancy.records import KEY_PREFIX
 
 _SCHEME = "bearer"
 
 
+class _Shown(NamedTuple):
+    """What a client shows: its tenant, and facts of its key."""
+
+    tenant: str
+    group: str = ""
+    is_operator: bool = False
+    is_in_file: bool = False
+
+
 class Access:
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tenants: Tenants,
+        directory: TenantDirectory | None = None,
+        tokens: JwtTokens | None = None,
+    ) -> None:
         """Raises ConfigError for a key file that cannot be read."""
         self._keys = KeyFile(config.keys_file) if config.keys_file is not None else None
+        self._tenants = tenants
+        self._directory = directory
+        self._tokens = tokens
         self._wants_certificate = config.tls.client_ca_file is not None
-        self._tenant_of_certificate = functools.lru_cache(maxsize=4096)(_tenant_named)
-        self.is_open = self._keys is None and not self._wants_certificate
+        self._takes_keys = self._keys is not None or directory is not None
+        self._wants_bearer = config.wants_bearer
+        self.is_open = not (self._wants_bearer or self._wants_certificate)
         # Any page in a browser on this machine can reach it; elsewhere `insecure` has said that everybody may.
         self.checks_pages = self.is_open and is_loopback(config.host)
         self.metrics_are_open = self.is_open or is_loopback(config.host)
 
     def __repr__(self) -> str:
-        return f"<Access keys={self._keys!r} certificate={self._wants_certificate}>"
+        return f"<Access keys={self._keys!r} directory={self._directory!r} certificate={self._wants_certificate}>"
 
     def identify(self, authorization: str | None, client_name: str | None) -> Tenant:
         """Return the tenant; `client_name` is the verified certificate's common name.
 
-        Raises Unauthenticated, or PermissionDenied for a certificate of no tenant, without repeating keys.
+        Raises Unauthenticated, PermissionDenied for a certificate or token of no tenant, and NotReady while tenants
+        cannot be read, without repeating keys.
         """
-        key = self._key_of(authorization, client_name)
-        if key is not None:
-            return key.tenant
-        return DEFAULT_TENANT if self.is_open else self._tenant_of_certificate(client_name or "")
+        if self.is_open:
+            return DEFAULT_TENANT
+        shown = self._shown(authorization, client_name)
+        try:
+            return self._tenants.named(shown.tenant, self._epoch(shown), shown.group)
+        except ValueError as error:
+            raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
     def require_operator(self, authorization: str | None, client_name: str | None) -> None:
         """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants."""
         if self.metrics_are_open:
             return
-        key = self._key_of(authorization, client_name)
-        if key is None or not key.operator:
+        if not self._shown(authorization, client_name).is_operator:
             raise PermissionDenied(
                 "only a key with `operator: true` (kvferry key new --operator) reads this here; "
                 "metrics are also on the listener of section `metrics`"
             )
 
-    def _key_of(self, authorization: str | None, client_name: str | None) -> ApiKey | None:
-        """Return the shown key, or None where none is asked for."""
-        if self.is_open:
-            return None
+    def _epoch(self, shown: _Shown) -> int:
+        if self._directory is None:
+            return 0
+        if not self._directory.is_known:
+            raise NotReady("this gateway is starting: it waits for etcd to read the tenants")
+        record = self._directory.record(shown.tenant)
+        if record is not None and record.is_deleted:
+            raise Unauthenticated("this tenant was deleted")
+        if record is None and not shown.is_in_file:
+            raise PermissionDenied(f"{shown.tenant[:64]!r} is no tenant of this cluster")
+        return 0 if record is None else record.epoch
+
+    def _shown(self, authorization: str | None, client_name: str | None) -> _Shown:
         if self._wants_certificate and client_name is None:
             raise Unauthenticated("a client certificate is required here, and none was shown")
-        if self._keys is None:
-            return None
+        if not self._wants_bearer:
+            return _Shown(client_name or "")
         if not authorization:
-            raise Unauthenticated("an API key is required: authorization: Bearer KEY")
-        scheme, _, key = authorization.partition(" ")
+            what = "an API key" if self._takes_keys else "a token"
+            raise Unauthenticated(f"{what} is required: authorization: Bearer {'KEY' if self._takes_keys else 'TOKEN'}")
+        scheme, _, bearer = authorization.partition(" ")
         if scheme.lower() != _SCHEME:
             raise Unauthenticated("authorization: only the scheme Bearer is known here")
-        found = self._keys.find(key.strip())
-        if found is None:
-            raise Unauthenticated("this API key is not known here")
-        return found
+        bearer = bearer.strip()
+        if self._tokens is not None and looks_like_jwt(bearer) and not bearer.startswith(KEY_PREFIX):
+            return _Shown(self._tokens.tenant_of(bearer))
+        return self._find(bearer)
 
-
-def _tenant_named(client_name: str) -> Tenant:
-    try:
-        return Tenant(client_name)
-    except ValueError as error:
-        raise PermissionDenied(f"the client certificate's common name is no tenant: {error}") from None
+    def _find(self, key: str) -> _Shown:
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        if self._keys is not None and (entry := self._keys.find(digest)) is not None:
+            return _Shown(entry.tenant, "", entry.operator, is_in_file=True)
+        if self._directory is not None:
+            if (found := self._directory.find(digest)) is not None:
+                tenant, record = found
+                return _Shown(tenant, record.group, record.operator)
+            if not self._directory.is_known:
+                raise NotReady("this gateway is starting: it waits for etcd to read the tenants")
+        raise Unauthenticated("this API key is not known here")

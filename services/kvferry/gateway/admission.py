@@ -15,6 +15,7 @@ from kvferry.engine.base import RenderedPrompt
 from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
+from kvferry.gateway.tenant_requests import TenantRequests
 from kvferry.tracing import Tracing
 
 # Of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its end,
@@ -148,7 +149,7 @@ class Claim:
         self.num_body_bytes = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CountedRequest:
     """One request in flight. `status` is its HTTP status in metrics, `trace` its span or None."""
 
@@ -158,6 +159,21 @@ class CountedRequest:
     trace: RequestTrace | None = None
     error: KvferryError | None = None
     answer_id: str = ""  # once the request was rendered
+    limit: asyncio.Timeout | None = None  # while it is served
+    ended_by: KvferryError | None = None  # why it ends before its time
+    tenant: str = ""  # once it is known, where requests are counted by tenant
+
+    def end(self, error: KvferryError) -> None:
+        """End it with an error, now or as soon as its body is read."""
+        self.ended_by = error
+        if self.limit is not None:
+            with contextlib.suppress(RuntimeError):  # its time has just ended by itself
+                self.limit.reschedule(asyncio.get_running_loop().time())
+
+    def require_not_ended(self) -> None:
+        """Raises the error that ended it while its body was read."""
+        if self.ended_by is not None:
+            raise self.ended_by
 
     def failed(self, error: KvferryError) -> None:
         self.status = str(error.http_status)
@@ -196,6 +212,7 @@ class Admission:
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()
         self.tracing: Tracing | None = None
+        self.by_tenant: TenantRequests | None = None  # where tenants can be deleted
         self._metrics = metrics
         self._read_readiness = read_readiness
 
@@ -222,6 +239,8 @@ class Admission:
             yield counted
         finally:
             counted.claim.release()
+            if counted.tenant and self.by_tenant is not None:
+                self.by_tenant.remove(counted)
             counted.body = b""
             self.num_in_flight -= 1
             if not self.num_in_flight:
@@ -234,6 +253,10 @@ class Admission:
                 counted.error = None  # its traceback holds the request
             if counted.trace is not None:
                 counted.trace.end(counted.status)
+
+    def note_tenant(self, counted: CountedRequest, tenant: str) -> None:
+        if self.by_tenant is not None:
+            self.by_tenant.add(counted, tenant)
 
     def require_admission(self, *, can_render: bool) -> None:
         """Refuse a request before its body is read. Raises NotReady, or Overloaded where no choice has room."""

@@ -203,6 +203,7 @@ class HttpApp:
                 try:
                     _allow(scope["method"], "POST")
                     tenant = self._identify(scope)
+                    self._admission.note_tenant(counted, tenant.name)
                 except KvferryError:
                     # A client without a key does not decide what is sampled.
                     counted.trace = self._begin_trace(endpoint, scope, ())
@@ -280,7 +281,8 @@ class HttpApp:
         timeout_s = self._config.request_timeout_s
         writer: StreamWriter | None = None
         try:
-            async with asyncio.timeout(timeout_s):
+            counted.require_not_ended()
+            async with asyncio.timeout(timeout_s) as counted.limit:
                 answer = await read(counted.body, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
                 counted.body = b""
                 counted.answer_id = answer.answer_id
@@ -302,7 +304,9 @@ class HttpApp:
                 with keep_alive(writer, self._config.sse_keep_alive_s):
                     await answer.stream(writer, counted.failed_in_stream)
         except TimeoutError:
-            error = DeadlineExceeded(f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)")
+            error = counted.ended_by or DeadlineExceeded(
+                f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)"
+            )
             if writer is None or not writer.started:
                 raise error from None
             counted.failed_in_stream(error)

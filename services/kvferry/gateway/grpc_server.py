@@ -257,6 +257,7 @@ class GrpcEndpoint:
             try:
                 try:
                     tenant = self._identify(context)
+                    self._admission.note_tenant(counted, tenant.name)
                 except KvferryError:
                     # A client without a key does not decide what is sampled.
                     counted.trace = self._begin_trace(endpoint, {})
@@ -276,7 +277,7 @@ class GrpcEndpoint:
                 counted.claim.add_body_bytes(len(raw))
                 answering = answer(inference, raw, tenant, counted)
                 del raw
-                answered = await self._in_time(answering, context.time_remaining())
+                answered = await self._in_time(answering, context.time_remaining(), counted)
                 counted.status = "200"
                 return answered
             except (asyncio.CancelledError, grpc.aio.BaseError) as error:
@@ -331,14 +332,16 @@ class GrpcEndpoint:
         }
         return begin_trace(tracing, headers, endpoint, self._served_name, attributes)
 
-    async def _in_time(self, answer: Awaitable[R], remaining_s: float | None) -> R:
+    async def _in_time(self, answer: Awaitable[R], remaining_s: float | None, counted: CountedRequest) -> R:
         timeout_s = self._config.request_timeout_s
         is_ours = remaining_s is None or remaining_s > timeout_s
         try:
-            async with asyncio.timeout(timeout_s if is_ours else remaining_s):
+            async with asyncio.timeout(timeout_s if is_ours else remaining_s) as counted.limit:
+                if counted.ended_by is not None:
+                    counted.end(counted.ended_by)
                 return await answer
         except TimeoutError:
-            raise DeadlineExceeded(
+            raise counted.ended_by or DeadlineExceeded(
                 f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)"
                 if is_ours
                 else "the deadline of the call passed"

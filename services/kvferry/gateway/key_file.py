@@ -1,18 +1,11 @@
-"""API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each, `operator: true` for some.
-
-Keys are 32 random bytes, so a plain SHA-256 suffices.
-"""
+"""API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each, or `operator: true` too."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import hmac
 import logging
 import os
-import re
-import secrets
 import stat
 import tempfile
 import time
@@ -25,11 +18,11 @@ import yaml
 
 from kvferry.errors import ConfigError
 from kvferry.file_signature import FileSignature, file_signature
-from kvferry.gateway.tenants import Tenant
+from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.records import KeyRecord, make_key
 
 log = logging.getLogger(__name__)
 
-PREFIX = "kvf_"
 LOOK_INTERVAL_S = 1.0  # the file is looked at no more often
 # Of larger files the old keys count until a thread has read the new ones: 10,000 keys take 0.6 s.
 READ_AT_ONCE_BYTES = 8 << 10
@@ -37,8 +30,6 @@ READ_AT_ONCE_BYTES = 8 << 10
 # libyaml's reads thousands of keys ten times as fast; it is missing from some builds of PyYAML.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _FIELDS = ("tenant", "name", "sha256")
 _OPERATOR = "operator"
 
@@ -47,16 +38,14 @@ _OPERATOR = "operator"
 class ApiKey:
     """An entry without the key itself. Raises ValueError for an invalid tenant, name or digest."""
 
-    tenant: Tenant
+    tenant: str
     name: str
     sha256: str  # of the whole key, prefix included; hexadecimal
     operator: bool = False  # may read what is not of one tenant: metrics, targets
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"name {self.name!r}: letters, digits, dots, dashes and underscores, at most 63")
-        if not _SHA256.fullmatch(self.sha256):
-            raise ValueError(f"the sha256 of key {self.name!r} is not 64 hexadecimal digits in lower case")
+        Namespace(self.tenant)
+        KeyRecord(name=self.name, sha256=self.sha256).check()
 
 
 class KeyFile:
@@ -76,13 +65,10 @@ class KeyFile:
     def __repr__(self) -> str:
         return f"<KeyFile {self._file} keys={len(self._digest_to_key)}>"
 
-    def find(self, key: str) -> ApiKey | None:
+    def find(self, digest: bytes) -> ApiKey | None:
+        """Look a key up by its SHA-256, which reveals nothing about a key that nearly matches."""
         self._look()
-        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-        # A digest reveals nothing about a key that nearly matches; it is compared in constant time nevertheless.
-        found = self._digest_to_key.get(digest)
-        expected = bytes.fromhex(found.sha256) if found is not None else bytes(32)
-        return found if hmac.compare_digest(expected, digest) else None
+        return self._digest_to_key.get(digest)
 
     def _look(self) -> None:
         if self._reading is not None:
@@ -147,14 +133,14 @@ def read_keys(file: Path) -> list[ApiKey]:
         if not isinstance(operator := value.get(_OPERATOR, False), bool):
             raise ConfigError(f"{where}: {_OPERATOR} is true or false")
         try:
-            key = ApiKey(Tenant(value["tenant"]), value["name"], value["sha256"], operator)
+            key = ApiKey(value["tenant"], value["name"], value["sha256"], operator)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
-        if (key.tenant.name, key.name) in names:
-            raise ConfigError(f"{where}: the tenant {key.tenant.name!r} has a key {key.name!r} already")
+        if (key.tenant, key.name) in names:
+            raise ConfigError(f"{where}: the tenant {key.tenant!r} has a key {key.name!r} already")
         if (other := digest_to_key.get(key.sha256)) is not None:
-            raise ConfigError(f"{where}: the same key as {other.tenant.name}/{other.name}")
-        names.add((key.tenant.name, key.name))
+            raise ConfigError(f"{where}: the same key as {other.tenant}/{other.name}")
+        names.add((key.tenant, key.name))
         digest_to_key[key.sha256] = key
         keys.append(key)
     return keys
@@ -165,15 +151,14 @@ def new_key(file: Path, tenant: str, name: str, *, operator: bool = False) -> st
 
     Raises ConfigError for an unusable file, and for invalid or taken names.
     """
-    key = PREFIX + secrets.token_urlsafe(32)
-    digest = hashlib.sha256(key.encode()).hexdigest()
+    key, digest = make_key()
     try:
-        added = ApiKey(Tenant(tenant), name, digest, operator)
+        added = ApiKey(tenant, name, digest, operator)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     with _locked(file):
         known = read_keys(file) if file.exists() else []
-        if any((entry.tenant.name, entry.name) == (tenant, name) for entry in known):
+        if any((entry.tenant, entry.name) == (tenant, name) for entry in known):
             raise ConfigError(f"{file}: the tenant {tenant!r} has a key {name!r} already")
         _write(file, [*known, added])
     return key
@@ -182,7 +167,7 @@ def new_key(file: Path, tenant: str, name: str, *, operator: bool = False) -> st
 def _write(file: Path, keys: Sequence[ApiKey]) -> None:
     """Replace the file atomically, since gateways read it meanwhile."""
     lines = [
-        f"- {{tenant: {key.tenant.name!r}, name: {key.name!r}, sha256: {key.sha256!r}"
+        f"- {{tenant: {key.tenant!r}, name: {key.name!r}, sha256: {key.sha256!r}"
         f"{', operator: true' if key.operator else ''}}}\n"
         for key in keys
     ]

@@ -27,11 +27,11 @@ from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
 from kvferry.exposition import SpanCounts
-from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Readiness
 from kvferry.gateway.asgi import HttpApp
 from kvferry.gateway.grpc_requests import Inference
 from kvferry.gateway.grpc_server import GrpcEndpoint
+from kvferry.gateway.identification import Identification
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.openai_endpoint import OpenAI
 from kvferry.gateway.prometheus_targets import Targets
@@ -132,9 +132,7 @@ class GatewayHost:
         """Raises ConfigError for keys or certificates that cannot be used."""
         self._make_renderer = make_renderer
         self._renderer: Renderer | None = None
-        self._config = config
-        self._model_folder = model_folder
-        self._membership = membership
+        self._config, self._model_folder, self._membership = config, model_folder, membership
         self._registration: Registration | None = None
         self._serving: asyncio.Task[None] | None = None
         self._registering: asyncio.Task[None] | None = None
@@ -171,9 +169,10 @@ class GatewayHost:
         self._dispatcher = Dispatcher(
             self.worker_pool, self.policy, self.metrics, config.gateway, volumes=self.volume_pool.costs
         )
-        access = Access(config.gateway)
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
-        name = config.served_name
+        self.identification = Identification(config.gateway, membership.records, self._note_readiness)
+        self.admission.by_tenant = self.identification.requests
+        name, access = config.served_name, self.identification.access
         self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
         self.grpc = GrpcEndpoint(
             config.gateway, self.metrics, self.admission, self.readiness, access, name, self.app.unread_answers
@@ -207,6 +206,7 @@ class GatewayHost:
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
             self._notifier = asyncio.create_task(self._notify_readiness())
+        self.identification.start()
         # Before any link: a worker of another model must not get this gateway's tokens.
         self.worker_pool.identity = await asyncio.to_thread(identity, self._config, self._model_folder)
         self.worker_pool.start()
@@ -240,7 +240,8 @@ class GatewayHost:
         self._num_expected = {kind: num_workers.get(kind.value, 0) for kind in WORKER_KINDS}
 
     def readiness(self) -> Readiness:
-        waiting = []
+        waiting = self.identification.missing()
+        knows_clients = not waiting
         if self.app.openai is None:
             waiting.append("renderer")
         for kind, num_expected in self._num_expected.items():
@@ -249,6 +250,7 @@ class GatewayHost:
                 waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
         return Readiness(
             ready=self.app.openai is not None
+            and knows_clients
             and bool(self.worker_pool.usable(MemberKind.DECODE))
             and not (self.app.is_leaving or self.admission.draining),
             waiting_for=waiting,
@@ -293,6 +295,7 @@ class GatewayHost:
         self._server.force_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
+        await self.identification.close()
         await self.worker_pool.close()
         await self.volume_pool.close()
         # Requests end with their workers' links; tasks that wait for a slow client would stay.

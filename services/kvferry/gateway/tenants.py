@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import functools
+import logging
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 from kvferry.engine.base import TierHints
+from kvferry.errors import ConfigError, KvferryError, NotReady
+from kvferry.membership.base import RecordStore
+from kvferry.tenancy import salts
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+
+log = logging.getLogger(__name__)
+
+SECRET_RECORD: Final = "salt-secret"
+RETRY_S: Final = 1.0
+_NUM_KEPT: Final = 4096  # tenants whose salts are kept
+# Where every client is the same tenant: there is no other one to guess.
+_OPEN_SECRET: Final = bytes(salts.MIN_SECRET_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +35,77 @@ class Tenant:
     """
 
     name: str
-    cache_salt: str = field(init=False)
+    epoch: int = 0
+    group: str = ""
+    secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
+    cache_salt: str = field(init=False, repr=False)
     tier: TierHints | None = field(init=False)
 
     def __post_init__(self) -> None:
-        namespace = Namespace(self.name)
-        is_default = namespace == DEFAULT_NAMESPACE
-        object.__setattr__(self, "cache_salt", "" if is_default else str(namespace))
-        object.__setattr__(self, "tier", None if is_default else TierHints(namespace))
+        namespace = Namespace(self.name, self.epoch)
+        is_default = namespace == DEFAULT_NAMESPACE and not self.group
+        salt = "" if is_default else salts.salt(self.secret, namespace, self.group)
+        object.__setattr__(self, "cache_salt", salt)
+        object.__setattr__(self, "tier", None if namespace == DEFAULT_NAMESPACE else TierHints(namespace))
 
     def salt_of(self, client_salt: str) -> str:
         """Return the salt of requests for which a client names one."""
-        # Each part with its length: no client's salt makes another tenant's. Names of tenants have dots, not slashes.
-        parts = (self.cache_salt.encode(), client_salt.encode("utf-8", "surrogatepass"))
-        digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).hexdigest()
-        return f"client/{digest}"
+        return salts.salt(self.secret, Namespace(self.name, self.epoch), self.group, client_salt)
 
 
 # The tenant of every request where no authentication is configured.
 DEFAULT_TENANT = Tenant(DEFAULT_NAMESPACE.tenant)
+
+
+class Tenants:
+    """Makes tenants with the cluster's secret."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret
+        self._made = functools.lru_cache(_NUM_KEPT)(self._make)
+
+    @property
+    def have_secret(self) -> bool:
+        return self._secret is not None
+
+    def set_secret(self, secret: bytes) -> None:
+        self._secret = secret
+        self._made.cache_clear()
+
+    def named(self, name: str, epoch: int = 0, group: str = "") -> Tenant:
+        """Raises ValueError for an invalid name, and NotReady until the secret is known."""
+        return self._made(name, epoch, group)
+
+    def _make(self, name: str, epoch: int, group: str) -> Tenant:
+        if self._secret is None:
+            raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
+        return Tenant(name, epoch, group, secret=self._secret)
+
+
+def read_secret(file: Path) -> bytes:
+    """Raises ConfigError for a file that cannot be read, or holds under 32 bytes."""
+    try:
+        secret = file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"gateway.salt_secret_file: {file}: {error.strerror}") from None
+    if len(secret) < salts.MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"gateway.salt_secret_file: {file}: {len(secret)} bytes; at least {salts.MIN_SECRET_BYTES} are needed"
+        )
+    return secret
+
+
+async def shared_secret(records: RecordStore, on_wait: Callable[[], None] = lambda: None) -> bytes:
+    """Return the secret that all gateways of the cluster share. The first of them makes it."""
+    while True:
+        try:
+            found = await records.read(SECRET_RECORD)
+            if found is not None and len(found.value) >= salts.MIN_SECRET_BYTES:
+                return found.value
+            if found is not None:
+                log.error("the record %s has %d bytes and is made anew", SECRET_RECORD, len(found.value))
+            await records.write(SECRET_RECORD, secrets.token_hex(32).encode(), found.revision if found else 0)
+        except KvferryError as error:
+            log.warning("the secret of tenants' salts cannot be read yet: %s", error.message)
+            on_wait()
+            await asyncio.sleep(RETRY_S)

@@ -302,6 +302,7 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
 def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
     dump = config.model_dump(mode="json")
     sections = (dump["gateway"], *(dump[name]["tls"] for name in ("gateway", "worker", "metrics")), dump["tracing"])
+    sections = (*sections, dump["gateway"]["jwt"])
     for section in sections:
         for key, value in section.items():
             if key.endswith("_file") and value is not None:

@@ -38,6 +38,6 @@ def why_not_to_ask(gateway: GatewayConfig, environ: Mapping[str, str] = os.envir
     """Return why a command cannot call the gateway; empty if it can."""
     if gateway.tls.client_ca_file is not None:
         return "the gateway asks for a client certificate, and this command has none"
-    if gateway.keys_file is not None and not environ.get(KEY_VARIABLE):
+    if gateway.wants_bearer and not environ.get(KEY_VARIABLE):
         return f"the gateway asks for a key; {KEY_VARIABLE} can give this command one"
     return ""

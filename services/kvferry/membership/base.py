@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -112,6 +112,55 @@ class Membership(Protocol):
         """
         ...
 
+    @property
+    def records(self) -> RecordStore: ...
+
     async def close(self) -> None:
         """End watches and renewals without revoking. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    value: bytes
+    revision: int  # of its last change
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """All records of a folder, by the rest of their names. Replaces what the watcher knew."""
+
+    by_name: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordChanged:
+    name: str  # inside the folder
+    value: bytes | None  # None: deleted
+
+
+RecordChange = Records | RecordChanged
+
+
+class RecordStore(Protocol):
+    """Values that outlive their writers. Names have folders: `tenants/acme`.
+
+    Contract: tests/contract/test_record_contract.py. Calls raise UnavailableError during an outage.
+    """
+
+    async def read(self, name: str) -> Record | None: ...
+
+    async def read_all(self, folder: str) -> Mapping[str, Record]:
+        """Return the folder's records by the rest of their names."""
+        ...
+
+    async def write(self, name: str, value: bytes | None, revision: int) -> bool:
+        """Write, or delete for None, if the record is still of `revision`, 0 for one that is not there.
+
+        Return False, and write nothing, where it has changed.
+        """
+        ...
+
+    def watch(self, folder: str) -> AsyncIterator[RecordChange]:
+        """Yield Records, then changes in order, until the membership closes. As `Membership.watch` otherwise."""
         ...

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.membership.base import Member
+from kvferry.membership.base import Member, MemberChange, Record, RecordChange
 from kvferry.membership.etcd_link import EtcdConnector, EtcdLink, wait_for_cancelled
-from kvferry.membership.etcd_records import Listing, MemberView, record_prefix
+from kvferry.membership.etcd_records import Listing, MemberView, RecordView
 from kvferry.membership.etcd_registration import EtcdRegistration
-from kvferry.membership.etcd_watch import EtcdWatch
+from kvferry.membership.etcd_watch import EtcdWatch, View
 from kvferry.membership.retry import DEFAULT_RETRY, RetryPolicy
+
+C = TypeVar("C")
 
 
 class EtcdMembership:
@@ -39,7 +42,7 @@ class EtcdMembership:
         self._rng = rng or random.Random()
         self._connector = EtcdConnector(config, self._rng)
         self._closed = False
-        self._watches: list[EtcdWatch] = []
+        self._watches: list[EtcdWatch[Any]] = []
         self._registrations: list[EtcdRegistration] = []
 
     def __repr__(self) -> str:
@@ -67,14 +70,21 @@ class EtcdMembership:
         return registration
 
     async def members(self) -> tuple[Member, ...]:
-        listing = await self._connector.call(self._list)
-        return MemberView(self._config.prefix).replace(listing).members
+        view = MemberView(self._config.prefix)
+        return view.replace(await self._connector.call(lambda link: self._list(link, view.prefix))).members
 
-    def watch(self) -> EtcdWatch:
+    @property
+    def records(self) -> EtcdRecords:
+        return EtcdRecords(self, self._config.prefix, self._connector)
+
+    def watch(self) -> EtcdWatch[MemberChange]:
+        return self.watch_view(MemberView(self._config.prefix))
+
+    def watch_view(self, view: View[C]) -> EtcdWatch[C]:
         watch = EtcdWatch(
-            self._config.prefix,
+            view,
             self._connector,
-            self._list,
+            lambda link: self._list(link, view.prefix),
             pause_s=lambda num_failures: self._retry.pause_s(num_failures, self._rng),
             on_ended=self._discard_watch,
         )
@@ -90,13 +100,38 @@ class EtcdMembership:
         tasks += [registration.cancel() for registration in self._registrations]
         await wait_for_cancelled(tasks)
 
-    async def _list(self, link: EtcdLink) -> Listing:
-        return await link.list(record_prefix(self._config.prefix))
+    async def _list(self, link: EtcdLink, prefix: str) -> Listing:
+        return await link.list(prefix)
 
     def _discard_registration(self, registration: EtcdRegistration) -> None:
         if registration in self._registrations and not self._closed:
             self._registrations.remove(registration)
 
-    def _discard_watch(self, watch: EtcdWatch) -> None:
+    def _discard_watch(self, watch: EtcdWatch[Any]) -> None:
         if watch in self._watches and not self._closed:
             self._watches.remove(watch)
+
+
+class EtcdRecords:
+    def __init__(self, membership: EtcdMembership, prefix: str, connector: EtcdConnector) -> None:
+        self._membership = membership
+        self._prefix = prefix
+        self._connector = connector
+
+    async def read(self, name: str) -> Record | None:
+        found = await self._connector.call(lambda link: link.read(self._key(name)))
+        return None if found is None else Record(*found)
+
+    async def read_all(self, folder: str) -> Mapping[str, Record]:
+        prefix = self._key(folder) + "/"
+        found = await self._connector.call(lambda link: link.read_all(prefix))
+        return {key.removeprefix(prefix): Record(*each) for key, each in found.items()}
+
+    async def write(self, name: str, value: bytes | None, revision: int) -> bool:
+        return await self._connector.call(lambda link: link.write(self._key(name), value, revision))
+
+    def watch(self, folder: str) -> EtcdWatch[RecordChange]:
+        return self._membership.watch_view(RecordView(self._prefix, folder))
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix.rstrip('/')}/{name}"

@@ -133,6 +133,22 @@ class EtcdLink:
         answer = await self._call(lambda: self._kv.get(prefix, prefix_range_end(prefix), timeout=self._timeout_s))
         return Listing({kv.key.decode(errors="replace"): kv.value for kv in answer.kvs}, answer.header.revision)
 
+    async def read(self, key: str) -> tuple[bytes, int] | None:
+        """Return the value and the revision of its last change."""
+        answer = await self._call(lambda: self._kv.get(key, timeout=self._timeout_s))
+        return (answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
+
+    async def read_all(self, prefix: str) -> dict[str, tuple[bytes, int]]:
+        answer = await self._call(lambda: self._kv.get(prefix, prefix_range_end(prefix), timeout=self._timeout_s))
+        return {kv.key.decode(errors="replace"): (kv.value, kv.mod_revision) for kv in answer.kvs}
+
+    async def write(self, key: str, value: bytes | None, revision: int) -> bool:
+        """Write, or delete for None, if the key's last change was at `revision`, 0 for a key that is not there."""
+        unchanged = Compare(result=Compare.EQUAL, target=Compare.MOD, key=key.encode(), mod_revision=revision)
+        change = KVService.txn_op_delete(key) if value is None else KVService.txn_op_put(key, value)
+        answer = await self._call(lambda: self._kv.txn([unchanged], [change], timeout=self._timeout_s))
+        return bool(answer.succeeded)
+
     async def grant(self, lease_id: int, ttl_s: int) -> int:
         """Return the time to live that etcd chose, in seconds."""
         answer = await self._call(lambda: self._lease.grant(ttl_s, lease_id, timeout=self._timeout_s))

@@ -1,4 +1,4 @@
-"""Member records in etcd, and a watcher's view. Pure."""
+"""Member records and others in etcd, and a watcher's views. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
+from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, RecordChanged, Records, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +21,11 @@ class Listing:
 
 
 class MemberView:
+    name = "members"
+
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
+        self.prefix = record_prefix(prefix)
         self._key_to_member: dict[str, Member] = {}
 
     def replace(self, listing: Listing) -> Snapshot:
@@ -45,6 +48,23 @@ class MemberView:
         """Return None for an unknown record."""
         member = self._key_to_member.pop(key, None)
         return None if member is None else Left(member.kind, member.member_id)
+
+
+class RecordView:
+    """A view of records that passes every value on, unread."""
+
+    def __init__(self, prefix: str, folder: str) -> None:
+        self.name = folder
+        self.prefix = f"{prefix.rstrip('/')}/{folder}/"
+
+    def replace(self, listing: Listing) -> Records:
+        return Records({key.removeprefix(self.prefix): value for key, value in listing.key_to_value.items()})
+
+    def put(self, key: str, value: bytes) -> RecordChanged:
+        return RecordChanged(key.removeprefix(self.prefix), value)
+
+    def delete(self, key: str) -> RecordChanged:
+        return RecordChanged(key.removeprefix(self.prefix), None)
 
 
 def record_prefix(prefix: str) -> str:

@@ -1,48 +1,62 @@
-"""Watches the members in etcd."""
+"""Watches members and records in etcd."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from kvferry.membership.base import MemberChange
 from kvferry.membership.etcd_link import EtcdConnector, EtcdLink, Interrupted, log_fault, wait_for_cancelled
-from kvferry.membership.etcd_records import Listing, MemberView, record_prefix
+from kvferry.membership.etcd_records import Listing
+
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
 
 log = logging.getLogger(__name__)
 
 _MAX_BACKLOG: Final = 4096  # changes; a slower reader gets a Snapshot instead
 
 
-class EtcdWatch(AsyncIterator[MemberChange]):
+class View(Protocol[C_co]):
+    """What a watcher knows of the keys below one prefix; its changes are `C_co`."""
+
+    prefix: str
+    name: str  # of what lies there, in the log
+
+    def replace(self, listing: Listing) -> C_co: ...
+
+    def put(self, key: str, value: bytes) -> C_co | None: ...
+
+    def delete(self, key: str) -> C_co | None: ...
+
+
+class EtcdWatch(AsyncIterator[C], Generic[C]):
     """Has a reading task, so that a cancelled wait loses no change."""
 
     def __init__(
         self,
-        prefix: str,
+        view: View[C],
         connector: EtcdConnector,
         list_records: Callable[[EtcdLink], Awaitable[Listing]],
         *,
         pause_s: Callable[[int], float],
-        on_ended: Callable[[EtcdWatch], None],
+        on_ended: Callable[[EtcdWatch[C]], None],
     ) -> None:
-        self._prefix = prefix
         self._connector = connector
         self._list_records = list_records
         self._pause_s = pause_s
         self._on_ended = on_ended
-        self._view = MemberView(prefix)
-        self._changes: asyncio.Queue[MemberChange | None] = asyncio.Queue()  # None: the end
+        self._view = view
+        self._changes: asyncio.Queue[C | None] = asyncio.Queue()  # None: the end
         self._task: asyncio.Task[None] | None = None
         self._ended = False
 
-    async def __anext__(self) -> MemberChange:
+    async def __anext__(self) -> C:
         if self._ended:
             raise StopAsyncIteration
         if self._task is None:
-            self._task = asyncio.create_task(self._follow(), name="watch members")
+            self._task = asyncio.create_task(self._follow(), name=f"watch {self._view.name}")
         change = await self._changes.get()
         if change is None:
             self._changes.put_nowait(None)  # other waiting readers end too
@@ -70,15 +84,15 @@ class EtcdWatch(AsyncIterator[MemberChange]):
                     listing = await self._list_records(link)
                     self._drain()  # the Snapshot replaces unread changes
                     self._changes.put_nowait(self._view.replace(listing))
-                    async with link.watch(record_prefix(self._prefix), listing.revision + 1) as stream:
+                    async with link.watch(self._view.prefix, listing.revision + 1) as stream:
                         if num_failures:
-                            log.info("members are watched again")
+                            log.info(f"{self._view.name} are watched again")
                         num_failures = 0
                         while True:
                             self._put(await stream.events())
             except Exception as error:
                 num_failures += 1
-                log_fault("members cannot be watched, the last known stay", error, num_failures)
+                log_fault(f"{self._view.name} cannot be watched, the last known stay", error, num_failures)
             await asyncio.sleep(self._pause_s(num_failures))
 
     def _put(self, events: Iterable[Any]) -> None:

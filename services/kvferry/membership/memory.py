@@ -7,12 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvferry.errors import UnavailableError
-from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Snapshot
+from kvferry.membership.base import (
+    Joined,
+    Left,
+    Member,
+    MemberChange,
+    MemberId,
+    MemberKind,
+    Record,
+    RecordChange,
+    RecordChanged,
+    Records,
+    Snapshot,
+)
+
+C = TypeVar("C")
 
 _Key = tuple[MemberKind, MemberId]
 
@@ -44,7 +59,10 @@ class MemoryRegistry:
         self._sleep = sleep
         self._key_to_record: dict[_Key, _Record] = {}
         self._registrations: list[MemoryRegistration] = []
-        self._watches: list[MemoryWatch] = []
+        self._watches: list[MemoryWatch[MemberChange]] = []
+        self._records: dict[str, Record] = {}
+        self._record_watches: list[tuple[str, MemoryWatch[RecordChange]]] = []
+        self._revision = 0
         self._num_outages = 0  # nested ones; it answers at zero
 
     def __repr__(self) -> str:
@@ -88,6 +106,8 @@ class MemoryRegistry:
             del self._key_to_record[key]
         for watch in self._watches:
             watch._offer(Snapshot(self.members()))
+        for folder, records in self._record_watches:
+            records._offer(self._records_of(folder))
         for registration in self._registrations:
             self._write(registration)
 
@@ -114,6 +134,25 @@ class MemoryRegistry:
         for key, record in self._key_to_record.items():
             living = record.owner in self._registrations
             assert living == (record.renewed_at_s is None), f"{key} is not renewed by its owner"
+
+    def _records_of(self, folder: str) -> Records:
+        prefix = f"{folder}/"
+        found = {name: record.value for name, record in self._records.items() if name.startswith(prefix)}
+        return Records({name.removeprefix(prefix): value for name, value in found.items()})
+
+    def _write_record(self, name: str, value: bytes | None, revision: int) -> bool:
+        before = self._records.get(name)
+        if revision != (0 if before is None else before.revision):
+            return False
+        self._revision += 1
+        if value is None:
+            self._records.pop(name, None)
+        else:
+            self._records[name] = Record(value, self._revision)
+        for folder, watch in self._record_watches:
+            if name.startswith(f"{folder}/"):
+                watch._offer(RecordChanged(name.removeprefix(f"{folder}/"), value))
+        return True
 
     async def _lag(self) -> None:
         if self.delay_s:
@@ -170,7 +209,8 @@ class MemoryMembership:
     def __init__(self, registry: MemoryRegistry) -> None:
         self._registry = registry
         self._registrations: list[MemoryRegistration] = []
-        self._watches: list[MemoryWatch] = []
+        self._watches: list[MemoryWatch[MemberChange]] = []
+        self._record_watches: list[MemoryWatch[RecordChange]] = []
         self._closed = False
 
     def __repr__(self) -> str:
@@ -190,8 +230,15 @@ class MemoryMembership:
         await self._registry._answer()
         return self._registry.members()
 
-    def watch(self) -> MemoryWatch:
-        watch = MemoryWatch(self._registry)
+    @property
+    def records(self) -> MemoryRecords:
+        return MemoryRecords(self, self._registry)
+
+    def watch(self) -> MemoryWatch[MemberChange]:
+        registry = self._registry
+        watch = MemoryWatch(
+            registry, registry._watches.append, registry._watches.remove, lambda: Snapshot(registry.members())
+        )
         if self._closed:
             watch._end()
         else:
@@ -202,6 +249,8 @@ class MemoryMembership:
         self._closed = True
         for watch in self._watches:
             watch._end()
+        for records in self._record_watches:
+            records._end()
         for registration in self._registrations:
             self._registry._abandon(registration)
 
@@ -237,23 +286,65 @@ class MemoryRegistration:
             self._registry._drop(self._key)
 
 
-class MemoryWatch(AsyncIterator[MemberChange]):
+class MemoryRecords:
+    def __init__(self, membership: MemoryMembership, registry: MemoryRegistry) -> None:
+        self._membership = membership
+        self._registry = registry
+
+    async def read(self, name: str) -> Record | None:
+        await self._registry._answer()
+        return self._registry._records.get(name)
+
+    async def read_all(self, folder: str) -> Mapping[str, Record]:
+        await self._registry._answer()
+        names = self._registry._records_of(folder).by_name
+        return {name: self._registry._records[f"{folder}/{name}"] for name in names}
+
+    async def write(self, name: str, value: bytes | None, revision: int) -> bool:
+        await self._registry._answer()
+        return self._registry._write_record(name, value, revision)
+
+    def watch(self, folder: str) -> MemoryWatch[RecordChange]:
+        registry, membership = self._registry, self._membership
+        watch: MemoryWatch[RecordChange] = MemoryWatch(
+            registry,
+            lambda begun: registry._record_watches.append((folder, begun)),
+            lambda ended: registry._record_watches.remove((folder, ended)),
+            lambda: registry._records_of(folder),
+        )
+        if membership._closed:
+            watch._end()
+        else:
+            membership._record_watches.append(watch)
+        return watch
+
+
+class MemoryWatch(AsyncIterator[C], Generic[C]):
     """Starts at the first `__anext__`. A cancelled wait loses no change."""
 
-    def __init__(self, registry: MemoryRegistry) -> None:
+    def __init__(
+        self,
+        registry: MemoryRegistry,
+        begin: Callable[[MemoryWatch[C]], None],
+        end: Callable[[MemoryWatch[C]], None],
+        snapshot: Callable[[], C],
+    ) -> None:
         self._registry = registry
-        self._changes: asyncio.Queue[MemberChange | None] = asyncio.Queue()  # None: the end
+        self._begin = begin
+        self._end_of = end
+        self._snapshot = snapshot
+        self._changes: asyncio.Queue[C | None] = asyncio.Queue()  # None: the end
         self._started = False
         self._ended = False
 
-    async def __anext__(self) -> MemberChange:
+    async def __anext__(self) -> C:
         if self._ended:
             raise StopAsyncIteration
         if not self._started:
             self._started = True
-            self._registry._watches.append(self)
+            self._begin(self)
             if not self._registry.out:
-                self._offer(Snapshot(self._registry.members()))
+                self._offer(self._snapshot())
         await self._registry._lag()
         change = await self._changes.get()
         if change is None:
@@ -265,12 +356,12 @@ class MemoryWatch(AsyncIterator[MemberChange]):
         """Idempotent."""
         self._end()
 
-    def _offer(self, change: MemberChange) -> None:
+    def _offer(self, change: C) -> None:
         self._changes.put_nowait(change)
 
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
             self._changes.put_nowait(None)
-            if self in self._registry._watches:
-                self._registry._watches.remove(self)
+            if self._started:
+                self._end_of(self)

@@ -11,14 +11,15 @@ from kvferry.engine.base import TierHints
 from kvferry.errors import PermissionDenied, Unauthenticated
 from kvferry.gateway.access import Access
 from kvferry.gateway.key_file import new_key
-from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
+from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.tenancy.namespace import Namespace
 
+SECRET = b"a secret of all gateways, 32 bytes"
 CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("ca"))
 
 
 def test_where_nobody_has_to_say_who_they_are_everybody_is_the_default_tenant() -> None:
-    access = Access(GatewayConfig())
+    access = Access(GatewayConfig(), Tenants(SECRET))
     assert access.is_open
     assert access.metrics_are_open
     assert access.identify(None, None) is DEFAULT_TENANT
@@ -27,9 +28,9 @@ def test_where_nobody_has_to_say_who_they_are_everybody_is_the_default_tenant() 
 
 def test_a_key_names_its_tenant(tmp_path: Path) -> None:
     key = new_key(tmp_path / "keys.yaml", "acme", "ci")
-    access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"))
+    access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"), Tenants(SECRET))
     for shown in (f"Bearer {key}", f"bearer {key}", f"Bearer   {key} "):
-        assert access.identify(shown, None) == Tenant("acme")
+        assert access.identify(shown, None) == Tenant("acme", secret=SECRET)
 
 
 @pytest.mark.parametrize(
@@ -37,15 +38,15 @@ def test_a_key_names_its_tenant(tmp_path: Path) -> None:
 )
 def test_whoever_shows_no_key_is_refused_and_what_was_shown_is_not_repeated(tmp_path: Path, shown: str | None) -> None:
     new_key(tmp_path / "keys.yaml", "acme", "ci")
-    access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"))
+    access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"), Tenants(SECRET))
     with pytest.raises(Unauthenticated) as refused:
         access.identify(shown, None)
     assert "secret" not in refused.value.message
 
 
 def test_a_certificate_names_its_tenant_where_there_are_no_keys() -> None:
-    access = Access(GatewayConfig(tls=CERTIFICATES))
-    assert access.identify(None, "acme") == Tenant("acme")
+    access = Access(GatewayConfig(tls=CERTIFICATES), Tenants(SECRET))
+    assert access.identify(None, "acme") == Tenant("acme", secret=SECRET)
     with pytest.raises(Unauthenticated, match="client certificate"):
         access.identify("Bearer x", None)
     for name in ("", "Acme Corp", "../etc"):
@@ -55,8 +56,8 @@ def test_a_certificate_names_its_tenant_where_there_are_no_keys() -> None:
 
 def test_with_both_both_are_needed_and_the_key_names_the_tenant(tmp_path: Path) -> None:
     key = new_key(tmp_path / "keys.yaml", "acme", "ci")
-    access = Access(GatewayConfig(tls=CERTIFICATES, keys_file=tmp_path / "keys.yaml"))
-    assert access.identify(f"Bearer {key}", "Somebody Else") == Tenant("acme")
+    access = Access(GatewayConfig(tls=CERTIFICATES, keys_file=tmp_path / "keys.yaml"), Tenants(SECRET))
+    assert access.identify(f"Bearer {key}", "Somebody Else") == Tenant("acme", secret=SECRET)
     with pytest.raises(Unauthenticated):
         access.identify(f"Bearer {key}", None)
     with pytest.raises(Unauthenticated):
@@ -66,23 +67,23 @@ def test_with_both_both_are_needed_and_the_key_names_the_tenant(tmp_path: Path) 
 def test_metrics_are_open_on_loopback_only(tmp_path: Path) -> None:
     new_key(tmp_path / "keys.yaml", "acme", "ci")
     keys = {"keys_file": tmp_path / "keys.yaml"}
-    assert Access(GatewayConfig(**keys)).metrics_are_open
-    assert not Access(GatewayConfig(host="10.0.0.1", **keys)).metrics_are_open
-    assert Access(GatewayConfig(host="10.0.0.1")).metrics_are_open
+    assert Access(GatewayConfig(**keys), Tenants(SECRET)).metrics_are_open
+    assert not Access(GatewayConfig(host="10.0.0.1", **keys), Tenants(SECRET)).metrics_are_open
+    assert Access(GatewayConfig(host="10.0.0.1"), Tenants(SECRET)).metrics_are_open
 
 
 def test_two_tenants_share_neither_salt_nor_folder() -> None:
-    acme, beta = Tenant("acme"), Tenant("beta")
+    acme, beta = Tenant("acme", secret=SECRET), Tenant("beta", secret=SECRET)
     assert len({acme.cache_salt, beta.cache_salt, DEFAULT_TENANT.cache_salt}) == 3
     assert acme.tier == TierHints(Namespace("acme"))
     assert acme.tier != beta.tier
 
 
 def test_a_clients_salt_parts_its_own_pages_and_reaches_no_others() -> None:
-    acme, beta = Tenant("acme"), Tenant("beta")
+    acme, beta = Tenant("acme", secret=SECRET), Tenant("beta", secret=SECRET)
     plain = {acme.cache_salt, beta.cache_salt, DEFAULT_TENANT.cache_salt}
     clients = ["a", "b", "ab", beta.cache_salt, acme.salt_of("a"), "\0", "\ud800", "x" * 256]
     salted = {tenant.salt_of(salt) for tenant in (acme, beta, DEFAULT_TENANT) for salt in clients}
     assert len(salted) == 3 * len(clients)
     assert not salted & plain
-    assert acme.salt_of("a") == Tenant("acme").salt_of("a"), "the same on every gateway"
+    assert acme.salt_of("a") == Tenant("acme", secret=SECRET).salt_of("a"), "the same on every gateway"

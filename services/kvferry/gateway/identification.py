@@ -1,0 +1,72 @@
+"""Life cycle of what a gateway knows of tenants: records, keys, tokens, the secret of salts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvferry.config import GatewayConfig
+from kvferry.errors import Unauthenticated
+from kvferry.gateway.access import Access
+from kvferry.gateway.jwt_tokens import JwtTokens
+from kvferry.gateway.tenant_directory import TenantDirectory
+from kvferry.gateway.tenant_requests import TenantRequests
+from kvferry.gateway.tenants import Tenants, read_secret, shared_secret
+from kvferry.membership.base import RecordStore
+
+log = logging.getLogger(__name__)
+
+
+class Identification:
+    def __init__(self, config: GatewayConfig, records: RecordStore, on_change: Callable[[], None]) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._records = records
+        self._on_change = on_change
+        secret_file = config.salt_secret_file
+        self.tenants = Tenants(read_secret(secret_file) if secret_file is not None else None)
+        self.requests: TenantRequests | None = None  # where tenants can be deleted
+        self.directory: TenantDirectory | None = None
+        if config.tenants_in_etcd:
+            self.requests = TenantRequests()
+            self.directory = TenantDirectory(records, on_ended=self._end_requests, on_change=on_change)
+        self._tokens = JwtTokens(config.jwt) if config.jwt.enabled else None
+        self.access = Access(config, self.tenants, self.directory, self._tokens)
+        self._reading: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self.directory is not None:
+            self.directory.start()
+        if self._tokens is not None:
+            self._tokens.start()
+        if not self.access.is_open and not self.tenants.have_secret:
+            self._reading = asyncio.create_task(self._read_secret())
+
+    def missing(self) -> list[str]:
+        """Return the names of parts without which no client is known."""
+        missing = []
+        if self.directory is not None and not self.directory.is_known:
+            missing.append("tenants")
+        if not self.access.is_open and not self.tenants.have_secret:
+            missing.append("secret of tenants' salts")
+        if self._tokens is not None and not self._tokens.have_keys:
+            missing.append("keys of the tokens' issuer")
+        return missing
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self.directory is not None:
+            await self.directory.close()
+        if self._tokens is not None:
+            await self._tokens.close()
+
+    async def _read_secret(self) -> None:
+        self.tenants.set_secret(await shared_secret(self._records))
+        self._on_change()
+
+    def _end_requests(self, tenant: str) -> None:
+        assert self.requests is not None
+        if num_ended := self.requests.end(tenant, Unauthenticated("this tenant was deleted")):
+            log.info("ended %d requests of the tenant %s, which was deleted", num_ended, tenant)

@@ -1,0 +1,121 @@
+"""The tenants of the cluster, as etcd has them: watched, and kept while etcd is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvferry.errors import KvferryError
+from kvferry.membership.base import RecordChange, RecordChanged, Records, RecordStore
+from kvferry.tenancy import records
+from kvferry.tenancy.records import KeyRecord, TenantRecord
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = "tenants"
+REWATCH_S: Final = 1.0
+
+
+class TenantDirectory:
+    # `on_ended` is called with the name of each tenant that was deleted.
+
+    def __init__(
+        self,
+        store: RecordStore,
+        *,
+        on_ended: Callable[[str], None] = lambda name: None,
+        on_change: Callable[[], None] = lambda: None,
+        now_unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.is_known = False  # once the records were read
+        self._store = store
+        self._on_ended = on_ended
+        self._on_change = on_change
+        self._now_unix_s = now_unix_s
+        self._tenants: dict[str, TenantRecord] = {}
+        # Two tenants with one key have none: the record of either could have been written for the other's pages.
+        self._by_digest: dict[bytes, dict[str, KeyRecord]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<TenantDirectory tenants={len(self._tenants)} keys={len(self._by_digest)}>"
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._follow(), name="follow tenants")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def record(self, tenant: str) -> TenantRecord | None:
+        return self._tenants.get(tenant)
+
+    def find(self, digest: bytes) -> tuple[str, KeyRecord] | None:
+        """Return the tenant of a key's SHA-256 and its record, unless it is expired."""
+        owners = self._by_digest.get(digest)
+        if owners is None or len(owners) != 1:
+            return None
+        ((tenant, key),) = owners.items()
+        return None if key.is_expired(self._now_unix_s()) else (tenant, key)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for change in self._store.watch(FOLDER):
+                    self.apply(change)
+            except KvferryError as error:
+                log.warning("the tenants cannot be followed: %s", error.message)
+            except Exception:
+                log.exception("following the tenants failed; trying again")
+            await asyncio.sleep(REWATCH_S)
+
+    def apply(self, change: RecordChange) -> None:
+        match change:
+            case Records(by_name):
+                for name in self._tenants.keys() - by_name.keys():
+                    self._replace(name, None)
+                for name, value in by_name.items():
+                    self._read(name, value)
+                self.is_known = True
+            case RecordChanged(name, value):
+                self._read(name, value)
+        self._on_change()
+
+    def _read(self, name: str, value: bytes | None) -> None:
+        if value is None:
+            self._replace(name, None)
+            return
+        try:
+            record = records.decode(name, value)
+        except ValueError as error:
+            # What is known of the tenant stays: a record of another release must not lock it out.
+            log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
+            return
+        if name not in self._tenants and len(self._tenants) >= records.MAX_TENANTS:
+            log.error("tenant %r is left out: there are %d, the limit", name, records.MAX_TENANTS)
+            return
+        self._replace(name, record)
+
+    def _replace(self, name: str, record: TenantRecord | None) -> None:
+        before = self._tenants.pop(name, None)
+        if before is not None:
+            for key in before.keys:
+                digest = bytes.fromhex(key.sha256)
+                owners = self._by_digest[digest]
+                owners.pop(name, None)
+                if not owners:
+                    del self._by_digest[digest]
+        if record is not None:
+            self._tenants[name] = record
+            for key in record.keys:
+                owners = self._by_digest.setdefault(bytes.fromhex(key.sha256), {})
+                owners[name] = key
+                if len(owners) > 1:
+                    log.error("a key of the tenants %s is the same, and is refused", ", ".join(sorted(owners)))
+        has_ended = record is None or record.is_deleted or (before and record.first_epoch != before.first_epoch)
+        if before is not None and not before.is_deleted and has_ended:
+            self._on_ended(name)

@@ -1,0 +1,208 @@
+"""Changes tenants' records, each in one step: a record that another writer changed meanwhile is read again."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.membership.base import RecordStore
+from kvferry.tenancy import records
+from kvferry.tenancy.records import KeyRecord, TenantRecord, make_key
+
+FOLDER: Final = "tenants"
+MAX_ATTEMPTS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference between a tenant's record and the wanted one, as a line for people."""
+
+    tenant: str
+    line: str
+
+
+class TenantAdmin:
+    """Raises ConfigError for changes that make no sense, and UnavailableError while etcd is away."""
+
+    def __init__(self, store: RecordStore, *, now_unix_s: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._now_unix_s = now_unix_s
+
+    async def all(self) -> dict[str, TenantRecord]:
+        """Return every record that can be read, deleted tenants' too."""
+        found = await self._store.read_all(FOLDER)
+        return {name: _decode(name, record.value) for name, record in sorted(found.items())}
+
+    async def get(self, name: str) -> TenantRecord:
+        found = await self._store.read(_path(name))
+        record = None if found is None else _decode(name, found.value)
+        if record is None or record.is_deleted:
+            raise ConfigError(f"there is no tenant {name!r}")
+        return record
+
+    async def create(self, name: str) -> TenantRecord:
+        """Return the new tenant's record. A name that was deleted comes back with a new epoch."""
+        known = await self._store.read_all(FOLDER)
+        if name not in known and len(known) >= records.MAX_TENANTS:
+            raise ConfigError(f"there are {len(known)} tenants, with deleted ones; {records.MAX_TENANTS} is the limit")
+
+        def begin(record: TenantRecord | None) -> TenantRecord:
+            if record is not None and not record.is_deleted:
+                raise ConfigError(f"there is a tenant {name!r} already")
+            return _begun(TenantRecord(name=name), record)
+
+        return await self._change(name, begin)
+
+    async def add_key(
+        self, tenant: str, name: str, *, expires_unix_s: float | None = None, operator: bool = False, group: str = ""
+    ) -> str:
+        """Return a new key, which is kept nowhere."""
+        key, digest = make_key()
+        added = KeyRecord(
+            name=name,
+            sha256=digest,
+            created_unix_s=round(self._now_unix_s()),
+            expires_unix_s=expires_unix_s,
+            operator=operator,
+            group=group,
+        )
+        await self._change(tenant, lambda record: _living(tenant, record).with_key(added))
+        return key
+
+    async def rotate_key(self, tenant: str, name: str, new_name: str, overlap_s: float) -> str:
+        """Return a new key with the rights of an old one, which expires after `overlap_s`."""
+        key, digest = make_key()
+        now_unix_s = self._now_unix_s()
+
+        def rotate(record: TenantRecord | None) -> TenantRecord:
+            record = _living(tenant, record)
+            old = record.key(name)
+            if old is None:
+                raise ConfigError(f"the tenant {tenant!r} has no key {name!r}")
+            ends_s = min(old.expires_unix_s or math.inf, now_unix_s + overlap_s)
+            new = msgspec.structs.replace(
+                old, name=new_name, sha256=digest, created_unix_s=round(now_unix_s), expires_unix_s=None
+            )
+            kept = tuple(
+                msgspec.structs.replace(each, expires_unix_s=ends_s) if each is old else each for each in record.keys
+            )
+            return msgspec.structs.replace(record, keys=kept).with_key(new)
+
+        await self._change(tenant, rotate)
+        return key
+
+    async def revoke_key(self, tenant: str, name: str) -> None:
+        await self._change(tenant, lambda record: _living(tenant, record).without_key(name))
+
+    async def raise_epoch(self, tenant: str) -> TenantRecord:
+        """Make every page of the tenant unreadable."""
+
+        def higher(record: TenantRecord | None) -> TenantRecord:
+            record = _living(tenant, record)
+            return msgspec.structs.replace(record, epoch=record.epoch + 1)
+
+        return await self._change(tenant, higher)
+
+    async def delete(self, tenant: str) -> TenantRecord:
+        """End the tenant's keys and requests, and make its pages unreadable."""
+        return await self._change(tenant, lambda record: _living(tenant, record).deleted())
+
+    async def differences(self, wanted: Sequence[TenantRecord], *, prune: bool) -> list[Change]:
+        """Return what `apply` would change. Raises ConfigError for a key of two tenants."""
+        known = await self.all()
+        owners: dict[str, str] = {}
+        for record in (known | {record.name: record for record in wanted}).values():
+            for key in record.keys:
+                if (owner := owners.setdefault(key.sha256, record.name)) != record.name:
+                    raise ConfigError(f"the key {key.name!r} of tenant {record.name!r} is also one of {owner!r}")
+        changes = [change for record in wanted for change in _differences(known.get(record.name), record)]
+        names = {record.name for record in wanted}
+        gone = [name for name, record in known.items() if prune and name not in names and not record.is_deleted]
+        return [*changes, *(Change(name, "- tenant") for name in gone)]
+
+    async def apply(self, wanted: Sequence[TenantRecord], *, prune: bool) -> list[Change]:
+        """Make tenants and keys those of `wanted`; return what was changed. Epochs stay.
+
+        With `prune`, tenants that it does not name are deleted.
+        """
+        changes = await self.differences(wanted, prune=prune)
+        changed = {change.tenant for change in changes}
+        for record in wanted:
+            if record.name in changed:
+                await self._change(record.name, functools.partial(_applied, record))
+        for name in changed - {record.name for record in wanted}:
+            await self.delete(name)
+        return changes
+
+    async def _change(self, name: str, change: Callable[[TenantRecord | None], TenantRecord]) -> TenantRecord:
+        for _ in range(MAX_ATTEMPTS):
+            found = await self._store.read(_path(name))
+            try:
+                changed = change(None if found is None else _decode(name, found.value))
+                value = records.encode(changed)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            if await self._store.write(_path(name), value, found.revision if found is not None else 0):
+                return changed
+        raise UnavailableError(f"the tenant {name!r} is changed by others all the time; nothing was changed")
+
+
+def _path(name: str) -> str:
+    return f"{FOLDER}/{name}"
+
+
+def _decode(name: str, value: bytes) -> TenantRecord:
+    try:
+        return records.decode(name, value)
+    except ValueError as error:
+        raise ConfigError(f"the record of tenant {name[:64]!r} cannot be read: {error}") from None
+
+
+def _living(name: str, record: TenantRecord | None) -> TenantRecord:
+    if record is None or record.is_deleted:
+        raise ConfigError(f"there is no tenant {name!r}")
+    return record
+
+
+def _applied(wanted: TenantRecord, before: TenantRecord | None) -> TenantRecord:
+    known: Mapping[str, KeyRecord] = {key.name: key for key in before.keys} if before is not None else {}
+    keys = tuple(
+        msgspec.structs.replace(key, created_unix_s=known[key.name].created_unix_s)
+        if key.name in known and known[key.name].sha256 == key.sha256
+        else key
+        for key in wanted.keys
+    )
+    if before is None or before.is_deleted:
+        return _begun(wanted, before)
+    return msgspec.structs.replace(before, keys=keys)
+
+
+def _begun(wanted: TenantRecord, before: TenantRecord | None) -> TenantRecord:
+    """Return the record of a new tenant, whose epoch no earlier one of its name had."""
+    epoch = 0 if before is None else before.epoch
+    return msgspec.structs.replace(wanted, epoch=epoch, first_epoch=epoch)
+
+
+def _differences(before: TenantRecord | None, wanted: TenantRecord) -> list[Change]:
+    name = wanted.name
+    is_new = before is None or before.is_deleted
+    lines = ["+ tenant"] if is_new else []
+    old = {} if before is None or is_new else {key.name: key for key in before.keys}
+    new = {key.name: key for key in _applied(wanted, before).keys}
+    for key_name in sorted(old.keys() | new.keys()):
+        if key_name not in new:
+            lines.append(f"- key {key_name}")
+        elif key_name not in old:
+            lines.append(f"+ key {key_name}")
+        elif old[key_name] != new[key_name]:
+            pairs = zip(msgspec.structs.astuple(old[key_name]), msgspec.structs.astuple(new[key_name]), strict=True)
+            fields = [each for each, (a, b) in zip(KeyRecord.__struct_fields__, pairs, strict=True) if a != b]
+            lines.append(f"~ key {key_name}: {', '.join(fields)}")
+    return [Change(name, line) for line in lines]

@@ -1,0 +1,113 @@
+"""Records of tenants, as etcd holds them: JSON under `{prefix}/tenants/{name}`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from typing import Final
+
+import msgspec
+
+from kvferry.tenancy.namespace import Namespace
+
+KEY_PREFIX: Final = "kvf_"
+MAX_KEYS: Final = 64  # of a tenant
+MAX_TENANTS: Final = 10_000
+MAX_RECORD_BYTES: Final = 64 << 10
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An API key of a tenant, without the key itself."""
+
+    name: str
+    sha256: str  # of the whole key, prefix included; hexadecimal
+    created_unix_s: float = 0.0
+    expires_unix_s: float | None = None
+    operator: bool = False  # may read what is not of one tenant: metrics, targets
+    group: str = ""  # keys of other groups share no pages with this one
+
+    def is_expired(self, now_unix_s: float) -> bool:
+        return self.expires_unix_s is not None and now_unix_s >= self.expires_unix_s
+
+    def check(self) -> None:
+        """Raises ValueError for an invalid name, digest, time or group."""
+        if not _KEY_NAME.fullmatch(self.name):
+            raise ValueError(f"name {self.name[:80]!r}: letters, digits, dots, dashes and underscores, at most 63")
+        if not _SHA256.fullmatch(self.sha256):
+            raise ValueError(f"the sha256 of key {self.name!r} is not 64 hexadecimal digits in lower case")
+        if self.group and not _KEY_NAME.fullmatch(self.group):
+            raise ValueError(f"group {self.group[:80]!r}: letters, digits, dots, dashes and underscores, at most 63")
+
+
+class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tenant's identity. A deleted one keeps its record, so that its name never gets an old epoch again."""
+
+    name: str
+    epoch: int = 0
+    first_epoch: int = 0  # of this tenant, where an earlier one of its name was deleted
+    keys: tuple[KeyRecord, ...] = ()
+    is_deleted: bool = False
+
+    def check(self) -> None:
+        """Raises ValueError naming the fault."""
+        Namespace(self.name, self.epoch)
+        if len(self.keys) > MAX_KEYS:
+            raise ValueError(f"tenant {self.name!r} has {len(self.keys)} keys; {MAX_KEYS} is the limit")
+        if self.is_deleted and self.keys:
+            raise ValueError(f"tenant {self.name!r} is deleted and has keys")
+        for key in self.keys:
+            key.check()
+        if len({key.name for key in self.keys}) < len(self.keys):
+            raise ValueError(f"tenant {self.name!r} has two keys of one name")
+
+    def key(self, name: str) -> KeyRecord | None:
+        return next((key for key in self.keys if key.name == name), None)
+
+    def with_key(self, key: KeyRecord) -> TenantRecord:
+        """Raises ValueError for a name that is taken, or one key too many."""
+        if self.key(key.name) is not None:
+            raise ValueError(f"the tenant {self.name!r} has a key {key.name!r} already")
+        changed = msgspec.structs.replace(self, keys=(*self.keys, key))
+        changed.check()
+        return changed
+
+    def without_key(self, name: str) -> TenantRecord:
+        """Raises ValueError for a key that it does not have."""
+        if self.key(name) is None:
+            raise ValueError(f"the tenant {self.name!r} has no key {name!r}")
+        return msgspec.structs.replace(self, keys=tuple(key for key in self.keys if key.name != name))
+
+    def deleted(self) -> TenantRecord:
+        return TenantRecord(name=self.name, epoch=self.epoch + 1, is_deleted=True)
+
+
+def encode(record: TenantRecord) -> bytes:
+    """Raises ValueError for an invalid record, or one over `MAX_RECORD_BYTES`."""
+    record.check()
+    value = msgspec.json.encode(record)
+    if len(value) > MAX_RECORD_BYTES:
+        raise ValueError(
+            f"the record of tenant {record.name!r} has {len(value)} bytes; {MAX_RECORD_BYTES} is the limit"
+        )
+    return value
+
+
+def decode(name: str, value: bytes) -> TenantRecord:
+    """Raises ValueError for a value that is not the record of `name`. Unknown fields are ignored."""
+    if len(value) > MAX_RECORD_BYTES:
+        raise ValueError(f"{len(value)} bytes; {MAX_RECORD_BYTES} is the limit")
+    record = msgspec.json.decode(value, type=TenantRecord)
+    record.check()
+    if record.name != name:
+        raise ValueError(f"it holds the record of {record.name!r}")
+    return record
+
+
+def make_key() -> tuple[str, str]:
+    """Return a new API key and its SHA-256, hexadecimal. It has 32 random bytes, so a plain SHA-256 suffices."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    return key, hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,294 @@
+"""The commands `kvferry tenant`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+import yaml
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry import config as configuration
+from kvferry.config import MembershipConfig
+from kvferry.errors import ConfigError, KvferryError
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord
+
+R = TypeVar("R")
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MAX_FILE_BYTES = 16 << 20
+
+
+@click.group(help="Create and change tenants and their API keys, which gateways read from etcd.")
+def tenant() -> None:
+    pass
+
+
+def _administering(command: Callable[..., Awaitable[R]]) -> Callable[..., R]:
+    """Add options that choose a cluster; the command gets a TenantAdmin as `admin`."""
+
+    @click.option("--name", "cluster", help="A cluster on this machine; by default the configured one.")
+    @click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with membership.endpoints.")
+    @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as membership.user.")
+    @click.option("--etcd", multiple=True, metavar="HOST:PORT", help="The cluster's etcd.")
+    @functools.wraps(command)
+    def wrapper(
+        *args: Any, cluster: str | None, file: Path | None, settings: Sequence[str], etcd: Sequence[str], **kwargs: Any
+    ) -> R:
+        from kvferry.membership.etcd import EtcdMembership
+
+        async def run(membership_config: MembershipConfig) -> R:
+            membership = EtcdMembership(membership_config)
+            try:
+                return await command(*args, admin=TenantAdmin(membership.records), **kwargs)
+            finally:
+                await membership.close()
+
+        try:
+            return asyncio.run(run(_membership(cluster, file, [*settings], etcd)))
+        except KvferryError as error:
+            click.echo(f"kvferry: {error.message}", err=True)
+            sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+    return wrapper
+
+
+def _membership(cluster: str | None, file: Path | None, settings: list[str], etcd: Sequence[str]) -> MembershipConfig:
+    from kvferry.local.run_folder import run_folder
+
+    if etcd:
+        settings.append(f"membership.endpoints={json.dumps(list(etcd))}")
+    config = configuration.load(file, flags=settings)
+    if config.membership.endpoints:
+        return config.membership
+    record = run_folder(cluster or config.name).record()
+    if record is None:
+        raise ConfigError("no cluster runs on this machine; name another one's etcd with --etcd or --config")
+    return configuration.parse(record.config).membership
+
+
+@tenant.command(help="Create the tenant NAME.")
+@click.argument("name")
+@click.option("--key", "key_name", help="Also make an API key of this name, and print it once.")
+@_administering
+async def create(admin: TenantAdmin, name: str, key_name: str | None) -> None:
+    record = await admin.create(name)
+    click.echo(f"created tenant {name}, epoch {record.epoch}", err=True)
+    if key_name is not None:
+        click.echo(await admin.add_key(name, key_name))
+
+
+@tenant.command(name="list", help="List all tenants.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@_administering
+async def list_tenants(admin: TenantAdmin, as_json: bool) -> None:
+    living = [record for record in (await admin.all()).values() if not record.is_deleted]
+    if as_json:
+        click.echo(json.dumps([_shown(record) for record in living], indent=2))
+        return
+    table = _table("tenant", "epoch", "keys")
+    for record in living:
+        table.add_row(record.name, str(record.epoch), escape(", ".join(key.name for key in record.keys)) or "none")
+    _print(table)
+
+
+@tenant.command(help="Show the tenant NAME and its keys; not the keys themselves, which nothing holds.")
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@_administering
+async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
+    record = await admin.get(name)
+    if as_json:
+        click.echo(json.dumps(_shown(record), indent=2))
+        return
+    click.echo(f"tenant {record.name}, epoch {record.epoch}")
+    table = _table("key", "made", "expires", "group", "operator")
+    for key in record.keys:
+        ends = "never" if key.expires_unix_s is None else _time(key.expires_unix_s)
+        ends += " (expired)" if key.is_expired(time.time()) else ""
+        made = _time(key.created_unix_s) if key.created_unix_s else "unknown"
+        table.add_row(key.name, made, ends, key.group or "-", "yes" if key.operator else "no")
+    _print(table)
+
+
+@tenant.command(
+    help="Delete the tenant NAME: its keys end within a second, its requests with 401, and no page of it is read again."
+)
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Without a question.")
+@_administering
+async def delete(admin: TenantAdmin, name: str, yes: bool) -> None:
+    await admin.get(name)
+    if not yes:
+        click.confirm(f"Delete the tenant {name}, its keys and all its pages?", abort=True)
+    record = await admin.delete(name)
+    click.echo(f"deleted tenant {name}; a new one of this name begins with epoch {record.epoch}")
+
+
+@tenant.command(
+    name="reset-pages",
+    help="Begin a new epoch of the tenant NAME: none of the pages that it has now is read again. Its keys stay.",
+)
+@click.argument("name")
+@_administering
+async def reset_pages(admin: TenantAdmin, name: str) -> None:
+    record = await admin.raise_epoch(name)
+    click.echo(f"tenant {name} has epoch {record.epoch}")
+
+
+@tenant.command(
+    name="apply",
+    help="Make tenants and keys those of a file: a list of {name, keys: [{name, sha256, expires, operator, group}]}. "
+    "Prints each change. Keys of a named tenant that the file leaves out end.",
+)
+@click.option("-f", "--file", "source", type=click.Path(path_type=Path), required=True, help="YAML; - for stdin.")
+@click.option("--dry-run", is_flag=True, help="Only print what would change.")
+@click.option("--prune", is_flag=True, help="Delete tenants that the file does not name.")
+@_administering
+async def apply_file(admin: TenantAdmin, source: Path, dry_run: bool, prune: bool) -> None:
+    wanted = read_wanted(source)
+    changes = await (admin.differences(wanted, prune=prune) if dry_run else admin.apply(wanted, prune=prune))
+    for change in changes:
+        click.echo(f"{change.tenant}: {change.line}")
+    if not changes:
+        click.echo("nothing to change")
+    elif dry_run:
+        click.echo("nothing was changed (--dry-run)", err=True)
+
+
+@tenant.group(help="Make and end API keys of a tenant.")
+def key() -> None:
+    pass
+
+
+@key.command(
+    name="new", help="Print a new key NAME of TENANT, once. Only its hash is kept; gateways take it within a second."
+)
+@click.argument("tenant_name", metavar="TENANT")
+@click.argument("name")
+@click.option("--expires", metavar="AGE", help="For example 90d, 12h, 30m. Without it the key does not expire.")
+@click.option("--operator", is_flag=True, help="Also lets it read metrics of all tenants and the list of targets.")
+@click.option("--group", default="", help="Keys of other groups share no pages with this one.")
+@_administering
+async def new_key(
+    admin: TenantAdmin, tenant_name: str, name: str, expires: str | None, operator: bool, group: str
+) -> None:
+    ends_s = None if expires is None else time.time() + seconds_of(expires)
+    click.echo(await admin.add_key(tenant_name, name, expires_unix_s=ends_s, operator=operator, group=group))
+
+
+@key.command(help="Print a key NEW with the rights of the key NAME of TENANT, which ends after the overlap.")
+@click.argument("tenant_name", metavar="TENANT")
+@click.argument("name")
+@click.argument("new_name", metavar="NEW")
+@click.option("--overlap", default="1d", show_default=True, metavar="AGE", help="How long the old key still works.")
+@_administering
+async def rotate(admin: TenantAdmin, tenant_name: str, name: str, new_name: str, overlap: str) -> None:
+    click.echo(await admin.rotate_key(tenant_name, name, new_name, seconds_of(overlap)))
+
+
+@key.command(help="End the key NAME of TENANT. Requests that it began go on.")
+@click.argument("tenant_name", metavar="TENANT")
+@click.argument("name")
+@_administering
+async def revoke(admin: TenantAdmin, tenant_name: str, name: str) -> None:
+    await admin.revoke_key(tenant_name, name)
+    click.echo(f"revoked key {name} of tenant {tenant_name}")
+
+
+def seconds_of(age: str) -> float:
+    """Return the seconds of a text such as 90d. Raises ConfigError."""
+    match = re.fullmatch(r"(\d{1,6})([smhd])", age)
+    if match is None:
+        raise ConfigError(f"{age!r}: expected a number with s, m, h or d, such as 90d")
+    return int(match[1]) * _UNITS_S[match[2]]
+
+
+def read_wanted(source: Path) -> list[TenantRecord]:
+    """Return the tenants of a file for `apply`. Raises ConfigError naming the entry and the fault."""
+    try:
+        text = sys.stdin.read(_MAX_FILE_BYTES + 1) if str(source) == "-" else source.read_text(encoding="utf-8")
+        if len(text) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{source}: over {_MAX_FILE_BYTES} characters, the limit")
+        entries = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        raise ConfigError(f"{source}: not YAML") from None
+    if not isinstance(entries, list) or len(entries) > MAX_TENANTS:
+        raise ConfigError(f"{source}: expected a list of at most {MAX_TENANTS} tenants")
+    wanted: list[TenantRecord] = []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            record = _wanted(entry)
+            record.check()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{source}: entry {number}: {error}") from None
+        if any(other.name == record.name for other in wanted):
+            raise ConfigError(f"{source}: entry {number}: a tenant {record.name!r} comes before it")
+        wanted.append(record)
+    return wanted
+
+
+class _WantedKey(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    sha256: str
+    expires: datetime | None = None
+    operator: bool = False
+    group: str = ""
+
+
+class _WantedTenant(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    keys: tuple[_WantedKey, ...] = ()
+
+
+def _wanted(entry: Any) -> TenantRecord:
+    read = msgspec.convert(entry, _WantedTenant)
+    keys = []
+    for each in read.keys:
+        ends = each.expires
+        if ends is not None and ends.tzinfo is None:
+            ends = ends.replace(tzinfo=UTC)  # YAML turns a time with a zone into one in UTC without
+        keys.append(
+            KeyRecord(
+                name=each.name,
+                sha256=each.sha256,
+                expires_unix_s=None if ends is None else ends.timestamp(),
+                operator=each.operator,
+                group=each.group,
+            )
+        )
+    return TenantRecord(name=read.name, keys=tuple(keys))
+
+
+def _shown(record: TenantRecord) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(record)
+    return {"name": record.name, "epoch": record.epoch, "keys": shown.get("keys", [])}
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, show_edge=False)
+
+
+def _print(table: Table) -> None:
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)

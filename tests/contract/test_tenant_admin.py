@@ -1,0 +1,141 @@
+"""Changes of tenants by several administrators, on the twin and on a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+
+from contract.test_record_contract import Site, server, site  # noqa: F401
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.tenancy.records import MAX_KEYS, KeyRecord, TenantRecord
+
+NOW_S = 1_000.0
+
+
+def admin_of(site: Site) -> TenantAdmin:  # noqa: F811
+    return TenantAdmin(site.membership().records, now_unix_s=lambda: NOW_S)
+
+
+def wanted_key(name: str, number: int, **fields: object) -> KeyRecord:
+    return KeyRecord(**({"name": name, "sha256": f"{number:064x}"} | fields))  # type: ignore[arg-type]
+
+
+async def test_a_tenant_and_its_keys(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    await admin.create("acme")
+    key = await admin.add_key("acme", "ci", expires_unix_s=NOW_S + 60, operator=True, group="web")
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    expected = KeyRecord(
+        name="ci", sha256=digest, created_unix_s=NOW_S, expires_unix_s=NOW_S + 60, operator=True, group="web"
+    )
+    assert (await admin.get("acme")).keys == (expected,)
+    await admin.revoke_key("acme", "ci")
+    assert (await admin.get("acme")).keys == ()
+
+
+@pytest.mark.parametrize("name", ["", "Acme", "a_b", "../etc", "a" * 64, "a/b", "ä"])
+async def test_names_that_are_no_tenants_are_refused(site: Site, name: str) -> None:  # noqa: F811
+    admin = admin_of(site)
+    with pytest.raises(ConfigError):
+        await admin.create(name)
+    assert await admin.all() == {}
+
+
+async def test_changes_that_make_no_sense_are_refused_by_name(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    for change in (admin.get("acme"), admin.delete("acme"), admin.add_key("acme", "ci"), admin.raise_epoch("acme")):
+        with pytest.raises(ConfigError, match="no tenant 'acme'"):
+            await change
+    await admin.create("acme")
+    with pytest.raises(ConfigError, match="a tenant 'acme' already"):
+        await admin.create("acme")
+    with pytest.raises(ConfigError, match="no key 'ci'"):
+        await admin.revoke_key("acme", "ci")
+    with pytest.raises(ConfigError, match="no key 'ci'"):
+        await admin.rotate_key("acme", "ci", "ci2", 60)
+    await admin.add_key("acme", "ci")
+    with pytest.raises(ConfigError, match="a key 'ci' already"):
+        await admin.add_key("acme", "ci")
+
+
+async def test_a_rotated_key_works_until_the_overlap_ends(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    await admin.create("acme")
+    await admin.add_key("acme", "ci", operator=True, group="web")
+    await admin.rotate_key("acme", "ci", "ci2", 60)
+    old, new = (await admin.get("acme")).keys
+    assert (old.name, old.expires_unix_s) == ("ci", NOW_S + 60)
+    assert (new.name, new.expires_unix_s, new.operator, new.group) == ("ci2", None, True, "web")
+    assert old.sha256 != new.sha256
+    await admin.rotate_key("acme", "ci", "ci3", 3600)
+    assert (await admin.get("acme")).keys[0].expires_unix_s == NOW_S + 60, "rotating again gives it no longer life"
+
+
+async def test_a_deleted_tenants_name_comes_back_with_a_new_epoch_and_no_keys(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    await admin.create("acme")
+    await admin.add_key("acme", "ci")
+    assert (await admin.raise_epoch("acme")).epoch == 1
+    assert (await admin.delete("acme")).epoch == 2
+    with pytest.raises(ConfigError, match="no tenant"):
+        await admin.get("acme")
+    again = await admin.create("acme")
+    assert (again.epoch, again.first_epoch, again.keys) == (2, 2, ())
+
+
+async def test_no_change_is_lost_among_administrators_at_once(site: Site) -> None:  # noqa: F811
+    admins = [admin_of(site) for _ in range(4)]
+    await admins[0].create("acme")
+    names = [f"k{number}" for number in range(12)]
+    await asyncio.gather(*(admins[i % 4].add_key("acme", name) for i, name in enumerate(names)))
+    assert sorted(key.name for key in (await admins[0].get("acme")).keys) == sorted(names)
+
+
+async def test_a_file_of_tenants_is_applied_and_says_each_change(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    await admin.create("old")
+    wanted = [
+        TenantRecord(name="acme", keys=(wanted_key("a", 1), wanted_key("b", 2))),
+        TenantRecord(name="beta"),
+    ]
+    dry = await admin.differences(wanted, prune=False)
+    assert [f"{change.tenant}: {change.line}" for change in dry] == [
+        "acme: + tenant", "acme: + key a", "acme: + key b", "beta: + tenant",
+    ]  # fmt: skip
+    assert list(await admin.all()) == ["old"], "a dry run changes nothing"
+    assert await admin.apply(wanted, prune=False) == dry
+    assert await admin.apply(wanted, prune=False) == []
+    await admin.raise_epoch("acme")
+    changed = [TenantRecord(name="acme", keys=(wanted_key("b", 2, operator=True), wanted_key("c", 3)))]
+    assert [f"{change.tenant}: {change.line}" for change in await admin.apply(changed, prune=True)] == [
+        "acme: - key a", "acme: ~ key b: operator", "acme: + key c", "beta: - tenant", "old: - tenant",
+    ]  # fmt: skip
+    assert (await admin.get("acme")).epoch == 1, "applying a file makes no pages unreadable"
+    assert [name for name, record in (await admin.all()).items() if not record.is_deleted] == ["acme"]
+
+
+async def test_a_key_of_two_tenants_is_refused(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    await admin.apply([TenantRecord(name="acme", keys=(wanted_key("a", 1),))], prune=False)
+    with pytest.raises(ConfigError, match="also one of 'acme'"):
+        await admin.apply([TenantRecord(name="beta", keys=(wanted_key("b", 1),))], prune=False)
+    moved = [TenantRecord(name="acme"), TenantRecord(name="beta", keys=(wanted_key("b", 1),))]
+    assert await admin.apply(moved, prune=False)
+
+
+async def test_the_limit_of_keys_holds_in_etcd(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    keys = tuple(wanted_key(f"k{number}", number) for number in range(MAX_KEYS))
+    await admin.apply([TenantRecord(name="acme", keys=keys)], prune=False)
+    with pytest.raises(ConfigError, match=f"{MAX_KEYS} is the limit"):
+        await admin.add_key("acme", "one-more")
+
+
+async def test_during_an_outage_a_change_fails_with_its_reason(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    async with site.outage():
+        with pytest.raises(UnavailableError):
+            await admin.create("acme")

@@ -1,0 +1,128 @@
+"""The commands `kvferry tenant`, against a real etcd."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bench.etcd_server import EtcdServer, find_binary
+from kvferry.cli import main
+
+pytestmark = pytest.mark.skipif(find_binary() is None, reason="no etcd binary")
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+@pytest.fixture
+def run(server: EtcdServer, tmp_path: Path) -> Run:
+    file = tmp_path / "cluster.yaml"
+    prefix = f"/test/{uuid.uuid4().hex}"
+    file.write_text(json.dumps({"membership": {"endpoints": [server.endpoint], "prefix": prefix}}))
+
+    def run(*arguments: str, text: str | None = None) -> Result:
+        result = CliRunner().invoke(main, ["tenant", *arguments, "--config", str(file)], input=text)
+        assert "Traceback" not in result.output
+        return result
+
+    return run
+
+
+def test_a_tenants_life(run: Run) -> None:
+    made = run("create", "acme", "--key", "ci")
+    assert made.exit_code == 0, made.output
+    key = made.stdout.strip()
+    assert key.startswith("kvf_")
+    assert len(key.split()) == 1, "only the key, so that a script can take it"
+    shown = json.loads(run("show", "acme", "--json").stdout)
+    assert shown["keys"][0]["sha256"] == hashlib.sha256(key.encode()).hexdigest()
+    assert key not in json.dumps(shown)
+    other = run("key", "new", "acme", "web", "--expires", "90d", "--operator", "--group", "web").stdout.strip()
+    assert other.startswith("kvf_")
+    assert run("key", "rotate", "acme", "ci", "ci2", "--overlap", "1h").stdout.startswith("kvf_")
+    table = run("show", "acme").stdout
+    for said in ("ci", "ci2", "web", "never", "UTC", "yes"):
+        assert said in table
+    assert run("key", "revoke", "acme", "ci").exit_code == 0
+    assert run("reset-pages", "acme").stdout == "tenant acme has epoch 1\n"
+    assert [entry["name"] for entry in json.loads(run("list", "--json").stdout)] == ["acme"]
+    assert "acme" in run("list").stdout
+    assert run("delete", "acme", text="n\n").exit_code == 1
+    assert run("show", "acme").exit_code == 0, "it was asked and answered no"
+    assert run("delete", "acme", "--yes").exit_code == 0
+    assert json.loads(run("list", "--json").stdout) == []
+    assert "epoch 2" in run("create", "acme").stderr
+
+
+def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text(
+        "- name: acme\n  keys:\n"
+        f"  - {{name: ci, sha256: '{'1' * 64}', expires: 2099-01-01T00:00:00Z}}\n"
+        f"  - {{name: web, sha256: '{'2' * 64}', operator: true, group: web}}\n"
+        "- name: beta\n"
+    )
+    assert "acme: + key ci" in run("apply", "-f", str(file), "--dry-run").stdout
+    assert json.loads(run("list", "--json").stdout) == []
+    assert run("apply", "-f", str(file)).exit_code == 0
+    assert run("apply", "-f", str(file)).stdout == "nothing to change\n"
+    keys = json.loads(run("show", "acme", "--json").stdout)["keys"]
+    assert [(key["name"], key.get("expires_unix_s")) for key in keys] == [("ci", 4070908800.0), ("web", None)]
+    assert "beta: - tenant" in run("apply", "-f", "-", "--prune", text="[{name: acme}]").stdout
+    assert [entry["name"] for entry in json.loads(run("list", "--json").stdout)] == ["acme"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not YAML"),
+        ("name: acme", "a list"),
+        ("- acme", "entry 1"),
+        ("- {name: acme, weight: 4}", "weight"),
+        ("- {name: Acme}", "entry 1"),
+        ("- {name: a}\n- {name: a}", "entry 2"),
+        ("- {name: a, keys: [{name: k}]}", "sha256"),
+        ("- {name: a, keys: [{name: k, sha256: 12}]}", "entry 1"),
+        (f"- {{name: a, keys: [{{name: k, sha256: '{'g' * 64}'}}]}}", "64 hexadecimal"),
+        (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}', expires: soon}}]}}", "entry 1"),
+        ("[" * 2000, "not YAML"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused_and_changes_nothing(run: Run, text: str, said: str) -> None:
+    result = run("apply", "-f", "-", text=text)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert json.loads(run("list", "--json").stdout) == []
+
+
+def test_what_makes_no_sense_is_refused_by_name(run: Run) -> None:
+    for arguments in (("show", "acme"), ("delete", "acme", "--yes"), ("key", "new", "acme", "ci")):
+        result = run(*arguments)
+        assert (result.exit_code, result.stderr) == (2, "kvferry: there is no tenant 'acme'\n")
+    run("create", "acme")
+    assert "age" not in run("key", "new", "acme", "ci", "--expires", "90d").stderr
+    for age in ("soon", "-1d", "1w", "9999999d", ""):
+        assert run("key", "new", "acme", "x", "--expires", age).exit_code == 2
+    assert run("apply", "-f", "/absent.yaml").exit_code == 2
+
+
+def test_without_an_etcd_it_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"membership": {"endpoints": ["127.0.0.1:1"]}}))
+    result = CliRunner().invoke(main, ["tenant", "list", "--config", str(file)])
+    assert result.exit_code == 1
+    assert "the registry cannot be reached" in result.stderr
+    result = CliRunner().invoke(main, ["tenant", "list", "--name", "absent"])
+    assert result.exit_code == 2
+    assert "--etcd" in result.stderr

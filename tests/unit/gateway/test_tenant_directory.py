@@ -1,0 +1,161 @@
+"""The tenants that a gateway knows."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+
+from kvferry.errors import Unauthenticated
+from kvferry.gateway.tenant_directory import TenantDirectory
+from kvferry.gateway.tenant_requests import TenantRequests
+from kvferry.gateway.tenants import SECRET_RECORD, shared_secret
+from kvferry.membership.base import RecordChanged, Records
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.tenancy import records
+from kvferry.tenancy.records import KeyRecord, TenantRecord
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def record(name: str, *keys: KeyRecord, **fields: object) -> bytes:
+    return records.encode(TenantRecord(name=name, keys=keys, **fields))  # type: ignore[arg-type]
+
+
+def key_record(key: str, name: str = "k", **fields: object) -> KeyRecord:
+    return KeyRecord(name=name, sha256=digest(key).hex(), **fields)  # type: ignore[arg-type]
+
+
+def directory_at(now_s: list[float], ended: list[str]) -> TenantDirectory:
+    store = MemoryMembership(MemoryRegistry()).records
+    return TenantDirectory(store, on_ended=ended.append, now_unix_s=lambda: now_s[0])
+
+
+def test_keys_are_found_until_they_expire_or_are_revoked() -> None:
+    now_s, ended = [100.0], []
+    directory = directory_at(now_s, ended)
+    assert not directory.is_known
+    directory.apply(Records({"acme": record("acme", key_record("a", expires_unix_s=200.0), key_record("b", "l"))}))
+    assert directory.is_known
+    found = directory.find(digest("a"))
+    assert found is not None
+    assert found[0] == "acme"
+    now_s[0] = 200.0
+    assert directory.find(digest("a")) is None
+    assert directory.find(digest("b")) is not None
+    directory.apply(RecordChanged("acme", record("acme")))
+    assert directory.find(digest("b")) is None
+    assert ended == [], "a revoked key ends no request that it began"
+
+
+def test_a_key_of_two_tenants_is_nobodys() -> None:
+    directory = directory_at([0.0], [])
+    directory.apply(Records({"acme": record("acme", key_record("a")), "beta": record("beta", key_record("a"))}))
+    assert directory.find(digest("a")) is None
+    directory.apply(RecordChanged("beta", record("beta")))
+    found = directory.find(digest("a"))
+    assert found is not None
+    assert found[0] == "acme"
+
+
+def test_a_tenant_ends_when_it_is_deleted_in_any_way_and_not_with_an_epoch() -> None:
+    ended: list[str] = []
+    directory = directory_at([0.0], ended)
+    directory.apply(Records({name: record(name) for name in ("a", "b", "c", "d")}))
+    directory.apply(RecordChanged("a", record("a", epoch=1)))
+    assert ended == []
+    directory.apply(RecordChanged("a", record("a", epoch=2, is_deleted=True)))
+    directory.apply(RecordChanged("b", None))
+    directory.apply(RecordChanged("c", record("c", epoch=1, first_epoch=1)))  # deleted and made again, seen at once
+    assert ended == ["a", "b", "c"]
+    directory.apply(Records({}))
+    assert sorted(ended[3:]) == ["c", "d"], "deleted ones do not end again"
+
+
+def test_a_record_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[str] = []
+    directory = directory_at([0.0], ended)
+    directory.apply(Records({"acme": record("acme", key_record("a"))}))
+    directory.apply(RecordChanged("acme", b"{"))
+    directory.apply(Records({"acme": b"[" * 70_000, "beta": record("other")}))
+    assert directory.find(digest("a")) is not None
+    assert directory.record("beta") is None
+    assert ended == []
+    assert "acme" in caplog.text
+    assert "beta" in caplog.text
+
+
+def test_tenants_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_TENANTS", 3)
+    directory = directory_at([0.0], [])
+    directory.apply(Records({f"t{number}": record(f"t{number}") for number in range(5)}))
+    assert len(directory._tenants) == 3
+    directory.apply(RecordChanged("t0", record("t0", key_record("a"))))
+    assert directory.find(digest("a")) is not None
+
+
+async def test_changes_arrive_and_stay_during_an_outage() -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry).records)
+    await admin.create("acme")
+    key = await admin.add_key("acme", "ci")
+    changed = asyncio.Event()
+    directory = TenantDirectory(MemoryMembership(registry).records, on_change=changed.set)
+    directory.start()
+    async with asyncio.timeout(10):
+        await changed.wait()
+        assert directory.find(digest(key)) is not None
+        with registry.outage():
+            await asyncio.sleep(0)
+            assert directory.find(digest(key)) is not None
+        changed.clear()
+        await admin.revoke_key("acme", "ci")
+        while directory.find(digest(key)) is not None:
+            await changed.wait()
+            changed.clear()
+    await directory.close()
+
+
+async def test_all_gateways_have_one_secret() -> None:
+    registry = MemoryRegistry()
+    secrets = await asyncio.gather(*(shared_secret(MemoryMembership(registry).records) for _ in range(8)))
+    assert len(set(secrets)) == 1
+    assert len(secrets[0]) == 64
+    waited = asyncio.Event()
+    with registry.outage():
+        reading = asyncio.create_task(shared_secret(MemoryMembership(registry).records, waited.set))
+        await waited.wait()
+        assert not reading.done()
+    assert await reading == secrets[0]
+
+
+async def test_a_secret_that_is_too_short_is_made_anew() -> None:
+    store = MemoryMembership(MemoryRegistry()).records
+    await store.write(SECRET_RECORD, b"short", 0)
+    assert len(await shared_secret(store)) == 64
+
+
+def test_requests_are_ended_by_tenant() -> None:
+    class Request:
+        def __init__(self) -> None:
+            self.tenant = ""
+            self.errors: list[BaseException] = []
+
+        def end(self, error: BaseException) -> None:
+            self.errors.append(error)
+
+    requests = TenantRequests()
+    mine, other = Request(), Request()
+    requests.add(mine, "acme")
+    requests.add(other, "beta")
+    gone = Unauthenticated("this tenant was deleted")
+    assert requests.end("acme", gone) == 1
+    assert (mine.errors, other.errors) == ([gone], [])
+    requests.remove(mine)
+    assert requests.end("acme", gone) == 0
+    requests.remove(other)
+    assert not requests._by_tenant
