@@ -31,6 +31,7 @@ R = TypeVar("R")
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_FILE_BYTES = 16 << 20
+_POLL_S = 0.2
 
 
 @click.group(help="Create and change tenants and their API keys, which gateways read from etcd.")
@@ -54,7 +55,7 @@ def _administering(command: Callable[..., Awaitable[R]]) -> Callable[..., R]:
         async def run(membership_config: MembershipConfig) -> R:
             membership = EtcdMembership(membership_config)
             try:
-                return await command(*args, admin=TenantAdmin(membership.records), **kwargs)
+                return await command(*args, admin=TenantAdmin(membership), **kwargs)
             finally:
                 await membership.close()
 
@@ -65,6 +66,13 @@ def _administering(command: Callable[..., Awaitable[R]]) -> Callable[..., R]:
             sys.exit(2 if isinstance(error, ConfigError) else 1)
 
     return wrapper
+
+
+def _waiting(command: Callable[..., R]) -> Callable[..., R]:
+    return click.option(
+        "--wait", "wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
+        help="Seconds to wait for keepers to remove the chunks.",
+    )(command)  # fmt: skip
 
 
 def _membership(cluster: str | None, file: Path | None, settings: list[str], etcd: Sequence[str]) -> MembershipConfig:
@@ -130,13 +138,15 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
 )
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Without a question.")
+@_waiting
 @_administering
-async def delete(admin: TenantAdmin, name: str, yes: bool) -> None:
+async def delete(admin: TenantAdmin, name: str, yes: bool, wait_s: float) -> None:
     await admin.get(name)
     if not yes:
         click.confirm(f"Delete the tenant {name}, its keys and all its pages?", abort=True)
     record = await admin.delete(name)
     click.echo(f"deleted tenant {name}; a new one of this name begins with epoch {record.epoch}")
+    await _print_purges(admin, record, wait_s)
 
 
 @tenant.command(
@@ -144,10 +154,12 @@ async def delete(admin: TenantAdmin, name: str, yes: bool) -> None:
     help="Begin a new epoch of the tenant NAME: none of the pages that it has now is read again. Its keys stay.",
 )
 @click.argument("name")
+@_waiting
 @_administering
-async def reset_pages(admin: TenantAdmin, name: str) -> None:
+async def reset_pages(admin: TenantAdmin, name: str, wait_s: float) -> None:
     record = await admin.raise_epoch(name)
     click.echo(f"tenant {name} has epoch {record.epoch}")
+    await _print_purges(admin, record, wait_s)
 
 
 @tenant.command(
@@ -208,6 +220,19 @@ async def rotate(admin: TenantAdmin, tenant_name: str, name: str, new_name: str,
 async def revoke(admin: TenantAdmin, tenant_name: str, name: str) -> None:
     await admin.revoke_key(tenant_name, name)
     click.echo(f"revoked key {name} of tenant {tenant_name}")
+
+
+async def _print_purges(admin: TenantAdmin, record: TenantRecord, wait_s: float) -> None:
+    """Print what keepers removed from their volumes, once all have, or the time is up."""
+    ends_s = time.monotonic() + wait_s
+    done, left = await admin.purges(record)
+    while left and time.monotonic() < ends_s:
+        await asyncio.sleep(_POLL_S)
+        done, left = await admin.purges(record)
+    for purge in done:
+        click.echo(f"{purge.keeper_id} removed {purge.num_chunks} chunks from volume {purge.volume_id}")
+    for keeper_id, volume_id in left:
+        click.echo(f"{keeper_id} has not yet removed chunks from volume {volume_id}", err=True)
 
 
 def seconds_of(age: str) -> float:

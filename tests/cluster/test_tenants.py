@@ -25,7 +25,7 @@ ENDLESS = {**BODY, "max_tokens": 4000, "stream": True}
 
 
 def admin_of(cluster: SimCluster) -> TenantAdmin:
-    return TenantAdmin(MemoryMembership(cluster.registry).records)
+    return TenantAdmin(MemoryMembership(cluster.registry))
 
 
 async def tenant_with_key(cluster: SimCluster, name: str, **fields: Any) -> str:

@@ -16,7 +16,7 @@ NOW_S = 1_000.0
 
 
 def admin_of(site: Site) -> TenantAdmin:  # noqa: F811
-    return TenantAdmin(site.membership().records, now_unix_s=lambda: NOW_S)
+    return TenantAdmin(site.membership(), now_unix_s=lambda: NOW_S)
 
 
 def wanted_key(name: str, number: int, **fields: object) -> KeyRecord:

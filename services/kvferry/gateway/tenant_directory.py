@@ -15,7 +15,6 @@ from kvferry.tenancy.records import KeyRecord, TenantRecord
 
 log = logging.getLogger(__name__)
 
-FOLDER: Final = "tenants"
 REWATCH_S: Final = 1.0
 
 
@@ -65,7 +64,7 @@ class TenantDirectory:
     async def _follow(self) -> None:
         while True:
             try:
-                async for change in self._store.watch(FOLDER):
+                async for change in self._store.watch(records.TENANTS):
                     self.apply(change)
             except KvferryError as error:
                 log.warning("the tenants cannot be followed: %s", error.message)

@@ -12,4 +12,5 @@ class Cause(enum.StrEnum):
     UNAVAILABLE = "unavailable"  # the volume's breaker is open, or the volume is unknown
     QUEUE_FULL = "queue_full"
     ENGINE_GONE = "engine_gone"
+    EPOCH_OVER = "epoch_over"  # the tenant was deleted, or its pages were reset
     FAULT = "fault"  # a bug of ours, with a traceback in the log

@@ -107,6 +107,7 @@ class Keeper:
         self._lock_fd = -1
         self._maintenance: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self.lowest_epochs: Mapping[str, int] = {}  # by tenant; chunks of lower ones are neither read nor written
 
     def __repr__(self) -> str:
         return f"<Keeper {self.keeper_id}: {len(self._sessions)} engines, {self._jobs!r}, {self._volume_set!r}>"
@@ -296,7 +297,10 @@ class Keeper:
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         job = self._jobs.begin(session, message.job, keys, is_load=isinstance(message, messages.Load))
-        if isinstance(message, messages.Load):
+        if namespace.epoch < self.lowest_epochs.get(namespace.tenant, 0):
+            for i in range(len(keys)):
+                self._jobs.end_chunk(job, i, Cause.EPOCH_OVER)
+        elif isinstance(message, messages.Load):
             if self.tracing is not None and message.traceparent:
                 context = TraceContext(message.traceparent, message.tracestate)
                 job.span = self.tracing.serve(context, "keeper load", {"kvferry.pages": len(keys)})

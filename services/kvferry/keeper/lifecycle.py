@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 
 import grpc
 
@@ -25,6 +26,7 @@ from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.nixl_agent import NixlAgent
 from kvferry.keeper.remote_reader import RemoteReader
 from kvferry.keeper.server import KeeperServer
+from kvferry.keeper.tenant_epochs import TenantEpochs
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.membership.follower import MemberFollower
 from kvferry.metrics_listener import MetricsListener
@@ -77,6 +79,9 @@ class KeeperHost:
             self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.load_limit_s
         )
         self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
+        self._epochs: TenantEpochs | None = None
+        if config.gateway.tenants_in_etcd:
+            self._epochs = TenantEpochs(membership, self._volumes, self.keeper_id, self._set_lowest_epochs)
         self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.load_limit_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)
         self._tracing: Tracing | None = None
@@ -118,6 +123,8 @@ class KeeperHost:
             self._config.tier.host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None
         )
         self._follower.start()
+        if self._epochs is not None:
+            self._epochs.start()
         if self._key_file is not None:
             self._watching_keys = asyncio.create_task(self._watch_keys(self._key_file))
         self._registration = await self._membership.register(self.member)
@@ -132,6 +139,8 @@ class KeeperHost:
             return
         self._is_stopped = True
         await self._follower.close()
+        if self._epochs is not None:
+            await self._epochs.close()
         tasks = [task for task in (self._warming, self._watching_keys) if task is not None]
         for task in tasks:
             task.cancel()
@@ -175,6 +184,9 @@ class KeeperHost:
         self.remote.keep_only(addresses)
         if addresses and self._warming is None:
             self._warming = asyncio.create_task(self._warm_up())
+
+    def _set_lowest_epochs(self, lowest_epochs: Mapping[str, int]) -> None:
+        self.keeper.lowest_epochs = lowest_epochs
 
     async def _watch_keys(self, key_file: SealingKeyFile) -> None:
         while True:

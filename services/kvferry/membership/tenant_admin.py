@@ -12,11 +12,10 @@ from typing import Final
 import msgspec
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.membership.base import RecordStore
+from kvferry.membership.base import MemberKind, Membership
 from kvferry.tenancy import records
-from kvferry.tenancy.records import KeyRecord, TenantRecord, make_key
+from kvferry.tenancy.records import KeyRecord, Purge, TenantRecord, make_key
 
-FOLDER: Final = "tenants"
 MAX_ATTEMPTS: Final = 16
 
 
@@ -31,13 +30,14 @@ class Change:
 class TenantAdmin:
     """Raises ConfigError for changes that make no sense, and UnavailableError while etcd is away."""
 
-    def __init__(self, store: RecordStore, *, now_unix_s: Callable[[], float] = time.time) -> None:
-        self._store = store
+    def __init__(self, membership: Membership, *, now_unix_s: Callable[[], float] = time.time) -> None:
+        self._membership = membership
+        self._store = membership.records
         self._now_unix_s = now_unix_s
 
     async def all(self) -> dict[str, TenantRecord]:
         """Return every record that can be read, deleted tenants' too."""
-        found = await self._store.read_all(FOLDER)
+        found = await self._store.read_all(records.TENANTS)
         return {name: _decode(name, record.value) for name, record in sorted(found.items())}
 
     async def get(self, name: str) -> TenantRecord:
@@ -49,7 +49,7 @@ class TenantAdmin:
 
     async def create(self, name: str) -> TenantRecord:
         """Return the new tenant's record. A name that was deleted comes back with a new epoch."""
-        known = await self._store.read_all(FOLDER)
+        known = await self._store.read_all(records.TENANTS)
         if name not in known and len(known) >= records.MAX_TENANTS:
             raise ConfigError(f"there are {len(known)} tenants, with deleted ones; {records.MAX_TENANTS} is the limit")
 
@@ -114,6 +114,19 @@ class TenantAdmin:
         """End the tenant's keys and requests, and make its pages unreadable."""
         return await self._change(tenant, lambda record: _living(tenant, record).deleted())
 
+    async def purges(self, record: TenantRecord) -> tuple[list[Purge], list[tuple[str, str]]]:
+        """Return what keepers have removed of a deleted tenant, and keeper and volume of those that have not yet."""
+        found = await self._store.read_all(f"{records.PURGES}/{record.name}")
+        every = [msgspec.json.decode(each.value, type=Purge) for each in found.values()]
+        done = {(purge.keeper_id, purge.volume_id): purge for purge in every if purge.epoch >= record.epoch}
+        wanted = [
+            (str(member.member_id), volume_id)
+            for member in await self._membership.members()
+            if member.kind is MemberKind.KEEPER
+            for volume_id in member.volumes
+        ]
+        return [done[each] for each in wanted if each in done], [each for each in wanted if each not in done]
+
     async def differences(self, wanted: Sequence[TenantRecord], *, prune: bool) -> list[Change]:
         """Return what `apply` would change. Raises ConfigError for a key of two tenants."""
         known = await self.all()
@@ -155,7 +168,7 @@ class TenantAdmin:
 
 
 def _path(name: str) -> str:
-    return f"{FOLDER}/{name}"
+    return f"{records.TENANTS}/{name}"
 
 
 def _decode(name: str, value: bytes) -> TenantRecord:

@@ -240,6 +240,18 @@ def unlink_link(path: Path) -> None:
         path.unlink()
 
 
+def namespaces(path: Path) -> set[Namespace]:
+    """Return those of chunks and of quarantine, of all writers. Raises OSError."""
+    return {
+        namespace
+        for writer in writers(path)
+        for root in (path / paths.CHUNKS / writer, path / paths.QUARANTINE / writer)
+        for layout_folder in _folders(root)
+        for namespace_folder in _folders(layout_folder.path)
+        if (namespace := paths.parse_namespace(namespace_folder.name)) is not None
+    }
+
+
 def remove_namespaces(path: Path, is_wanted: Callable[[Namespace], bool]) -> int:
     """Return the number of chunks. Raises OSError, and TierError if new ones are found again and again."""
     num_chunks = num_clean = 0

@@ -129,6 +129,10 @@ class Volume:
 
     # Queries
 
+    @property
+    def writer(self) -> str:
+        return self._writer
+
     def layouts(self) -> list[LayoutDigest]:
         return self._index.layouts()
 
@@ -207,6 +211,18 @@ class Volume:
             return num_chunks + folder.remove_namespaces(self.path, lambda each: each == namespace)
         except OSError as error:
             raise self._unusable(error) from error
+
+    def purge_before(self, lowest_epochs: Mapping[str, int]) -> dict[str, int]:
+        """Remove chunks of tenants before their lowest epochs, as `purge` does; return their numbers by tenant."""
+        try:
+            found = folder.namespaces(self.path)
+        except OSError as error:
+            raise self._unusable(error) from error
+        removed: dict[str, int] = {}
+        for namespace in found:
+            if namespace.epoch < lowest_epochs.get(namespace.tenant, 0):
+                removed[namespace.tenant] = removed.get(namespace.tenant, 0) + self.purge(namespace)
+        return removed
 
     def record(self) -> None:
         """Write down for the next start which chunks were used, and how many each key has sealed."""

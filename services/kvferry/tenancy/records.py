@@ -12,6 +12,9 @@ import msgspec
 from kvferry.tenancy.namespace import Namespace
 
 KEY_PREFIX: Final = "kvf_"
+# Folders of records.
+TENANTS: Final = "tenants"
+PURGES: Final = "purges"
 MAX_KEYS: Final = 64  # of a tenant
 MAX_TENANTS: Final = 10_000
 MAX_RECORD_BYTES: Final = 64 << 10
@@ -83,6 +86,16 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     def deleted(self) -> TenantRecord:
         return TenantRecord(name=self.name, epoch=self.epoch + 1, is_deleted=True)
+
+
+class Purge(msgspec.Struct, frozen=True):
+    """A keeper's report that no chunk of a tenant before an epoch is left on one of its volumes."""
+
+    keeper_id: str
+    volume_id: str
+    epoch: int
+    num_chunks: int  # that this keeper removed
+    unix_s: float
 
 
 def encode(record: TenantRecord) -> bytes:

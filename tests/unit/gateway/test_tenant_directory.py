@@ -100,7 +100,7 @@ def test_tenants_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_changes_arrive_and_stay_during_an_outage() -> None:
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry).records)
+    admin = TenantAdmin(MemoryMembership(registry))
     await admin.create("acme")
     key = await admin.add_key("acme", "ci")
     changed = asyncio.Event()
