@@ -25,7 +25,7 @@ from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord
+from kvferry.tenancy.records import CLASSES, DEFAULT_CLASS, MAX_TENANTS, KeyRecord, TenantRecord
 
 R = TypeVar("R")
 
@@ -108,9 +108,10 @@ async def list_tenants(admin: TenantAdmin, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_shown(record) for record in living], indent=2))
         return
-    table = _table("tenant", "epoch", "keys")
+    table = _table("tenant", "class", "share", "epoch", "keys")
     for record in living:
-        table.add_row(record.name, str(record.epoch), escape(", ".join(key.name for key in record.keys)) or "none")
+        facts = (record.name, record.class_name, f"{record.share:g}", str(record.epoch))
+        table.add_row(*facts, escape(", ".join(key.name for key in record.keys)) or "none")
     _print(table)
 
 
@@ -123,7 +124,7 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_shown(record), indent=2))
         return
-    click.echo(f"tenant {record.name}, epoch {record.epoch}")
+    click.echo(f"tenant {record.name}, class {record.class_name}, share {record.share:g}, epoch {record.epoch}")
     table = _table("key", "made", "expires", "group", "operator")
     for key in record.keys:
         ends = "never" if key.expires_unix_s is None else _time(key.expires_unix_s)
@@ -131,6 +132,23 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
         made = _time(key.created_unix_s) if key.created_unix_s else "unknown"
         table.add_row(key.name, made, ends, key.group or "-", "yes" if key.operator else "no")
     _print(table)
+
+
+@tenant.command(name="set", help="Change the class or the share of the tenant NAME, for requests from now on.")
+@click.argument("name")
+@click.option("--class", "class_name", type=click.Choice(list(CLASSES)), help="Presets of the contract.")
+@click.option("--share", type=float, help="Of a saturated cluster's work, to other tenants' shares.")
+@click.option("--class-share", is_flag=True, help="The share of its class again.")
+@_administering
+async def set_contract(
+    admin: TenantAdmin, name: str, class_name: str | None, share: float | None, class_share: bool
+) -> None:
+    if class_name is None and share is None and not class_share:
+        raise ConfigError("nothing to change: give --class, --share or --class-share")
+    if share is not None and class_share:
+        raise ConfigError("--share and --class-share exclude each other")
+    record = await admin.set_contract(name, class_name=class_name, share=share, keeps_share=not class_share)
+    click.echo(f"tenant {name} has class {record.class_name}, share {record.share:g}")
 
 
 @tenant.command(
@@ -277,8 +295,10 @@ class _WantedKey(msgspec.Struct, forbid_unknown_fields=True):
     group: str = ""
 
 
-class _WantedTenant(msgspec.Struct, forbid_unknown_fields=True):
+class _WantedTenant(msgspec.Struct, forbid_unknown_fields=True, rename={"class_name": "class"}):
     name: str
+    class_name: str = DEFAULT_CLASS
+    share: float | None = None
     keys: tuple[_WantedKey, ...] = ()
 
 
@@ -298,12 +318,18 @@ def _wanted(entry: Any) -> TenantRecord:
                 group=each.group,
             )
         )
-    return TenantRecord(name=read.name, keys=tuple(keys))
+    return TenantRecord(name=read.name, keys=tuple(keys), class_name=read.class_name, own_share=read.share)
 
 
 def _shown(record: TenantRecord) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(record)
-    return {"name": record.name, "epoch": record.epoch, "keys": shown.get("keys", [])}
+    return {
+        "name": record.name,
+        "epoch": record.epoch,
+        "class": record.class_name,
+        "share": record.share,
+        "keys": shown.get("keys", []),
+    }
 
 
 def _time(unix_s: float) -> str:

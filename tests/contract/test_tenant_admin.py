@@ -10,7 +10,7 @@ import pytest
 from contract.test_record_contract import Site, server, site  # noqa: F401
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.tenancy.records import MAX_KEYS, KeyRecord, TenantRecord
+from kvferry.tenancy.records import CLASSES, MAX_KEYS, KeyRecord, TenantRecord
 
 NOW_S = 1_000.0
 
@@ -84,6 +84,22 @@ async def test_a_deleted_tenants_name_comes_back_with_a_new_epoch_and_no_keys(si
         await admin.get("acme")
     again = await admin.create("acme")
     assert (again.epoch, again.first_epoch, again.keys) == (2, 2, ())
+
+
+async def test_a_contract_has_a_class_and_perhaps_a_share_of_its_own(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    assert (await admin.create("acme")).share == CLASSES["standard"]
+    assert (await admin.set_contract("acme", class_name="premium")).share == CLASSES["premium"]
+    assert (await admin.set_contract("acme", share=2.5)).share == 2.5
+    assert (await admin.set_contract("acme", class_name="basic")).share == 2.5
+    assert (await admin.set_contract("acme", keeps_share=False)).share == CLASSES["basic"]
+    for fields in ({"class_name": "gold"}, {"share": 0.0}, {"share": -1.0}, {"share": float("nan")}, {"share": 1e9}):
+        with pytest.raises(ConfigError):
+            await admin.set_contract("acme", **fields)  # type: ignore[arg-type]
+    wanted = TenantRecord(name="acme", class_name="standard", own_share=3.0)
+    changes = await admin.apply([wanted], prune=False)
+    assert [change.line for change in changes] == ["~ class: basic -> standard", "~ share: of its class -> 3.0"]
+    assert (await admin.get("acme")).share == 3.0
 
 
 async def test_no_change_is_lost_among_administrators_at_once(site: Site) -> None:  # noqa: F811

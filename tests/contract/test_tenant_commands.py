@@ -54,6 +54,12 @@ def test_a_tenants_life(run: Run) -> None:
     table = run("show", "acme").stdout
     for said in ("ci", "ci2", "web", "never", "UTC", "yes"):
         assert said in table
+    assert run("set", "acme", "--class", "premium").stdout == "tenant acme has class premium, share 4\n"
+    assert run("set", "acme", "--share", "2").stdout == "tenant acme has class premium, share 2\n"
+    assert "premium" in run("list").stdout
+    assert run("set", "acme", "--class-share").stdout == "tenant acme has class premium, share 4\n"
+    for arguments in ((), ("--class", "gold"), ("--share", "0"), ("--share", "2", "--class-share")):
+        assert run("set", "acme", *arguments).exit_code == 2
     assert run("key", "revoke", "acme", "ci").exit_code == 0
     assert run("reset-pages", "acme").stdout == "tenant acme has epoch 1\n"
     assert [entry["name"] for entry in json.loads(run("list", "--json").stdout)] == ["acme"]
@@ -90,6 +96,8 @@ def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
         ("name: acme", "a list"),
         ("- acme", "entry 1"),
         ("- {name: acme, weight: 4}", "weight"),
+        ("- {name: acme, class: gold}", "class"),
+        ("- {name: acme, share: 0}", "share"),
         ("- {name: Acme}", "entry 1"),
         ("- {name: a}\n- {name: a}", "entry 2"),
         ("- {name: a, keys: [{name: k}]}", "sha256"),

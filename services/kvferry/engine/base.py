@@ -112,6 +112,15 @@ class TierHints:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Whose turn a request waits for at a worker."""
+
+    tenant: str
+    share: float  # of a saturated worker's time, to other tenants' shares
+    missing_tokens: int | None = None  # of the prompt, that the worker is expected to compute; None: not known
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """`keep_for_transfer` and `transfer_params` exclude each other."""
 
@@ -128,6 +137,7 @@ class EngineRequest:
     deadline_s: float | None = None  # of `time.monotonic` in this process
     is_suspect: bool = False  # an engine was lost under it before its first token
     is_resumed: bool = False  # it has given tokens, and lost its worker
+    turn: Turn | None = None  # None where tenants have no shares
 
 
 def validate_continuation(request: EngineRequest) -> None:
@@ -279,6 +289,14 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Backlogs:
+    """Prompts that wait for their turns at a worker, in ms of its engine."""
+
+    by_tenant: Mapping[str, tuple[float, float]]  # ms and share, of those with the most
+    others: Mapping[int, tuple[float, float]] = field(default_factory=dict)  # as BacklogCurve.buckets
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
@@ -291,6 +309,7 @@ class EngineStats:
     num_steps: int = 0  # finished; does not grow while the engine hangs
     # Of requests that this engine computes and that have no first token yet, cached tokens included. None: not counted.
     queued_prompt_tokens: int | None = None
+    backlogs: Backlogs | None = None  # None: nothing waits for its turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class Access:
             return DEFAULT_TENANT
         shown = self._shown(authorization, client_name)
         try:
-            return self._tenants.named(shown.tenant, self._epoch(shown), shown.group)
+            epoch, share = self._contract(shown)
+            return self._tenants.named(shown.tenant, epoch, shown.group, share)
         except ValueError as error:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
@@ -74,9 +75,10 @@ class Access:
                 "metrics are also on the listener of section `metrics`"
             )
 
-    def _epoch(self, shown: _Shown) -> int:
+    def _contract(self, shown: _Shown) -> tuple[int, float]:
+        """Return the tenant's epoch and share."""
         if self._directory is None:
-            return 0
+            return 0, 1.0
         if not self._directory.is_known:
             raise NotReady("this gateway is starting: it waits for etcd to read the tenants")
         record = self._directory.record(shown.tenant)
@@ -84,7 +86,7 @@ class Access:
             raise Unauthenticated("this tenant was deleted")
         if record is None and not shown.is_in_file:
             raise PermissionDenied(f"{shown.tenant[:64]!r} is no tenant of this cluster")
-        return 0 if record is None else record.epoch
+        return (0, 1.0) if record is None else (record.epoch, record.share)
 
     def _shown(self, authorization: str | None, client_name: str | None) -> _Shown:
         if self._wants_certificate and client_name is None:

@@ -73,6 +73,7 @@ def _requests_of(
                     parse=prompt.parse,
                     tier=tenant.tier,
                     deadline_s=deadline_s,
+                    turn=tenant.turn,
                 )
             )
     return requests

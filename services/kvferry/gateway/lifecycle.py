@@ -47,6 +47,7 @@ from kvferry.router.dispatch import Dispatcher
 from kvferry.router.placement import why_unequal
 from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.residency_subscriber import ResidencySubscriber
+from kvferry.router.usage import UsageExchange
 from kvferry.router.volume_pool import VolumePool, keeper_of
 from kvferry.router.volume_stream import follow_over
 from kvferry.router.worker_pool import WorkerPool
@@ -164,6 +165,7 @@ class GatewayHost:
             on_gone=self.policy.forget,
             on_change=self._note_readiness,
         )
+        self._usage = UsageExchange(self.worker_pool) if config.gateway.tenants_in_etcd else None
         self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
         # Before any link: workers say once, when a link comes up, which requests are in quarantine.
         self._dispatcher = Dispatcher(
@@ -210,6 +212,8 @@ class GatewayHost:
         # Before any link: a worker of another model must not get this gateway's tokens.
         self.worker_pool.identity = await asyncio.to_thread(identity, self._config, self._model_folder)
         self.worker_pool.start()
+        if self._usage is not None:
+            self._usage.start()
         self.volume_pool.start()
         self._renderer = renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
         renderer.start()
@@ -296,6 +300,8 @@ class GatewayHost:
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self.identification.close()
+        if self._usage is not None:
+            await self._usage.close()
         await self.worker_pool.close()
         await self.volume_pool.close()
         # Requests end with their workers' links; tasks that wait for a slow client would stay.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvferry.engine.base import TierHints
+from kvferry.engine.base import TierHints, Turn
 from kvferry.errors import ConfigError, KvferryError, NotReady
 from kvferry.membership.base import RecordStore
 from kvferry.tenancy import salts
@@ -37,15 +37,19 @@ class Tenant:
     name: str
     epoch: int = 0
     group: str = ""
+    share: float = 1.0
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
     cache_salt: str = field(init=False, repr=False)
     tier: TierHints | None = field(init=False)
+    turn: Turn | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         namespace = Namespace(self.name, self.epoch)
         is_default = namespace == DEFAULT_NAMESPACE and not self.group
         salt = "" if is_default else salts.salt(self.secret, namespace, self.group)
         object.__setattr__(self, "cache_salt", salt)
+        has_share = self.name != DEFAULT_NAMESPACE.tenant or self.share != 1.0
+        object.__setattr__(self, "turn", Turn(self.name, self.share) if has_share else None)
         object.__setattr__(self, "tier", None if namespace == DEFAULT_NAMESPACE else TierHints(namespace))
 
     def salt_of(self, client_salt: str) -> str:
@@ -72,14 +76,14 @@ class Tenants:
         self._secret = secret
         self._made.cache_clear()
 
-    def named(self, name: str, epoch: int = 0, group: str = "") -> Tenant:
+    def named(self, name: str, epoch: int = 0, group: str = "", share: float = 1.0) -> Tenant:
         """Raises ValueError for an invalid name, and NotReady until the secret is known."""
-        return self._made(name, epoch, group)
+        return self._made(name, epoch, group, share)
 
-    def _make(self, name: str, epoch: int, group: str) -> Tenant:
+    def _make(self, name: str, epoch: int, group: str, share: float) -> Tenant:
         if self._secret is None:
             raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
-        return Tenant(name, epoch, group, secret=self._secret)
+        return Tenant(name, epoch, group, share, secret=self._secret)
 
 
 def read_secret(file: Path) -> bytes:

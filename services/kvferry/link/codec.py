@@ -14,6 +14,7 @@ from msgspec import structs
 
 from kvferry.engine.base import (
     AnswerDelta,
+    Backlogs,
     CachedTokens,
     Continued,
     EngineDurations,
@@ -28,6 +29,7 @@ from kvferry.engine.base import (
     TierHints,
     TokenLogprob,
     ToolCallDelta,
+    Turn,
 )
 from kvferry.errors import EngineError, KvferryError, by_code
 from kvferry.tenancy.namespace import Namespace
@@ -113,6 +115,11 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.suspect = True
     if request.is_resumed:
         submit.resumed = True
+    if request.turn is not None:
+        submit.turn.tenant = request.turn.tenant
+        submit.turn.share = request.turn.share
+        if request.turn.missing_tokens is not None:
+            submit.turn.missing_tokens = request.turn.missing_tokens
     return message
 
 
@@ -142,11 +149,20 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         deadline_s=time.monotonic() + message.timeout_ms / 1000.0 if message.HasField("timeout_ms") else None,
         is_suspect=message.suspect,
         is_resumed=message.resumed,
+        turn=_turn_from_wire(message.turn) if message.HasField("turn") else None,
     )
 
 
 def _parse_from_wire(message: pb.Parse) -> Parse:
     return Parse(message.request, message.num_tokens_before, message.num_chars_before)
+
+
+def _turn_from_wire(message: pb.Turn) -> Turn:
+    """Raises ValueError for a share that is not above 0 and finite."""
+    if not 0 < message.share < math.inf:
+        raise ValueError(f"a share of {message.share}")
+    missing_tokens = message.missing_tokens if message.HasField("missing_tokens") else None
+    return Turn(message.tenant, message.share, missing_tokens)
 
 
 def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
@@ -358,7 +374,7 @@ def _durations_from_wire(message: pb.Durations) -> EngineDurations:
 
 
 def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> pb.Load:
-    return pb.Load(
+    message = pb.Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_pages_used=load.num_pages_used,
@@ -371,6 +387,21 @@ def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> p
         num_generated_tokens=load.num_generated_tokens,
         num_steps=load.num_steps,
         queued_prompt_tokens=load.queued_prompt_tokens,
+    )
+    if load.backlogs is not None:
+        for tenant, (ms, share) in load.backlogs.by_tenant.items():
+            message.backlogs.add(tenant=tenant, ms=ms, share=share)
+        for exponent, (ms, share) in load.backlogs.others.items():
+            message.other_backlogs.add(exponent=exponent, ms=ms, share=share)
+    return message
+
+
+def _backlogs_from_wire(message: pb.Load) -> Backlogs | None:
+    if not message.backlogs:
+        return None
+    return Backlogs(
+        {entry.tenant: (entry.ms, entry.share) for entry in message.backlogs if entry.share > 0},
+        {entry.exponent: (entry.ms, entry.share) for entry in message.other_backlogs if entry.share > 0},
     )
 
 
@@ -386,4 +417,5 @@ def stats_from_wire(message: pb.Load) -> EngineStats:
         num_generated_tokens=message.num_generated_tokens,
         num_steps=message.num_steps,
         queued_prompt_tokens=message.queued_prompt_tokens if message.HasField("queued_prompt_tokens") else None,
+        backlogs=_backlogs_from_wire(message),
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
@@ -41,6 +42,10 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.05
 IDLE_STATS_DELAY_S = 0.07
 
+# What tenants were served goes with stats, this often, of so many tenants at once.
+SERVED_INTERVAL_S = 0.5
+MAX_SERVED = 64
+
 _MAX_LOGGED = 32  # requests, when an engine dies
 
 
@@ -59,6 +64,12 @@ class InstrumentedRequest(Protocol):
     def span(self) -> Span | None: ...
     def finished(self, last: EngineOutput) -> None: ...
     def failed(self, error: BaseException) -> None: ...
+
+
+class OnEngine(Protocol):
+    is_computing: bool
+
+    def note(self, output: EngineOutput) -> None: ...
 
 
 class RequestInstrumentation(Protocol):
@@ -80,12 +91,24 @@ class SessionHost(Protocol):
         """Return why no new request can be accepted now, or None. One that `has_place` counts already."""
         ...
 
+    def turn(self, request: EngineRequest) -> contextlib.AbstractAsyncContextManager[OnEngine]:
+        """Enter when the engine may have the request."""
+        ...
+
     def begin_trial(self, owner: object) -> bool:
         """Let a suspect in; False while the worker has another one. `end_trial` must follow."""
         ...
 
     def end_trial(self, owner: object) -> None:
         """Idempotent."""
+        ...
+
+    def served_ms(self) -> Mapping[str, float]:
+        """Return the engine's work by tenant, since its start."""
+        ...
+
+    def elsewhere(self, message: pb.Elsewhere, source: GatewaySession) -> None:
+        """Note what other workers did for tenants that wait here."""
         ...
 
     def quarantine(self, message: pb.Quarantined, source: GatewaySession) -> None:
@@ -134,6 +157,8 @@ class GatewaySession:
         self._ended = False  # the link is gone
         now_s = self._loop.time()
         self._received_s = self._sent_s = self._stats_sent_s = now_s
+        self._served_sent: dict[str, float] = {}
+        self._served_sent_s = 0.0
         self._stats_due = False  # the stats changed since they were sent
         self._stats_now = False
         self._stats_timer: asyncio.TimerHandle | None = None
@@ -180,6 +205,8 @@ class GatewaySession:
             case "want_snapshot":
                 if self.on_snapshot_wanted is not None:
                     self.on_snapshot_wanted(self)
+            case "elsewhere":
+                self._worker.elsewhere(message.elsewhere, self)
             case "quarantined":
                 self._worker.quarantine(message.quarantined, self)
             case None:
@@ -271,9 +298,12 @@ class GatewaySession:
             # The gateway ends the request at this time too; it may be gone, or not hear of it.
             async with (
                 asyncio.timeout_at(self._deadline(request)),
+                self._worker.turn(request) as on_engine,
                 contextlib.aclosing(self._worker.engine.generate(request)) as outputs,  # type: ignore[type-var]
             ):
                 async for output in outputs:
+                    if on_engine.is_computing:
+                        on_engine.note(output)
                     self._add(number, output)
                     if request.is_suspect:
                         self._worker.end_trial((self, number))
@@ -408,6 +438,8 @@ class GatewaySession:
         if self._stats_now or (outgoing.ends_with_step and now_s - self._stats_sent_s >= STATS_INTERVAL_S):
             stats = self._worker.stats()
             self.believes_full = stats.full
+            if now_s - self._served_sent_s >= SERVED_INTERVAL_S:
+                self._add_served(stats, now_s)
             outgoing.add_stats(stats)
             self._stats_now = self._stats_due = False
             self._stats_sent_s = now_s
@@ -417,6 +449,16 @@ class GatewaySession:
         if payloads:
             self._sent_s = now_s
         return payloads
+
+    def _add_served(self, stats: pb.Load, now_s: float) -> None:
+        served_ms, sent = self._worker.served_ms(), self._served_sent
+        changed = ((tenant, ms) for tenant, ms in served_ms.items() if sent.get(tenant) != ms)
+        for tenant, ms in itertools.islice(changed, MAX_SERVED):
+            stats.served.add(tenant=tenant, ms=ms)
+            sent[tenant] = ms
+            self._served_sent_s = now_s
+        if len(sent) > len(served_ms):
+            self._served_sent = {tenant: ms for tenant, ms in sent.items() if tenant in served_ms}
 
     def close(self) -> None:
         """Send only pending messages. The transport ends the link when `pop_messages` is empty."""

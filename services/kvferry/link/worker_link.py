@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
@@ -64,6 +64,8 @@ class WorkerLink:
         """`identity` is this gateway's: a worker of another cluster, model or protocol is not connected."""
         self.member = member
         self.stats = EngineStats()
+        self.served_ms: dict[str, float] = {}  # of the worker's engine, by tenant, as far as this connection heard
+        self.attached_s = 0.0
         self.draining = False
         self.connected = False
         self.generation = 0  # number of connections so far: a worker that was lost and came back may be tried again
@@ -188,6 +190,14 @@ class WorkerLink:
         """
         if self.connected:
             self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
+
+    def send_elsewhere(self, served_ms: Mapping[str, float], num_workers: int) -> None:
+        """Tell the worker what others did for tenants that wait there. Does nothing while the link is down."""
+        if self.connected:
+            message = pb.Elsewhere(num_workers=num_workers)
+            for tenant, ms in served_ms.items():
+                message.served.add(tenant=tenant, ms=ms)
+            self._send(pb.Downward(elsewhere=message))
 
     def want_snapshot(self) -> None:
         """Request residency for `on_residency`. Does nothing while the link is down."""
@@ -345,6 +355,8 @@ class WorkerLink:
             self.on_survived()
         self._engine_id = welcome.engine_id
         self._why_not = ""
+        self.served_ms.clear()
+        self.attached_s = self._loop.time()
         self._update_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
@@ -423,6 +435,8 @@ class WorkerLink:
 
     def _update_stats(self, load: pb.Load) -> None:
         self.stats = codec.stats_from_wire(load)
+        for entry in load.served:
+            self.served_ms[entry.tenant] = entry.ms
         was_full, self.is_full = self.is_full, load.full
         if was_full and not load.full and self.on_room is not None:
             self.on_room()

@@ -1,4 +1,4 @@
-"""Changes tenants' records, each in one step: a record that another writer changed meanwhile is read again."""
+"""Changes tenants' records, each in one step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ MAX_ATTEMPTS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A difference between a tenant's record and the wanted one, as a line for people."""
-
+    # For people.
     tenant: str
     line: str
 
@@ -36,7 +35,7 @@ class TenantAdmin:
         self._now_unix_s = now_unix_s
 
     async def all(self) -> dict[str, TenantRecord]:
-        """Return every record that can be read, deleted tenants' too."""
+        """Return deleted tenants too."""
         found = await self._store.read_all(records.TENANTS)
         return {name: _decode(name, record.value) for name, record in sorted(found.items())}
 
@@ -59,6 +58,19 @@ class TenantAdmin:
             return _begun(TenantRecord(name=name), record)
 
         return await self._change(name, begin)
+
+    async def set_contract(
+        self, tenant: str, *, class_name: str | None = None, share: float | None = None, keeps_share: bool = True
+    ) -> TenantRecord:
+        def changed(record: TenantRecord | None) -> TenantRecord:
+            record = _living(tenant, record)
+            return msgspec.structs.replace(
+                record,
+                class_name=record.class_name if class_name is None else class_name,
+                own_share=share if share is not None else record.own_share if keeps_share else None,
+            )
+
+        return await self._change(tenant, changed)
 
     async def add_key(
         self, tenant: str, name: str, *, expires_unix_s: float | None = None, operator: bool = False, group: str = ""
@@ -102,8 +114,6 @@ class TenantAdmin:
         await self._change(tenant, lambda record: _living(tenant, record).without_key(name))
 
     async def raise_epoch(self, tenant: str) -> TenantRecord:
-        """Make every page of the tenant unreadable."""
-
         def higher(record: TenantRecord | None) -> TenantRecord:
             record = _living(tenant, record)
             return msgspec.structs.replace(record, epoch=record.epoch + 1)
@@ -111,7 +121,6 @@ class TenantAdmin:
         return await self._change(tenant, higher)
 
     async def delete(self, tenant: str) -> TenantRecord:
-        """End the tenant's keys and requests, and make its pages unreadable."""
         return await self._change(tenant, lambda record: _living(tenant, record).deleted())
 
     async def purges(self, record: TenantRecord) -> tuple[list[Purge], list[tuple[str, str]]]:
@@ -141,10 +150,7 @@ class TenantAdmin:
         return [*changes, *(Change(name, "- tenant") for name in gone)]
 
     async def apply(self, wanted: Sequence[TenantRecord], *, prune: bool) -> list[Change]:
-        """Make tenants and keys those of `wanted`; return what was changed. Epochs stay.
-
-        With `prune`, tenants that it does not name are deleted.
-        """
+        """Make tenants those of `wanted`; with `prune` delete all others. Return what was changed."""
         changes = await self.differences(wanted, prune=prune)
         changed = {change.tenant for change in changes}
         for record in wanted:
@@ -194,11 +200,10 @@ def _applied(wanted: TenantRecord, before: TenantRecord | None) -> TenantRecord:
     )
     if before is None or before.is_deleted:
         return _begun(wanted, before)
-    return msgspec.structs.replace(before, keys=keys)
+    return msgspec.structs.replace(before, keys=keys, class_name=wanted.class_name, own_share=wanted.own_share)
 
 
 def _begun(wanted: TenantRecord, before: TenantRecord | None) -> TenantRecord:
-    """Return the record of a new tenant, whose epoch no earlier one of its name had."""
     epoch = 0 if before is None else before.epoch
     return msgspec.structs.replace(wanted, epoch=epoch, first_epoch=epoch)
 
@@ -207,6 +212,11 @@ def _differences(before: TenantRecord | None, wanted: TenantRecord) -> list[Chan
     name = wanted.name
     is_new = before is None or before.is_deleted
     lines = ["+ tenant"] if is_new else []
+    if before is not None and not is_new:
+        contract = (("class", before.class_name, wanted.class_name), ("share", before.own_share, wanted.own_share))
+        for name_of, was, wants in contract:
+            if was != wants:
+                lines.append(f"~ {name_of}: {was or 'of its class'} -> {wants or 'of its class'}")
     old = {} if before is None or is_new else {key.name: key for key in before.keys}
     new = {key.name: key for key in _applied(wanted, before).keys}
     for key_name in sorted(old.keys() | new.keys()):

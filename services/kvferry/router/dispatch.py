@@ -20,6 +20,7 @@ from kvferry.engine.base import (
     PromptSources,
     Sampling,
     TierHints,
+    Turn,
 )
 from kvferry.errors import (
     EngineDead,
@@ -213,6 +214,7 @@ class _RequestRun:
             continued=None,
             parse=None,
             tier=tier_hints(attempt.placement, request.tier),
+            turn=turn_at(attempt.placement, request.turn),
         )
         span = self._record.begin_span("prefill", worker)
         if span is not None:
@@ -362,8 +364,10 @@ class _RequestRun:
             return dataclasses.replace(request, transfer_params=self._placer.kept.params)
         if attempt.placement.prefill is not None:
             return request
-        hints = tier_hints(attempt.placement, request.tier)
-        return request if hints is request.tier else dataclasses.replace(request, tier=hints)
+        hints, turn = tier_hints(attempt.placement, request.tier), turn_at(attempt.placement, request.turn)
+        if hints is request.tier and turn is request.turn:
+            return request
+        return dataclasses.replace(request, tier=hints, turn=turn)
 
     def _on_first_output(self, attempt: Attempt) -> None:
         attempt.first_output_s = self._router.clock()
@@ -430,6 +434,13 @@ def _release_orphan(link: WorkerLink, last: EngineOutput) -> None:
     # be reading them.
     if last.transfer_params is not None:
         link.release(last.transfer_params)
+
+
+def turn_at(placement: Placement, known: Turn | None) -> Turn | None:
+    """Return the turn with the tokens that the placement expects to be computed."""
+    if known is None or not isinstance(placement, Decision) or placement.missing_tokens == known.missing_tokens:
+        return known
+    return dataclasses.replace(known, missing_tokens=placement.missing_tokens)
 
 
 def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | None:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.engine.base import EngineStats, RequestId
+from kvferry.engine.base import EngineStats, RequestId, Turn
 from kvferry.membership.base import Member, MemberId
 from kvferry.pages.exchange import difference, sorted_fields
 
@@ -51,6 +51,7 @@ class PlacementRequest:
     num_tokens: int
     block_size: int
     max_tokens: int
+    turn: Turn | None = None  # None where tenants have no shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,4 +364,5 @@ def _placement_request(request: EngineRequest, block_size: int, number: int) -> 
         len(tokens),
         block_size,
         request.sampling.max_tokens,
+        request.turn,
     )

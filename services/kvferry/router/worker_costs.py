@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.engine.base import PromptSources
+from kvferry.engine.base import EngineStats, PromptSources, Turn
 from kvferry.membership.base import MemberId
 from kvferry.router.expected_pages import ExpectedPages, WorkerPages
 from kvferry.router.ledger import Ledger, WorkerAccount
@@ -17,6 +17,7 @@ from kvferry.router.rates import (
     prefill_rate,
     step_scale,
 )
+from kvferry.tenancy.fair_wait import BacklogCurve
 
 # How many prompt tokens of reports decide what part of other gateways' prompts is computed, the rest being cached.
 _SHARE_TOKENS = 50_000
@@ -28,6 +29,7 @@ class WorkerCosts:
     __slots__ = (
         "account",
         "arriving_pages",
+        "backlogs",
         "candidate",
         "compute_weight",
         "computed_share",
@@ -49,6 +51,7 @@ class WorkerCosts:
         "step_ms",
         "unreported_streams",
         "wait_ms",
+        "waiting_ms",
     )
 
     def __init__(self, account: WorkerAccount, pages: WorkerPages, rates: WorkerRates) -> None:
@@ -71,6 +74,8 @@ class WorkerCosts:
         self.wait_ms = 0.0  # until it gets a place among the streams
         self.compute_weight = 0.0  # what a ms of compute here costs the request and the streams
         self.unreported_streams = 0  # that the report does not count
+        self.backlogs: BacklogCurve | None = None  # of prompts that wait for their turns there
+        self.waiting_ms = 0.0  # of these
         self.free_pages = 0.0  # before memory gets tight
         self.full_ms_per_page = 0.0
         self.free_tokens = 0.0  # the same in tokens, without the prompts that are queued
@@ -86,6 +91,7 @@ class WorkerCosts:
         self.ms_per_token = pool.prefill_ms_per_token(rates, is_tried=bool(account.prefills))
         self.kv_transfer_page_ms = pool.kv_transfer_page_ms(rates, is_tried=bool(account.incoming))
         self._price_foreign_prompts(candidate)
+        self._price_turns(stats)
         self.handoff_ms = cost_defaults.handoff_ms + account.arriving_pages * self.kv_transfer_page_ms
         self.unreported_streams = len(account.incoming) + account.num_streams_since(candidate.reported_s)
         streams = stats.num_running + stats.num_waiting + self.unreported_streams
@@ -106,6 +112,16 @@ class WorkerCosts:
         self.free_tokens = self.free_pages * block_size - account.queued_tokens
         self.full_ms_per_token = self.full_ms_per_page / block_size
 
+    def fair_queue_ms(self, queue_ms: float, turn: Turn, prompt_ms: float) -> float:
+        """Return how long a prompt waits behind `queue_ms` of others, of which some wait for turns of their tenants."""
+        stats = self.candidate.stats if self.candidate is not None else None
+        if self.backlogs is None or stats is None or stats.backlogs is None:
+            return queue_ms
+        own_ms, _ = stats.backlogs.by_tenant.get(turn.tenant, (0.0, 0.0))
+        # What the report does not know of may be inside the engine, before everything that waits.
+        inside_ms = max(0.0, queue_ms - self.waiting_ms)
+        return min(queue_ms, inside_ms + self.backlogs.wait_ms(own_ms, prompt_ms, turn.share))
+
     def _price_foreign_prompts(self, candidate: Candidate) -> None:
         account, stats = self.account, candidate.stats
         if stats.queued_prompt_tokens is None:  # an older worker: they are taken to be as long as the new prompt
@@ -117,6 +133,15 @@ class WorkerCosts:
             self._learn_computed_share(stats.prompt_tokens)
         num_tokens = max(0, stats.queued_prompt_tokens - account.prompt_tokens_at(candidate.reported_s))
         self.foreign_ms, self.foreign_ms_per_token = num_tokens * self.computed_share * self.ms_per_token, 0.0
+
+    def _price_turns(self, stats: EngineStats) -> None:
+        if stats.backlogs is None:
+            self.backlogs, self.waiting_ms = None, 0.0
+            return
+        self.backlogs = BacklogCurve(stats.backlogs.others)
+        for ms, share in stats.backlogs.by_tenant.values():
+            self.backlogs.add(ms, share)
+        self.waiting_ms = sum(ms for ms, _ in self.backlogs.buckets.values())
 
     def _learn_computed_share(self, prompt_tokens: PromptSources) -> None:
         before, self.prompt_tokens = self.prompt_tokens, prompt_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -46,6 +47,13 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError(f"group {self.group[:80]!r}: letters, digits, dots, dashes and underscores, at most 63")
 
 
+# Shares of a saturated cluster's work, to one another.
+CLASSES: Final[Mapping[str, float]] = {"premium": 4.0, "standard": 1.0, "basic": 0.25}
+DEFAULT_CLASS: Final = "standard"
+MIN_SHARE: Final = 0.01
+MAX_SHARE: Final = 1000.0
+
+
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tenant's identity. A deleted one keeps its record, so that its name never gets an old epoch again."""
 
@@ -54,6 +62,12 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     first_epoch: int = 0  # of this tenant, where an earlier one of its name was deleted
     keys: tuple[KeyRecord, ...] = ()
     is_deleted: bool = False
+    class_name: str = DEFAULT_CLASS
+    own_share: float | None = None  # instead of the class's
+
+    @property
+    def share(self) -> float:
+        return CLASSES[self.class_name] if self.own_share is None else self.own_share
 
     def check(self) -> None:
         """Raises ValueError naming the fault."""
@@ -62,6 +76,10 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError(f"tenant {self.name!r} has {len(self.keys)} keys; {MAX_KEYS} is the limit")
         if self.is_deleted and self.keys:
             raise ValueError(f"tenant {self.name!r} is deleted and has keys")
+        if self.class_name not in CLASSES:
+            raise ValueError(f"class {self.class_name[:80]!r}: one of {', '.join(CLASSES)}")
+        if self.own_share is not None and not MIN_SHARE <= self.own_share <= MAX_SHARE:
+            raise ValueError(f"share {self.own_share}: from {MIN_SHARE} to {MAX_SHARE:g}")
         for key in self.keys:
             key.check()
         if len({key.name for key in self.keys}) < len(self.keys):

@@ -29,6 +29,7 @@ from kvferry.worker.hang_detector import HangDetector
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import WorkerServer
+from kvferry.worker.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,13 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, 
     )
 
 
+def build_turns(config: ClusterConfig, kind: MemberKind) -> Turns | None:
+    """Return None where tenants have no shares."""
+    if not config.gateway.tenants_in_etcd:
+        return None
+    return Turns(None if kind is MemberKind.PREFILL else config.engine_of(kind.value).max_num_seqs)
+
+
 class WorkerHost:
     """Owns a worker's engine, server and registration. `start` it once."""
 
@@ -78,6 +86,7 @@ class WorkerHost:
             heartbeat_s=config.worker.heartbeat_s,
             frames=config.worker.link == "frames",
             tls=config.worker.tls,
+            turns=build_turns(config, kind),
         )
         self.residency = ResidencyPublisher(engine, self.server)
         self._tracing: Tracing | None = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 from kvferry import __version__, mutual_tls
 from kvferry.config import TlsConfig
-from kvferry.engine.base import Engine, EngineStats
+from kvferry.engine.base import Engine, EngineRequest, EngineStats
 from kvferry.errors import EngineDead, KvferryError, Overloaded, WorkerDraining
 from kvferry.link import codec
 from kvferry.link.frame_server import FrameServer
@@ -21,6 +23,7 @@ from kvferry.link.quarantine import Quarantine
 from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.request_instrumentation import RequestInstrumentation
+from kvferry.worker.turns import OnEngine, Turns
 
 # Ended requests that `_retry_after_s` looks at.
 _NUM_ENDS = 64
@@ -30,6 +33,8 @@ _RESUMED_SHARE = 2
 _MAX_REFUSED = 256  # gateways that are remembered as refused
 
 log = logging.getLogger(__name__)
+
+_AT_ONCE = contextlib.nullcontext(OnEngine())
 
 
 class WorkerServer:
@@ -50,9 +55,11 @@ class WorkerServer:
         frames: bool = True,
         tls: TlsConfig | None = None,
         identity: Identity | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.identity = identity or Identity()
         self._engine = engine
+        self._turns = turns
         self._worker_id = worker_id
         self._role = role
         self._host = host
@@ -252,6 +259,18 @@ class WorkerServer:
                 session.believes_full = False
                 session.send_stats()
 
+    def turn(self, request: EngineRequest) -> contextlib.AbstractAsyncContextManager[OnEngine]:
+        return _AT_ONCE if self._turns is None else self._turns.turn(request)
+
+    def served_ms(self) -> Mapping[str, float]:
+        return {} if self._turns is None else self._turns.served_ms
+
+    def elsewhere(self, message: pb.Elsewhere, source: GatewaySession) -> None:
+        # All gateways see all workers: the same work must not count once for each of them.
+        if self._turns is not None and source.gateway_id == min(session.gateway_id for session in self._sessions):
+            got_ms = {entry.tenant: entry.ms for entry in message.served if 0 <= entry.ms < math.inf}
+            self._turns.elsewhere(got_ms, message.num_workers)
+
     def begin_trial(self, owner: object) -> bool:
         if self._on_trial not in (None, owner):
             return False
@@ -286,9 +305,18 @@ class WorkerServer:
 
     def _engine_stats(self) -> EngineStats:
         try:
-            return self._engine.stats()
+            stats = self._engine.stats()
         except KvferryError:
             return EngineStats()
+        if self._turns is None or not self._turns.num_waiting:
+            return stats
+        tokens = stats.queued_prompt_tokens
+        return dataclasses.replace(
+            stats,
+            num_waiting=stats.num_waiting + self._turns.num_waiting,
+            queued_prompt_tokens=None if tokens is None else tokens + self._turns.waiting_tokens,
+            backlogs=self._turns.backlogs(),
+        )
 
     def _retry_after_s(self) -> int:
         ends = self._end_times_s

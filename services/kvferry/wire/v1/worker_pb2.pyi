@@ -21,7 +21,7 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class Downward(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "ack", "release", "want_snapshot", "reserve", "quarantined")
+    __slots__ = ("hello", "submit", "cancel", "ack", "release", "want_snapshot", "reserve", "quarantined", "elsewhere")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Downward(_message.Message):
     WANT_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
@@ -38,7 +39,8 @@ class Downward(_message.Message):
     want_snapshot: WantSnapshot
     reserve: Reserve
     quarantined: Quarantined
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., want_snapshot: _Optional[_Union[WantSnapshot, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ...) -> None: ...
+    elsewhere: Elsewhere
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., want_snapshot: _Optional[_Union[WantSnapshot, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
 
 class Upward(_message.Message):
     __slots__ = ("welcome", "step", "residency", "quarantined")
@@ -121,7 +123,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed", "turn")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +139,7 @@ class Submit(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -152,7 +155,18 @@ class Submit(_message.Message):
     timeout_ms: int
     suspect: bool
     resumed: bool
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    turn: Turn
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("tenant", "share", "missing_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    share: float
+    missing_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., share: _Optional[float] = ..., missing_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("number", "resumed")
@@ -430,7 +444,7 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens")
+    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens", "backlogs", "other_backlogs", "served")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +457,9 @@ class Load(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOGS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BACKLOGS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pages_used: int
@@ -455,7 +472,46 @@ class Load(_message.Message):
     cached_tokens: CachedTokens
     full: bool
     queued_prompt_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ...) -> None: ...
+    backlogs: _containers.RepeatedCompositeFieldContainer[TenantBacklog]
+    other_backlogs: _containers.RepeatedCompositeFieldContainer[BacklogBucket]
+    served: _containers.RepeatedCompositeFieldContainer[TenantWork]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[TenantBacklog, _Mapping]]] = ..., other_backlogs: _Optional[_Iterable[_Union[BacklogBucket, _Mapping]]] = ..., served: _Optional[_Iterable[_Union[TenantWork, _Mapping]]] = ...) -> None: ...
+
+class TenantWork(_message.Message):
+    __slots__ = ("tenant", "ms")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    ms: float
+    def __init__(self, tenant: _Optional[str] = ..., ms: _Optional[float] = ...) -> None: ...
+
+class Elsewhere(_message.Message):
+    __slots__ = ("served", "num_workers")
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    served: _containers.RepeatedCompositeFieldContainer[TenantWork]
+    num_workers: int
+    def __init__(self, served: _Optional[_Iterable[_Union[TenantWork, _Mapping]]] = ..., num_workers: _Optional[int] = ...) -> None: ...
+
+class TenantBacklog(_message.Message):
+    __slots__ = ("tenant", "ms", "share")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    ms: float
+    share: float
+    def __init__(self, tenant: _Optional[str] = ..., ms: _Optional[float] = ..., share: _Optional[float] = ...) -> None: ...
+
+class BacklogBucket(_message.Message):
+    __slots__ = ("exponent", "ms", "share")
+    EXPONENT_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    exponent: int
+    ms: float
+    share: float
+    def __init__(self, exponent: _Optional[int] = ..., ms: _Optional[float] = ..., share: _Optional[float] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "cpu", "volume", "kv_transfer")

@@ -1,0 +1,258 @@
+"""Start-time fair queue in front of one engine, over tenants, charged in measured milliseconds."""
+
+# Between two tenants that wait all the time, work charged in ms divided by weights differs by less than
+# (turn + slice) x (1/w_i + 1/w_j), and by twice the error of the estimates inside the engine (docs/architecture/).
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic
+
+from kvferry.tenancy.debts import Debts
+from kvferry.tenancy.keyed_heap import KeyedHeap
+from kvferry.tenancy.tenant_queue import CachedTokens, Request, TenantQueue
+
+
+class QueueLimit(enum.StrEnum):
+    TENANTS = "max_queued_tenants"
+    REQUESTS = "max_queued_requests"
+    TENANT_REQUESTS = "max_queued_requests_of_tenant"  # as many as there is room left for
+
+
+@dataclass(frozen=True, slots=True)
+class QueueParameters:
+    turn_ms: float = 200.0
+    slice_ms: float = 51.2  # one engine step: 512 tokens at 0.1 ms
+    depth_ms: float = 60.0  # inside the engine, so that it is never idle between steps
+    idle_s: float = 1.0  # after which lags are forgiven
+    max_tenants: int = 16_384
+    max_requests: int = 65_536
+
+
+@dataclass(slots=True, eq=False)
+class Slice(Generic[Request]):
+    """A part of a request for the engine, at most one step long; `measured` must follow once."""
+
+    request: Request
+    tenant: str
+    ms: float  # estimated
+    is_last: bool
+    factor: float  # of the charge, from debts
+
+
+class _Tenant(Generic[Request]):
+    __slots__ = ("name", "num_inside", "queue", "virtual_ms", "weight")
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.virtual_ms = 0.0  # charged ms / weight
+        self.num_inside = 0
+        self.queue: TenantQueue[Request] = TenantQueue()
+
+
+def nothing_cached(prefix: Hashable) -> int:
+    return 0
+
+
+class FairQueue(Generic[Request]):
+    """Gives the engine slices of the waiting requests; times in s of one clock, work in ms of one engine."""
+
+    def __init__(
+        self,
+        parameters: QueueParameters | None = None,
+        cached_tokens: CachedTokens = nothing_cached,
+        debts: Debts | None = None,
+    ) -> None:
+        self.parameters = parameters or QueueParameters()
+        self.debts = debts or Debts(self.parameters.turn_ms)
+        self.served_ms: dict[str, float] = {}  # measured, since the start
+        self.num_requests = 0
+        self.inside_ms = 0.0  # estimated
+        self._cached_tokens = cached_tokens
+        self._weights: dict[str, float] = {}
+        self._tenants: dict[str, _Tenant[Request]] = {}
+        self._waiting = KeyedHeap()  # by virtual time, without the tenant whose turn it is
+        self._lagging = KeyedHeap()  # tenants without requests whose virtual time is ahead
+        self._inside: set[Slice[Request]] = set()
+        self._turn: _Tenant[Request] | None = None
+        self._turn_left_ms = 0.0
+        self._virtual_ms = 0.0
+        self._max_virtual_ms = 0.0
+        self._idle_since_s: float | None = None
+
+    def __repr__(self) -> str:
+        turn = "none" if self._turn is None else f"{self._turn.name} {self._turn_left_ms:.0f} ms"
+        return f"<FairQueue {self.num_requests} of {self.num_waiting} tenants, turn {turn}, {len(self._inside)} inside>"
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + (self._turn is not None and len(self._turn.queue) > 0)
+
+    def add(self, request: Request, now_s: float, *, is_continued: bool = False) -> QueueLimit | None:
+        """Return the limit for which the request is refused; continuations never are."""
+        tenant = self._tenants.get(request.tenant)
+        if not is_continued and (limit := self._refusal(tenant)) is not None:
+            return limit
+        if self._idle_since_s is not None and now_s - self._idle_since_s >= self.parameters.idle_s:
+            self._advance(self._max_virtual_ms)
+            tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = _Tenant(request.tenant, self._weights.get(request.tenant, 1.0))
+        had_none = not tenant.queue
+        tenant.queue.add(request, is_continued=is_continued)
+        self._tenants[tenant.name] = tenant
+        self._idle_since_s = None
+        self.num_requests += 1
+        if had_none:
+            self._lagging.discard(tenant.name)
+            tenant.virtual_ms = max(tenant.virtual_ms, self._virtual_ms)
+            if tenant is not self._turn:
+                self._waiting.set(tenant.name, tenant.virtual_ms)
+                if self._turn is not None and tenant.virtual_ms < self._turn.virtual_ms:
+                    self._end_turn()
+        return None
+
+    def cancel(self, request: Request, now_s: float) -> bool:
+        """Return whether the request waited; its slices inside the engine are measured all the same."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None or not tenant.queue.remove(request):
+            return False
+        self.num_requests -= 1
+        self._settle(tenant, now_s)
+        return True
+
+    def next_slice(self) -> Slice[Request] | None:
+        """Return work for the engine; None while it has enough, or nothing waits."""
+        if self.inside_ms >= self.parameters.depth_ms or not self.num_requests:
+            return None
+        if self._turn is None or not self._turn.queue or self._turn_left_ms <= 0:
+            self._begin_turn()
+        tenant = self._turn
+        assert tenant is not None
+        request, ms, is_last = tenant.queue.take(self.parameters.slice_ms, self._cached_tokens)
+        self.num_requests -= is_last
+        piece = Slice(request, tenant.name, ms, is_last, self.debts.factor(tenant.name))
+        self._inside.add(piece)
+        self.inside_ms += ms
+        tenant.num_inside += 1
+        self._charge(tenant, ms, piece.factor)
+        return piece
+
+    def measured(self, piece: Slice[Request], ms: float, now_s: float) -> None:
+        """Correct the charge of a slice that left the engine. Raises ValueError."""
+        if not 0 <= ms < float("inf"):
+            raise ValueError(f"a slice of tenant {piece.tenant} was measured at {ms} ms")
+        if piece not in self._inside:
+            raise ValueError(f"a slice of tenant {piece.tenant} is not inside the engine")
+        self._inside.discard(piece)
+        self.inside_ms = self.inside_ms - piece.ms if self._inside else 0.0
+        self.served_ms[piece.tenant] = self.served_ms.get(piece.tenant, 0.0) + ms
+        tenant = self._tenants[piece.tenant]
+        tenant.num_inside -= 1
+        self._charge(tenant, ms - piece.ms, piece.factor)
+        self._settle(tenant, now_s)
+
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """Raises ValueError unless it is above 0 and finite."""
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"tenant {tenant} has weight {weight}")
+        self._weights[tenant] = weight
+        known = self._tenants.get(tenant)
+        if known is not None:
+            # What the tenant is ahead stays the same in ms.
+            ahead = known.virtual_ms - self._virtual_ms
+            known.virtual_ms = self._virtual_ms + ahead * known.weight / weight
+            known.weight = weight
+            self._update_keys(known)
+
+    def forget(self, tenant: str) -> None:
+        self._weights.pop(tenant, None)
+        self.served_ms.pop(tenant, None)
+
+    def elsewhere(self, got_ms: Mapping[str, float], num_workers: int, now_s: float) -> None:
+        weights = {tenant.name: tenant.weight for tenant in self._with_requests()}
+        self.debts.elsewhere(got_ms, weights, num_workers, now_s)
+
+    def backlogs(self) -> dict[str, tuple[float, float]]:
+        """Return estimated ms waiting and the weight, by tenant."""
+        return {tenant.name: (tenant.queue.backlog_ms, tenant.weight) for tenant in self._with_requests()}
+
+    def check(self) -> None:
+        turn = set() if self._turn is None else {self._turn.name}
+        for name, tenant in self._tenants.items():
+            tenant.queue.check()
+            assert (name in self._waiting) == (bool(tenant.queue) and name not in turn), f"{name} waits unseen"
+            assert tenant.queue or tenant.num_inside or name in self._lagging or name in turn, f"{name} is left over"
+        assert self.num_requests == sum(len(tenant.queue) for tenant in self._tenants.values())
+        assert len(self._inside) == sum(tenant.num_inside for tenant in self._tenants.values())
+        assert abs(self.inside_ms - sum(piece.ms for piece in self._inside)) < 1e-3
+
+    def _refusal(self, tenant: _Tenant[Request] | None) -> QueueLimit | None:
+        room = self.parameters.max_requests - self.num_requests
+        if room <= 0:
+            return QueueLimit.REQUESTS
+        if tenant is not None:
+            return QueueLimit.TENANT_REQUESTS if len(tenant.queue) >= room else None
+        if len(self._tenants) >= self.parameters.max_tenants:
+            lagging = self._lagging.first()
+            if lagging is None:
+                return QueueLimit.TENANTS
+            self._drop(lagging[1])
+        return None
+
+    def _with_requests(self) -> Iterator[_Tenant[Request]]:
+        return (tenant for tenant in self._tenants.values() if tenant.queue)
+
+    def _begin_turn(self) -> None:
+        self._end_turn()
+        first = self._waiting.first()
+        assert first is not None
+        virtual_ms, name = first
+        self._waiting.discard(name)
+        self._turn = self._tenants[name]
+        self._turn_left_ms = self.parameters.turn_ms
+        self._advance(virtual_ms)
+
+    def _end_turn(self) -> None:
+        tenant, self._turn = self._turn, None
+        if tenant is not None and tenant.queue:
+            self._waiting.set(tenant.name, tenant.virtual_ms)
+
+    def _advance(self, virtual_ms: float) -> None:
+        self._virtual_ms = max(self._virtual_ms, virtual_ms)
+        while (first := self._lagging.first()) is not None and first[0] <= self._virtual_ms:
+            self._drop(first[1])
+
+    def _charge(self, tenant: _Tenant[Request], ms: float, factor: float) -> None:
+        tenant.virtual_ms += factor * ms / tenant.weight
+        self._max_virtual_ms = max(self._max_virtual_ms, tenant.virtual_ms)
+        if factor != 1.0:
+            self.debts.settle(tenant.name, (factor - 1.0) * ms)
+        if tenant is self._turn:
+            self._turn_left_ms -= ms
+        self._update_keys(tenant)
+
+    def _update_keys(self, tenant: _Tenant[Request]) -> None:
+        for heap in (self._waiting, self._lagging):
+            if tenant.name in heap:
+                heap.set(tenant.name, tenant.virtual_ms)
+
+    def _settle(self, tenant: _Tenant[Request], now_s: float) -> None:
+        if tenant.queue or tenant.num_inside:
+            if not tenant.queue:
+                self._waiting.discard(tenant.name)
+            return
+        self._waiting.discard(tenant.name)
+        if tenant is self._turn:
+            self._turn = None
+        self._lagging.set(tenant.name, tenant.virtual_ms)
+        self._advance(self._virtual_ms)
+        if not self.num_requests and not self._inside:
+            self._idle_since_s = now_s
+
+    def _drop(self, name: str) -> None:
+        self._lagging.discard(name)
+        del self._tenants[name]

@@ -1,0 +1,113 @@
+"""The requests of one tenant that wait for an engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+_NUM_CANDIDATES = 48
+_MAX_PASSES = 32
+
+
+class Queueable(Protocol):
+    """A request as the queue sees it; hashable by identity."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def cost_ms(self) -> float:
+        """Estimate; read when the request is added and when it begins."""
+        ...
+
+    @property
+    def prefix(self) -> Hashable:
+        """Key by which the length of its cached prefix is looked up."""
+        ...
+
+
+Request = TypeVar("Request", bound=Queueable)
+CachedTokens = Callable[[Hashable], int]
+
+
+class TenantQueue(Generic[Request]):
+    # Order: the request that has begun, continuations, then the longest cached prefix among the oldest requests.
+    # At most one request has begun: pages of half computed prompts are of use to it alone.
+    __slots__ = ("_begun", "_continued", "_left_ms", "_new", "_num_passes", "backlog_ms")
+
+    def __init__(self) -> None:
+        self._begun: Request | None = None
+        self._continued: OrderedDict[Request, None] = OrderedDict()
+        self._new: OrderedDict[Request, None] = OrderedDict()
+        self._left_ms: dict[Request, float] = {}  # of all of these
+        self._num_passes = 0  # requests that went before the oldest one
+        self.backlog_ms = 0.0
+
+    def __len__(self) -> int:
+        return len(self._left_ms)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._left_ms
+
+    def add(self, request: Request, *, is_continued: bool) -> None:
+        """Raises ValueError for a request that waits already, or an invalid estimate."""
+        cost_ms = request.cost_ms
+        if not 0 <= cost_ms < float("inf"):
+            raise ValueError(f"a request of tenant {request.tenant} is estimated at {cost_ms} ms")
+        if request in self._left_ms:
+            raise ValueError(f"a request of tenant {request.tenant} was added twice")
+        (self._continued if is_continued else self._new)[request] = None
+        self._left_ms[request] = cost_ms
+        self.backlog_ms += cost_ms
+
+    def remove(self, request: Request) -> bool:
+        left_ms = self._left_ms.pop(request, None)
+        if left_ms is None:
+            return False
+        self.backlog_ms = self.backlog_ms - left_ms if self._left_ms else 0.0
+        if request is self._begun:
+            self._begun = None
+        else:
+            self._unlink(request)
+        return True
+
+    def take(self, slice_ms: float, cached_tokens: CachedTokens) -> tuple[Request, float, bool]:
+        """Take a slice of the next request: the request, the estimate in ms, and whether nothing of it is left."""
+        request = self._begun
+        if request is None:
+            request = self._pick(cached_tokens)
+            self._unlink(request)
+            # Pages that others computed while it waited make it cheaper; evicted ones make it dearer.
+            cost_ms = min(max(0.0, request.cost_ms), 1e9)
+            self.backlog_ms += cost_ms - self._left_ms[request]
+            self._left_ms[request] = cost_ms
+            self._begun = request
+        left_ms = self._left_ms[request]
+        if left_ms <= slice_ms:
+            self.remove(request)
+            return request, left_ms, True
+        self._left_ms[request] = left_ms - slice_ms
+        self.backlog_ms -= slice_ms
+        return request, slice_ms, False
+
+    def check(self) -> None:
+        begun = [] if self._begun is None else [self._begun]
+        assert {*begun, *self._continued, *self._new} == self._left_ms.keys(), "a request is in no order, or in two"
+        assert len(begun) + len(self._continued) + len(self._new) == len(self._left_ms)
+        assert abs(self.backlog_ms - sum(self._left_ms.values())) < 1e-3 + 1e-9 * self.backlog_ms
+
+    def _pick(self, cached_tokens: CachedTokens) -> Request:
+        if self._continued:
+            return next(iter(self._continued))
+        oldest = next(iter(self._new))
+        if self._num_passes >= _MAX_PASSES or len(self._new) == 1:
+            self._num_passes = 0
+            return oldest
+        chosen = max(islice(self._new, _NUM_CANDIDATES), key=lambda request: cached_tokens(request.prefix))
+        self._num_passes = 0 if chosen is oldest else self._num_passes + 1
+        return chosen
+
+    def _unlink(self, request: Request) -> None:
+        (self._continued if request in self._continued else self._new).pop(request)

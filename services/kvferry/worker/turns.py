@@ -1,0 +1,270 @@
+"""Lets requests onto the engine by tenants' shares: prompts that it computes, and streams of its batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
+
+from kvferry.engine.base import Backlogs, EngineOutput, EngineRequest, Turn
+from kvferry.errors import Overloaded
+from kvferry.tenancy.fair_queue import FairQueue, QueueParameters, Slice
+from kvferry.tenancy.fair_wait import BacklogCurve
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
+from kvferry.tenancy.slots import DecodeSlots
+
+# Of the prompts inside an engine: a step's time, or it would wait between two steps. All of it is added to the time to
+# first token of a tenant that returns.
+DEPTH_MS: Final = 60.0
+RESERVED_SHARE: Final = 1 / 32  # of the batch's slots, for tenants below their share
+
+MAX_NAMED: Final = 64  # tenants in a report
+
+_NO_TURN: Final = Turn(DEFAULT_NAMESPACE.tenant, 1.0)
+_FIRST_MS_PER_TOKEN: Final = 0.1  # until prompts were measured
+_FIXED_MS: Final = 1.0  # of a prompt that is wholly cached
+_GAIN: Final = 0.2
+_MIN_TOKENS: Final = 32  # fewer say nothing about the rate
+
+
+class OnEngine:
+    """One request on the engine. Tell it every output until the first with tokens."""
+
+    __slots__ = ("_end_prompt", "is_computing")
+
+    def __init__(self, end_prompt: Callable[[EngineOutput | None], None] | None = None) -> None:
+        self.is_computing = end_prompt is not None
+        self._end_prompt = end_prompt
+
+    def note(self, output: EngineOutput | None) -> None:
+        """End the prompt's turn; None for a request that ends without an output."""
+        if self._end_prompt is not None and (output is None or output.token_ids or output.finish_reason is not None):
+            end_prompt, self._end_prompt, self.is_computing = self._end_prompt, None, False
+            end_prompt(output)
+
+
+class Turns:
+    """The order of requests on one engine. Belongs to one event loop."""
+
+    def __init__(self, num_slots: int | None, depth_ms: float = DEPTH_MS) -> None:
+        """`num_slots` of the batch are shared out; None for a prefill worker, whose streams end with their prompts."""
+        self._prompts = _Prompts(depth_ms)
+        self._slots = None if num_slots is None else _Slots(num_slots)
+
+    def __repr__(self) -> str:
+        return f"<Turns {self._prompts!r} {self._slots!r}>"
+
+    @property
+    def num_waiting(self) -> int:
+        return self._prompts.num_waiting + (0 if self._slots is None else self._slots.num_waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of requests that wait and are computed here, cached ones included."""
+        return self._prompts.waiting_tokens + (0 if self._slots is None else self._slots.waiting_tokens)
+
+    def backlogs(self) -> Backlogs | None:
+        return self._prompts.backlogs()
+
+    @property
+    def served_ms(self) -> Mapping[str, float]:
+        return self._prompts.served_ms
+
+    def elsewhere(self, got_ms: Mapping[str, float], num_workers: int) -> None:
+        self._prompts.elsewhere(got_ms, num_workers)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, request: EngineRequest) -> AsyncIterator[OnEngine]:
+        """Enter when the engine may have the request, and leave when it is gone. Raises Overloaded."""
+        turn = request.turn or _NO_TURN
+        async with contextlib.AsyncExitStack() as stack:
+            if self._slots is not None:
+                await stack.enter_async_context(self._slots.slot(turn, request))
+            if request.transfer_params is not None:
+                yield OnEngine()
+                return
+            on_engine = await self._prompts.begin(turn, request)
+            try:
+                yield on_engine
+            finally:
+                on_engine.note(None)
+
+
+class _Waiting:
+    __slots__ = ("_rate", "granted", "num_cached", "num_missing", "tenant")
+
+    def __init__(self, request: EngineRequest, turn: Turn, rate: Callable[[], float]) -> None:
+        num_tokens = len(request.prompt_token_ids)
+        self.tenant = turn.tenant
+        self.num_missing = num_tokens if turn.missing_tokens is None else min(turn.missing_tokens, num_tokens)
+        self.num_cached = num_tokens - self.num_missing
+        self.granted: asyncio.Future[Slice[_Waiting]] = asyncio.get_running_loop().create_future()
+        self._rate = rate
+
+    @property
+    def cost_ms(self) -> float:
+        return _FIXED_MS + self.num_missing * self._rate()
+
+    @property
+    def prefix(self) -> int:
+        return self.num_cached
+
+
+class _Prompts:
+    def __init__(self, depth_ms: float) -> None:
+        parameters = QueueParameters(slice_ms=math.inf, depth_ms=depth_ms)
+        self._queue: FairQueue[_Waiting] = FairQueue(parameters, _num_cached)
+        self._ms_per_token = _FIRST_MS_PER_TOKEN
+        self._last_end_s = 0.0  # of a prompt
+        self.waiting_tokens = 0
+
+    def __repr__(self) -> str:
+        return repr(self._queue)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_requests
+
+    @property
+    def served_ms(self) -> Mapping[str, float]:
+        return self._queue.served_ms
+
+    def elsewhere(self, got_ms: Mapping[str, float], num_workers: int) -> None:
+        self._queue.elsewhere(got_ms, num_workers, _now_s())
+
+    def backlogs(self) -> Backlogs | None:
+        if not self._queue.num_requests:
+            return None
+        waiting = self._queue.backlogs()
+        if len(waiting) <= MAX_NAMED:
+            return Backlogs(waiting)
+        named = dict(heapq.nlargest(MAX_NAMED, waiting.items(), key=lambda item: item[1][0]))
+        others = BacklogCurve.of(backlog for tenant, backlog in waiting.items() if tenant not in named)
+        return Backlogs(named, others.buckets)
+
+    async def begin(self, turn: Turn, request: EngineRequest) -> OnEngine:
+        num_tokens = len(request.prompt_token_ids)
+        self._queue.set_weight(turn.tenant, turn.share)
+        waiting = _Waiting(request, turn, lambda: self._ms_per_token)
+        limit = self._queue.add(waiting, _now_s(), is_continued=request.is_resumed)
+        if limit is not None:
+            raise Overloaded(f"{self._queue.num_requests} requests wait at this worker: {limit.value}")
+        self.waiting_tokens += num_tokens
+        self._feed()
+        try:
+            piece = await waiting.granted
+        except asyncio.CancelledError:
+            if not waiting.granted.cancelled():
+                self._end(waiting.granted.result(), 0.0)
+            elif self._queue.cancel(waiting, _now_s()):
+                self._feed()
+            raise
+        finally:
+            self.waiting_tokens -= num_tokens
+        begun_s = _now_s()
+        return OnEngine(lambda output: self._end_prompt(piece, begun_s, output))
+
+    def _end_prompt(self, piece: Slice[_Waiting], begun_s: float, output: EngineOutput | None) -> None:
+        now_s = _now_s()
+        if output is None:  # cancelled, or failed
+            self._end(piece, piece.ms)
+            return
+        durations = output.times.durations() if output.times is not None else None
+        if durations is not None and durations.prefill_ms is not None and durations.prefill_share is not None:
+            ms = durations.prefill_ms * durations.prefill_share
+        else:
+            # The engine tells its own times at the end of an answer. It computes prompts one after another.
+            ms = (now_s - max(begun_s, self._last_end_s)) * 1e3
+        self._last_end_s = now_s
+        num_computed = output.sources.local_compute if output.sources is not None else piece.request.num_missing
+        if num_computed >= _MIN_TOKENS:
+            self._ms_per_token += _GAIN * (ms / num_computed - self._ms_per_token)
+        self._end(piece, ms)
+
+    def _end(self, piece: Slice[_Waiting], ms: float) -> None:
+        self._queue.measured(piece, ms, _now_s())
+        self._feed()
+
+    def _feed(self) -> None:
+        while (piece := self._queue.next_slice()) is not None:
+            if piece.request.granted.cancelled():  # in this turn of the loop: its task has not run yet
+                self._queue.measured(piece, 0.0, _now_s())
+            else:
+                piece.request.granted.set_result(piece)
+
+
+class _Slots:
+    # Each slot of the batch goes to the tenant with the fewest streams for its share.
+    def __init__(self, num_slots: int) -> None:
+        self._slots: DecodeSlots[asyncio.Future[None]] = DecodeSlots(num_slots, int(num_slots * RESERVED_SHARE))
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+        self.waiting_tokens = 0
+
+    def __repr__(self) -> str:
+        return repr(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    @contextlib.asynccontextmanager
+    async def slot(self, turn: Turn, request: EngineRequest) -> AsyncIterator[None]:
+        tenant = turn.tenant
+        num_tokens = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
+        self._slots.set_weight(tenant, turn.share)
+        stream: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line = self._lines.setdefault(tenant, deque())
+        (line.appendleft if request.is_resumed else line.append)(stream)
+        self._slots.wait(tenant, _now_s())
+        self.waiting_tokens += num_tokens
+        self._feed()
+        try:
+            await stream
+        except asyncio.CancelledError:
+            if not stream.cancelled():
+                self._end(tenant, stream)
+            elif stream in self._lines.get(tenant, ()):
+                self._lines[tenant].remove(stream)
+                self._leave(tenant)
+                self._feed()
+            raise
+        finally:
+            self.waiting_tokens -= num_tokens
+        try:
+            yield
+        finally:
+            self._end(tenant, stream)
+
+    def _end(self, tenant: str, stream: asyncio.Future[None]) -> None:
+        self._slots.end(tenant, stream, _now_s())
+        self._feed()
+
+    def _feed(self) -> None:
+        now_s = _now_s()
+        while (tenant := self._slots.next_tenant(now_s)) is not None:
+            stream = self._lines[tenant].popleft()
+            if stream.cancelled():  # as above
+                self._leave(tenant)
+                continue
+            self._slots.begin(tenant, stream, now_s)
+            if not self._lines[tenant]:
+                del self._lines[tenant]
+            stream.set_result(None)
+
+    def _leave(self, tenant: str) -> None:
+        self._slots.leave(tenant)
+        if not self._lines[tenant]:
+            del self._lines[tenant]
+
+
+def _num_cached(prefix: object) -> int:
+    assert isinstance(prefix, int)
+    return prefix
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,217 @@
+"""Shares of tenants that come through different gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.engine.base import Backlogs
+from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.membership.base import WORKER_KINDS
+from kvferry.router import usage
+from kvferry.worker import turns
+from kvferry.worker.turns import Turns
+from support.waiting import until
+
+from .conftest import MODEL, SimCluster, running
+from .test_access import bearer
+from .test_tenants import admin_of, status_of
+
+IN_ETCD: dict[str, Any] = {"tenants_in_etcd": True, "placement": "priced"}
+# A prompt of 500 tokens takes 25 ms.
+SIM = {"step_ms": 1.0, "prefill_tokens_per_s": 20_000.0}
+
+
+async def flood(
+    gateway: GatewayHost, key: str, name: str, done: Counter[str], num_clients: int, body: dict[str, Any]
+) -> None:
+    """Send prompts that nobody sent before, from so many clients, until cancelled."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+
+        async def client(number: int) -> None:
+            turn = 0
+            while True:
+                turn += 1
+                prompt = f"{name}{number}-{turn} " + " ".join(f"w{i}" for i in range(499))
+                answer = await http.post("/v1/completions", json={**body, "prompt": prompt}, headers=bearer(key))
+                assert answer.status_code == 200, answer.text
+                done[name] += 1
+
+        async with asyncio.TaskGroup() as clients:
+            for number in range(num_clients):
+                clients.create_task(client(number))
+
+
+async def two_gateways(cluster: SimCluster) -> tuple[GatewayHost, GatewayHost]:
+    first, second = cluster.gateway, await cluster.add_gateway()
+    assert first is not None
+    await until(lambda: len(second.readiness().members) == len(cluster.workers) and second.readiness().ready)
+    return first, second
+
+
+async def measured_shares(cluster: SimCluster, body: dict[str, Any], seconds: float) -> float:
+    """Return the premium tenant's part of the answers, all its requests on one gateway, the others on another one."""
+    admin = admin_of(cluster)
+    keys = {}
+    for name, class_name in (("gold", "premium"), ("noise", "standard")):
+        await admin.create(name)
+        await admin.set_contract(name, class_name=class_name)
+        keys[name] = await admin.add_key(name, "ci")
+    first, second = await two_gateways(cluster)
+    for gateway, key in ((first, keys["gold"]), (second, keys["noise"])):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as http:
+            assert await status_of(http, key) == 200
+    done: Counter[str] = Counter()
+    floods = [
+        asyncio.create_task(flood(first, keys["gold"], "gold", done, 24, body)),
+        asyncio.create_task(flood(second, keys["noise"], "noise", done, 24, body)),
+    ]
+    await until(lambda: min(done["gold"], done["noise"]) > 8)
+    before, begun_s = Counter(done), time.monotonic()
+    await asyncio.sleep(seconds)
+    since = done - before
+    for task in floods:
+        task.cancel()
+    await asyncio.gather(*floods, return_exceptions=True)
+    print(dict(since), time.monotonic() - begun_s)
+    return since["gold"] / since.total()
+
+
+async def test_prompts_get_their_tenants_shares_through_different_gateways() -> None:
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    async with running(gateway=IN_ETCD, sim=SIM) as cluster:
+        share = await measured_shares(cluster, body, 8.0)
+    assert 0.75 < share < 0.85
+
+
+async def test_streams_get_their_tenants_shares_of_the_batch() -> None:
+    """Decode alone: prompts are short, answers long, and the batch has few slots."""
+    body = {"model": MODEL, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    values = {
+        "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 10_000_000.0},
+        "engine": {"kind": "sim", "block_size": 16, "max_num_seqs": 10},
+    }
+    async with running(gateway=IN_ETCD, **values) as cluster:
+        share = await measured_shares(cluster, body, 8.0)
+    assert 0.75 < share < 0.85
+
+
+async def test_a_share_that_is_changed_counts_for_requests_from_then_on() -> None:
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    async with running(gateway=IN_ETCD, sim=SIM) as cluster:
+        assert await measured_shares(cluster, body, 3.0) > 0.7
+        done: Counter[str] = Counter()
+        admin = admin_of(cluster)
+        await admin.set_contract("gold", share=0.25)
+        keys = {name: await admin.add_key(name, "again") for name in ("gold", "noise")}
+        await asyncio.sleep(1.0)
+        floods = [
+            asyncio.create_task(flood(gateway, keys[name], name, done, 24, body))
+            for gateway, name in zip(cluster.gateways, keys, strict=True)
+        ]
+        await until(lambda: min(done["gold"], done["noise"]) > 2)
+        before = Counter(done)
+        await asyncio.sleep(6.0)
+        since = done - before
+        for task in floods:
+            task.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
+        assert 0.15 < since["gold"] / since.total() < 0.25
+
+
+async def test_a_tenant_under_its_share_does_not_wait_behind_anothers_queue() -> None:
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    async with running(prefill=2, gateway=IN_ETCD, sim=SIM) as cluster:
+        admin = admin_of(cluster)
+        keys = {}
+        for name in ("gold", "noise"):
+            await admin.create(name)
+            keys[name] = await admin.add_key(name, "ci")
+        first, second = await two_gateways(cluster)
+        done: Counter[str] = Counter()
+        noise = asyncio.create_task(flood(second, keys["noise"], "noise", done, 60, body))
+        await until(lambda: done["noise"] > 60)
+        passed = []
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{first.port}", timeout=60) as http:
+            for number in range(20):
+                before = done["noise"]
+                prompt = f"gold{number} " + " ".join(f"w{i}" for i in range(499))
+                answer = await http.post(
+                    "/v1/completions", json={**body, "prompt": prompt}, headers=bearer(keys["gold"])
+                )
+                assert answer.status_code == 200
+                passed.append(done["noise"] - before)
+        noise.cancel()
+        await asyncio.gather(noise, return_exceptions=True)
+    # Three engines compute about three prompts each before the one that came last. Behind the queue there were 60.
+    assert sorted(passed)[10] <= 15, passed
+    assert max(passed) <= 40, passed
+
+
+async def test_reports_of_what_waits_are_small_however_many_tenants_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_NAMED", 4)
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    async with running(gateway=IN_ETCD, sim=SIM | {"prefill_tokens_per_s": 2_000.0}) as cluster:
+        admin = admin_of(cluster)
+        names = [f"t{number}" for number in range(12)]
+        keys = {}
+        for name in names:
+            await admin.create(name)
+            keys[name] = await admin.add_key(name, "ci")
+        gateway = cluster.gateway
+        assert gateway is not None
+        done: Counter[str] = Counter()
+        floods = [asyncio.create_task(flood(gateway, keys[name], name, done, 4, body)) for name in names]
+
+        def reports() -> list[Backlogs]:
+            links = [link for kind in WORKER_KINDS for link in gateway.worker_pool.links(kind)]
+            return [link.stats.backlogs for link in links if link.stats.backlogs is not None]
+
+        await until(lambda: any(report.others for report in reports()))
+        for report in reports():
+            assert len(report.by_tenant) <= 4
+        for task in floods:
+            task.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
+        await until(lambda: not reports(), what="no backlog is left")
+
+
+async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "PERIOD_S", 0.1)
+    heard: list[tuple[Turns, dict[str, float], int]] = []
+    note = Turns.elsewhere
+
+    def elsewhere(self: Turns, got_ms: dict[str, float], num_workers: int) -> None:
+        heard.append((self, dict(got_ms), num_workers))
+        note(self, got_ms, num_workers)
+
+    monkeypatch.setattr(Turns, "elsewhere", elsewhere)
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    # Decode workers compute no prompts: only prefill workers have queues.
+    async with running(prefill=2, gateway=IN_ETCD | {"placement": "round_robin"}, sim=SIM) as cluster:
+        admin = admin_of(cluster)
+        await admin.create("gold")
+        key = await admin.add_key("gold", "ci")
+        first, second = await two_gateways(cluster)
+        done: Counter[str] = Counter()
+        floods = [asyncio.create_task(flood(gateway, key, "gold", done, 24, body)) for gateway in (first, second)]
+        servers = [host.server for host, _ in cluster.workers if host.server._role == "prefill"]
+        queues = {server._turns: server for server in servers}
+        await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0, within_s=30)
+        for task in floods:
+            task.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
+        assert {each for each, _, _ in heard} == queues.keys()
+        assert {num for _, _, num in heard} == {2}
+        await asyncio.sleep(1.0)
+        for server in servers:
+            assert server._turns is not None
+            (other,) = [each for each in servers if each is not server]
+            told = sum(got.get("gold", 0.0) for turns, got, _ in heard if turns is server._turns)
+            assert told <= other._turns.served_ms["gold"], "no work counts twice"
+            assert told > other._turns.served_ms["gold"] / 3

@@ -1,0 +1,186 @@
+"""Turns of requests on one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+from kvferry.engine.base import (
+    EngineOutput,
+    EngineRequest,
+    EngineTimes,
+    FinishReason,
+    PromptSources,
+    RequestId,
+    Sampling,
+    Turn,
+)
+from kvferry.worker.turns import OnEngine, Turns
+
+FIRST = EngineOutput([1], "a")
+
+
+def request(
+    tenant: str, num_tokens: int = 100, *, share: float = 1.0, transferred: bool = False, **fields: object
+) -> EngineRequest:
+    return EngineRequest(
+        RequestId(f"{tenant}-{id(fields)}"),
+        array("I", range(num_tokens)),
+        Sampling(max_tokens=4),
+        transfer_params={"a": 1} if transferred else None,
+        turn=Turn(tenant, share, num_tokens),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+class Client:
+    """One request that waits for its turn, and stays on the engine until it is told to leave."""
+
+    def __init__(self, turns: Turns, request: EngineRequest, log: list[str], name: str = "") -> None:
+        self.begun, self.leave = asyncio.Event(), asyncio.Event()
+        self.on_engine: OnEngine | None = None
+        self._turns, self._request, self._log = turns, request, log
+        assert request.turn is not None
+        self.name = name or request.turn.tenant
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with self._turns.turn(self._request) as self.on_engine:
+            self._log.append(self.name)
+            self.begun.set()
+            await self.leave.wait()
+
+    def first_token(self) -> None:
+        assert self.on_engine is not None
+        self.on_engine.note(FIRST)
+
+    async def end(self) -> None:
+        self.leave.set()
+        await self.task
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_the_engine_gets_little_more_than_a_step_and_the_rest_waits() -> None:
+    turns, log = Turns(None, depth_ms=15.0), []
+    clients = [Client(turns, request("a", 100), log) for _ in range(5)]  # 11 ms each
+    await settled()
+    assert len(log) == 2
+    assert (turns.num_waiting, turns.waiting_tokens) == (3, 300)
+    for number, client in enumerate(clients):
+        await client.begun.wait()
+        client.first_token()
+        await settled()
+        assert len(log) == min(5, number + 3)
+        await client.end()
+    assert (turns.num_waiting, turns.waiting_tokens) == (0, 0)
+    turns._prompts._queue.check()
+
+
+async def test_tenants_alternate_by_share_whatever_came_first() -> None:
+    turns, log = Turns(None, depth_ms=1.0), []
+    noise = [Client(turns, request("noise", 2000), log) for _ in range(12)]
+    await settled()
+    gold = [Client(turns, request("gold", 2000, share=4.0), log) for _ in range(12)]
+    await settled()
+    waiting = [*noise, *gold]
+    for _ in range(15):
+        (current,) = [client for client in waiting if client.begun.is_set()]
+        waiting.remove(current)
+        times = EngineTimes(0.0, 0.0, 0.2, 0.2, prefill_share=1.0)
+        assert current.on_engine is not None
+        current.on_engine.note(
+            EngineOutput([1], "a", finish_reason=FinishReason.LENGTH, sources=PromptSources(2000), times=times)
+        )
+        await current.end()
+        await settled()
+    assert log[0] == "noise"
+    assert log[1:16].count("gold") in (11, 12)
+    for client in waiting:
+        client.task.cancel()
+    await asyncio.gather(*(client.task for client in waiting), return_exceptions=True)
+    assert turns.num_waiting == 0
+    turns._prompts._queue.check()
+
+
+async def test_a_request_that_is_cancelled_leaves_its_place_at_every_moment() -> None:
+    for num_slots in (None, 1):
+        turns, log = Turns(num_slots, depth_ms=1.0), []
+        running = Client(turns, request("a"), log)
+        await settled()
+        others = [Client(turns, request(tenant), log) for tenant in ("a", "b", "a", "b")]
+        await settled()
+        assert turns.num_waiting == 4
+        others[0].task.cancel()  # in line
+        await settled()
+        assert turns.num_waiting == 3
+        running.leave.set()
+        others[1].task.cancel()  # in the turn of the loop in which it may get its place
+        await settled()
+        running.task.cancel()
+        for client in others:
+            if client.begun.is_set():
+                client.task.cancel()  # on the engine
+                await settled()
+        await settled()
+        for client in others:
+            client.task.cancel()
+        await asyncio.gather(running.task, *(client.task for client in others), return_exceptions=True)
+        assert (turns.num_waiting, turns.waiting_tokens) == (0, 0)
+        turns._prompts._queue.check()
+        last = Client(turns, request("c"), log)
+        await asyncio.wait_for(last.begun.wait(), 5)
+        await last.end()
+        if turns._slots is not None:
+            turns._slots._slots.check()
+            assert not turns._slots._lines
+            assert turns._slots._slots.num_streams == 0
+
+
+async def test_slots_go_to_the_tenant_with_the_fewest_streams_for_its_share() -> None:
+    turns, log = Turns(5, depth_ms=1e9), []
+    noise = [Client(turns, request("noise", transferred=True), log) for _ in range(10)]
+    await settled()
+    assert log == ["noise"] * 5
+    gold = [Client(turns, request("gold", share=4.0, transferred=True), log) for _ in range(10)]
+    await settled()
+    for client in noise[:5]:
+        await client.end()
+        await settled()
+    assert log[5:] == ["gold"] * 4 + ["noise"]
+    for client in [*noise, *gold]:
+        client.leave.set()
+    await asyncio.gather(*(client.task for client in [*noise, *gold]))
+    assert turns.num_waiting == 0
+
+
+async def test_a_request_that_goes_on_is_first_in_its_tenants_line_only() -> None:
+    turns, log = Turns(1, depth_ms=1e9), []
+    first = Client(turns, request("a", transferred=True), log)
+    await settled()
+    clients = [
+        Client(turns, request("a", transferred=True), log, "a-late"),
+        Client(turns, request("b", transferred=True), log),
+        Client(turns, request("a", transferred=True, is_resumed=True), log, "a-resumed"),
+    ]
+    await settled()
+    for client in (first, *clients):
+        client.leave.set()
+    await asyncio.gather(*(client.task for client in (first, *clients)))
+    assert log.index("a-resumed") < log.index("a-late")
+    assert log.index("b") < log.index("a-late")
+
+
+async def test_a_request_without_a_turn_is_the_default_tenants() -> None:
+    turns = Turns(None, depth_ms=1.0)
+    plain = EngineRequest(RequestId("r"), array("I", range(10)), Sampling(max_tokens=1))
+    async with turns.turn(plain) as on_engine:
+        assert on_engine.is_computing
+        on_engine.note(EngineOutput([], ""))
+        assert on_engine.is_computing, "no token yet"
+        on_engine.note(FIRST)
+        assert not on_engine.is_computing
+    assert turns.num_waiting == 0
