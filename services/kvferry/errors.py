@@ -247,6 +247,12 @@ class Overloaded(KvferryError):
         super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 
+class TenantOverloaded(Overloaded):
+    """More requests of the tenant than may wait beside those of others."""
+
+    code = "tenant_overloaded"
+
+
 class DeadlineExceeded(KvferryError):
     """The time allowed for the request ran out."""
 

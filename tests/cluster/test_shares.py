@@ -215,3 +215,45 @@ async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypa
             told = sum(got.get("gold", 0.0) for turns, got, _ in heard if turns is server._turns)
             assert told <= other._turns.served_ms["gold"], "no work counts twice"
             assert told > other._turns.served_ms["gold"] / 3
+
+
+async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> None:
+    """Over one gateway and over another: the flood has more clients than all have places."""
+    body = {"model": MODEL, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    values = {"worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5, "max_requests": 16}, "sim": SIM}
+    gateway = IN_ETCD | {"max_queued_requests": 32, "queue_timeout_s": 30}
+    async with running(gateway=gateway, **values) as cluster:
+        admin = admin_of(cluster)
+        keys = {}
+        for name in ("gold", "noise"):
+            await admin.create(name)
+            keys[name] = await admin.add_key(name, "ci")
+        first, second = await two_gateways(cluster)
+        statuses: Counter[int] = Counter()
+
+        async def noise(gateway: GatewayHost, number: int) -> None:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+                for turn in range(1000):
+                    prompt = f"noise{number}-{turn} " + " ".join(f"w{i}" for i in range(199))
+                    sent = {**body, "prompt": prompt}
+                    answer = await http.post("/v1/completions", json=sent, headers=bearer(keys["noise"]))
+                    statuses[answer.status_code] += 1
+                    if answer.status_code == 429:
+                        await asyncio.sleep(0.05)
+
+        clients = [asyncio.create_task(noise(each, number)) for each in (first, second) for number in range(60)]
+        await until(lambda: statuses[200] > 50 and statuses[429] > 20, within_s=30)
+        for gateway in (first, second):
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+                for number in range(10):
+                    before = statuses[200]
+                    sent = {**body, "prompt": f"gold{number} " + " ".join(f"w{i}" for i in range(199))}
+                    answer = await http.post("/v1/completions", json=sent, headers=bearer(keys["gold"]))
+                    assert answer.status_code == 200, answer.text
+                    assert statuses[200] - before < 40
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        assert set(statuses) == {200, 429}
+        for host, _ in cluster.workers:
+            await until(lambda host=host: not host.server.num_requests)

@@ -116,11 +116,15 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     if request.is_resumed:
         submit.resumed = True
     if request.turn is not None:
-        submit.turn.tenant = request.turn.tenant
-        submit.turn.share = request.turn.share
-        if request.turn.missing_tokens is not None:
-            submit.turn.missing_tokens = request.turn.missing_tokens
+        turn_to_wire(request.turn, submit.turn)
     return message
+
+
+def turn_to_wire(turn: Turn, message: pb.Turn) -> None:
+    message.tenant = turn.tenant
+    message.share = turn.share
+    if turn.missing_tokens is not None:
+        message.missing_tokens = turn.missing_tokens
 
 
 def transfer_params_from_wire(raw: bytes) -> Any:

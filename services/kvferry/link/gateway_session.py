@@ -24,6 +24,7 @@ from kvferry.errors import (
     InvalidRequest,
     KvferryError,
     Overloaded,
+    TenantOverloaded,
     WorkerDraining,
     WorkerLost,
 )
@@ -87,7 +88,7 @@ class SessionHost(Protocol):
 
     def welcome(self, hello: pb.Hello | None = None) -> pb.Welcome: ...
     def stats(self) -> pb.Load: ...
-    def refusal(self, *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
+    def refusal(self, tenant: str = "", *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
         """Return why no new request can be accepted now, or None. One that `has_place` counts already."""
         ...
 
@@ -142,6 +143,7 @@ class GatewaySession:
         self.gateway_id = hello.gateway_id
         self.features = identity_of(hello).features
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._tenants: dict[int, str] = {}  # of requests and places, some of them gone
         self._reserved: set[int] = set()  # places of requests that are not submitted yet
         self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
@@ -218,22 +220,44 @@ class GatewaySession:
         number = message.number
         if number in self.tasks or number in self._reserved:
             raise ValueError(f"request number {number} is in use")
-        refusal = self._refusal(is_resumed=message.resumed)
+        refusal = self._refusal(message, is_resumed=message.resumed)
         if refusal is not None:
             self._refuse(number, refusal)
             return
         self._reserved.add(number)
+        self._note_tenant(number, message)
         self._outgoing.add_reserved(number)
         self._worker.requests_changed()
         self._schedule_flush()
 
-    def _refusal(self, *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
+    def _refusal(
+        self, message: pb.Reserve | pb.Submit, *, is_resumed: bool = False, has_place: bool = False
+    ) -> KvferryError | None:
         if self._why_refused:
             return WorkerDraining(f"this worker refuses gateway {self.gateway_id}: {self._why_refused}")
-        return self._worker.refusal(is_resumed=is_resumed, has_place=has_place)
+        tenant = message.turn.tenant if message.HasField("turn") else ""
+        return self._worker.refusal(tenant, is_resumed=is_resumed, has_place=has_place)
+
+    def _note_tenant(self, number: int, message: pb.Reserve | pb.Submit) -> None:
+        if message.HasField("turn"):
+            self._tenants[number] = message.turn.tenant
+            if len(self._tenants) > 2 * self.num_requests + _MAX_LOGGED:
+                self._tenants = {
+                    each: tenant
+                    for each, tenant in self._tenants.items()
+                    if each in self.tasks or each in self._reserved
+                }
+
+    def num_requests_of(self, tenant: str) -> int:
+        """O(requests)."""
+        return sum(
+            each == tenant and (number in self.tasks or number in self._reserved)
+            for number, each in self._tenants.items()
+        )
 
     def _refuse(self, number: int, refusal: KvferryError) -> None:
-        self.believes_full = self.believes_full or isinstance(refusal, Overloaded)
+        if isinstance(refusal, Overloaded) and not isinstance(refusal, TenantOverloaded):
+            self.believes_full = True
         self._worker.instrumentation.refused()
         self._end(number, refusal)
 
@@ -243,9 +267,9 @@ class GatewaySession:
             raise ValueError(f"request number {number} is in use")
         if number in self._reserved:
             self._reserved.discard(number)
-            refusal = self._refusal(has_place=True)
+            refusal = self._refusal(message, has_place=True)
         else:
-            refusal = self._refusal(is_resumed=message.resumed)
+            refusal = self._refusal(message, is_resumed=message.resumed)
         if refusal is None:
             try:
                 request = codec.submit_from_wire(message)
@@ -261,6 +285,7 @@ class GatewaySession:
             self._worker.requests_changed()
             return
         self.tasks[number] = self._loop.create_task(self._run(number, request), name=request.request_id)
+        self._note_tenant(number, message)
         self._worker.requests_changed()
         self._note_stats()
 

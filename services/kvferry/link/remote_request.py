@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry.engine.base import EngineOutput
+from kvferry.engine.base import EngineOutput, Turn
 from kvferry.errors import EngineError, KvferryError
 from kvferry.membership.base import MemberId
 
@@ -22,7 +22,7 @@ OnOrphan = Callable[[EngineOutput], None]
 class RemoteRequest:
     """Callbacks run while the link reads: they must be quick. One that raises ends its own request."""
 
-    __slots__ = ("_cancel", "_is_ended", "_number", "_on_output", "_result", "_waiter", "_worker", "on_text")
+    __slots__ = ("_cancel", "_is_ended", "_number", "_on_output", "_result", "_waiter", "_worker", "on_text", "turn")
 
     def __init__(
         self,
@@ -31,7 +31,9 @@ class RemoteRequest:
         on_output: OnOutput,
         on_text: OnText | None,
         cancel: Callable[[int, OnOrphan | None], None],
+        turn: Turn | None = None,
     ) -> None:
+        self.turn = turn
         self._worker = worker
         self._number = number
         self._cancel = cancel

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
-from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams
-from kvferry.errors import InvalidRequest, KvferryError, Overloaded, WorkerLost
+from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams, Turn
+from kvferry.errors import InvalidRequest, KvferryError, Overloaded, TenantOverloaded, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
+TENANT_PAUSE_S = 0.1  # after a refusal for want of room for its tenant
 
 
 class Place:
@@ -70,6 +71,7 @@ class WorkerLink:
         self.connected = False
         self.generation = 0  # number of connections so far: a worker that was lost and came back may be tried again
         self.is_full = False  # it refuses new requests
+        self._no_room: dict[str, float] = {}  # tenants that it refused, and until when they are not tried again
         self.why_incompatible = ""  # empty unless worker and gateway must not work together
         self.features: frozenset[str] = frozenset()  # of the worker
         self.on_residency: Callable[[pb.Residency], None] | None = None
@@ -114,7 +116,7 @@ class WorkerLink:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    async def reserve(self, *, is_resumed: bool = False) -> Place:
+    async def reserve(self, turn: Turn | None = None, *, is_resumed: bool = False) -> Place:
         """Reserve the place of a request that is submitted later. The caller submits it, or releases the place.
 
         Raises WorkerLost, or the worker's refusal: Overloaded, WorkerDraining. A worker that knows no places gives one
@@ -128,9 +130,15 @@ class WorkerLink:
         if RESERVE not in self.features:
             return place
         answer = self._reserving[number] = self._loop.create_future()
-        self._send(pb.Downward(reserve=pb.Reserve(number=number, resumed=is_resumed)))
+        message = pb.Downward(reserve=pb.Reserve(number=number, resumed=is_resumed))
+        if turn is not None:
+            codec.turn_to_wire(turn, message.reserve.turn)
+        self._send(message)
         try:
             await answer
+        except TenantOverloaded:
+            self._note_no_room(turn)
+            raise
         except asyncio.CancelledError:
             place.release()
             raise
@@ -163,7 +171,9 @@ class WorkerLink:
         else:
             assert place is not None
             place.is_used = True
-        remote = self._requests[number] = RemoteRequest(self.member.member_id, number, on_output, on_text, self.cancel)
+        remote = self._requests[number] = RemoteRequest(
+            self.member.member_id, number, on_output, on_text, self.cancel, request.turn
+        )
         self._send_payload(payload)
         return remote
 
@@ -423,13 +433,27 @@ class WorkerLink:
                 if on_orphan is not None and isinstance(item, EngineOutput):
                     on_orphan(item)
                 continue
-            if isinstance(item, KvferryError):
+            if isinstance(item, TenantOverloaded):
+                self._note_no_room(remote.turn)
+            elif isinstance(item, KvferryError):
                 self._note_refusal(item)
             if remote.deliver(item):
                 requests.pop(number, None)
 
+    def has_room_for(self, turn: Turn | None) -> bool:
+        """Whether the worker may take a new request of the tenant."""
+        if self.is_full:
+            return False
+        return turn is None or not self._no_room or self._no_room.get(turn.tenant, 0.0) <= self._loop.time()
+
+    def _note_no_room(self, turn: Turn | None) -> None:
+        if turn is not None:
+            now_s = self._loop.time()
+            self._no_room = {tenant: until_s for tenant, until_s in self._no_room.items() if until_s > now_s}
+            self._no_room[turn.tenant] = now_s + TENANT_PAUSE_S
+
     def _note_refusal(self, error: KvferryError) -> None:
-        if isinstance(error, Overloaded):
+        if isinstance(error, Overloaded) and not isinstance(error, TenantOverloaded):
             # Until it says that it has room.
             self.is_full = True
 

@@ -150,7 +150,7 @@ class RequestPlacer:
         router = self._router
         attempt: Attempt | None = None
         must_wait, self._was_full = self._was_full, False
-        if not must_wait and (not len(router.queue) or self.losses.workers):
+        if not must_wait and (not router.queue.num_before(request.turn) or self.losses.workers):
             attempt = await self._reserve(request)
         while attempt is None:
             if self.losses.is_suspect and router.losses.has_trials:
@@ -196,7 +196,7 @@ class RequestPlacer:
         None when workers went away meanwhile. Raises Overloaded.
         """
         queue, error = self._router.queue, self.last_error
-        waiter = queue.enter(self._line_ends_s(request), is_resumed=bool(self.losses.workers))
+        waiter = queue.enter(self._line_ends_s(request), request.turn, is_resumed=bool(self.losses.workers))
         try:
             while True:
                 await waiter.turn()
@@ -261,7 +261,7 @@ class RequestPlacer:
             try:
                 if decode is not None:
                     async with asyncio.timeout(RESERVE_TIMEOUT_S):
-                        attempt.place = await decode.reserve(is_resumed=request.is_resumed)
+                        attempt.place = await decode.reserve(request.turn, is_resumed=request.is_resumed)
                     is_placed = True
                     return attempt
             except TimeoutError:
@@ -341,7 +341,7 @@ class RequestPlacer:
                 continue
             if has_trials and router.losses.is_occupied(link.member.member_id, losses):
                 continue
-            if link.is_full and not is_resumed:
+            if not (is_resumed or link.has_room_for(self._answer.request.turn)):
                 full.append(candidate)
             else:
                 (quiet if losses.workers and link.is_quiet else with_room).append(candidate)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
+from kvferry.engine.base import Turn
 from kvferry.errors import Overloaded
 
 # The first in line asks again after this without news of room: a worker of an older release does not tell.
@@ -23,9 +22,11 @@ _FORGET_ENDS_S = 60.0  # older completions say nothing of now
 class Waiter:
     """A request in line. `turn` may be awaited again until `leave`."""
 
-    __slots__ = ("_queue", "_turn", "ends_s", "is_resumed")
+    __slots__ = ("_queue", "_turn", "ends_s", "is_resumed", "share", "tenant")
 
-    def __init__(self, queue: RoomQueue, ends_s: float, *, is_resumed: bool) -> None:
+    def __init__(self, queue: RoomQueue, ends_s: float, turn: Turn | None, *, is_resumed: bool) -> None:
+        self.tenant = _tenant_of(turn)
+        self.share = 1.0 if turn is None else turn.share
         self._queue = queue
         self._turn = asyncio.Event()
         self.ends_s = ends_s
@@ -53,43 +54,6 @@ class Waiter:
         self._queue.remove(self)
 
 
-class Order(Protocol):
-    """Which waiter comes first."""
-
-    def __len__(self) -> int: ...
-    def add(self, waiter: Waiter) -> None: ...
-    def remove(self, waiter: Waiter) -> bool:
-        """Return whether it was there."""
-        ...
-
-    def first(self) -> Waiter | None: ...
-
-
-class FirstComeFirstServed:
-    """Answers that lost their worker before new requests, each in order of arrival."""
-
-    def __init__(self) -> None:
-        # Insertion order. A dictionary, because waiters leave from anywhere.
-        self._resumed: dict[Waiter, None] = {}
-        self._new: dict[Waiter, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._resumed) + len(self._new)
-
-    def add(self, waiter: Waiter) -> None:
-        (self._resumed if waiter.is_resumed else self._new)[waiter] = None
-
-    def remove(self, waiter: Waiter) -> bool:
-        line = self._resumed if waiter.is_resumed else self._new
-        if waiter not in line:
-            return False
-        del line[waiter]
-        return True
-
-    def first(self) -> Waiter | None:
-        return next(itertools.chain(self._resumed, self._new), None)
-
-
 class Completions:
     """The rate at which a gateway's requests end while others wait: without any in line it says nothing of room."""
 
@@ -113,61 +77,121 @@ class Completions:
 
 
 class RoomQueue:
-    """Bounded, and aware of deadlines: a request that would wait in vain is refused when it comes."""
+    """Bounded, and aware of deadlines: a request that would wait in vain is refused when it comes.
 
-    def __init__(self, max_requests: int, clock: Callable[[], float], order: Order | None = None) -> None:
+    Answers that lost their worker are first. Else each tenant has a line of its own, and the first of every line asks
+    workers for room; these see to the shares.
+    """
+
+    def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
         self.now_s = clock
         self.completions = Completions()
         self._max_requests = max_requests
-        self._order: Order = FirstComeFirstServed() if order is None else order
+        # Insertion order. Dictionaries, because waiters leave from anywhere.
+        self._resumed: dict[Waiter, None] = {}
+        self._lines: dict[str, dict[Waiter, None]] = {}  # of tenants; none is empty
+        self._num_new = 0
 
     def __repr__(self) -> str:
-        return f"<RoomQueue {len(self._order)}/{self._max_requests}>"
+        return f"<RoomQueue {len(self)}/{self._max_requests} of {len(self._lines)} tenants>"
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._resumed) + self._num_new
 
-    def enter(self, ends_s: float, *, is_resumed: bool) -> Waiter:
+    def num_before(self, turn: Turn | None) -> int:
+        """Return how many requests try before a new one of the tenant."""
+        return len(self._resumed) + len(self._lines.get(_tenant_of(turn), ()))
+
+    def enter(self, ends_s: float, turn: Turn | None, *, is_resumed: bool) -> Waiter:
         """Join the line until `leave`, for no longer than `ends_s`.
 
         Raises Overloaded when the line is full, or longer than the time left. An answer that has begun is not refused.
         """
         now_s = self.now_s()
         if not is_resumed:
-            if len(self._order) >= self._max_requests:
-                raise self.refusal(
-                    f"all workers are full, and the line for room has no place left: {len(self._order)} choices wait; "
-                    f"gateway.max_queued_requests is {self._max_requests}. If they are this request's, send fewer"
-                )
-            wait_s = self.completions.wait_s(len(self._order) + 1, now_s)
+            self._require_place(turn)
+            wait_s = self.completions.wait_s(self._num_expected_before(turn) + 1, now_s)
             if wait_s is not None and wait_s > ends_s - now_s:
                 raise self.refusal(
                     f"room on a worker is expected in {wait_s:.1f} s, and this request may wait for "
-                    f"{max(0.0, ends_s - now_s):.1f} s"
+                    f"{max(0.0, ends_s - now_s):.1f} s",
+                    turn=turn,
                 )
-        if not len(self._order):
+        if not len(self):
             self.completions.restart(now_s)
-        waiter = Waiter(self, ends_s, is_resumed=is_resumed)
-        self._order.add(waiter)
+        waiter = Waiter(self, ends_s, turn, is_resumed=is_resumed)
+        if is_resumed:
+            self._resumed[waiter] = None
+        else:
+            self._lines.setdefault(_tenant_of(turn), {})[waiter] = None
+            self._num_new += 1
         return waiter
 
-    def refusal(self, why: str, retry_after_s: int | None = None) -> Overloaded:
+    def _require_place(self, turn: Turn | None) -> None:
+        room = self._max_requests - len(self)
+        if room <= 0:
+            raise self.refusal(
+                f"all workers are full, and the line for room has no place left: {len(self)} choices wait; "
+                f"gateway.max_queued_requests is {self._max_requests}. If they are this request's, send fewer",
+                turn=turn,
+            )
+        # So the line never fills with one tenant's requests.
+        num_own = len(self._lines.get(_tenant_of(turn), ()))
+        if turn is not None and num_own >= room:
+            raise self.refusal(
+                f"all workers are full, and {num_own} choices of this tenant wait in line, which has {room} places "
+                f"left for others; gateway.max_queued_requests is {self._max_requests}",
+                turn=turn,
+            )
+
+    def _num_expected_before(self, turn: Turn | None) -> int:
+        """Return how many requests are expected to get room before a new one of the tenant."""
+        num_own = self.num_before(turn)
+        if turn is None:
+            return len(self)
+        turns = (num_own + 1) / turn.share
+        others = (
+            min(float(len(line)), turns * next(iter(line)).share)
+            for tenant, line in self._lines.items()
+            if tenant != turn.tenant
+        )
+        return num_own + math.ceil(sum(others))
+
+    def refusal(self, why: str, retry_after_s: int | None = None, *, turn: Turn | None = None) -> Overloaded:
         """Return the error of a request that finds no room; `retry_after_s` is used where nothing was measured."""
-        wait_s = self.completions.wait_s(len(self._order) + 1, self.now_s())
+        wait_s = self.completions.wait_s(self._num_expected_before(turn) + 1, self.now_s())
         if wait_s is not None:
             retry_after_s = min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
         return Overloaded(why, retry_after_s=1 if retry_after_s is None else retry_after_s)
 
     def is_first(self, waiter: Waiter) -> bool:
-        return self._order.first() is waiter
+        return waiter in self._firsts()
 
     def note_room(self) -> None:
-        """A worker has room, or came: the first in line tries again."""
-        first = self._order.first()
-        if first is not None:
-            first.wake()
+        """A worker has room, or came: the first of each line try again."""
+        for waiter in self._firsts():
+            waiter.wake()
 
     def remove(self, waiter: Waiter) -> None:
-        if self._order.remove(waiter):
+        if waiter.is_resumed:
+            is_there = waiter in self._resumed
+            self._resumed.pop(waiter, None)
+        else:
+            line = self._lines.get(waiter.tenant, {})
+            is_there = waiter in line
+            line.pop(waiter, None)
+            self._num_new -= is_there
+            if is_there and not line:
+                del self._lines[waiter.tenant]
+        if is_there:
             # There may be more room than one place.
             self.note_room()
+
+    def _firsts(self) -> list[Waiter]:
+        if self._resumed:
+            return [next(iter(self._resumed))]
+        return [next(iter(line)) for line in self._lines.values()]
+
+
+def _tenant_of(turn: Turn | None) -> str:
+    return "" if turn is None else turn.tenant

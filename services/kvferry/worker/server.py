@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 from kvferry import __version__, mutual_tls
 from kvferry.config import TlsConfig
 from kvferry.engine.base import Engine, EngineRequest, EngineStats
-from kvferry.errors import EngineDead, KvferryError, Overloaded, WorkerDraining
+from kvferry.errors import EngineDead, KvferryError, Overloaded, TenantOverloaded, WorkerDraining
 from kvferry.link import codec
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
@@ -221,7 +221,7 @@ class WorkerServer:
     def stats(self) -> pb.Load:
         return codec.stats_to_wire(self._engine_stats(), draining=self.draining, full=self.is_full)
 
-    def refusal(self, *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
+    def refusal(self, tenant: str = "", *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
         if self.draining and not has_place:
             return WorkerDraining(f"worker {self._worker_id} is draining")
         if self.died.is_set():
@@ -236,6 +236,17 @@ class WorkerServer:
                 f"worker {self._worker_id} has {self._max_requests} requests, its limit",
                 retry_after_s=self._retry_after_s(),
             )
+        if self._turns is None or not tenant or has_place or is_resumed:
+            return None
+        # So the places never run out for those who come later, whatever one tenant sends.
+        room = self._max_requests - self.num_requests
+        if room * 2 <= self._max_requests:
+            num_held = sum(session.num_requests_of(tenant) for session in self._sessions)
+            if num_held >= room:
+                return TenantOverloaded(
+                    f"worker {self._worker_id} has {num_held} requests of this tenant, {room} places left for others",
+                    retry_after_s=self._retry_after_s(),
+                )
         return None
 
     def requests_changed(self) -> None:

@@ -169,12 +169,14 @@ class Turn(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., share: _Optional[float] = ..., missing_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("number", "resumed")
+    __slots__ = ("number", "resumed", "turn")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     number: int
     resumed: bool
-    def __init__(self, number: _Optional[int] = ..., resumed: _Optional[bool] = ...) -> None: ...
+    turn: Turn
+    def __init__(self, number: _Optional[int] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
 
 class Quarantined(_message.Message):
     __slots__ = ("requests",)
