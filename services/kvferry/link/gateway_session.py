@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from kvferry.link import codec
 from kvferry.link.flow_control import SILENCE_LIMIT_S
 from kvferry.link.outgoing_queue import OutgoingQueue
 from kvferry.link.protocol import QUARANTINE, identity_of
+from kvferry.link.session_tenants import SessionTenants
 from kvferry.task_set import TaskSet
 from kvferry.tracing import Span
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -42,10 +42,6 @@ log = logging.getLogger(__name__)
 # engine's counters and sending them with every step would cost as much as a few tokens.
 STATS_INTERVAL_S = 0.05
 IDLE_STATS_DELAY_S = 0.07
-
-# What tenants were served goes with stats, this often, of so many tenants at once.
-SERVED_INTERVAL_S = 0.5
-MAX_SERVED = 64
 
 _MAX_LOGGED = 32  # requests, when an engine dies
 
@@ -143,7 +139,7 @@ class GatewaySession:
         self.gateway_id = hello.gateway_id
         self.features = identity_of(hello).features
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self._tenants: dict[int, str] = {}  # of requests and places, some of them gone
+        self._tenants = SessionTenants(lambda number: number in self.tasks or number in self._reserved)
         self._reserved: set[int] = set()  # places of requests that are not submitted yet
         self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
@@ -159,8 +155,6 @@ class GatewaySession:
         self._ended = False  # the link is gone
         now_s = self._loop.time()
         self._received_s = self._sent_s = self._stats_sent_s = now_s
-        self._served_sent: dict[str, float] = {}
-        self._served_sent_s = 0.0
         self._stats_due = False  # the stats changed since they were sent
         self._stats_now = False
         self._stats_timer: asyncio.TimerHandle | None = None
@@ -225,7 +219,7 @@ class GatewaySession:
             self._refuse(number, refusal)
             return
         self._reserved.add(number)
-        self._note_tenant(number, message)
+        self._tenants.note(number, message)
         self._outgoing.add_reserved(number)
         self._worker.requests_changed()
         self._schedule_flush()
@@ -238,22 +232,9 @@ class GatewaySession:
         tenant = message.turn.tenant if message.HasField("turn") else ""
         return self._worker.refusal(tenant, is_resumed=is_resumed, has_place=has_place)
 
-    def _note_tenant(self, number: int, message: pb.Reserve | pb.Submit) -> None:
-        if message.HasField("turn"):
-            self._tenants[number] = message.turn.tenant
-            if len(self._tenants) > 2 * self.num_requests + _MAX_LOGGED:
-                self._tenants = {
-                    each: tenant
-                    for each, tenant in self._tenants.items()
-                    if each in self.tasks or each in self._reserved
-                }
-
     def num_requests_of(self, tenant: str) -> int:
         """O(requests)."""
-        return sum(
-            each == tenant and (number in self.tasks or number in self._reserved)
-            for number, each in self._tenants.items()
-        )
+        return self._tenants.num_requests(tenant)
 
     def _refuse(self, number: int, refusal: KvferryError) -> None:
         if isinstance(refusal, Overloaded) and not isinstance(refusal, TenantOverloaded):
@@ -285,7 +266,7 @@ class GatewaySession:
             self._worker.requests_changed()
             return
         self.tasks[number] = self._loop.create_task(self._run(number, request), name=request.request_id)
-        self._note_tenant(number, message)
+        self._tenants.note(number, message)
         self._worker.requests_changed()
         self._note_stats()
 
@@ -463,8 +444,7 @@ class GatewaySession:
         if self._stats_now or (outgoing.ends_with_step and now_s - self._stats_sent_s >= STATS_INTERVAL_S):
             stats = self._worker.stats()
             self.believes_full = stats.full
-            if now_s - self._served_sent_s >= SERVED_INTERVAL_S:
-                self._add_served(stats, now_s)
+            self._tenants.add_served(stats, self._worker.served_ms(), now_s)
             outgoing.add_stats(stats)
             self._stats_now = self._stats_due = False
             self._stats_sent_s = now_s
@@ -474,16 +454,6 @@ class GatewaySession:
         if payloads:
             self._sent_s = now_s
         return payloads
-
-    def _add_served(self, stats: pb.Load, now_s: float) -> None:
-        served_ms, sent = self._worker.served_ms(), self._served_sent
-        changed = ((tenant, ms) for tenant, ms in served_ms.items() if sent.get(tenant) != ms)
-        for tenant, ms in itertools.islice(changed, MAX_SERVED):
-            stats.served.add(tenant=tenant, ms=ms)
-            sent[tenant] = ms
-            self._served_sent_s = now_s
-        if len(sent) > len(served_ms):
-            self._served_sent = {tenant: ms for tenant, ms in sent.items() if tenant in served_ms}
 
     def close(self) -> None:
         """Send only pending messages. The transport ends the link when `pop_messages` is empty."""

@@ -77,11 +77,10 @@ class Completions:
 
 
 class RoomQueue:
-    """Bounded, and aware of deadlines: a request that would wait in vain is refused when it comes.
+    """Bounded, and aware of deadlines: a request that would wait in vain is refused when it comes."""
 
-    Answers that lost their worker are first. Else each tenant has a line of its own, and the first of every line asks
-    workers for room; these see to the shares.
-    """
+    # Answers that lost their worker are first. Else each tenant has a line of its own, and the first of every line asks
+    # workers for room; these see to the shares.
 
     def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
         self.now_s = clock
