@@ -120,6 +120,13 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     return message
 
 
+def reserve_to_wire(number: int, turn: Turn | None, *, is_resumed: bool) -> pb.Downward:
+    message = pb.Downward(reserve=pb.Reserve(number=number, resumed=is_resumed))
+    if turn is not None:
+        turn_to_wire(turn, message.reserve.turn)
+    return message
+
+
 def turn_to_wire(turn: Turn, message: pb.Turn) -> None:
     message.tenant = turn.tenant
     message.share = turn.share

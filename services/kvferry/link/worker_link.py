@@ -18,6 +18,7 @@ from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, Ack
 from kvferry.link.frames import MAX_FRAME_BYTES
 from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
+from kvferry.link.worker_tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 REDIAL_FIRST_S = 0.1
 REDIAL_MOST_S = 3.0
-TENANT_PAUSE_S = 0.1  # after a refusal for want of room for its tenant
 
 
 class Place:
@@ -65,13 +65,11 @@ class WorkerLink:
         """`identity` is this gateway's: a worker of another cluster, model or protocol is not connected."""
         self.member = member
         self.stats = EngineStats()
-        self.served_ms: dict[str, float] = {}  # of the worker's engine, by tenant, as far as this connection heard
-        self.attached_s = 0.0
+        self.tenants = WorkerTenants()
         self.draining = False
         self.connected = False
         self.generation = 0  # number of connections so far: a worker that was lost and came back may be tried again
         self.is_full = False  # it refuses new requests
-        self._no_room: dict[str, float] = {}  # tenants that it refused, and until when they are not tried again
         self.why_incompatible = ""  # empty unless worker and gateway must not work together
         self.features: frozenset[str] = frozenset()  # of the worker
         self.on_residency: Callable[[pb.Residency], None] | None = None
@@ -91,8 +89,7 @@ class WorkerLink:
         self._connection: Connection | None = None
         self._ack_counter = AckCounter()
         self._heard_s = 0.0
-        self._fault = ""  # why this link gives up its connection
-        self._why_not = ""  # why the last dial failed
+        self._fault = self._why_not = ""  # why this link gives up its connection, and why the last dial failed
         self._given_up = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._keep_attached())
@@ -130,14 +127,11 @@ class WorkerLink:
         if RESERVE not in self.features:
             return place
         answer = self._reserving[number] = self._loop.create_future()
-        message = pb.Downward(reserve=pb.Reserve(number=number, resumed=is_resumed))
-        if turn is not None:
-            codec.turn_to_wire(turn, message.reserve.turn)
-        self._send(message)
+        self._send(codec.reserve_to_wire(number, turn, is_resumed=is_resumed))
         try:
             await answer
         except TenantOverloaded:
-            self._note_no_room(turn)
+            self.tenants.note_no_room(turn, self._loop.time())
             raise
         except asyncio.CancelledError:
             place.release()
@@ -171,9 +165,8 @@ class WorkerLink:
         else:
             assert place is not None
             place.is_used = True
-        remote = self._requests[number] = RemoteRequest(
-            self.member.member_id, number, on_output, on_text, self.cancel, request.turn
-        )
+        worker = self.member.member_id
+        remote = self._requests[number] = RemoteRequest(worker, number, on_output, on_text, self.cancel, request.turn)
         self._send_payload(payload)
         return remote
 
@@ -202,15 +195,10 @@ class WorkerLink:
             self._send(pb.Downward(release=pb.Release(transfer_params=json.dumps(transfer_params).encode())))
 
     def send_elsewhere(self, served_ms: Mapping[str, float], num_workers: int) -> None:
-        """Tell the worker what others did for tenants that wait there. Does nothing while the link is down."""
         if self.connected:
-            message = pb.Elsewhere(num_workers=num_workers)
-            for tenant, ms in served_ms.items():
-                message.served.add(tenant=tenant, ms=ms)
-            self._send(pb.Downward(elsewhere=message))
+            self._send(elsewhere(served_ms, num_workers))
 
     def want_snapshot(self) -> None:
-        """Request residency for `on_residency`. Does nothing while the link is down."""
         if self.connected:
             self._send(pb.Downward(want_snapshot=pb.WantSnapshot()))
 
@@ -365,8 +353,7 @@ class WorkerLink:
             self.on_survived()
         self._engine_id = welcome.engine_id
         self._why_not = ""
-        self.served_ms.clear()
-        self.attached_s = self._loop.time()
+        self.tenants.attach(self._loop.time())
         self._update_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
@@ -434,23 +421,14 @@ class WorkerLink:
                     on_orphan(item)
                 continue
             if isinstance(item, TenantOverloaded):
-                self._note_no_room(remote.turn)
+                self.tenants.note_no_room(remote.turn, self._loop.time())
             elif isinstance(item, KvferryError):
                 self._note_refusal(item)
             if remote.deliver(item):
                 requests.pop(number, None)
 
     def has_room_for(self, turn: Turn | None) -> bool:
-        """Whether the worker may take a new request of the tenant."""
-        if self.is_full:
-            return False
-        return turn is None or not self._no_room or self._no_room.get(turn.tenant, 0.0) <= self._loop.time()
-
-    def _note_no_room(self, turn: Turn | None) -> None:
-        if turn is not None:
-            now_s = self._loop.time()
-            self._no_room = {tenant: until_s for tenant, until_s in self._no_room.items() if until_s > now_s}
-            self._no_room[turn.tenant] = now_s + TENANT_PAUSE_S
+        return not self.is_full and self.tenants.has_room(turn, self._loop.time())
 
     def _note_refusal(self, error: KvferryError) -> None:
         if isinstance(error, Overloaded) and not isinstance(error, TenantOverloaded):
@@ -459,8 +437,7 @@ class WorkerLink:
 
     def _update_stats(self, load: pb.Load) -> None:
         self.stats = codec.stats_from_wire(load)
-        for entry in load.served:
-            self.served_ms[entry.tenant] = entry.ms
+        self.tenants.take(load)
         was_full, self.is_full = self.is_full, load.full
         if was_full and not load.full and self.on_room is not None:
             self.on_room()

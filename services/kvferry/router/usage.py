@@ -65,11 +65,11 @@ class UsageExchange:
     def _new_ms(self, link: WorkerLink) -> Mapping[str, float]:
         """Return what the worker did for each tenant since the last call."""
         generation, before = self._seen.get(link.member.member_id, (-1, {}))
-        totals = dict(link.served_ms)
+        totals = dict(link.tenants.served_ms)
         self._seen[link.member.member_id] = link.generation, totals
         if generation != link.generation:
             return {}
-        is_settling = asyncio.get_running_loop().time() - link.attached_s < SETTLING_S
+        is_settling = asyncio.get_running_loop().time() - link.tenants.attached_s < SETTLING_S
         return {
             tenant: max(0.0, ms - before.get(tenant, ms if is_settling else 0.0))
             for tenant, ms in totals.items()
