@@ -124,9 +124,9 @@ class FairQueue(Generic[Request]):
         self._settle(tenant, now_s)
         return True
 
-    def next_slice(self) -> Slice[Request] | None:
-        """Return work for the engine; None while it has enough, or nothing waits."""
-        if self.inside_ms >= self.parameters.depth_ms or not self.num_requests:
+    def next_slice(self, done_ms: float = 0.0) -> Slice[Request] | None:
+        """Return work for the engine, which has done `done_ms` of what is inside; None while that is enough."""
+        if self.inside_ms - done_ms >= self.parameters.depth_ms or not self.num_requests:
             return None
         if self._turn is None or not self._turn.queue or self._turn_left_ms <= 0:
             self._begin_turn()

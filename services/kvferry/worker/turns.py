@@ -17,9 +17,9 @@ from kvferry.tenancy.fair_wait import BacklogCurve
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 from kvferry.tenancy.slots import DecodeSlots
 
-# Of the prompts inside an engine: a step's time, or it would wait between two steps. All of it is added to the time to
-# first token of a tenant that returns.
-DEPTH_MS: Final = 60.0
+# Of the prompts inside an engine, how much is left when the next one follows: enough that it never waits, also for
+# several short prompts in a step. All of it is added to the time to first token of a tenant that returns.
+DEPTH_MS: Final = 30.0
 RESERVED_SHARE: Final = 1 / 32  # of the batch's slots, for tenants below their share
 
 MAX_NAMED: Final = 64  # tenants in a report
@@ -28,6 +28,7 @@ _NO_TURN: Final = Turn(DEFAULT_NAMESPACE.tenant, 1.0)
 _FIRST_MS_PER_TOKEN: Final = 0.1  # until prompts were measured
 _FIXED_MS: Final = 1.0  # of a prompt that is wholly cached
 _GAIN: Final = 0.2
+_MIN_PAUSE_MS: Final = 2.0
 _MIN_TOKENS: Final = 32  # fewer say nothing about the rate
 
 
@@ -120,6 +121,8 @@ class _Prompts:
         self._queue: FairQueue[_Waiting] = FairQueue(parameters, _num_cached)
         self._ms_per_token = _FIRST_MS_PER_TOKEN
         self._last_end_s = 0.0  # of a prompt
+        self._inside: dict[Slice[_Waiting], float] = {}  # and when they went in, oldest first
+        self._timer: asyncio.TimerHandle | None = None
         self.waiting_tokens = 0
 
     def __repr__(self) -> str:
@@ -186,12 +189,33 @@ class _Prompts:
         self._end(piece, ms)
 
     def _end(self, piece: Slice[_Waiting], ms: float) -> None:
+        self._inside.pop(piece, None)
         self._queue.measured(piece, ms, _now_s())
         self._feed()
 
+    def _done_ms(self) -> float:
+        """Return how much of the oldest prompt inside should be done."""
+        if not self._inside:
+            return 0.0
+        piece, begun_s = next(iter(self._inside.items()))
+        return min(piece.ms, (_now_s() - max(begun_s, self._last_end_s)) * 1e3)
+
     def _feed(self) -> None:
-        while (piece := self._queue.next_slice()) is not None:
+        self._feed_now()
+        if self._timer is None and self._queue.num_requests and self._inside:
+            # The engine is to have the next prompt before it has done all others.
+            left_ms = self._queue.inside_ms - self._done_ms() - self._queue.parameters.depth_ms
+            self._timer = asyncio.get_running_loop().call_later(max(_MIN_PAUSE_MS, left_ms) / 1e3, self._feed_later)
+
+    def _feed_later(self) -> None:
+        self._timer = None
+        self._feed()
+
+    def _feed_now(self) -> None:
+        while (piece := self._queue.next_slice(self._done_ms())) is not None:
+            self._inside[piece] = _now_s()
             if piece.request.granted.cancelled():  # in this turn of the loop: its task has not run yet
+                del self._inside[piece]
                 self._queue.measured(piece, 0.0, _now_s())
             else:
                 piece.request.granted.set_result(piece)

@@ -65,14 +65,16 @@ async def settled() -> None:
 
 
 async def test_the_engine_gets_little_more_than_a_step_and_the_rest_waits() -> None:
-    turns, log = Turns(None, depth_ms=15.0), []
-    clients = [Client(turns, request("a", 100), log) for _ in range(5)]  # 11 ms each
+    turns, log = Turns(None, depth_ms=15_000.0), []
+    clients = [Client(turns, request("a", 100_000), log) for _ in range(5)]  # 10 s each
     await settled()
     assert len(log) == 2
-    assert (turns.num_waiting, turns.waiting_tokens) == (3, 300)
+    assert (turns.num_waiting, turns.waiting_tokens) == (3, 300_000)
     for number, client in enumerate(clients):
         await client.begun.wait()
-        client.first_token()
+        times = EngineTimes(0.0, 0.0, 10.0, 10.0, prefill_share=1.0)
+        assert client.on_engine is not None
+        client.on_engine.note(EngineOutput([1], "a", finish_reason=FinishReason.LENGTH, times=times))
         await settled()
         assert len(log) == min(5, number + 3)
         await client.end()
@@ -184,3 +186,19 @@ async def test_a_request_without_a_turn_is_the_default_tenants() -> None:
         on_engine.note(FIRST)
         assert not on_engine.is_computing
     assert turns.num_waiting == 0
+
+
+async def test_the_next_prompt_follows_before_the_engine_has_done_all() -> None:
+    turns, log = Turns(None, depth_ms=5.0), []
+    first, second, third = (Client(turns, request("a", 500), log) for _ in range(3))  # 51 ms each
+    await settled()
+    assert len(log) == 1
+    await asyncio.wait_for(second.begun.wait(), 5)
+    assert not first.task.done()
+    for client in (first, second):
+        client.first_token()
+        await client.end()
+    await asyncio.wait_for(third.begun.wait(), 5)
+    await third.end()
+    assert turns.num_waiting == 0
+    assert not turns._prompts._inside

@@ -1,0 +1,303 @@
+"""Shares of tenants on a live cluster: simulated engines, real gateways, workers, links and HTTP, in one process.
+
+Premium comes through one gateway, all others through the rest. Shares are counted in ms that the engines measured.
+The last line on stdout is one JSON object; everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from kvferry import config as configuration
+from kvferry.config import ClusterConfig
+from kvferry.engine.sim import SimEngine
+from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.worker.lifecycle import WorkerHost, build_engine
+from kvferry_loadtest.machine import machine_line
+
+MODEL = "sim-model"
+TOKENS_PER_S = 10_000  # of a prefill engine
+PROMPT_TOKENS = 500
+PROMPT_S = PROMPT_TOKENS / TOKENS_PER_S
+WARM_UP_S = 3.0
+SAMPLE_S = 0.01
+START_TIMEOUT_S = 60.0
+
+
+def config_of(speed: float = 1.0) -> ClusterConfig:
+    return configuration.parse(
+        {
+            "model": {"path": MODEL},
+            "engine": {"kind": "sim", "block_size": 16},
+            "prefill": {"replicas": 2},
+            "decode": {"replicas": 2},
+            "worker": {"max_requests": 2048},
+            "sim": {"step_ms": 1.0, "prefill_tokens_per_s": TOKENS_PER_S * speed},
+            "gateway": {"http_port": 0, "grpc_port": None, "tenants_in_etcd": True, "max_requests": 4096},
+        }
+    )
+
+
+@dataclass
+class Cluster:
+    registry: MemoryRegistry
+    workers: list[tuple[WorkerHost, SimEngine]] = field(default_factory=list)
+    gateways: list[GatewayHost] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.admin = TenantAdmin(MemoryMembership(self.registry))
+
+    def served_ms(self) -> dict[str, float]:
+        """Return the work of all engines by tenant."""
+        served: dict[str, float] = {}
+        for host, _ in self.workers:
+            for tenant, ms in host.server.served_ms().items():
+                served[tenant] = served.get(tenant, 0.0) + ms
+        return served
+
+    async def idle_with_backlog(self, stop: asyncio.Event) -> float:
+        """Return the part of the time in which an engine has nothing while prompts wait in its queue."""
+        num_idle = num_samples = 0
+        while not stop.is_set():
+            for host, engine in self.workers:
+                if host.server.stats().backlogs:
+                    num_samples += 1
+                    stats = engine.stats()
+                    num_idle += not (stats.num_running or stats.num_waiting)
+            await asyncio.sleep(SAMPLE_S)
+        return num_idle / max(1, num_samples)
+
+
+@asynccontextmanager
+async def running(num_gateways: int, speed: float = 1.0) -> AsyncIterator[Cluster]:
+    config = config_of(speed)
+    cluster = Cluster(MemoryRegistry())
+    try:
+        for kind in (MemberKind.PREFILL, MemberKind.PREFILL, MemberKind.DECODE, MemberKind.DECODE):
+            engine = build_engine(config, kind, MODEL)
+            assert isinstance(engine, SimEngine)
+            host = WorkerHost(config, kind, engine, MemoryMembership(cluster.registry))
+            await host.start()
+            cluster.workers.append((host, engine))
+        for _ in range(num_gateways):
+            gateway = GatewayHost(config, MODEL, MemoryMembership(cluster.registry))
+            cluster.gateways.append(gateway)
+            await gateway.start()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not all(gateway.readiness().ready for gateway in cluster.gateways):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        yield cluster
+    finally:
+        for gateway in cluster.gateways:
+            await gateway.stop()
+        for host, _ in cluster.workers:
+            await host.stop()
+
+
+class Client:
+    """Requests of one tenant through one gateway: prompts that nobody sent before, one token each."""
+
+    def __init__(self, gateway: GatewayHost, tenant: str, key: str, seed: int) -> None:
+        self.latencies_s: list[float] = []
+        self._tenant = tenant
+        self._rng = random.Random(seed)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{gateway.port}",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=300,
+            limits=limits,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def send(self) -> None:
+        prompt = f"{self._tenant}-{self._rng.getrandbits(48)} " + " ".join(f"w{i}" for i in range(PROMPT_TOKENS - 1))
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        begun_s = time.perf_counter()
+        answer = await self._http.post("/v1/completions", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{answer.status_code}: {answer.text[:200]}")
+        self.latencies_s.append(time.perf_counter() - begun_s)
+
+    async def flood(self, num_at_once: int) -> None:
+        async def one() -> None:
+            while True:
+                await self.send()
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_at_once):
+                tasks.create_task(one())
+
+    async def at_rate(self, per_s: float) -> None:
+        """Send at random times, whatever is answered."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                tasks.create_task(self.send())
+                await asyncio.sleep(self._rng.expovariate(per_s))
+
+
+async def clients_of(cluster: Cluster, tenants: Sequence[tuple[str, float, int]]) -> list[Client]:
+    """Create tenants of (name, share, gateway), and a client of each."""
+    clients = []
+    for number, (name, share, gateway) in enumerate(tenants):
+        await cluster.admin.create(name)
+        await cluster.admin.set_contract(name, share=share)
+        key = await cluster.admin.add_key(name, "bench")
+        clients.append(Client(cluster.gateways[gateway], name, key, number))
+    return clients
+
+
+async def during(loads: Sequence[Awaitable[None]], body: Callable[[], Awaitable[Any]]) -> Any:
+    tasks = [asyncio.ensure_future(load) for load in loads]
+    try:
+        await asyncio.sleep(WARM_UP_S)
+        result = await body()
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
+            raise error
+    return result
+
+
+async def share_of_gold(cluster: Cluster, seconds: float) -> float:
+    before = cluster.served_ms()
+    await asyncio.sleep(seconds)
+    after = cluster.served_ms()
+    got = {tenant: ms - before.get(tenant, 0.0) for tenant, ms in after.items()}
+    return got["gold"] / sum(got.values())
+
+
+async def measure_shares(num_gateways: int, seconds: float) -> dict[str, float]:
+    """Two tenants of 4:1 that always wait; the shares are turned round at the end."""
+    async with running(num_gateways) as cluster:
+        others = range(1, num_gateways) if num_gateways > 1 else [0]
+        clients = await clients_of(cluster, [("gold", 4.0, 0), *((f"noise{i}", 1.0 / len(others), i) for i in others)])
+        stop = asyncio.Event()
+
+        async def body() -> dict[str, float]:
+            watching = asyncio.create_task(cluster.idle_with_backlog(stop))
+            windows = [await share_of_gold(cluster, seconds / 3) for _ in range(3)]
+            await cluster.admin.set_contract("gold", share=0.25)
+            await asyncio.sleep(2.0)
+            turned = await share_of_gold(cluster, 10.0)
+            stop.set()
+            return {
+                "share": statistics.mean(windows),
+                "lowest": min(windows),
+                "highest": max(windows),
+                "after_change": turned,
+                "idle_with_backlog": await watching,
+            }
+
+        found: dict[str, float] = await during([client.flood(48) for client in clients], body)
+        for client in clients:
+            await client.close()
+        return found
+
+
+def p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
+
+
+async def measure_under_share(seconds: float) -> tuple[float, float]:
+    """Return p99 of a tenant that asks for a third of its share: beside a flood, and alone on its share's speed."""
+    found = []
+    for is_flooded in (True, False):
+        async with running(2, speed=1.0 if is_flooded else 0.8) as cluster:
+            gold, noise = await clients_of(cluster, [("gold", 4.0, 0), ("noise", 1.0, 1)])
+            loads = [gold.at_rate(4 / PROMPT_S * 0.8 / 3)] + ([noise.flood(96)] if is_flooded else [])
+            await during(loads, lambda: asyncio.sleep(seconds))
+            found.append(p99(gold.latencies_s[len(gold.latencies_s) // 10 :]))
+            for client in (gold, noise):
+                await client.close()
+    return found[0], found[1]
+
+
+async def measure_small_tenants(num_tenants: int, seconds: float) -> tuple[float, float]:
+    """Return p99 of many small tenants at half of the capacity together, with and without a flood of another one."""
+    found = []
+    for is_flooded in (True, False):
+        async with running(2) as cluster:
+            tenants = [(f"small{i}", 1.0, i % 2) for i in range(num_tenants)]
+            *small, whale = await clients_of(cluster, [*tenants, ("whale", 1.0, 1)])
+            rate = 4 / PROMPT_S * 0.5
+
+            async def trickle(small: Sequence[Client] = small, rate: float = rate) -> None:
+                rng = random.Random(7)
+                async with asyncio.TaskGroup() as tasks:
+                    while True:
+                        tasks.create_task(rng.choice(small).send())
+                        await asyncio.sleep(rng.expovariate(rate))
+
+            await during([trickle()] + ([whale.flood(96)] if is_flooded else []), lambda: asyncio.sleep(seconds))
+            found.append(p99([each for client in small for each in client.latencies_s]))
+            for client in (*small, whale):
+                await client.close()
+    return found[0], found[1]
+
+
+async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    table = Table("gateways", "share of 0.800", "10 s windows", "0.25:1 asked (0.200)", "idle with backlog")
+    shares = []
+    for num_gateways in (1, 2, 4):
+        found = await measure_shares(num_gateways, arguments.seconds)
+        shares.append(found)
+        table.add_row(
+            str(num_gateways),
+            f"{found['share']:.3f}",
+            f"{found['lowest']:.3f}-{found['highest']:.3f}",
+            f"{found['after_change']:.3f}",
+            f"{found['idle_with_backlog']:.4f}",
+        )
+    console.print(table)
+    beside_s, alone_s = await measure_under_share(arguments.seconds)
+    console.print(f"a tenant at a third of its share: p99 {beside_s * 1e3:.0f} ms, alone {alone_s * 1e3:.0f} ms")
+    flooded_s, calm_s = await measure_small_tenants(arguments.tenants, arguments.seconds)
+    console.print(f"{arguments.tenants} small tenants: p99 {flooded_s * 1e3:.0f} ms, without {calm_s * 1e3:.0f} ms")
+    return {
+        "share_error_max": round(max(abs(each["share"] / 0.8 - 1) for each in shares), 4),
+        "share_after_change_error_max": round(max(abs(each["after_change"] / 0.2 - 1) for each in shares), 4),
+        "ttft_p99_vs_alone": round(beside_s / alone_s, 2),
+        "small_tenants_p99_vs_calm": round(flooded_s / calm_s, 2),
+        "idle_with_backlog": round(max(each["idle_with_backlog"] for each in shares), 4),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.fairness", description="Measure shares of tenants.")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
+    parser.add_argument("--tenants", type=int, default=1000, help="small ones beside a flood")
+    arguments = parser.parse_args()
+    console = Console(stderr=True, width=140)
+    logging.disable(logging.WARNING)  # links that end with each cluster
+    console.print(machine_line())
+    result = asyncio.run(measure(arguments, console))
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
