@@ -9,6 +9,7 @@ import pytest
 
 from contract.test_record_contract import Site, server, site  # noqa: F401
 from kvferry.errors import ConfigError, UnavailableError
+from kvferry.membership.memory import MemoryMembership, MemoryRecords, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.records import CLASSES, MAX_KEYS, KeyRecord, TenantRecord
 
@@ -155,3 +156,24 @@ async def test_during_an_outage_a_change_fails_with_its_reason(site: Site) -> No
     async with site.outage():
         with pytest.raises(UnavailableError):
             await admin.create("acme")
+
+
+async def test_a_change_whose_answer_is_lost_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    membership = MemoryMembership(MemoryRegistry())
+    admin = TenantAdmin(membership)
+    await admin.create("acme")
+    write, lost = MemoryRecords.write, [True, False, True]
+
+    async def write_and_lose(self: MemoryRecords, name: str, value: bytes | None, revision: int) -> bool:
+        written = await write(self, name, value, revision)
+        if lost and lost.pop(0):
+            raise UnavailableError("the answer was lost")
+        return written
+
+    monkeypatch.setattr(MemoryRecords, "write", write_and_lose)
+    key = await admin.add_key("acme", "ci")
+    (record,) = (await admin.get("acme")).keys
+    assert record.sha256 == hashlib.sha256(key.encode()).hexdigest()
+    await admin.raise_epoch("acme")
+    assert (await admin.raise_epoch("acme")).epoch == 2
+    assert not lost

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -16,7 +16,10 @@ from kvferry.membership.base import MemberKind, Membership
 from kvferry.tenancy import records
 from kvferry.tenancy.records import KeyRecord, Purge, TenantRecord, make_key
 
+T = TypeVar("T")
+
 MAX_ATTEMPTS: Final = 16
+MAX_OUTAGES: Final = 3  # calls without an answer, as on a machine whose engines take all cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,11 @@ class TenantAdmin:
 
     async def all(self) -> dict[str, TenantRecord]:
         """Return deleted tenants too."""
-        found = await self._store.read_all(records.TENANTS)
+        found = await self._patiently(lambda: self._store.read_all(records.TENANTS))
         return {name: _decode(name, record.value) for name, record in sorted(found.items())}
 
     async def get(self, name: str) -> TenantRecord:
-        found = await self._store.read(_path(name))
+        found = await self._patiently(lambda: self._store.read(_path(name)))
         record = None if found is None else _decode(name, found.value)
         if record is None or record.is_deleted:
             raise ConfigError(f"there is no tenant {name!r}")
@@ -48,7 +51,7 @@ class TenantAdmin:
 
     async def create(self, name: str) -> TenantRecord:
         """Return the new tenant's record. A name that was deleted comes back with a new epoch."""
-        known = await self._store.read_all(records.TENANTS)
+        known = await self._patiently(lambda: self._store.read_all(records.TENANTS))
         if name not in known and len(known) >= records.MAX_TENANTS:
             raise ConfigError(f"there are {len(known)} tenants, with deleted ones; {records.MAX_TENANTS} is the limit")
 
@@ -125,7 +128,7 @@ class TenantAdmin:
 
     async def purges(self, record: TenantRecord) -> tuple[list[Purge], list[tuple[str, str]]]:
         """Return what keepers have removed of a deleted tenant, and keeper and volume of those that have not yet."""
-        found = await self._store.read_all(f"{records.PURGES}/{record.name}")
+        found = await self._patiently(lambda: self._store.read_all(f"{records.PURGES}/{record.name}"))
         every = [msgspec.json.decode(each.value, type=Purge) for each in found.values()]
         done = {(purge.keeper_id, purge.volume_id): purge for purge in every if purge.epoch >= record.epoch}
         wanted = [
@@ -160,16 +163,34 @@ class TenantAdmin:
             await self.delete(name)
         return changes
 
+    async def _patiently(self, read: Callable[[], Awaitable[T]]) -> T:
+        for _ in range(MAX_OUTAGES):
+            try:
+                return await read()
+            except UnavailableError:
+                pass
+        return await read()
+
     async def _change(self, name: str, change: Callable[[TenantRecord | None], TenantRecord]) -> TenantRecord:
+        tried: tuple[bytes, TenantRecord] | None = None  # a write whose answer did not come
+        num_outages = 0
         for _ in range(MAX_ATTEMPTS):
-            found = await self._store.read(_path(name))
+            found = await self._patiently(lambda: self._store.read(_path(name)))
+            if tried is not None and found is not None and found.value == tried[0]:
+                return tried[1]
             try:
                 changed = change(None if found is None else _decode(name, found.value))
                 value = records.encode(changed)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-            if await self._store.write(_path(name), value, found.revision if found is not None else 0):
-                return changed
+            try:
+                if await self._store.write(_path(name), value, found.revision if found is not None else 0):
+                    return changed
+            except UnavailableError:
+                num_outages += 1
+                if num_outages > MAX_OUTAGES:
+                    raise
+                tried = value, changed
         raise UnavailableError(f"the tenant {name!r} is changed by others all the time; nothing was changed")
 
 
