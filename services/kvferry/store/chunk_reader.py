@@ -14,7 +14,7 @@ from kvferry.store import chunk_file, folder, paths
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
 from kvferry.store.chunk_index import ChunkIndex, IndexEntry
 from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.store.outcome import Outcome, outcome_of
+from kvferry.store.outcome import Outcome, outcome_of, outcome_of_open
 from kvferry.store.quarantine import Quarantine
 from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
 
@@ -92,6 +92,8 @@ class ChunkReader:
             outcome, inode = self._read_file(path, entry, into, keys, is_raw=is_raw)
             if outcome in (Outcome.OK, Outcome.IO_ERROR, Outcome.NO_RESOURCES):
                 return outcome
+            if outcome is Outcome.UNREADABLE:
+                break
             current = self._files.inode_at(path)
             if current is None:
                 return Outcome.IO_ERROR
@@ -102,7 +104,10 @@ class ChunkReader:
                 return Outcome.GONE
         if outcome is Outcome.GONE:  # a stale handle
             return outcome
-        if outcome is Outcome.UNDECRYPTABLE and entry.writer != self._files.writer:
+        if outcome is Outcome.UNREADABLE and entry.writer == self._files.writer:
+            self._index.hide(entry)
+            return outcome
+        if outcome in (Outcome.UNDECRYPTABLE, Outcome.UNREADABLE) and entry.writer != self._files.writer:
             # Good for its writer, perhaps.
             self._note_foreign(path)
             self._index.forget(entry)
@@ -128,7 +133,12 @@ class ChunkReader:
         inode = NO_INODE
         files = self._files
         try:
-            fd = files.io.open(path, os.O_RDONLY)
+            try:
+                fd = files.io.open(path, os.O_RDONLY)
+            except OSError as error:
+                if (outcome := outcome_of_open(error)) is Outcome.UNREADABLE:
+                    return outcome, inode
+                raise
             try:
                 status = os.fstat(fd)
                 inode = (status.st_dev, status.st_ino)
@@ -180,7 +190,7 @@ class ChunkReader:
                         found = paths.parse_chunk_name(candidate.name, chunk.namespace)
                         if not candidate.name.startswith(start) or self.is_foreign(candidate.path):
                             continue
-                        if found is not None:
+                        if found is not None and candidate.is_file(follow_symlinks=False):
                             num_bytes = candidate.stat(follow_symlinks=False).st_size
                             entry = IndexEntry(layout, found, writer, num_bytes, self._index.next_number())
                             self._index.add([entry], self._clock())

@@ -5,6 +5,7 @@ Nothing is synced: verification detects torn files.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections import Counter
@@ -47,7 +48,10 @@ class ChunkWriter:
         return f"<ChunkWriter {dict(self.outcomes)}>"
 
     def write(self, layout: LayoutDigest, chunk: ChunkId, payload: memoryview) -> Outcome:
-        outcome = self._write(layout, chunk, payload)
+        try:
+            outcome = self._write(layout, chunk, payload)
+        except (OSError, MemoryError):  # of buffers; errors of files are outcomes already
+            outcome = Outcome.NO_RESOURCES
         with self._lock:
             self.outcomes[outcome] += 1
             if outcome is Outcome.OK:
@@ -64,18 +68,23 @@ class ChunkWriter:
             if not self._seal_counts.may_seal(fingerprint):
                 return Outcome.REFUSED
         now_s = self._clock()
+        # Before anything is reserved: memory may be short.
+        header = self._files.buffers.header
+        sealed = self._files.buffers.bounce(len(payload)) if self._keyring is not None else None
         reservation = self._index.reserve(layout, chunk, chunk_file.chunk_file_bytes(len(payload)), now_s)
         if isinstance(reservation, Outcome):
             return reservation
         self._notify()
-        header = self._files.buffers.header
-        if self._keyring is None:
-            chunk_file.write_plain_header(header, payload, layout, chunk, now_s)
-        else:
-            sealed = self._files.buffers.bounce(len(payload))
-            chunk_file.seal(header, payload, sealed, layout, chunk, now_s, key)
-            self._seal_counts.add(fingerprint)
-            payload = sealed
+        try:
+            if sealed is None:
+                chunk_file.write_plain_header(header, payload, layout, chunk, now_s)
+            else:
+                chunk_file.seal(header, payload, sealed, layout, chunk, now_s, key)
+                self._seal_counts.add(fingerprint)
+                payload = sealed
+        except BaseException:
+            self._give_up(reservation)
+            raise
         parts = [header, payload]
         outcome = self._fill(reservation, parts)
         # A drive may be full below our capacity. Overwriting a file needs no more of its space.
@@ -85,6 +94,15 @@ class ChunkWriter:
         if outcome is not Outcome.OK:
             self._index.cancel(reservation)
         return outcome
+
+    def _give_up(self, reservation: Reservation) -> None:
+        """End a reservation for which nothing is written. What it evicts is evicted all the same."""
+        temporary = self._files.temporary_path()
+        with contextlib.suppress(OSError):
+            self._evict(reservation, temporary)
+        is_left = not self._files.remove(temporary)
+        self._index.roll_back(reservation, File(temporary, reservation.chunk_bytes) if is_left else None)
+        self._index.cancel(reservation)
 
     def _fill(self, reservation: Reservation, parts: list[memoryview]) -> Outcome:
         files = self._files

@@ -46,9 +46,9 @@ class DirectIo:
         return self.is_direct
 
     def open(self, path: str, flags: int) -> int:
-        """Direct if possible, closed at exec, following no symbolic link."""
+        """Direct if possible, closed at exec, following no symbolic link, and waiting for no end of a named pipe."""
         direct = _O_DIRECT if self.is_direct else 0
-        return os.open(path, flags | direct | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return os.open(path, flags | direct | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)

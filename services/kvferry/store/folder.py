@@ -17,9 +17,11 @@ import msgspec
 from kvferry.errors import TierError
 from kvferry.store import paths
 from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
+from kvferry.store.small_files import read_small
 from kvferry.tenancy.namespace import Namespace
 
 _VERSION = 1
+_MAX_LAYOUT_BYTES = 1 << 20
 
 MAX_KEEPERS_OF_A_MACHINE = 64
 _MAX_PASSES = 10  # to remove chunks while keepers run
@@ -61,7 +63,7 @@ def read_description(path: Path) -> Description:
     """Raises TierError if `path` is no volume."""
     file = path / paths.DESCRIPTION
     try:
-        description = msgspec.json.decode(file.read_bytes(), type=Description)
+        description = msgspec.json.decode(read_small(file, _MAX_LAYOUT_BYTES), type=Description)
     except OSError as error:
         raise TierError(f"{path} is no volume: {paths.DESCRIPTION}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
@@ -155,7 +157,7 @@ def load_layouts(path: Path) -> dict[LayoutDigest, ChunkLayout]:
 
 def _read_layout(file: Path) -> ChunkLayout | None:
     with contextlib.suppress(ValueError, OSError):
-        layout = ChunkLayout.from_json(file.read_bytes())
+        layout = ChunkLayout.from_json(read_small(file, _MAX_LAYOUT_BYTES))
         if layout.digest.hex() == file.stem:
             return layout
     return None

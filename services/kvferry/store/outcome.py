@@ -19,6 +19,7 @@ class Outcome(enum.StrEnum):
     WRONG_NAMESPACE = "wrong_namespace"  # of another tenant or epoch, in the file or in the request
     TRUNCATED = "truncated"  # a file of the wrong size, too long included
     UNDECRYPTABLE = "undecryptable"  # sealed with another or an unknown key, or not sealed where it must be
+    UNREADABLE = "unreadable"  # this file alone: of another owner, a socket, a folder
     IO_ERROR = "io_error"  # the drive's or the file system's
     NO_RESOURCES = "no_resources"  # this process, or its machine, has no descriptor or memory for it
     NO_SPACE = "no_space"
@@ -26,6 +27,8 @@ class Outcome(enum.StrEnum):
     EXISTS = "exists"  # in the volume already, or being written by another thread
 
 
+# Of opening one file; they say nothing of the drive.
+_OF_ONE_FILE = frozenset({errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR, errno.EISDIR, errno.EINVAL})
 _OUTCOMES = {
     errno.ENOENT: Outcome.GONE,
     errno.ESTALE: Outcome.GONE,  # on NFS: removed by another node
@@ -40,3 +43,8 @@ _OUTCOMES = {
 def outcome_of(error: OSError) -> Outcome:
     """Return the outcome of an operation that failed. Only IO_ERROR tells against the drive."""
     return _OUTCOMES.get(error.errno or 0, Outcome.IO_ERROR)
+
+
+def outcome_of_open(error: OSError) -> Outcome:
+    """Return the outcome of a file that cannot be opened for reading."""
+    return Outcome.UNREADABLE if error.errno in _OF_ONE_FILE else outcome_of(error)

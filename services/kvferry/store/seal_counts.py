@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.store import paths
+from kvferry.store.small_files import read_small
 
 WARN_AT = 1 << 31
 MAX_SEALS = 1 << 32
@@ -161,8 +162,9 @@ def _read_all(path: Path, *, without: str = "") -> tuple[Counter[str], list[Path
 def _read(file: Path) -> Counter[str] | None:
     """Return None for a file that is there and cannot be read."""
     try:
-        with file.open("rb") as opened:
-            return Counter(msgspec.json.decode(opened.read(MAX_FILE_BYTES), type=dict[str, int]))
+        counts = msgspec.json.decode(read_small(file, MAX_FILE_BYTES), type=dict[str, int])
+        # A negative number would take away what other files count.
+        return None if any(num < 0 for num in counts.values()) else Counter(counts)
     except FileNotFoundError:
         return Counter()
     except (OSError, ValueError, msgspec.MsgspecError):

@@ -329,11 +329,17 @@ class Volume:
             # A killed keeper left it: a chunk half written, or one without its final name.
             temporary.unlink()
         self._load_layouts()
+        max_bytes = self._largest_chunk_bytes()
         for bad in sorted(folder.walk_quarantine(self.path, self._writer), key=_used_s):
-            self._index.add_quarantined(File(bad.path, bad.num_bytes))
+            if not self._is_removed_as_too_large(bad, max_bytes):
+                self._index.add_quarantined(File(bad.path, bad.num_bytes))
         self._remove_files(self._index.withdraw_quarantine_excess())
         now_s = self._clock()
-        ours = [self._entry_of(found) for found in sorted(_chunks(folder.walk(self.path, self._writer)), key=_used_s)]
+        ours = [
+            self._entry_of(found)
+            for found in sorted(_chunks(folder.walk(self.path, self._writer)), key=_used_s)
+            if not self._is_removed_as_too_large(found, max_bytes)
+        ]
         for newer in self._index.add(ours, now_s):
             # Two files have the same chunk key, but another tenant or route key. Keep the newer one.
             older = self._index.pin(newer.layout, newer.chunk.key)
@@ -352,6 +358,20 @@ class Volume:
             self._index.end_removal(file, is_removed=is_removed)
             if not is_removed:
                 raise TierError(f"volume {self.path} is over its capacity and {file.path} cannot be removed")
+
+    def _largest_chunk_bytes(self) -> int:
+        """Return the size up to which files may be damaged chunks of a known layout, or the capacity."""
+        sizes = map(chunk_file.chunk_file_bytes, self._layout_to_payload_bytes.values())
+        return min(4 * max(sizes, default=self._index.capacity_bytes), self._index.capacity_bytes)
+
+    def _is_removed_as_too_large(self, found: FoundChunk, max_bytes: int) -> bool:
+        # It is no chunk. Counted, it would drive good ones out.
+        if found.num_bytes <= max_bytes:
+            return False
+        logger.warning("volume %s: %s has %d bytes and is removed", self.path, found.path, found.num_bytes)
+        if not self._files.remove(found.path):
+            raise TierError(f"volume {self.path}: {found.path} is too large and cannot be removed")
+        return True
 
     def _entry_of(self, found: FoundChunk) -> IndexEntry:
         return IndexEntry(found.layout, found.chunk, found.writer, found.num_bytes, self._index.next_number())

@@ -1,0 +1,199 @@
+"""Files on a volume that are no chunks: too large, pipes, sockets, folders, and files of another owner."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.store import chunk_file, paths
+from kvferry.store.keyring import SecretsKeyring
+from kvferry.store.outcome import Outcome, outcome_of_open
+from kvferry.store.volume import Volume
+from support.tier_chunks import CHUNK_BYTES, LAYOUT, SECRET, chunk, empty, payload
+from support.tier_volumes import Opened, opened_volumes
+
+DIGEST = LAYOUT.digest
+HUGE_BYTES = 1 << 40
+
+# Opening a pipe for reading waits for its other end: without the mend these tests do not fail, they hang.
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    with opened_volumes(tmp_path) as open_volume:
+        yield open_volume
+
+
+def put(volume: Volume, *numbers: int) -> None:
+    assert [volume.write(DIGEST, chunk(n), payload(chunk(n))) for n in numbers] == [Outcome.OK] * len(numbers)
+
+
+def get(volume: Volume, number: int) -> Outcome:
+    return volume.read(DIGEST, chunk(number), empty())
+
+
+def path_of(volume: Volume, number: int, writer: str) -> Path:
+    file = volume.path / paths.chunk_path(writer, DIGEST, chunk(number))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+def make_huge(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    os.truncate(file, HUGE_BYTES)  # no block on the drive
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["layout known", "layout unknown"])
+@pytest.mark.parametrize("where", ["chunks", "quarantine"])
+def test_a_file_too_large_for_a_chunk_drives_no_good_one_out(opened: Opened, where: str, is_known: bool) -> None:
+    volume = opened(chunks=8)
+    if is_known:
+        volume.add_layout(LAYOUT)
+    put(volume, 1, 2, 3, 4)
+    if where == "chunks":
+        huge = path_of(volume, 5, "local")
+    else:
+        huge = volume.path / paths.quarantine_path("local", DIGEST, chunk(5), "truncated")
+    volume.close()
+    make_huge(huge)
+    again = opened(chunks=8)
+    assert [get(again, n) for n in (1, 2, 3, 4)] == [Outcome.OK] * 4
+    assert not huge.exists()
+    assert again.stats.bytes_used == 4 * CHUNK_BYTES
+
+
+def test_a_pipe_with_a_chunks_name_is_a_miss(opened: Opened) -> None:
+    volume = opened(shared=True, writer="a")
+    put(volume, 2)
+    os.mkfifo(path_of(volume, 1, "b"))
+    assert get(volume, 1) is Outcome.MISSING
+    volume.rescan()
+    assert get(volume, 1) is not Outcome.OK
+    ours = path_of(volume, 2, "a")
+    ours.unlink()
+    os.mkfifo(ours)
+    assert get(volume, 2) in (Outcome.TRUNCATED, Outcome.UNREADABLE)  # pipes refuse O_DIRECT
+    volume.close()
+
+
+@pytest.mark.parametrize("name", [paths.LAYOUTS, paths.KEYS])
+def test_a_pipe_among_layouts_or_seal_counts_keeps_nobody_waiting(opened: Opened, name: str) -> None:
+    volume = opened(shared=True, writer="a", keyring=SecretsKeyring({"*": SECRET}))
+    os.mkfifo(volume.path / name / "x.json")
+    volume.rescan()
+    opened(shared=True, writer="b").rescan()
+
+
+def test_a_pipe_in_place_of_the_description_is_named(opened: Opened) -> None:
+    volume = opened()
+    volume.close()
+    description = volume.path / paths.DESCRIPTION
+    description.unlink()
+    os.mkfifo(description)
+    with pytest.raises(Exception, match=paths.DESCRIPTION):
+        opened()
+
+
+def as_socket(file: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"/proc/self/fd/{os.open(file.parent, os.O_RDONLY)}/x")
+    (file.parent / "x").rename(file)
+
+
+@pytest.mark.parametrize("how", [as_socket, Path.mkdir], ids=["socket", "folder"])
+def test_what_is_no_file_tells_nothing_of_the_drive(opened: Opened, how: Callable[[Path], None]) -> None:
+    volume, other = opened(shared=True, writer="a"), opened(shared=True, writer="b")
+    put(other, 1)
+    other.close()
+    volume.rescan()
+    file = path_of(volume, 1, "b")
+    file.unlink()
+    how(file)
+    assert get(volume, 1) in (Outcome.UNREADABLE, Outcome.TRUNCATED, Outcome.GONE)
+    assert get(volume, 1) is not Outcome.IO_ERROR
+    put(volume, 2)
+    ours = path_of(volume, 2, "a")
+    ours.unlink()
+    how(ours)
+    assert get(volume, 2) in (Outcome.UNREADABLE, Outcome.TRUNCATED, Outcome.GONE)
+    volume.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
+def test_a_file_of_another_owner_is_passed_over_and_stays(opened: Opened, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents:
+        if parent != Path("/") and parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    os.seteuid(65534)
+    try:
+        volume, other = opened(shared=True, writer="a"), opened(shared=True, writer="b")
+        put(other, 1)
+        other.close()
+        os.seteuid(0)
+        file = path_of(volume, 1, "b")
+        os.chown(file, 0, 0)
+        os.seteuid(65534)
+        volume.rescan()
+        assert get(volume, 1) is Outcome.UNREADABLE
+        assert get(volume, 1) is Outcome.MISSING
+        volume.rescan()
+        assert get(volume, 1) is Outcome.MISSING, "it is not offered again before it changes"
+        assert file.exists()
+        volume.check()
+        volume.close()
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("error", ["EACCES", "EPERM", "ENXIO", "ENOTDIR", "EISDIR", "EINVAL"])
+def test_faults_of_opening_one_file_are_its_own(error: str) -> None:
+    assert outcome_of_open(OSError(getattr(errno, error), "")) is Outcome.UNREADABLE
+    assert outcome_of_open(OSError(errno.EIO, "")) is Outcome.IO_ERROR
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.ENOMEM, ""), MemoryError()], ids=["ENOMEM", "MemoryError"])
+@pytest.mark.parametrize("where", ["buffers", "sealing"])
+def test_a_want_of_memory_leaves_nothing_reserved(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, fault: BaseException, where: str
+) -> None:
+    volume = opened(chunks=4, keyring=SecretsKeyring({"*": SECRET}))
+    put(volume, 1)
+
+    def fails(*_: object) -> None:
+        raise fault
+
+    outcomes: list[Outcome] = []
+
+    def write() -> None:
+        outcomes.extend(volume.write(DIGEST, chunk(number), payload(chunk(number))) for number in range(10, 20))
+
+    with monkeypatch.context() as short:
+        if where == "sealing":
+            short.setattr(chunk_file, "seal", fails)
+        else:
+            short.setattr("kvferry.store.volume_files.aligned_buffer", fails)
+        thread = threading.Thread(target=write)  # which has no buffers yet
+        thread.start()
+        thread.join()
+    assert outcomes == [Outcome.NO_RESOURCES] * 10
+    volume.check()
+    put(volume, *(n for n in range(20, 23)))
+    assert [get(volume, n) for n in range(20, 23)] == [Outcome.OK] * 3
+
+
+def test_a_negative_seal_count_is_no_count(opened: Opened) -> None:
+    volume = opened(shared=True, writer="a", keyring=SecretsKeyring({"*": SECRET}))
+    (volume.path / paths.KEYS / "other.json").write_text('{"00": -1000000000000}')
+    volume.rescan()
+    assert volume.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.REFUSED, (
+        "a file that cannot be read stops sealing"
+    )
