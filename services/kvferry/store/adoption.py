@@ -63,26 +63,35 @@ class Adopter:
         self._said = {writer: said for writer, said in self._said.items() if writer in others}
         num_left = MAX_FILES
         for writer in others:
-            # Some network file systems keep locks on one node only: a living writer also says so. Clocks of nodes may
-            # differ, and jump, so that only a change tells.
-            said_ns = self._said_ns(writer)
-            if writer not in self._said or self._said[writer][0] != said_ns:
-                self._said[writer] = said_ns, now_s
-            is_silent = now_s - self._said[writer][1] >= ADOPT_AFTER_S
-            held = folder.lock(self._lock_of(writer), shared=False) if is_silent else None
-            if held is None:
-                self._gone_since_s.pop(writer, None)
-                continue
             try:
-                if not self._chunks_of(writer).exists():
-                    # Another node took over between listing and locking, which made the lock's file again.
-                    self._lock_of(writer).unlink(missing_ok=True)
-                    continue
-                gone_s = now_s - self._gone_since_s.setdefault(writer, now_s)
-                if gone_s >= ADOPT_AFTER_S and num_left:
-                    num_left -= self._take(writer, num_left, may_remove=gone_s >= REMOVE_AFTER_S)
-            finally:
-                os.close(held)
+                num_left -= self._look_at(writer, now_s, num_left)
+            except OSError as error:
+                # One writer's odd files must keep nobody from the others'.
+                log.debug("volume %s: %s is not taken over: %s", self._files.root, writer, error.strerror)
+
+    def _look_at(self, writer: str, now_s: float, num_left: int) -> int:
+        """Return how many files were taken over. Raises OSError."""
+        # Some network file systems keep locks on one node only: a living writer also says so. Clocks of nodes may
+        # differ, and jump, so that only a change tells.
+        said_ns = self._said_ns(writer)
+        if writer not in self._said or self._said[writer][0] != said_ns:
+            self._said[writer] = said_ns, now_s
+        is_silent = now_s - self._said[writer][1] >= ADOPT_AFTER_S
+        held = folder.lock(self._lock_of(writer), shared=False) if is_silent else None
+        if held is None:
+            self._gone_since_s.pop(writer, None)
+            return 0
+        try:
+            if not self._chunks_of(writer).exists():
+                # Another node took over between listing and locking, which made the lock's file again.
+                self._lock_of(writer).unlink(missing_ok=True)
+                return 0
+            gone_s = now_s - self._gone_since_s.setdefault(writer, now_s)
+            if gone_s >= ADOPT_AFTER_S and num_left:
+                return self._take(writer, num_left, may_remove=gone_s >= REMOVE_AFTER_S)
+            return 0
+        finally:
+            os.close(held)
 
     def _take(self, writer: str, max_files: int, *, may_remove: bool) -> int:
         """Adopt or remove a writer's newest chunks. Return their number."""

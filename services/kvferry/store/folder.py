@@ -165,7 +165,14 @@ def _read_layout(file: Path) -> ChunkLayout | None:
 
 def writers(path: Path) -> list[str]:
     """Raises OSError."""
-    return sorted(entry.name for entry in os.scandir(path / paths.CHUNKS) if entry.is_dir(follow_symlinks=False))
+    entries = os.scandir(path / paths.CHUNKS)
+    return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and _is_writer(entry.name))
+
+
+def _is_writer(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return paths.validate_writer(name) == name
+    return False
 
 
 def walk(

@@ -34,6 +34,7 @@ from kvferry.tenancy.namespace import Namespace
 
 logger = logging.getLogger(__name__)
 
+CLOCK_SKEW_S = 2.0
 RECENT_S = 90.0  # several rescans: uses that other writers recorded
 LOCK_PATIENCE_S = 5.0
 
@@ -249,7 +250,9 @@ class Volume:
             for writer in folder.writers(self.path):
                 for found in _chunks(folder.walk(self.path, writer)):
                     seen.add(found.path)
-                    if self._shared and writer == self._writer and found.used_s > now_s - RECENT_S:
+                    # Not by a clock that was ahead: such uses would be the latest until it catches up.
+                    is_recent = now_s - RECENT_S < found.used_s <= now_s + CLOCK_SKEW_S
+                    if self._shared and writer == self._writer and is_recent:
                         used.append(found)
                     # A file of ours that is not in the index is being written or removed at this moment.
                     if (
@@ -268,10 +271,13 @@ class Volume:
         for found in sorted(used, key=_used_s):
             self._index.touch(found.layout, [found.chunk.key], now_s, is_recorded=True)
         self._remove_files(self._index.withdraw_abandoned())
-        if self._shared:
-            self._adopt()
-            self._seal_counts.load_others()
-        self._notify()
+        try:
+            if self._shared:
+                self._adopt()
+        finally:
+            if self._shared:
+                self._seal_counts.load_others()
+            self._notify()
 
     def _adopt(self) -> None:
         try:
@@ -335,11 +341,9 @@ class Volume:
                 self._index.add_quarantined(File(bad.path, bad.num_bytes))
         self._remove_files(self._index.withdraw_quarantine_excess())
         now_s = self._clock()
-        ours = [
-            self._entry_of(found)
-            for found in sorted(_chunks(folder.walk(self.path, self._writer)), key=_used_s)
-            if not self._is_removed_as_too_large(found, max_bytes)
-        ]
+        latest_s = time.time() + CLOCK_SKEW_S  # of uses; later ones are by a clock that was ahead
+        found_ours = sorted(_chunks(folder.walk(self.path, self._writer)), key=lambda each: min(each.used_s, latest_s))
+        ours = [self._entry_of(found) for found in found_ours if not self._is_removed_as_too_large(found, max_bytes)]
         for newer in self._index.add(ours, now_s):
             # Two files have the same chunk key, but another tenant or route key. Keep the newer one.
             older = self._index.pin(newer.layout, newer.chunk.key)

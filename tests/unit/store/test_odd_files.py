@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvferry.store import chunk_file, paths
+from kvferry.errors import TierError
+from kvferry.store import chunk_file, paths, seal_counts
+from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S, Adopter
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.outcome import Outcome, outcome_of_open
 from kvferry.store.volume import Volume
@@ -197,3 +201,52 @@ def test_a_negative_seal_count_is_no_count(opened: Opened) -> None:
     assert volume.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.REFUSED, (
         "a file that cannot be read stops sealing"
     )
+
+
+@pytest.mark.parametrize("how", ["long name", "link loop as lock", "folder as lock"])
+def test_one_odd_name_keeps_nobody_from_the_chunks_of_writers_that_are_gone(opened: Opened, how: str) -> None:
+    now_s = [1000.0]
+    living = opened(shared=True, writer="living", monotonic=lambda: now_s[0])
+    gone = opened(shared=True, writer="zgone", monotonic=lambda: now_s[0])
+    put(gone, 1, 2)
+    gone.close()
+    if how == "long name":
+        (living.path / paths.CHUNKS / ("l" * 252)).mkdir()
+    else:
+        (living.path / paths.CHUNKS / "m").mkdir()
+        lock = living.path / paths.TEMPORARY / "m.lock"
+        lock.mkdir() if how == "folder as lock" else lock.symlink_to(lock)
+    for seconds in (0.0, ADOPT_AFTER_S, ADOPT_AFTER_S, REMOVE_AFTER_S):
+        now_s[0] += seconds
+        living.rescan()
+    assert living.stats.bytes_used == 2 * CHUNK_BYTES
+    assert [get(living, n) for n in (1, 2)] == [Outcome.OK] * 2
+
+
+def test_seal_counts_are_read_whatever_else_fails(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    keyring = SecretsKeyring({"*": SECRET})
+    volume = opened(shared=True, writer="living", keyring=keyring)
+    key = keyring.keys(chunk(1).namespace, volume.volume_id)[0]
+    full = {chunk_file.fingerprint(key).hex(): seal_counts.MAX_SEALS}
+    (volume.path / paths.KEYS / "other.json").write_text(json.dumps(full))
+
+    def fails(self: Adopter, now_s: float) -> None:
+        raise OSError(errno.EIO, "the drive")
+
+    monkeypatch.setattr(Adopter, "run", fails)
+    with pytest.raises(TierError):
+        volume.rescan()
+    assert volume.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.REFUSED
+
+
+def test_uses_by_a_clock_that_was_ahead_are_not_the_latest(opened: Opened) -> None:
+    volume = opened(chunks=3, shared=True, writer="a")
+    put(volume, 1, 2, 3)
+    ahead_ns = time.time_ns() + 365 * 86400 * 10**9
+    os.utime(path_of(volume, 1, "a"), ns=(ahead_ns, time.time_ns()))
+    volume.rescan()
+    assert get(volume, 2) is get(volume, 3) is Outcome.OK
+    volume.record()
+    volume.rescan()
+    put(volume, 4)
+    assert [n for n in (1, 2, 3, 4) if volume.contains(DIGEST, chunk(n).key)] == [2, 3, 4]
