@@ -1,0 +1,69 @@
+"""Pages of a tier, and lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from kvferry.tenancy.indexed_heap import IndexedHeap
+
+MAX_REUSES = 4
+
+
+class Page:
+    """A page, or chunk, that a tier holds; only the policy writes its fields."""
+
+    __slots__ = (
+        "home", "is_ended", "is_resident", "key", "next", "num_pins", "previous", "reuses", "size", "tenant", "used_s",
+        "wanted_s",
+    )  # fmt: skip
+
+    def __init__(self, tenant: str, key: Hashable, size: int, used_s: float, reuses: int) -> None:
+        self.tenant = tenant
+        self.key = key
+        self.size = size
+        self.used_s = used_s
+        self.reuses = reuses
+        self.wanted_s: float | None = None  # protected within the floor for this long after each use
+        self.num_pins = 0
+        self.is_ended = False
+        self.is_resident = True
+        self.home: PageList | IndexedHeap[Page] | None = None  # None while pinned
+        self.previous = self.next = self
+
+    def __repr__(self) -> str:
+        return f"<Page {self.key!r} of {self.tenant}, used at {self.used_s:g}, {self.reuses} reuses>"
+
+
+class PageList:
+    """Pages by last use, the oldest first; its links are in the pages."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self) -> None:
+        self._end = Page("", None, 0, 0.0, 0)
+
+    def __iter__(self) -> Iterator[Page]:
+        page = self._end.next
+        while page is not self._end:
+            yield page
+            page = page.next
+
+    @property
+    def oldest(self) -> Page | None:
+        page = self._end.next
+        return None if page is self._end else page
+
+    def append(self, page: Page) -> None:
+        self._insert(page, self._end.previous, self._end)
+
+    def put_back(self, page: Page) -> None:
+        """Insert a page that was taken as the oldest."""
+        self._insert(page, self._end, self._end.next)
+
+    def remove(self, page: Page) -> None:
+        page.previous.next, page.next.previous = page.next, page.previous
+        page.previous = page.next = page
+
+    def _insert(self, page: Page, previous: Page, following: Page) -> None:
+        page.previous, page.next = previous, following
+        previous.next = following.previous = page

@@ -1,0 +1,310 @@
+"""Which pages a cache tier keeps, of which tenant: one policy for GPU pages, CPU pages and NVMe chunks.
+
+A page's score is its last use + 60 s x weight x uses, of which at most five count; ghosts remember uses of evicted
+pages. Expired pages go first, then pages of ended sessions, then those of tenants above their cap, then the lowest
+score of all tenants above their floors. A common order, and not the largest usage per weight, keeps the hits of all
+tenants at those of a global LRU; floors give a premium tenant those of a partition of its own (`make bench-tenants`).
+The order follows a study of Mooncake's conversation trace; issue 14 has the goals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping
+
+from kvferry.tenancy.contract import TierContract, TierSettings, check_floors
+from kvferry.tenancy.indexed_heap import IndexedHeap
+from kvferry.tenancy.outcome import Cause, Refusal, Stored, TenantUsage, Victim
+from kvferry.tenancy.page import MAX_REUSES, Page, PageList
+from kvferry.tenancy.tenant_order import TenantOrder
+from kvferry.tenancy.tenant_pages import NEVER, Candidate, TenantPages
+
+_DEFAULT = TierContract()
+_Taken = list[tuple[Candidate, PageList | IndexedHeap[Page]]]
+
+# Bounds the work of one call; pages that were wanted until now and are left stay protected until the next call.
+_ENDS_PER_CALL = 64
+
+
+class Retention:
+    """Decisions for one tier. Pure, for one thread; an earlier `now_s` counts as the latest one.
+
+    Tenants without a contract have `TierContract()`. A page is the tier's handle: it stays valid after its eviction.
+    """
+
+    def __init__(self, settings: TierSettings) -> None:
+        self.settings = settings
+        self.used = 0
+        # Counts of tenants without a contract that hold no page any more.
+        self.other_evicted: Counter[Cause] = Counter()
+        self.other_refused: Counter[Refusal] = Counter()
+        self._low = int(settings.capacity * settings.low_water)
+        self._high = int(settings.capacity * settings.high_water)
+        self._contracts: dict[str, TierContract] = {}
+        self._tenants: dict[str, TenantPages] = {}
+        self._order = TenantOrder()
+        self._now_s = -NEVER
+        self._is_reclaiming = False
+
+    def __repr__(self) -> str:
+        return f"<Retention of {self.used} of {self.settings.capacity} units, {len(self._tenants)} tenants>"
+
+    def configure(self, contracts: Mapping[str, TierContract]) -> None:
+        """Replace all contracts. Raises ValueError, and changes nothing, if their floors exceed the capacity."""
+        check_floors({name: contract.floor for name, contract in contracts.items()}, self.settings.capacity)
+        self._contracts = dict(contracts)
+        for tenant in list(self._tenants.values()):
+            self._configure(tenant)
+            self._order.update(tenant)
+            self._drop_if_unused(tenant)
+
+    # Pages
+
+    def store(self, name: str, key: Hashable, size: int, now_s: float) -> Stored | Refusal:
+        """Admit a page that the tenant does not hold yet, and evict for it; or refuse it and evict nothing.
+
+        Above its cap, or its floor without borrowing, a tenant grows only into free room, or not at all.
+        """
+        if size < 1:
+            raise ValueError(f"a page of {size} units")
+        self._advance(now_s)
+        tenant = self._tenant(name)
+        num_own = max(0, tenant.usage + size - tenant.limit)
+        if tenant.contract.borrow:
+            num_own = min(num_own, max(0, size - (self.settings.capacity - self.used)))
+        # The page counts from here on: it is what lifts its tenant above the floor.
+        self._resize(tenant, size, 1)
+        taken: _Taken = []
+        refusal = self._make_room(tenant, num_own, taken)
+        if refusal is not None:
+            for candidate, home in reversed(taken):
+                self._put_back(candidate.page, home)
+            tenant.num_refused[refusal] += 1
+            self._resize(tenant, -size, -1)
+            self._drop_if_unused(tenant)
+            return refusal
+        reuses = tenant.ghosts.reuses_of(key)
+        tenant.ghosts.forget(key)
+        page = Page(name, key, size, self._now_s, 0 if reuses is None else min(reuses + 1, MAX_REUSES))
+        tenant.link(page)
+        self._order.update(tenant)
+        victims = [self._evict(candidate, tenant) for candidate, _ in taken]
+        for victim in victims:
+            self._drop_if_unused(self._tenants.get(victim.page.tenant, tenant))
+        return Stored(page, victims)
+
+    def touch(self, page: Page, now_s: float) -> bool:
+        """Record a hit; return False, a miss, for a page that is evicted or expired."""
+        self._advance(now_s)
+        if not self._is_live(page):
+            return False
+        page.reuses = min(page.reuses + 1, MAX_REUSES)
+        page.is_ended, page.used_s = False, self._now_s
+        tenant = self._tenants[page.tenant]
+        tenant.move(page)
+        self._order.update(tenant)
+        return True
+
+    def pin(self, page: Page, now_s: float) -> bool:
+        """Keep a page while it is in use, until `unpin`; return False for one that is evicted or expired."""
+        self._advance(now_s)
+        if not self._is_live(page):
+            return False
+        page.num_pins += 1
+        if page.home is not None:
+            tenant = self._tenants[page.tenant]
+            tenant.unlink(page)
+            tenant.pinned += page.size
+            self._order.update(tenant)
+        return True
+
+    def unpin(self, page: Page, now_s: float) -> None:
+        """End a use; ignores a page that was discarded meanwhile."""
+        self._advance(now_s)
+        if not page.is_resident:
+            return
+        if not page.num_pins:
+            raise ValueError(f"{page} is not pinned")
+        page.num_pins -= 1
+        if not page.num_pins:
+            tenant = self._tenants[page.tenant]
+            tenant.pinned -= page.size
+            page.used_s = self._now_s
+            tenant.link(page)
+            self._order.update(tenant)
+
+    def discard(self, page: Page) -> None:
+        """Forget a page that the tier lost, pinned or not. Idempotent."""
+        if not page.is_resident:
+            return
+        tenant = self._tenants[page.tenant]
+        if page.home is None:
+            tenant.pinned -= page.size
+            page.num_pins = 0
+        else:
+            tenant.unlink(page)
+        page.is_resident = False
+        self._resize(tenant, -page.size, -1)
+        self._trim(tenant)
+        self._drop_if_unused(tenant)
+
+    # Hints
+
+    def want(self, page: Page, ttl_s: float, now_s: float) -> bool:
+        """Protect a page until `ttl_s` after its last use, this hint included; its session counts as ended then.
+
+        At most a floor of pages is protected, at most for the contract's time to live; return False for others.
+        """
+        if not (math.isfinite(ttl_s) and ttl_s > 0):
+            raise ValueError(f"ttl_s {ttl_s} is no positive number of seconds")
+        self._advance(now_s)
+        if not self._is_live(page):
+            return False
+        tenant = self._tenants[page.tenant]
+        is_wanted = tenant.want(page, ttl_s, self._now_s)
+        self._order.update(tenant)
+        return is_wanted
+
+    def end(self, page: Page) -> None:
+        """Let a page of an ended session go before others; a later hit takes that back."""
+        if page.is_resident:
+            tenant = self._tenants[page.tenant]
+            tenant.end(page)
+            self._order.update(tenant)
+
+    # Room
+
+    def reclaim(self, now_s: float, max_pages: int) -> list[Victim]:
+        """Evict a step of expired pages and, from the high water mark, of what may go down to the low one."""
+        self._advance(now_s)
+        victims: list[Victim] = []
+        self._is_reclaiming = self._is_reclaiming or self.used > self._high
+        while len(victims) < max_pages and (found := self._order.next_victim(self._now_s)) is not None:
+            self._is_reclaiming = self._is_reclaiming and self.used > self._low
+            if not self._is_reclaiming and found.cause is not Cause.EXPIRED:
+                break
+            self._take(found.page)
+            victims.append(self._evict(found, None))
+            self._drop_if_unused(self._tenants[found.page.tenant])
+        self._is_reclaiming = self._is_reclaiming and self.used > self._low
+        return victims
+
+    def room(self, name: str) -> int:
+        """Return the units that the tenant could store now; pages that expire or end meanwhile come on top."""
+        free = self.settings.capacity - self.used
+        tenant = self._tenants.get(name)
+        contract = self._contracts.get(name, _DEFAULT) if tenant is None else tenant.contract
+        used, own, lent = (0, 0, 0) if tenant is None else (tenant.usage, tenant.usage - tenant.pinned, tenant.lent)
+        growth = free + self._order.lendable - lent
+        if not contract.borrow:
+            return own + min(growth, max(0, contract.floor - used))
+        return own + min(growth, max(free, contract.cap_in(self.settings.capacity) - used))
+
+    def usage_of(self, name: str) -> TenantUsage:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            self._configure(tenant := TenantPages(name))
+        return TenantUsage(
+            used=tenant.usage,
+            pinned=tenant.pinned,
+            wanted=tenant.wanted,
+            borrowed=max(0, tenant.usage - tenant.contract.floor),
+            floor=tenant.contract.floor,
+            cap=tenant.cap,
+            num_pages=tenant.num_pages,
+            num_ghosts=len(tenant.ghosts),
+            evicted={cause: tenant.num_evicted[cause] for cause in Cause},
+            refused={refusal: tenant.num_refused[refusal] for refusal in Refusal},
+        )
+
+    # Inside
+
+    def _make_room(self, tenant: TenantPages, num_own: int, taken: _Taken) -> Refusal | None:
+        while num_own > 0:
+            found = tenant.own_victim(self._now_s)
+            if found is None:
+                return Refusal.LIMIT
+            num_own -= found.page.size
+            taken.append((found, self._take(found.page)))
+        while self.used > self.settings.capacity:
+            # Own pages within the floor go only for their own tenant, and after all that others borrow.
+            found = self._order.next_victim(self._now_s) or tenant.own_victim(self._now_s)
+            if found is None:
+                return Refusal.NO_ROOM
+            taken.append((found, self._take(found.page)))
+        return None
+
+    def _advance(self, now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+        num_left = _ENDS_PER_CALL
+        while num_left and (tenant := self._order.first_with_due_wish(self._now_s)) is not None:
+            num_left -= tenant.end_wanted(self._now_s, num_left)
+            self._order.update(tenant)
+
+    def _is_live(self, page: Page) -> bool:
+        if not page.is_resident:
+            return False
+        ttl_s = self._tenants[page.tenant].contract.ttl_s
+        return ttl_s is None or page.num_pins > 0 or page.used_s + ttl_s > self._now_s
+
+    def _take(self, page: Page) -> PageList | IndexedHeap[Page]:
+        tenant = self._tenants[page.tenant]
+        home = tenant.unlink(page)
+        page.is_resident = False
+        self._resize(tenant, -page.size, -1)
+        return home
+
+    def _put_back(self, page: Page, home: PageList | IndexedHeap[Page]) -> None:
+        page.is_resident = True
+        tenant = self._tenants[page.tenant]
+        tenant.put_back(page, home)
+        self._resize(tenant, page.size, 1)
+
+    def _evict(self, found: Candidate, demander: TenantPages | None) -> Victim:
+        tenant = self._tenants[found.page.tenant]
+        is_own = tenant is demander and found.cause in (Cause.OVER_CAP, Cause.BORROWED)
+        cause = Cause.OWN if is_own else found.cause
+        tenant.num_evicted[cause] += 1
+        tenant.ghosts.add(found.page.key, found.page.reuses)
+        self._trim(tenant)
+        return Victim(found.page, cause)
+
+    def _trim(self, tenant: TenantPages) -> None:
+        tenant.ghosts.trim(self.settings.ghosts_per_page * tenant.num_pages)
+
+    def _drop_if_unused(self, tenant: TenantPages) -> None:
+        if tenant.num_pages or tenant.name in self._contracts:
+            return
+        self.other_evicted.update(tenant.num_evicted)
+        self.other_refused.update(tenant.num_refused)
+        self._order.remove(tenant)
+        del self._tenants[tenant.name]
+
+    def _tenant(self, name: str) -> TenantPages:
+        if (tenant := self._tenants.get(name)) is None:
+            tenant = self._tenants[name] = TenantPages(name)
+            self._configure(tenant)
+        return tenant
+
+    def _configure(self, tenant: TenantPages) -> None:
+        contract = self._contracts.get(tenant.name, _DEFAULT)
+        tenant.configure(contract, contract.cap_in(self.settings.capacity), self.settings.bonus_s)
+
+    def _resize(self, tenant: TenantPages, num_units: int, num_pages: int) -> None:
+        tenant.usage += num_units
+        tenant.num_pages += num_pages
+        self.used += num_units
+        self._order.update(tenant)
+
+    def check(self) -> None:
+        """Raise AssertionError for a broken invariant."""
+        tenants = self._tenants.values()
+        for tenant in tenants:
+            tenant.check()
+            assert len(tenant.ghosts) <= self.settings.ghosts_per_page * tenant.num_pages, "too many ghosts"
+            assert tenant.num_pages or tenant.name in self._contracts, "a tenant that holds nothing"
+        assert self.used == sum(tenant.usage for tenant in tenants) <= self.settings.capacity, "units of all tenants"
+        assert self._order.lendable == sum(tenant.lendable for tenant in tenants), "the sum of what others may evict"
+        assert sum(contract.floor for contract in self._contracts.values()) <= self.settings.capacity, "floors"
+        self._order.check()
