@@ -70,9 +70,8 @@ class Retention:
             raise ValueError(f"a page of {size} units")
         self._advance(now_s)
         tenant = self._tenant(name)
-        num_own = max(0, tenant.usage + size - tenant.limit)
-        if tenant.contract.borrow:
-            num_own = min(num_own, max(0, size - (self.settings.capacity - self.used)))
+        may_grow = min(size, self.settings.capacity - self.used) if tenant.contract.borrow else 0
+        num_own = min(size - may_grow, max(0, tenant.usage + size - tenant.limit))
         # The page counts from here on: it is what lifts its tenant above the floor.
         self._resize(tenant, size, 1)
         taken: _Taken = []

@@ -37,7 +37,7 @@ class TenantOrder:
         self._refresh()
         if (first := self._by_expiry.first) is not None and first[0][0] <= now_s:
             return first[1].expired()
-        return None if (best := self._by_candidate.first) is None else best[1].candidate()
+        return None if (best := self._by_candidate.first) is None else best[1].next_out
 
     def first_with_due_wish(self, now_s: float) -> TenantPages | None:
         """Return a tenant with a page that was wanted until now."""
@@ -46,7 +46,8 @@ class TenantOrder:
 
     def _refresh(self) -> None:
         for tenant in self._changed:
-            if (candidate := tenant.candidate()) is None:
+            tenant.next_out = candidate = tenant.candidate()
+            if candidate is None:
                 self._by_candidate.remove(tenant)
             else:
                 self._by_candidate.put(tenant, (candidate.cause, candidate.score, tenant.name))

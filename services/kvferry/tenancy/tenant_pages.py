@@ -24,7 +24,7 @@ class TenantPages:
     """Usage, lists and ghosts of one tenant; sizes are in the tier's units."""
 
     __slots__ = (
-        "_bonus_s", "_ended", "_levels", "_wanted", "cap", "contract", "ghosts", "lent", "name", "num_evicted",
+        "_bonus_s", "_ended", "_levels", "_wanted", "cap", "contract", "ghosts", "lent", "name", "next_out", "num_evicted",
         "num_pages", "num_refused", "pinned", "usage", "wanted",
     )  # fmt: skip
 
@@ -36,6 +36,7 @@ class TenantPages:
         self.pinned = 0
         self.wanted = 0
         self.lent = 0  # what other tenants could evict when `Retention` counted last
+        self.next_out: Candidate | None = None  # as `TenantOrder` saw it last
         self.num_pages = 0
         self.num_evicted: Counter[Cause] = Counter()
         self.num_refused: Counter[Refusal] = Counter()
