@@ -18,7 +18,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fairness bench-routing bench-handoff bench-rag bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
+.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fairness bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,12 @@ bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the s
 
 bench-tier: $(STAMP) ## Verified reads and writes of chunks beside fio and vLLM's loader; the last line is JSON
 	@$(BIN)/python -m bench.tier $(ARGS)
+
+bench-retention: $(STAMP) ## Time retention of tenants' pages and audit random operations; the last line is JSON
+	@$(BIN)/python -m bench.retention $(ARGS)
+
+bench-tenants: $(STAMP) ## Hits of tenants in one cache beside LRU and partitions; ARGS="--trace FILE" names a Mooncake trace
+	@$(BIN)/python -m bench.tenants $(ARGS)
 
 fuzz-tier: $(STAMP) ## Spoil N chunks of the tier in every way and look for a wrong byte; the last line is JSON
 	@$(BIN)/python -m bench.fuzz_tier --mutations $(N) $(ARGS)

@@ -11,7 +11,7 @@ DEFAULT_CAP = 0.5  # of the tier
 
 @dataclass(frozen=True, slots=True)
 class TierContract:
-    """Limits in units of the tier: pages, or bytes where chunks differ in size. Raises ValueError."""
+    """Limits in units of the tier, pages or bytes. Raises ValueError."""
 
     floor: int = 0  # units that demand of other tenants cannot evict
     cap: int | None = None  # most units it may hold; None: half of the tier, or the floor where that is more
@@ -35,7 +35,7 @@ class TierContract:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Sizes are in the tier's units. Raises ValueError."""
+    """Raises ValueError."""
 
     capacity: int
     high_water: float = 1.0  # of the capacity: a reclaim starts above it

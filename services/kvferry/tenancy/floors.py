@@ -20,10 +20,9 @@ def split_floors(
     node_to_demand: Mapping[str, Mapping[str, float]],
     previous: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, TenantToFloor]:
-    """Return node -> tenant -> floor: sums are the cluster's floors, and no node's exceed its capacity.
+    """Return node -> tenant -> floor, in part the `previous` split; sums over nodes are the cluster's floors.
 
-    Demand is a rate per node and tenant, such as looked-up units per second. `previous` is the split to start from.
-    Raises ValueError if the floors exceed the capacity of all nodes, or for a demand that is no rate.
+    Demand is in lookups per second. Raises ValueError for floors beyond all capacity or a demand that is no rate.
     """
     check_floors(tenant_to_floor, sum(node_to_capacity.values()))
     nodes = sorted(node for node, capacity in node_to_capacity.items() if capacity > 0)
@@ -74,7 +73,7 @@ def _shares(
 
 
 def _round(floor: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Split a floor into whole units by the largest remainders."""
+    """By the largest remainders."""
     exact = {node: floor * share for node, share in shares.items()}
     units = {node: int(value) for node, value in exact.items()}
     ranked = sorted(exact, key=lambda node: (units[node] - exact[node], node))

@@ -1,4 +1,4 @@
-"""Reuse counts of pages that a tenant lost."""
+"""Reuse counts of evicted pages."""
 
 from __future__ import annotations
 

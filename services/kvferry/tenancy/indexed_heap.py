@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class IndexedHeap(Generic[T]):
-    """Items, compared by identity, with the smallest key first; every change takes O(log n)."""
+    """The smallest key is first; every change takes O(log n)."""
 
     __slots__ = ("_entries", "_item_to_index")
 
@@ -28,7 +28,7 @@ class IndexedHeap(Generic[T]):
         return self._entries[0] if self._entries else None
 
     def put(self, item: T, key: Any) -> None:
-        """Add the item, or change its key."""
+        """Add or move an item."""
         index = self._item_to_index.get(item)
         if index is None:
             self._entries.append((key, item))
@@ -42,7 +42,6 @@ class IndexedHeap(Generic[T]):
                 self._sink(index)
 
     def remove(self, item: T) -> None:
-        """Idempotent."""
         index = self._item_to_index.pop(item, None)
         if index is None:
             return
@@ -81,7 +80,6 @@ class IndexedHeap(Generic[T]):
         positions[entry[1]] = index
 
     def check(self) -> None:
-        """Raise AssertionError for a broken invariant."""
         for index, (key, item) in enumerate(self._entries):
             assert self._item_to_index[item] == index, "an item is not at its index"
             assert not index or self._entries[(index - 1) >> 1][0] <= key, "a child is before its parent"

@@ -28,7 +28,7 @@ class Refusal(IntEnum):
 
 
 class Victim(NamedTuple):
-    """A page that the tier has to remove; it holds no units any more."""
+    """A page that the tier has to remove."""
 
     page: Page
     cause: Cause
@@ -41,8 +41,6 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """Sizes are in the tier's units."""
-
     used: int
     pinned: int
     wanted: int

@@ -10,7 +10,7 @@ MAX_REUSES = 4
 
 
 class Page:
-    """A page, or chunk, that a tier holds; only the policy writes its fields."""
+    """A tier's handle of a page or chunk; only the policy writes its fields."""
 
     __slots__ = (
         "home", "is_ended", "is_resident", "key", "next", "num_pins", "previous", "reuses", "size", "tenant", "used_s",
@@ -35,7 +35,7 @@ class Page:
 
 
 class PageList:
-    """Pages by last use, the oldest first; its links are in the pages."""
+    """Pages by last use; the links are in the pages."""
 
     __slots__ = ("_end",)
 
@@ -57,12 +57,12 @@ class PageList:
         self._insert(page, self._end.previous, self._end)
 
     def put_back(self, page: Page) -> None:
-        """Insert a page that was taken as the oldest."""
+        """Insert as the oldest."""
         self._insert(page, self._end, self._end.next)
 
     def remove(self, page: Page) -> None:
         page.previous.next, page.next.previous = page.next, page.previous
-        page.previous = page.next = page
+        page.previous = page.next = self._end  # no cycle: an evicted page is freed with its last reference
 
     def _insert(self, page: Page, previous: Page, following: Page) -> None:
         page.previous, page.next = previous, following

@@ -1,11 +1,11 @@
-"""Which pages a cache tier keeps, of which tenant: one policy for GPU pages, CPU pages and NVMe chunks.
+"""Eviction in a cache tier of many tenants, one policy for GPU pages, CPU pages and NVMe chunks.
 
-A page's score is its last use + 60 s x weight x uses, of which at most five count; ghosts remember uses of evicted
-pages. Expired pages go first, then pages of ended sessions, then those of tenants above their cap, then the lowest
-score of all tenants above their floors. A common order, and not the largest usage per weight, keeps the hits of all
-tenants at those of a global LRU; floors give a premium tenant those of a partition of its own (`make bench-tenants`).
-The order follows a study of Mooncake's conversation trace; issue 14 has the goals.
+A page's score is its last use + 60 s x weight x uses (at most 5; ghosts remember them). First go expired pages, then
+those of ended sessions, of tenants above their cap, and the lowest score of all tenants above their floors.
 """
+
+# One order of all that is borrowed, instead of the largest usage per weight first: on the conversation trace the
+# aggregate stays above that of a global LRU, and floors give a tenant the hits of a partition (`make bench-tenants`).
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ _ENDS_PER_CALL = 64
 
 
 class Retention:
-    """Decisions for one tier. Pure, for one thread; an earlier `now_s` counts as the latest one.
-
-    Tenants without a contract have `TierContract()`. A page is the tier's handle: it stays valid after its eviction.
-    """
+    """Decisions for one tier; an earlier `now_s` counts as the latest."""
 
     def __init__(self, settings: TierSettings) -> None:
         self.settings = settings
@@ -51,7 +48,7 @@ class Retention:
         return f"<Retention of {self.used} of {self.settings.capacity} units, {len(self._tenants)} tenants>"
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
-        """Replace all contracts. Raises ValueError, and changes nothing, if their floors exceed the capacity."""
+        """Replace all contracts, or raise ValueError if their floors exceed the capacity."""
         check_floors({name: contract.floor for name, contract in contracts.items()}, self.settings.capacity)
         self._contracts = dict(contracts)
         for tenant in list(self._tenants.values()):
@@ -62,14 +59,12 @@ class Retention:
     # Pages
 
     def store(self, name: str, key: Hashable, size: int, now_s: float) -> Stored | Refusal:
-        """Admit a page that the tenant does not hold yet, and evict for it; or refuse it and evict nothing.
-
-        Above its cap, or its floor without borrowing, a tenant grows only into free room, or not at all.
-        """
+        """Admit a new page and evict for it, or refuse it and evict nothing."""
         if size < 1:
             raise ValueError(f"a page of {size} units")
         self._advance(now_s)
         tenant = self._tenant(name)
+        # Above its limit a tenant grows into free room only, or not at all.
         may_grow = min(size, self.settings.capacity - self.used) if tenant.contract.borrow else 0
         num_own = min(size - may_grow, max(0, tenant.usage + size - tenant.limit))
         # The page counts from here on: it is what lifts its tenant above the floor.
@@ -94,7 +89,7 @@ class Retention:
         return Stored(page, victims)
 
     def touch(self, page: Page, now_s: float) -> bool:
-        """Record a hit; return False, a miss, for a page that is evicted or expired."""
+        """Record a hit, or return False for a page that is evicted or expired."""
         self._advance(now_s)
         if not self._is_live(page):
             return False
@@ -106,7 +101,7 @@ class Retention:
         return True
 
     def pin(self, page: Page, now_s: float) -> bool:
-        """Keep a page while it is in use, until `unpin`; return False for one that is evicted or expired."""
+        """Keep a page until `unpin`, or return False as `touch` does."""
         self._advance(now_s)
         if not self._is_live(page):
             return False
@@ -119,7 +114,6 @@ class Retention:
         return True
 
     def unpin(self, page: Page, now_s: float) -> None:
-        """End a use; ignores a page that was discarded meanwhile."""
         self._advance(now_s)
         if not page.is_resident:
             return
@@ -134,7 +128,7 @@ class Retention:
             self._order.update(tenant)
 
     def discard(self, page: Page) -> None:
-        """Forget a page that the tier lost, pinned or not. Idempotent."""
+        """Forget a page that the tier lost. Idempotent."""
         if not page.is_resident:
             return
         tenant = self._tenants[page.tenant]
@@ -151,10 +145,7 @@ class Retention:
     # Hints
 
     def want(self, page: Page, ttl_s: float, now_s: float) -> bool:
-        """Protect a page until `ttl_s` after its last use, this hint included; its session counts as ended then.
-
-        At most a floor of pages is protected, at most for the contract's time to live; return False for others.
-        """
+        """Protect a page within the floor for `ttl_s` after each use, and end it then."""
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise ValueError(f"ttl_s {ttl_s} is no positive number of seconds")
         self._advance(now_s)
@@ -166,7 +157,7 @@ class Retention:
         return is_wanted
 
     def end(self, page: Page) -> None:
-        """Let a page of an ended session go before others; a later hit takes that back."""
+        """Let a page of an ended session go first, unless a hit follows."""
         if page.is_resident:
             tenant = self._tenants[page.tenant]
             tenant.end(page)
@@ -175,7 +166,7 @@ class Retention:
     # Room
 
     def reclaim(self, now_s: float, max_pages: int) -> list[Victim]:
-        """Evict a step of expired pages and, from the high water mark, of what may go down to the low one."""
+        """Evict expired pages and, from the high to the low water mark, others."""
         self._advance(now_s)
         victims: list[Victim] = []
         self._is_reclaiming = self._is_reclaiming or self.used > self._high
@@ -190,7 +181,7 @@ class Retention:
         return victims
 
     def room(self, name: str) -> int:
-        """Return the units that the tenant could store now; pages that expire or end meanwhile come on top."""
+        """Return the units that the tenant could store, besides the room of expired pages."""
         free = self.settings.capacity - self.used
         tenant = self._tenants.get(name)
         contract = self._contracts.get(name, _DEFAULT) if tenant is None else tenant.contract
@@ -297,7 +288,7 @@ class Retention:
         self._order.update(tenant)
 
     def check(self) -> None:
-        """Raise AssertionError for a broken invariant."""
+        """Assert the invariants."""
         tenants = self._tenants.values()
         for tenant in tenants:
             tenant.check()

@@ -7,7 +7,7 @@ from kvferry.tenancy.tenant_pages import NEVER, Candidate, TenantPages
 
 
 class TenantOrder:
-    """Heaps of tenants; each change of a tenant takes O(log tenants), most of it when a victim is next needed."""
+    """Each change of a tenant takes O(log tenants), when a victim is next needed."""
 
     __slots__ = ("_by_candidate", "_by_expiry", "_by_wanted_until", "_changed", "lendable")
 
@@ -19,7 +19,6 @@ class TenantOrder:
         self._changed: set[TenantPages] = set()
 
     def update(self, tenant: TenantPages) -> None:
-        """Follow a change of the tenant's pages or contract."""
         lendable = tenant.lendable
         self.lendable += lendable - tenant.lent
         tenant.lent = lendable
@@ -30,17 +29,14 @@ class TenantOrder:
         for heap in (self._by_candidate, self._by_expiry, self._by_wanted_until):
             heap.remove(tenant)
         self._changed.discard(tenant)
-        self.lendable -= tenant.lent
 
     def next_victim(self, now_s: float) -> Candidate | None:
-        """Return the next page that may go for any tenant."""
         self._refresh()
         if (first := self._by_expiry.first) is not None and first[0][0] <= now_s:
             return first[1].expired()
         return None if (best := self._by_candidate.first) is None else best[1].next_out
 
     def first_with_due_wish(self, now_s: float) -> TenantPages | None:
-        """Return a tenant with a page that was wanted until now."""
         first = self._by_wanted_until.first
         return None if first is None or first[0][0] > now_s else first[1]
 
@@ -55,7 +51,6 @@ class TenantOrder:
         self._changed.clear()
 
     def check(self) -> None:
-        """Raise AssertionError for a broken invariant."""
         self._refresh()
         for heap in (self._by_candidate, self._by_expiry, self._by_wanted_until):
             heap.check()

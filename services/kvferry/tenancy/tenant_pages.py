@@ -21,13 +21,6 @@ class Candidate(NamedTuple):
 
 
 class TenantPages:
-    """Usage, lists and ghosts of one tenant; sizes are in the tier's units."""
-
-    __slots__ = (
-        "_bonus_s", "_ended", "_levels", "_wanted", "cap", "contract", "ghosts", "lent", "name", "next_out", "num_evicted",
-        "num_pages", "num_refused", "pinned", "usage", "wanted",
-    )  # fmt: skip
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.contract = TierContract()
@@ -53,13 +46,11 @@ class TenantPages:
 
     @property
     def limit(self) -> int:
-        """The units above which the tenant grows only into free room, or not at all."""
         return self.cap if self.contract.borrow else self.contract.floor
 
     # Where a page waits
 
     def link(self, page: Page) -> None:
-        """Add a page that is in no list, as the most recently used of its level."""
         if page.is_ended:
             page.home = self._ended
             self._ended.put(page, page.used_s)
@@ -83,7 +74,7 @@ class TenantPages:
         return home
 
     def put_back(self, page: Page, home: PageList | IndexedHeap[Page]) -> None:
-        """Undo `unlink` of a page that was the first of its list."""
+        """Undo `unlink` of a list's first page."""
         if isinstance(home, PageList):
             page.home = home
             home.put_back(page)
@@ -91,13 +82,11 @@ class TenantPages:
             self.link(page)
 
     def move(self, page: Page) -> None:
-        """Move a page to the list that its fields name, unless it is pinned."""
         if page.home is not None:
             self.unlink(page)
             self.link(page)
 
     def want(self, page: Page, wanted_s: float, now_s: float) -> bool:
-        """Protect the page for this long after each use, at most its time to live; return False beyond the floor."""
         if self.contract.ttl_s is not None:
             wanted_s = min(wanted_s, self.contract.ttl_s)
         others = self.wanted - (page.size if page.home is self._wanted else 0)
@@ -112,7 +101,7 @@ class TenantPages:
         self.move(page)
 
     def end_wanted(self, now_s: float, max_pages: int) -> int:
-        """End pages that were wanted until now, and return their number."""
+        """Return the number of pages that were wanted until now."""
         for num_ended in range(max_pages):
             first = self._wanted.first
             if first is None or first[0] > now_s:
@@ -123,7 +112,7 @@ class TenantPages:
     # Which page goes
 
     def candidate(self) -> Candidate | None:
-        """Return the page that demand of other tenants, or a reclaim, would evict."""
+        """Return the page that other tenants' demand would evict."""
         if (first := self._ended.first) is not None:
             found = Candidate(Cause.ENDED, first[0], first[1])
         elif (best := self._lowest_score()) is not None:
@@ -134,7 +123,7 @@ class TenantPages:
         return found if self.usage - found.page.size >= self.contract.floor else None
 
     def own_victim(self, now_s: float) -> Candidate | None:
-        """Return the page that the tenant's own demand evicts, wanted pages last."""
+        """Return the page that the tenant's own demand would evict."""
         if self.expires_s <= now_s and (oldest := self._oldest()):
             return Candidate(Cause.EXPIRED, oldest.used_s, oldest)
         if first := self._ended.first:
@@ -160,7 +149,7 @@ class TenantPages:
 
     @property
     def lendable(self) -> int:
-        """The units that demand of other tenants could evict, expired pages within the floor left out."""
+        """The units that other tenants' demand could evict."""
         return max(0, min(self.usage - self.pinned - self.wanted, self.usage - self.contract.floor))
 
     def _lowest_score(self) -> tuple[float, Page] | None:
@@ -180,7 +169,6 @@ class TenantPages:
         return min(heads, key=lambda page: page.used_s, default=None)
 
     def check(self) -> None:
-        """Raise AssertionError for a broken invariant."""
         pages = [page for level in self._levels for page in level]
         for level in self._levels:
             used = [page.used_s for page in level]

@@ -47,5 +47,5 @@ def test_impossible_settings_are_refused(fields: dict[str, float], message: str)
 
 def test_floors_may_fill_the_tier_and_no_more() -> None:
     check_floors({"a": 60, "b": 40}, 100)
-    with pytest.raises(ValueError, match="floors sum to 101, but the capacity is 100: a 60, b 41$"):
+    with pytest.raises(ValueError, match=r"floors sum to 101, but the capacity is 100: a 60, b 41$"):
         check_floors({"b": 41, "a": 60, "none": 0}, 100)

@@ -79,7 +79,7 @@ def test_ghosts_are_eight_times_the_tenants_pages_at_most() -> None:
     tier = Tier(4)
     tier.store("a", " ".join(f"a{number}" for number in range(100)), 0)
     assert tier.policy.usage_of("a").num_ghosts == 32
-    for key in "a96 a97 a98".split():
+    for key in ["a96", "a97", "a98"]:
         tier.policy.discard(tier.pages[key])
     assert tier.policy.usage_of("a").num_ghosts == 8
 
