@@ -41,8 +41,8 @@ class TenantPages:
 
     def configure(self, contract: TierContract, cap: int, bonus_s: float) -> None:
         self.contract, self.cap, self._bonus_s = contract, cap, bonus_s * contract.weight
-        while self.wanted > contract.floor and (first := self._wanted.first):
-            self.end(first[1])
+        for page in list(self._wanted):
+            self._wanted.put(page, self._wanted_until(page))
 
     @property
     def limit(self) -> int:
@@ -56,7 +56,7 @@ class TenantPages:
             self._ended.put(page, page.used_s)
         elif page.wanted_s is not None and self.wanted + page.size <= self.contract.floor:
             page.home = self._wanted
-            self._wanted.put(page, page.used_s + page.wanted_s)
+            self._wanted.put(page, self._wanted_until(page))
             self.wanted += page.size
         else:
             page.wanted_s = None
@@ -87,8 +87,6 @@ class TenantPages:
             self.link(page)
 
     def want(self, page: Page, wanted_s: float, now_s: float) -> bool:
-        if self.contract.ttl_s is not None:
-            wanted_s = min(wanted_s, self.contract.ttl_s)
         others = self.wanted - (page.size if page.home is self._wanted else 0)
         if others + page.size > self.contract.floor:
             return False
@@ -115,7 +113,7 @@ class TenantPages:
         """Return the page that other tenants' demand would evict."""
         if (first := self._ended.first) is not None:
             found = Candidate(Cause.ENDED, first[0], first[1])
-        elif (best := self._lowest_score()) is not None:
+        elif (best := self._lowest_score() or self._unprotected()) is not None:
             cause = Cause.OVER_CAP if self.usage > self.limit else Cause.BORROWED
             found = Candidate(cause, *best)
         else:
@@ -150,7 +148,8 @@ class TenantPages:
     @property
     def lendable(self) -> int:
         """The units that other tenants' demand could evict."""
-        return max(0, min(self.usage - self.pinned - self.wanted, self.usage - self.contract.floor))
+        floor = self.contract.floor
+        return max(0, min(self.usage - self.pinned - min(self.wanted, floor), self.usage - floor))
 
     def _lowest_score(self) -> tuple[float, Page] | None:
         best: Page | None = None
@@ -161,6 +160,17 @@ class TenantPages:
                 if score < lowest:
                     lowest, best = score, page
         return None if best is None else (lowest, best)
+
+    def _wanted_until(self, page: Page) -> float:
+        ttl_s = NEVER if self.contract.ttl_s is None else self.contract.ttl_s
+        return page.used_s + min(page.wanted_s or 0.0, ttl_s)
+
+    def _unprotected(self) -> tuple[float, Page] | None:
+        # A floor was lowered below what is wanted.
+        if self.wanted <= self.contract.floor or (first := self._wanted.first) is None:
+            return None
+        page = first[1]
+        return page.used_s + self._bonus_s * (page.reuses + 1), page
 
     def _oldest(self) -> Page | None:
         heads = [page for level in self._levels if (page := level.oldest) is not None]
@@ -175,7 +185,7 @@ class TenantPages:
             assert used == sorted(used), "a level is out of order"
         self._ended.check()
         self._wanted.check()
-        assert self.wanted == sum(page.size for page in self._wanted) <= self.contract.floor, "wanted units"
+        assert self.wanted == sum(page.size for page in self._wanted), "wanted units"
         pages += [*self._ended, *self._wanted]
         assert all(page.is_resident and not page.num_pins and page.tenant == self.name for page in pages), (
             "a wrong page"

@@ -274,15 +274,23 @@ def test_hints_are_bounded_by_the_contract() -> None:
         tier.policy.want(tier.pages["a1"], float("nan"), 12)
 
 
-def test_a_lower_floor_ends_the_hints_beyond_it() -> None:
+def test_pages_wanted_beyond_a_lower_floor_go_after_the_tenants_others() -> None:
     tier = Tier(4, a=TierContract(floor=3))
-    tier.store("a", "a1 a2 a3", 0)
+    tier.store("a", "a1 a2 a3 a4", 0)
     for key, ttl_s in (("a1", 30), ("a2", 10), ("a3", 20)):
         assert tier.policy.want(tier.pages[key], ttl_s, 0)
-    tier.policy.configure({"a": TierContract(floor=1)})
-    tier.policy.check()
-    assert tier.policy.usage_of("a").wanted == 1
-    assert tier.pages["a1"].wanted_s == 30
+    tier.policy.configure({"a": TierContract(floor=1), "b": TierContract(cap=4)})
+    assert tier.policy.room("b") == 3
+    tier.store("b", "b1 b2 b3 b4", 1)
+    assert [key for key, _ in tier.gone] == ["a4", "a2", "a3", "b1"]
+
+
+def test_a_shorter_time_to_live_shortens_hints() -> None:
+    tier = Tier(4, a=TierContract(floor=3))
+    tier.store("a", "a1", 0)
+    assert tier.policy.want(tier.pages["a1"], 30, 0)
+    tier.policy.configure({"a": TierContract(floor=3, ttl_s=10)})
+    assert [victim.cause for victim in tier.policy.reclaim(10, 9)] == [Cause.EXPIRED]
 
 
 def test_many_hints_that_end_at_once_do_not_end_in_one_call() -> None:

@@ -33,9 +33,6 @@ class ModelPage:
     is_ended: bool = False
     wanted_s: float | None = None
 
-    def until_s(self) -> float:
-        return -NEVER if self.wanted_s is None else self.used_s + self.wanted_s
-
 
 @dataclass
 class Model:
@@ -55,6 +52,16 @@ class Model:
     def of(self, tenant: str) -> list[ModelPage]:
         return [page for page in self.pages if page.tenant == tenant]
 
+    def until_s(self, page: ModelPage) -> float:
+        if page.wanted_s is None:
+            return -NEVER
+        return page.used_s + min(page.wanted_s, self.contract(page.tenant).ttl_s or NEVER)
+
+    def wanted(self, page: ModelPage) -> int:
+        """Count the wanted pages of the page's tenant, this one left out."""
+        others = (other for other in self.of(page.tenant) if other is not page)
+        return sum(other.wanted_s is not None and not other.num_pins for other in others)
+
     def score(self, page: ModelPage) -> float:
         return page.used_s + 60 * self.contract(page.tenant).weight * (page.reuses + 1)
 
@@ -64,7 +71,7 @@ class Model:
 
     def advance(self, now_s: float) -> None:
         for page in self.pages:
-            if page.wanted_s is not None and not page.num_pins and page.until_s() <= now_s:
+            if page.wanted_s is not None and not page.num_pins and self.until_s(page) <= now_s:
                 page.wanted_s, page.is_ended = None, True
 
     def for_others(self, now_s: float, demander: str | None) -> tuple[Cause, float] | None:
@@ -72,9 +79,9 @@ class Model:
         found = []
         for page in self.pages:
             used = len(self.of(page.tenant)) + (page.tenant == demander)
-            if page.num_pins or page.wanted_s is not None:
+            if page.num_pins or (page.wanted_s is not None and not self.is_unprotected(page)):
                 continue
-            if self.is_expired(page, now_s):
+            if self.is_expired(page, now_s) and page.wanted_s is None:
                 ttl_s = self.contract(page.tenant).ttl_s
                 assert ttl_s is not None
                 found.append((Cause.EXPIRED, page.used_s + ttl_s))
@@ -87,8 +94,13 @@ class Model:
                     found.append((Cause.BORROWED, self.score(page)))
         return min(found, default=None)
 
-    def own(self, tenant: str, now_s: float) -> bool:
-        return any(not page.num_pins for page in self.of(tenant))
+    def is_unprotected(self, page: ModelPage) -> bool:
+        """Whether others may evict the wanted page: it is the first of too many, and all that is left."""
+        free = [other for other in self.of(page.tenant) if not other.num_pins]
+        is_first = self.until_s(page) == min(
+            self.until_s(other) for other in free
+        )  # minus infinity for others than wanted ones
+        return is_first and len(free) > self.contract(page.tenant).floor
 
     def rank(self, page: ModelPage, now_s: float) -> tuple[int, float]:
         """The order in which a tenant's own demand takes its pages."""
@@ -98,7 +110,7 @@ class Model:
             return 1, page.used_s
         if page.wanted_s is None:
             return 2, self.score(page)
-        return 3, page.until_s()
+        return 3, self.until_s(page)
 
     def store_victim(self, tenant: str, now_s: float) -> tuple[str, object]:
         """Return ("none" | "own" | "others", what goes), or ("refused", why)."""
@@ -132,6 +144,10 @@ class RetentionMachine(RuleBasedStateMachine):
     def page(self, number: int) -> ModelPage | None:
         return self.model.pages[number % len(self.model.pages)] if self.model.pages else None
 
+    def forget_wish_beyond_floor(self, page: ModelPage) -> None:
+        if self.model.wanted(page) >= self.model.contract(page.tenant).floor:
+            page.wanted_s = None
+
     def of(self, page: Page) -> ModelPage:
         return next(known for known in self.model.pages if known.page is page)
 
@@ -163,9 +179,7 @@ class RetentionMachine(RuleBasedStateMachine):
             return
         self.policy.configure(contracts)
         self.model.contracts = contracts
-        for page in self.model.pages:
-            if page.wanted_s is not None and page.page.wanted_s is None:
-                page.wanted_s, page.is_ended = None, True  # which ones end is checked by an example
+        self.policy.reclaim(self.now_s, 0)
         self.model.advance(self.now_s)
         for tenant in TENANTS:
             if not self.model.of(tenant):
@@ -219,6 +233,8 @@ class RetentionMachine(RuleBasedStateMachine):
             assert self.policy.touch(page.page, self.now_s) is is_hit
             if is_hit:
                 page.used_s, page.reuses, page.is_ended = self.now_s, min(page.reuses + 1, 4), False
+                if not page.num_pins:
+                    self.forget_wish_beyond_floor(page)
 
     @rule(number=st.integers(0, 99))
     def pin(self, number: int) -> None:
@@ -234,28 +250,18 @@ class RetentionMachine(RuleBasedStateMachine):
             page.num_pins -= 1
             if not page.num_pins:
                 page.used_s = self.now_s
-                if page.wanted_s is not None:
-                    wanted = sum(
-                        other.wanted_s is not None and not other.num_pins and other is not page
-                        for other in self.model.of(page.tenant)
-                    )
-                    if wanted >= self.model.contract(page.tenant).floor:
-                        page.wanted_s = None
+                self.forget_wish_beyond_floor(page)
 
     @rule(number=st.integers(0, 99), ttl_s=st.sampled_from([5.0, 45.0, 200.0]))
     def want(self, number: int, ttl_s: float) -> None:
         if (page := self.page(number)) is None:
             return
         contract = self.model.contract(page.tenant)
-        wanted = sum(
-            other.wanted_s is not None and not other.num_pins and other is not page
-            for other in self.model.of(page.tenant)
-        )
-        is_wanted = not self.model.is_expired(page, self.now_s) and wanted < contract.floor
+        is_wanted = not self.model.is_expired(page, self.now_s) and self.model.wanted(page) < contract.floor
         assert self.policy.want(page.page, ttl_s, self.now_s) is is_wanted
         if is_wanted:
             page.used_s, page.is_ended = self.now_s, False
-            page.wanted_s = min(ttl_s, contract.ttl_s or NEVER)
+            page.wanted_s = ttl_s
 
     @rule(number=st.integers(0, 99))
     def end(self, number: int) -> None:
