@@ -106,7 +106,7 @@ bench-tier: $(STAMP) ## Verified reads and writes of chunks beside fio and vLLM'
 bench-retention: $(STAMP) ## Time retention of tenants' pages and audit random operations; the last line is JSON
 	@$(BIN)/python -m bench.retention $(ARGS)
 
-bench-tenants: $(STAMP) ## Hits of tenants in one cache beside LRU and partitions; ARGS="--trace FILE" names a Mooncake trace
+bench-tenants: $(STAMP) ## Hits of tenants in one cache beside LRU and partitions (minutes); ARGS="--trace FILE"
 	@$(BIN)/python -m bench.tenants $(ARGS)
 
 fuzz-tier: $(STAMP) ## Spoil N chunks of the tier in every way and look for a wrong byte; the last line is JSON

@@ -170,6 +170,8 @@ class TenantPages:
         if self.wanted <= self.contract.floor or (first := self._wanted.first) is None:
             return None
         page = first[1]
+        if self.wanted - page.size < self.contract.floor:
+            return None
         return page.used_s + self._bonus_s * (page.reuses + 1), page
 
     def _oldest(self) -> Page | None:
