@@ -145,8 +145,12 @@ class IoThreads:
     def start(self) -> None:
         with self._work:
             while self._num_live < self._num_threads and self._num_lost <= _MAX_LOST_THREADS:
+                try:
+                    threading.Thread(target=self._serve, name=f"volume-{self._volume_id}", daemon=True).start()
+                except RuntimeError as error:  # the machine has no thread left; the next call tries again
+                    log.error("volume %s: %s", self._volume_id, error)
+                    return
                 self._num_live += 1
-                threading.Thread(target=self._serve, name=f"volume-{self._volume_id}", daemon=True).start()
 
     def close(self) -> None:
         with self._work:

@@ -55,6 +55,7 @@ class NixlAgent:
         # Used by the thread only.
         self._nixl: Any = None
         self._transfers: dict[Any, _Transfer] = {}
+        self._poll_fault = ""  # the last one, which is logged once
         self._registered: dict[int, Any] = {}
 
     def __repr__(self) -> str:
@@ -200,7 +201,12 @@ class NixlAgent:
 
     def _poll(self) -> None:
         if self._num_lent > 0 or self.num_uncancelled:
-            self._nixl.get_new_notifs()  # which moves what is under way
+            try:
+                self._nixl.get_new_notifs()  # which moves what is under way
+            except Exception as error:
+                if str(error) != self._poll_fault:
+                    log.error("NIXL cannot be polled: %s", error)
+                self._poll_fault = str(error)
         now_s = time.monotonic()
         for handle, transfer in list(self._transfers.items()):
             if transfer.is_failed:

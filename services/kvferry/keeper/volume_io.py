@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # How often the changes of other nodes to a shared volume are looked for.
 _RESCAN_PERIOD_S = 30.0
+_ALIVE_PERIOD_S = 60.0  # during a rescan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class VolumeIo:
         self._no_space_until_s = now_s
         self._is_full = False
         self._rescan_at_s = now_s + _RESCAN_PERIOD_S
+        self._alive_at_s = math.inf
         self._needs_rescan = self._is_shared
         self._loop = loop
         self._is_rescanning = False
@@ -202,7 +204,12 @@ class VolumeIo:
         if self._read_breaker.is_retry_due(now_s):
             self._read_breaker.begin_trial()
             self.submit(Operation(Kind.READ, 0, self._probe, _ignore, is_probe=True))
+        if self._is_rescanning and now_s >= self._alive_at_s:
+            # Others would take over the chunks of a writer whose rescan is long.
+            self._alive_at_s = now_s + _ALIVE_PERIOD_S
+            self._submit_task(self._say_alive)
         if now_s >= self._rescan_at_s and not self._is_rescanning:
+            self._alive_at_s = now_s + _ALIVE_PERIOD_S
             self._rescan()
 
     def measure(self) -> None:
@@ -291,8 +298,8 @@ class VolumeIo:
             self._drop(lambda other: other.kind is Kind.WRITE, Outcome.NO_SPACE)
         if operation.kind is Kind.WRITE and outcome == Outcome.OK:
             self._is_full = False
-        if outcome == Outcome.NO_RESOURCES:
-            # It tells nothing of the drive. A trial is repeated.
+        if outcome in _NEUTRAL:
+            # It tells nothing of the drive, which perhaps was not asked. A trial is repeated.
             if breaker.state is BreakerState.HALF_OPEN:
                 breaker.trip(now_s)
         elif outcome != Outcome.IO_ERROR:
@@ -318,6 +325,10 @@ class VolumeIo:
 
     def _submit_task(self, run: Callable[[], str]) -> None:
         self.submit(Operation(Kind.TASK, 0, run, _ignore))
+
+    def _say_alive(self) -> str:
+        self.volume.say_alive()
+        return Outcome.OK
 
     def _remove_unreadable(self) -> None:
         unreadable, self._unreadable = self._unreadable, []
@@ -350,8 +361,12 @@ class VolumeIo:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._end_rescan)
 
-        # First, because it raises where the machine has no thread left.
-        threading.Thread(target=run, name=f"rescan-{self.volume_id}", daemon=True).start()
+        try:
+            threading.Thread(target=run, name=f"rescan-{self.volume_id}", daemon=True).start()
+        except RuntimeError as error:  # the machine has no thread left
+            log.error("volume %s: no rescan now: %s", self.volume_id, error)
+            self._rescan_at_s = self._clock() + _RESCAN_PERIOD_S
+            return
         self._needs_rescan = self._is_shared or (needs_rescan and not is_readable)
         self._is_rescanning = True
         self._rescan_at_s = math.inf
@@ -378,3 +393,20 @@ class VolumeIo:
 
 def _ignore(outcome: str) -> None:
     pass
+
+
+# Outcomes that say nothing of the drive.
+_NEUTRAL = frozenset(
+    {
+        Outcome.NO_RESOURCES,
+        Outcome.EXISTS,
+        Outcome.REFUSED,
+        Outcome.MISSING,
+        Outcome.GONE,
+        Outcome.UNREADABLE,
+        Outcome.WRONG_NAMESPACE,
+        Outcome.UNDECRYPTABLE,
+        Cause.FAULT,
+        Cause.ENGINE_GONE,
+    }
+)

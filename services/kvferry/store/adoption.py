@@ -23,6 +23,8 @@ MAX_FILES = 2_000  # of one call: meanwhile a keeper of that name cannot start
 
 log = logging.getLogger(__name__)
 
+_LOOK_EVERY = 64  # chunks, whether their writer is back
+
 
 class Adopter:
     """Thread-safe."""
@@ -98,7 +100,9 @@ class Adopter:
         found = [file for file in folder.walk(self._files.path, writer) if isinstance(file, FoundChunk)]
         found.sort(key=lambda chunk: chunk.used_s, reverse=True)
         num_files = 0
-        for chunk in found[:max_files]:
+        for number, chunk in enumerate(found[:max_files]):
+            if number % _LOOK_EVERY == 0 and self._is_back(writer):
+                return num_files
             outcome = self._adopt(chunk)
             if outcome is Outcome.NO_SPACE and not may_remove:
                 return num_files
@@ -107,10 +111,14 @@ class Adopter:
             elif outcome is Outcome.REFUSED or not self._remove(chunk):
                 continue
             num_files += 1
-        if num_files == len(found) and self._remove_folders(writer):
+        if num_files == len(found) and not self._is_back(writer) and self._remove_folders(writer):
             self._on_removed(writer)
             log.info("volume %s: the chunks of %s, which is gone, are taken over", self._files.root, writer)
         return num_files
+
+    def _is_back(self, writer: str) -> bool:
+        # Where locks are seen on one node only, it may have started again meanwhile.
+        return self._said_ns(writer) != self._said[writer][0]
 
     def _adopt(self, chunk: FoundChunk) -> Outcome:
         """Move a chunk to this writer: NO_SPACE without room, EXISTS for a copy or wrong size, REFUSED if in use."""

@@ -165,7 +165,11 @@ def _read_layout(file: Path) -> ChunkLayout | None:
 
 def writers(path: Path) -> list[str]:
     """Raises OSError."""
-    entries = os.scandir(path / paths.CHUNKS)
+    return _writers_in(path / paths.CHUNKS)
+
+
+def _writers_in(path: Path) -> list[str]:
+    entries = os.scandir(path)
     return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and _is_writer(entry.name))
 
 
@@ -276,7 +280,7 @@ def remove_namespaces(path: Path, is_wanted: Callable[[Namespace], bool]) -> int
 
 def _remove_once(path: Path, is_wanted: Callable[[Namespace], bool]) -> tuple[int, int]:
     num_found = num_removed = 0
-    for writer in writers(path):
+    for writer in sorted({*writers(path), *_writers_in(path / paths.QUARANTINE)}):
         for found in walk(path, writer, only=is_wanted):
             num_found += 1
             with contextlib.suppress(FileNotFoundError):

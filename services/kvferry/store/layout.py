@@ -65,6 +65,9 @@ class ChunkLayout:
 
     def __post_init__(self) -> None:
         validate_payload_bytes(self.payload_bytes)
+        for name in _NUMBERS:
+            if not 0 <= getattr(self, name) <= (MAX_PAYLOAD_BYTES if name == "payload_bytes" else MAX_NUMBER):
+                raise ValueError(f"no chunk layout: {name} is {getattr(self, name)}")
         digest = hashlib.blake2b(self.to_json(), digest_size=LAYOUT_DIGEST_BYTES).digest()
         object.__setattr__(self, "_digest", LayoutDigest(digest))
 
@@ -90,6 +93,10 @@ class ChunkLayout:
             if not isinstance(value, str if name in _TEXTS else int):
                 raise ValueError(f"no chunk layout: {name} is {value!r}")
         return cls(**fields)  # type: ignore[arg-type]
+
+
+MAX_NUMBER = (1 << 31) - 1
+MAX_PAYLOAD_BYTES = 1 << 40
 
 
 def validate_payload_bytes(payload_bytes: int) -> None:

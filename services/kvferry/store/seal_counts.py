@@ -17,6 +17,7 @@ from kvferry.store.small_files import read_small
 WARN_AT = 1 << 31
 MAX_SEALS = 1 << 32
 MAX_FILE_BYTES = 16 << 20
+MAX_UNSAVED = 1 << 16  # seals that a restart would forget, on a drive that takes no counts
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class SealCounts:
         self._unknown_others: list[Path] = []
         self._warned: set[str] = set()
         self._is_changed = False
+        self._num_unsaved = 0  # since the drive took the counts
+        self._is_refused_by_drive = False
 
     def __repr__(self) -> str:
         return f"<SealCounts of {len(self._ours)} keys>"
@@ -61,6 +64,9 @@ class SealCounts:
             if unknown:
                 self._warn_unknown(unknown[0])
                 return False
+            if self._is_refused_by_drive and self._num_unsaved >= MAX_UNSAVED:
+                self._warn(name, f"of which {self._num_unsaved} cannot be written down: none is sealed")
+                return False
             num_seals = self._ours[name] + self._others[name]
             if num_seals >= MAX_SEALS:
                 self._warn(name, "no chunk is sealed with it any more")
@@ -73,6 +79,7 @@ class SealCounts:
         with self._lock:
             self._ours[fingerprint.hex()] += 1
             self._is_changed = True
+            self._num_unsaved += 1
 
     def _warn(self, name: str, consequence: str) -> None:
         if (name + consequence) not in self._warned:
@@ -121,13 +128,17 @@ class SealCounts:
                 if not self._is_changed:
                     return True
                 content, self._is_changed = msgspec.json.encode(dict(self._ours)), False
+                num_before, self._num_unsaved = self._num_unsaved, 0
             try:
                 _replace(self._file, content)
             except OSError as error:
                 log.warning("volume %s: it is not written down how many chunks were sealed: %s", self._path, error)
                 with self._lock:
-                    self._is_changed = True
+                    self._is_changed = self._is_refused_by_drive = True
+                    self._num_unsaved += num_before
                 return False
+            with self._lock:
+                self._is_refused_by_drive = False
             return True
 
 

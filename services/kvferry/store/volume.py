@@ -333,7 +333,8 @@ class Volume:
     def _scan(self) -> None:
         for temporary in list(Path(self._files.temporary).iterdir()):
             # A killed keeper left it: a chunk half written, or one without its final name.
-            temporary.unlink()
+            if not temporary.is_dir() or temporary.is_symlink():
+                temporary.unlink()
         self._load_layouts()
         max_bytes = self._largest_chunk_bytes()
         for bad in sorted(folder.walk_quarantine(self.path, self._writer), key=_used_s):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.store import chunk_file, paths, seal_counts
+from kvferry.store import chunk_file, folder, fsck, paths, seal_counts
 from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S, Adopter
+from kvferry.store.direct_io import FaultyIo, Operation
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.outcome import Outcome, outcome_of_open
 from kvferry.store.volume import Volume
+from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, SECRET, chunk, empty, payload
 from support.tier_volumes import Opened, opened_volumes
 
@@ -250,3 +253,70 @@ def test_uses_by_a_clock_that_was_ahead_are_not_the_latest(opened: Opened) -> No
     volume.rescan()
     put(volume, 4)
     assert [n for n in (1, 2, 3, 4) if volume.contains(DIGEST, chunk(n).key)] == [2, 3, 4]
+
+
+def test_a_purge_finds_the_quarantine_of_a_writer_without_chunks(opened: Opened, tmp_path: Path) -> None:
+    acme = Namespace("acme")
+    volume = opened(shared=True, writer="gone")
+    assert volume.write(DIGEST, chunk(1, acme), payload(chunk(1, acme))) is Outcome.OK
+    with (volume.path / paths.chunk_path("gone", DIGEST, chunk(1, acme))).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"x")
+    assert volume.read(DIGEST, chunk(1, acme), empty()) is Outcome.CORRUPT_PAYLOAD
+    volume.close()
+    shutil.rmtree(volume.path / paths.CHUNKS / "gone")
+    assert list((volume.path / paths.QUARANTINE).rglob("*.*"))
+    fsck.purge(volume.path, "acme")
+    assert not [file for file in (volume.path / paths.QUARANTINE).rglob("*") if file.is_file()]
+
+
+def test_a_folder_among_unfinished_writes_keeps_no_keeper_from_starting(opened: Opened) -> None:
+    volume = opened()
+    put(volume, 1)
+    (volume.path / paths.TEMPORARY / "local" / "folder").mkdir()
+    volume.close()
+    assert get(opened(), 1) is Outcome.OK
+
+
+def test_seals_that_cannot_be_written_down_are_limited(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal_counts, "MAX_UNSAVED", 10)
+    volume = opened(chunks=2, keyring=SecretsKeyring({"*": SECRET}))
+
+    def full(file: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    outcomes = []
+    with monkeypatch.context() as full_drive:
+        full_drive.setattr(seal_counts, "_replace", full)
+        for number in range(30):
+            outcomes.append(volume.write(DIGEST, chunk(number), payload(chunk(number))))
+            volume.record()
+    assert outcomes == [Outcome.OK] * 10 + [Outcome.REFUSED] * 20
+    volume.record()
+    put(volume, 100)
+
+
+def test_chunks_of_a_writer_that_is_back_stay(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that shows locks on one node only."""
+    monkeypatch.setattr(folder, "lock", lambda file, *, shared: os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+    now_s = [1000.0]
+    io = FaultyIo(lambda operation, path: None)
+    gone = opened(shared=True, writer="b", monotonic=lambda: now_s[0])
+    put(gone, 1, 2, 3)
+    gone.close()
+    living = opened(shared=True, writer="a", monotonic=lambda: now_s[0], io=io)
+    for _ in range(2):
+        living.rescan()
+        now_s[0] += ADOPT_AFTER_S
+    back: list[Volume] = []
+
+    def come_back(operation: Operation, path: str) -> None:
+        if operation is Operation.RENAME and not back:
+            back.append(opened(shared=True, writer="b", monotonic=lambda: now_s[0]))
+            put(back[0], 7)
+
+    io.choose = come_back
+    living.rescan()
+    assert get(back[0], 7) is Outcome.OK
+    for volume in (living, back[0]):
+        volume.close()
