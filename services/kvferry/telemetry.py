@@ -95,8 +95,8 @@ END_REASONS = ("stop", "length", "abort", "error", "refused")
 KV_TRANSFER_FAILURES = ("transfer", "handshake", "lease_ended")
 PAGE_OUTCOMES = (
     *("ok", "missing", "gone", "corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
-    *("truncated", "undecryptable", "io_error", "no_resources", "no_space", "refused", "exists"),
-    *("timeout", "unavailable", "queue_full", "engine_gone", "fault"),
+    *("truncated", "undecryptable", "unreadable", "io_error", "no_resources", "no_space", "refused", "exists"),
+    *("timeout", "unavailable", "queue_full", "engine_gone", "epoch_over", "fault"),
 )
 # Outcomes of chunks whose bytes were read and did not verify.
 VERIFICATION_FAILURES = (
