@@ -163,9 +163,9 @@ async def test_a_prefill_worker_that_refuses_because_it_leaves(undisturbed: str)
         server = cluster.hosts(MemberKind.PREFILL)[0].server
         refusal = server.refusal
 
-        def begin_draining_and_refuse(**values: bool) -> KvferryError | None:
+        def begin_draining_and_refuse(*values: str, **named: bool) -> KvferryError | None:
             server.draining = True
-            return refusal(**values)
+            return refusal(*values, **named)
 
         server.refusal = begin_draining_and_refuse  # type: ignore[method-assign]
         text, record = await succeeds(cluster)
