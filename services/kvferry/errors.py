@@ -24,6 +24,7 @@
             WorkerDraining
             EngineDead
         Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
+            TenantOverloaded
         DeadlineExceeded             504  DEADLINE_EXCEEDED
         EngineError                  500  INTERNAL
             Quarantined

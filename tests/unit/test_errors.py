@@ -79,7 +79,7 @@ def test_a_client_is_told_when_to_come_back() -> None:
 
 def test_what_is_the_clients_to_mend_is_4xx_and_the_rest_is_not() -> None:
     for kind in LEAVES:
-        client = issubclass(kind, RequestError) or kind is errors.Overloaded
+        client = issubclass(kind, RequestError) or issubclass(kind, errors.Overloaded)
         assert (400 <= kind.http_status < 500) == client, kind
 
 
