@@ -6,31 +6,20 @@ evicted.
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from kvferry.store import paths
 from kvferry.store.change_log import Change, ChangeLog
-from kvferry.store.eviction import EvictionPolicy
+from kvferry.store.chunk_table import ChunkTable, IndexEntry
+from kvferry.store.eviction import EvictableChunk, EvictionPolicy
 from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest
+from kvferry.store.leftovers import Leftovers
 from kvferry.store.outcome import Outcome
 from kvferry.store.recent_uses import RecentUses
 from kvferry.store.space_ledger import File, SpaceLedger
-from kvferry.tenancy.namespace import Namespace
-
-
-@dataclass(slots=True, eq=False)
-class IndexEntry:
-    layout: LayoutDigest
-    chunk: ChunkId
-    writer: str
-    num_bytes: int
-    number: int = 0  # grows with every entry
-    num_pins: int = 0
-    is_hidden: bool = False
+from kvferry.tenancy.contract import TierContract
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
+from kvferry.tenancy.outcome import TenantUsage
 
 
 @dataclass(slots=True)
@@ -45,21 +34,14 @@ class Reservation:
     num_bytes: int = 0
 
 
-_NO_CHUNKS: Mapping[ChunkKey, IndexEntry] = MappingProxyType({})
-
-
-class ChunkIndex:
+class ChunkIndex(ChunkTable):
     """Thread-safe; each method is atomic."""
 
     def __init__(self, root: str, writer: str, capacity_bytes: int, eviction: EvictionPolicy) -> None:
-        self._root = root
-        self._writer = writer
+        super().__init__(root, writer)
         self._eviction = eviction
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._layout_to_chunks: dict[LayoutDigest, dict[ChunkKey, IndexEntry]] = {}
-        self._num_chunks = 0
         self._space = SpaceLedger(capacity_bytes)
+        self.leftovers = Leftovers(self._space, self._lock)
         self.changes = ChangeLog()
         # The outcome of a write to a claimed key.
         self._claims: dict[tuple[LayoutDigest, ChunkKey], Outcome] = {}
@@ -69,9 +51,6 @@ class ChunkIndex:
     def __repr__(self) -> str:
         return f"<ChunkIndex of {self._num_chunks} chunks: {self._space!r}>"
 
-    def path_of(self, entry: IndexEntry) -> str:
-        return f"{self._root}/{paths.chunk_path(entry.writer, entry.layout, entry.chunk)}"
-
     # Queries
 
     @property
@@ -79,35 +58,20 @@ class ChunkIndex:
         return self._space.capacity_bytes
 
     @property
-    def num_chunks(self) -> int:
-        return self._num_chunks
-
-    @property
     def bytes_used(self) -> int:
         with self._lock:
             return self._space.bytes_used
 
-    def next_number(self) -> int:
-        return next(self._numbers)
+    # Tenants
 
-    def contains(self, layout: LayoutDigest, key: ChunkKey) -> bool:
-        # Two dictionary look-ups in a row are safe without the lock, and this path must be fast.
-        entry = self._layout_to_chunks.get(layout, _NO_CHUNKS).get(key)
-        return entry is not None and not entry.is_hidden
-
-    def layouts(self) -> list[LayoutDigest]:
+    def configure(self, contracts: Mapping[str, TierContract]) -> None:
+        """Raises ValueError for floors beyond the capacity."""
         with self._lock:
-            return [layout for layout, chunks in self._layout_to_chunks.items() if chunks]
+            self._eviction.configure(contracts)
 
-    def chunks(self, layout: LayoutDigest) -> list[ChunkId]:
+    def usages(self) -> Mapping[str, TenantUsage]:
         with self._lock:
-            chunks = self._layout_to_chunks.get(layout, _NO_CHUNKS)
-            return [entry.chunk for entry in chunks.values() if not entry.is_hidden]
-
-    def entries(self, namespace: Namespace | None = None) -> list[IndexEntry]:
-        with self._lock:
-            entries = [entry for chunks in self._layout_to_chunks.values() for entry in chunks.values()]
-        return entries if namespace is None else [entry for entry in entries if entry.chunk.namespace == namespace]
+            return self._eviction.usages()
 
     # Uses
 
@@ -124,8 +88,7 @@ class ChunkIndex:
     def touch(self, layout: LayoutDigest, keys: Iterable[ChunkKey], now_s: float, *, is_recorded: bool = False) -> None:
         """`is_recorded`: the uses need no record."""
         with self._lock:
-            chunks = self._layout_to_chunks.get(layout, _NO_CHUNKS)
-            for entry in filter(None, map(chunks.get, keys)):
+            for entry in self._found(layout, keys):
                 self._eviction.touch(entry, now_s)
                 if not is_recorded:
                     self._uses.note(entry)
@@ -144,13 +107,11 @@ class ChunkIndex:
                 layout, key = entry.layout, entry.chunk.key
                 if self._find(layout, key) is not None or (self._claims and (layout, key) in self._claims):
                     refused.append(entry)
-                else:
-                    self._insert(entry, now_s)
+                    continue
+                if entry.writer == self._writer:
+                    self._eviction.hold(entry.chunk.namespace.tenant, entry.num_bytes)
+                self._insert(entry, now_s)
         return refused
-
-    def add_quarantined(self, file: File) -> None:
-        with self._lock:
-            self._space.add_quarantined(file)
 
     def reserve(self, layout: LayoutDigest, chunk: ChunkId, chunk_bytes: int, now_s: float) -> Reservation | Outcome:
         """Reserve space until `commit` or `cancel`; or return EXISTS or REFUSED."""
@@ -163,7 +124,7 @@ class ChunkIndex:
             path = self.path_of(IndexEntry(layout, chunk, self._writer, chunk_bytes))
             if self._space.is_removing_abandoned(path):
                 return Outcome.REFUSED
-            if chunk_bytes > self.capacity_bytes or not self._eviction.admits(chunk.namespace, chunk_bytes, now_s):
+            if chunk_bytes > self.capacity_bytes:
                 return Outcome.REFUSED
             # A hidden chunk, the same key of another tenant or epoch, and an abandoned file at the path have to go.
             is_ours = existing is not None and existing.writer == self._writer
@@ -174,8 +135,10 @@ class ChunkIndex:
             num_missing = (
                 self._space.bytes_used + chunk_bytes - self.capacity_bytes - sum(file.num_bytes for file in files)
             )
-            if not self._select_victims(chunk.namespace, num_missing, files, evicted, now_s):
+            victims = self._select_victims(chunk.namespace.tenant, chunk_bytes, num_missing, files, evicted, now_s)
+            if victims is None:
                 return Outcome.REFUSED
+            evicted += victims
             if existing is not None and not is_ours:
                 self._drop(existing)
             reservation = Reservation(layout, chunk, chunk_bytes)
@@ -203,6 +166,7 @@ class ChunkIndex:
                 return Outcome.NO_SPACE
             reservation = Reservation(layout, chunk, chunk_bytes)
             self._claims[layout, chunk.key] = Outcome.EXISTS
+            self._eviction.hold(chunk.namespace.tenant, chunk_bytes)
             self._resize(reservation, chunk_bytes)
             return reservation
 
@@ -210,9 +174,23 @@ class ChunkIndex:
         """Reserve a file of equal size for a rolled-back reservation."""
         with self._lock:
             assert not reservation.num_bytes, "the reservation is not rolled back"
-            for file, entry in self._victims(reservation.chunk.namespace, now_s):
-                if file.num_bytes == reservation.chunk_bytes:
-                    self._assign(reservation, [file], [] if entry is None else [entry])
+            num_bytes, tenant = reservation.chunk_bytes, reservation.chunk.namespace.tenant
+            for file in self._space.abandoned:
+                if file.num_bytes == num_bytes:
+                    self._assign(reservation, [file], [])
+                    return True
+            self._eviction.release(tenant, num_bytes)
+            chosen = self._eviction.select(
+                tenant, num_bytes, num_bytes, now_s, lambda chunk: _may_go(chunk) and chunk.num_bytes == num_bytes
+            )
+            if chosen is not None:
+                evicted = _entries(chosen)
+                self._assign(reservation, [self._file_of(entry) for entry in evicted], evicted)
+                return True
+            self._eviction.hold(tenant, num_bytes)
+            for file in self._space.quarantined:
+                if file.num_bytes == num_bytes:
+                    self._assign(reservation, [file], [])
                     return True
             return False
 
@@ -257,6 +235,7 @@ class ChunkIndex:
     def cancel(self, reservation: Reservation) -> None:
         with self._lock:
             assert not reservation.num_bytes, "the reservation is not rolled back"
+            self._eviction.release(reservation.chunk.namespace.tenant, reservation.chunk_bytes)
             del self._claims[reservation.layout, reservation.chunk.key]
 
     # Removals
@@ -319,46 +298,33 @@ class ChunkIndex:
             self._space.add_quarantined(moved)
             return self._space.withdraw_quarantine_excess(moved.path)
 
-    def withdraw_quarantined(self, namespace: Namespace) -> list[File]:
+    def withdraw_over_capacity(self, now_s: float) -> list[File]:
         """End each file with `end_removal`."""
-        part = f"/{namespace}/"
         with self._lock:
-            return [self._space.begin_transit(file) for file in self._space.quarantined if part in file.path]
-
-    def withdraw_abandoned(self) -> list[File]:
-        with self._lock:
-            return [self._space.begin_transit(file) for file in self._space.abandoned]
-
-    def withdraw_quarantine_excess(self) -> list[File]:
-        with self._lock:
-            quarantined = self._space.quarantined
-            return self._space.withdraw_quarantine_excess(quarantined[-1].path if quarantined else "")
-
-    def withdraw_over_capacity(self, now_s: float) -> File | None:
-        with self._lock:
-            if self._space.bytes_used <= self._space.capacity_bytes:
-                return None
-            for file, entry in self._victims(Namespace(), now_s):
-                if entry is not None:
+            files: list[File] = []
+            num_missing = self._space.bytes_used - self._space.capacity_bytes
+            tenant = DEFAULT_NAMESPACE.tenant
+            if num_missing > 0:
+                victims = self._select_victims(tenant, 0, num_missing, files, (), now_s)
+                if victims is not None:
+                    self._eviction.release(tenant, 0)
+                for entry in victims or ():
                     self._drop(entry)
-                return self._space.begin_transit(file)
-            return None
+            return [self._space.begin_transit(file) for file in files]
 
-    def end_removal(self, file: File, *, is_removed: bool) -> None:
+    def withdraw_expired(self, now_s: float, max_files: int) -> list[File]:
+        """End each file with `end_removal`."""
         with self._lock:
-            self._space.end_transit(file, is_removed=is_removed)
+            entries = _entries(self._eviction.expire(now_s, max_files, _may_go))
+            for entry in entries:
+                self._drop(entry)
+            self.num_evicted += len(entries)
+            return [self._space.begin_transit(self._file_of(entry)) for entry in entries]
 
     # With the lock held
 
-    def _find(self, layout: LayoutDigest, key: ChunkKey) -> IndexEntry | None:
-        return self._layout_to_chunks.get(layout, _NO_CHUNKS).get(key)
-
-    def _file_of(self, entry: IndexEntry) -> File:
-        return File(self.path_of(entry), entry.num_bytes if entry.writer == self._writer else 0)
-
     def _insert(self, entry: IndexEntry, used_s: float | None) -> None:
-        self._layout_to_chunks.setdefault(entry.layout, {})[entry.chunk.key] = entry
-        self._num_chunks += 1
+        self._put(entry)
         if entry.writer == self._writer:
             self._space.stored_bytes += entry.num_bytes
             if used_s is None:
@@ -368,8 +334,7 @@ class ChunkIndex:
         self.changes.record(Change(entry.layout, (entry.chunk,), ()))
 
     def _drop(self, entry: IndexEntry) -> None:
-        del self._layout_to_chunks[entry.layout][entry.chunk.key]
-        self._num_chunks -= 1
+        self._remove(entry)
         self._uses.discard(entry)
         if entry.writer == self._writer:
             self._space.stored_bytes -= entry.num_bytes
@@ -384,32 +349,30 @@ class ChunkIndex:
         # Bytes of another writer are not counted here, except those of a file that was abandoned: they stay counted.
         return self._space.begin_transit(file) if file.num_bytes else file
 
-    def _victims(self, namespace: Namespace, now_s: float) -> Iterator[tuple[File, IndexEntry | None]]:
-        """Nothing may change during the iteration."""
-        for file in self._space.abandoned:
-            yield file, None
-        for victim in self._eviction.victims(namespace, now_s):
-            assert isinstance(victim, IndexEntry), "the eviction policy returned a foreign object"
-            if not victim.num_pins:
-                yield self._file_of(victim), victim
-        for file in self._space.quarantined:
-            yield file, None
-
     def _select_victims(
-        self, namespace: Namespace, num_missing: int, files: list[File], evicted: list[IndexEntry], now_s: float
-    ) -> bool:
-        if num_missing <= 0:
-            return True
-        for file, entry in self._victims(namespace, now_s):
-            if file in files:
-                continue
-            if entry is not None:
-                evicted.append(entry)
-            files.append(file)
-            num_missing -= file.num_bytes
-            if num_missing <= 0:
-                return True
-        return False
+        self,
+        tenant: str,
+        num_bytes: int,
+        num_missing: int,
+        files: list[File],
+        going: Sequence[IndexEntry],
+        now_s: float,
+    ) -> list[IndexEntry] | None:
+        """Append the files that go, and return the chunks among them; or None."""
+        num_missing = _append_files(self._space.abandoned, num_missing, files)
+
+        def may_go(chunk: EvictableChunk) -> bool:
+            return _may_go(chunk) and chunk not in going
+
+        chosen = self._eviction.select(tenant, num_bytes, num_missing, now_s, may_go)
+        if chosen is None:
+            num_missing = _append_files(self._space.quarantined, num_missing, files)
+            chosen = self._eviction.select(tenant, num_bytes, num_missing, now_s, may_go)
+        if chosen is None:
+            return None
+        victims = _entries(chosen)
+        files += map(self._file_of, victims)
+        return victims
 
     def _assign(self, reservation: Reservation, files: list[File], evicted: list[IndexEntry]) -> None:
         for file in files:
@@ -440,9 +403,27 @@ class ChunkIndex:
         self.changes.check()
         assert self._space.stored_bytes == sum(entry.num_bytes for entry in ours), "bytes of chunks"
         others = self._space.check()
-        victims = set(self._eviction.victims(Namespace(), now_s))
-        assert victims == set(ours), "the eviction policy's chunks are not those of the index"
+        self._eviction.check()
+        assert len(self._eviction) == len(ours), "the eviction policy's chunks are not those of the index"
+        assert all(entry in self._eviction for entry in ours), "the eviction policy's chunks are not those of the index"
         sizes = {self.path_of(entry): entry.num_bytes for entry in ours}
         assert len(sizes) == len(ours), "two chunks in one file"
         assert not sizes.keys() & others.keys(), "a file in two states"
         return sizes | others
+
+
+def _may_go(chunk: EvictableChunk) -> bool:
+    return isinstance(chunk, IndexEntry) and not chunk.num_pins
+
+
+def _entries(chunks: Sequence[EvictableChunk]) -> list[IndexEntry]:
+    return [chunk for chunk in chunks if isinstance(chunk, IndexEntry)]
+
+
+def _append_files(found: Iterable[File], num_missing: int, files: list[File]) -> int:
+    """Return the bytes that are still missing."""
+    for file in found:
+        if num_missing > 0 and file not in files:
+            files.append(file)
+            num_missing -= file.num_bytes
+    return num_missing

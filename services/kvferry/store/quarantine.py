@@ -7,7 +7,8 @@ import logging
 import threading
 
 from kvferry.store import paths
-from kvferry.store.chunk_index import ChunkIndex, IndexEntry
+from kvferry.store.chunk_index import ChunkIndex
+from kvferry.store.chunk_table import IndexEntry
 from kvferry.store.outcome import Outcome
 from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import VolumeFiles
@@ -44,5 +45,5 @@ class Quarantine:
                     self.num_files += 1
         is_removed = moved is None and files.remove(file.path)
         for excess in self._index.end_quarantine(entry, file, moved, is_removed=is_removed):
-            self._index.end_removal(excess, is_removed=files.remove(excess.path))
+            self._index.leftovers.end_removal(excess, is_removed=files.remove(excess.path))
         return True

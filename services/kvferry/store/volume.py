@@ -18,8 +18,9 @@ from kvferry.errors import TierError
 from kvferry.store import chunk_file, folder, paths
 from kvferry.store.adoption import Adopter
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
-from kvferry.store.chunk_index import ChunkIndex, IndexEntry
+from kvferry.store.chunk_index import ChunkIndex
 from kvferry.store.chunk_reader import ChunkReader
+from kvferry.store.chunk_table import IndexEntry
 from kvferry.store.chunk_writer import ChunkWriter
 from kvferry.store.direct_io import DirectIo
 from kvferry.store.eviction import EvictionPolicy, Lru
@@ -30,13 +31,16 @@ from kvferry.store.quarantine import Quarantine
 from kvferry.store.seal_counts import SealCounts
 from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import NO_INODE, VolumeFiles
+from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.outcome import TenantUsage
 
 logger = logging.getLogger(__name__)
 
 CLOCK_SKEW_S = 2.0
 RECENT_S = 90.0  # several rescans: uses that other writers recorded
 LOCK_PATIENCE_S = 5.0
+EXPIRED_AT_ONCE = 64  # under the index's lock
 
 Listener = Callable[[LayoutDigest, Sequence[ChunkId], Sequence[ChunkId]], None]
 
@@ -207,11 +211,28 @@ class Volume:
         Stop its writes before. Raises TierError if the folder is unreadable, or its chunks are moved meanwhile.
         """
         num_chunks = sum(self.remove(entry.layout, entry.chunk) for entry in self._index.entries(namespace))
-        self._remove_files(self._index.withdraw_quarantined(namespace))
+        self._remove_files(self._index.leftovers.withdraw_quarantined(namespace))
         try:
             return num_chunks + folder.remove_namespaces(self.path, lambda each: each == namespace)
         except OSError as error:
             raise self._unusable(error) from error
+
+    def configure(self, contracts: Mapping[str, TierContract]) -> None:
+        """Replace tenants' contracts, in bytes. Raises ValueError for floors beyond the capacity."""
+        self._index.configure(contracts)
+
+    def usages(self) -> Mapping[str, TenantUsage]:
+        """Return what tenants with a contract hold, by name; nothing without a policy for tenants."""
+        return self._index.usages()
+
+    def expire(self) -> int:
+        """Remove chunks whose tenants' time to live is over, and return their number."""
+        num_removed = 0
+        while expired := self._index.withdraw_expired(self._clock(), EXPIRED_AT_ONCE):
+            num_removed += len(expired)
+            self._remove_files(expired)
+            self._notify()
+        return num_removed
 
     def purge_before(self, lowest_epochs: Mapping[str, int]) -> dict[str, int]:
         """Remove chunks of tenants before their lowest epochs, as `purge` does; return their numbers by tenant."""
@@ -270,7 +291,7 @@ class Volume:
         self._index.add(map(self._entry_of, added), now_s)
         for found in sorted(used, key=_used_s):
             self._index.touch(found.layout, [found.chunk.key], now_s, is_recorded=True)
-        self._remove_files(self._index.withdraw_abandoned())
+        self._remove_files(self._index.leftovers.withdraw_abandoned())
         try:
             if self._shared:
                 self._adopt()
@@ -287,7 +308,7 @@ class Volume:
 
     def _remove_files(self, withdrawn: Iterable[File]) -> None:
         for file in withdrawn:
-            self._index.end_removal(file, is_removed=self._files.remove(file.path))
+            self._index.leftovers.end_removal(file, is_removed=self._files.remove(file.path))
 
     def _validate_payload(self, layout: LayoutDigest, payload: memoryview) -> None:
         num_bytes = self._layout_to_payload_bytes.get(layout)
@@ -339,8 +360,8 @@ class Volume:
         max_bytes = self._largest_chunk_bytes()
         for bad in sorted(folder.walk_quarantine(self.path, self._writer), key=_used_s):
             if not self._is_removed_as_too_large(bad, max_bytes):
-                self._index.add_quarantined(File(bad.path, bad.num_bytes))
-        self._remove_files(self._index.withdraw_quarantine_excess())
+                self._index.leftovers.add_quarantined(File(bad.path, bad.num_bytes))
+        self._remove_files(self._index.leftovers.withdraw_quarantine_excess())
         now_s = self._clock()
         latest_s = time.time() + CLOCK_SKEW_S  # of uses; later ones are by a clock that was ahead
         found_ours = sorted(_chunks(folder.walk(self.path, self._writer)), key=lambda each: min(each.used_s, latest_s))
@@ -358,9 +379,9 @@ class Volume:
         for writer in folder.writers(self.path):
             if writer != self._writer:
                 self._index.add(map(self._entry_of, _chunks(folder.walk(self.path, writer))), now_s)
-        while (file := self._index.withdraw_over_capacity(now_s)) is not None:
+        for file in self._index.withdraw_over_capacity(now_s):
             is_removed = self._files.remove(file.path)
-            self._index.end_removal(file, is_removed=is_removed)
+            self._index.leftovers.end_removal(file, is_removed=is_removed)
             if not is_removed:
                 raise TierError(f"volume {self.path} is over its capacity and {file.path} cannot be removed")
 

@@ -17,7 +17,7 @@ class Page:
         "wanted_s",
     )  # fmt: skip
 
-    def __init__(self, tenant: str, key: Hashable, size: int, used_s: float, reuses: int) -> None:
+    def __init__(self, tenant: str, key: Hashable, size: int, used_s: float, reuses: int = 0) -> None:
         self.tenant = tenant
         self.key = key
         self.size = size

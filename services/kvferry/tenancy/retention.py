@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 from kvferry.tenancy.contract import TierContract, TierSettings, check_floors
 from kvferry.tenancy.indexed_heap import IndexedHeap
@@ -21,10 +22,19 @@ from kvferry.tenancy.tenant_order import TenantOrder
 from kvferry.tenancy.tenant_pages import NEVER, Candidate, TenantPages
 
 _DEFAULT = TierContract()
-_Taken = list[tuple[Candidate, PageList | IndexedHeap[Page]]]
 
 # Bounds the work of one call; pages that were wanted until now and are left stay protected until the next call.
 _ENDS_PER_CALL = 64
+
+
+class _Taken(NamedTuple):
+    candidate: Candidate
+    home: PageList | IndexedHeap[Page]
+    is_evicted: bool  # or set aside, because it may not go now
+
+
+def _any(page: Page) -> bool:
+    return True
 
 
 class Retention:
@@ -62,31 +72,64 @@ class Retention:
         """Admit a new page and evict for it, or refuse it and evict nothing."""
         if size < 1:
             raise ValueError(f"a page of {size} units")
+        victims = self.reserve(name, size, max(0, self.used + size - self.settings.capacity), now_s)
+        if isinstance(victims, Refusal):
+            return victims
+        page = Page(name, key, size, self._now_s)
+        self.fill(page, self._now_s)
+        return Stored(page, victims)
+
+    def reserve(
+        self, name: str, size: int, num_missing: int, now_s: float, may_go: Callable[[Page], bool] = _any
+    ) -> list[Victim] | Refusal:
+        """Evict `num_missing` units for a page and hold `size` of them, until `fill` or `release`; or refuse it."""
         self._advance(now_s)
         tenant = self._tenant(name)
         # Above its limit a tenant grows into free room only, or not at all.
-        may_grow = min(size, self.settings.capacity - self.used) if tenant.contract.borrow else 0
+        may_grow = max(0, size - num_missing) if tenant.contract.borrow else 0
         num_own = min(size - may_grow, max(0, tenant.usage + size - tenant.limit))
         # The page counts from here on: it is what lifts its tenant above the floor.
-        self._resize(tenant, size, 1)
-        taken: _Taken = []
-        refusal = self._make_room(tenant, num_own, taken)
+        self.hold(name, size)
+        taken: list[_Taken] = []
+        refusal = self._make_room(tenant, num_own, num_missing, may_go, taken)
+        for each in reversed(taken):
+            if refusal is not None or not each.is_evicted:
+                self._put_back(each)
         if refusal is not None:
-            for candidate, home in reversed(taken):
-                self._put_back(candidate.page, home)
             tenant.num_refused[refusal] += 1
-            self._resize(tenant, -size, -1)
-            self._drop_if_unused(tenant)
+            self.release(name, size)
             return refusal
-        reuses = tenant.ghosts.reuses_of(key)
-        tenant.ghosts.forget(key)
-        page = Page(name, key, size, self._now_s, 0 if reuses is None else min(reuses + 1, MAX_REUSES))
-        tenant.link(page)
-        self._order.update(tenant)
-        victims = [self._evict(candidate, tenant) for candidate, _ in taken]
+        victims = [self._evict(each.candidate, tenant) for each in taken if each.is_evicted]
         for victim in victims:
             self._drop_if_unused(self._tenants.get(victim.page.tenant, tenant))
-        return Stored(page, victims)
+        return victims
+
+    def hold(self, name: str, size: int) -> None:
+        """Count a page, as `reserve` does, without limits."""
+        tenant = self._tenant(name)
+        tenant.pinned += size
+        self._resize(tenant, size, 1)
+
+    def release(self, name: str, size: int) -> None:
+        tenant = self._tenants[name]
+        tenant.pinned -= size
+        self._resize(tenant, -size, -1)
+        self._trim(tenant)
+        self._drop_if_unused(tenant)
+
+    def fill(self, page: Page, used_s: float | None) -> None:
+        """End a reservation with its page; with None for the time it is the tenant's least recently used."""
+        tenant = self._tenants[page.tenant]
+        tenant.pinned -= page.size
+        if used_s is None:
+            tenant.link_oldest(page, self._now_s)
+        else:
+            self._advance(used_s)
+            reuses = tenant.ghosts.reuses_of(page.key)
+            page.used_s, page.reuses = self._now_s, 0 if reuses is None else min(reuses + 1, MAX_REUSES)
+            tenant.link(page)
+        tenant.ghosts.forget(page.key)
+        self._order.update(tenant)
 
     def touch(self, page: Page, now_s: float) -> bool:
         """Record a hit, or return False for a page that is evicted or expired."""
@@ -165,18 +208,23 @@ class Retention:
 
     # Room
 
-    def reclaim(self, now_s: float, max_pages: int) -> list[Victim]:
+    def reclaim(self, now_s: float, max_pages: int, may_go: Callable[[Page], bool] = _any) -> list[Victim]:
         """Evict expired pages and, from the high to the low water mark, others."""
         self._advance(now_s)
-        victims: list[Victim] = []
+        taken: list[_Taken] = []
         self._is_reclaiming = self._is_reclaiming or self.used > self._high
-        while len(victims) < max_pages and (found := self._order.next_victim(self._now_s)) is not None:
+        while len(taken) < max_pages and (found := self._order.next_victim(self._now_s)) is not None:
             self._is_reclaiming = self._is_reclaiming and self.used > self._low
             if not self._is_reclaiming and found.cause is not Cause.EXPIRED:
                 break
-            self._take(found.page)
-            victims.append(self._evict(found, None))
-            self._drop_if_unused(self._tenants[found.page.tenant])
+            self._take(found, may_go, taken)
+        for each in reversed(taken):
+            if not each.is_evicted:
+                self._put_back(each)
+        victims = [self._evict(each.candidate, None) for each in taken if each.is_evicted]
+        for victim in victims:
+            if (tenant := self._tenants.get(victim.page.tenant)) is not None:
+                self._drop_if_unused(tenant)
         self._is_reclaiming = self._is_reclaiming and self.used > self._low
         return victims
 
@@ -210,19 +258,27 @@ class Retention:
 
     # Inside
 
-    def _make_room(self, tenant: TenantPages, num_own: int, taken: _Taken) -> Refusal | None:
+    def _make_room(
+        self,
+        tenant: TenantPages,
+        num_own: int,
+        num_missing: int,
+        may_go: Callable[[Page], bool],
+        taken: list[_Taken],
+    ) -> Refusal | None:
         while num_own > 0:
             found = tenant.own_victim(self._now_s)
             if found is None:
                 return Refusal.LIMIT
-            num_own -= found.page.size
-            taken.append((found, self._take(found.page)))
-        while self.used > self.settings.capacity:
+            num_freed = self._take(found, may_go, taken)
+            num_own -= num_freed
+            num_missing -= num_freed
+        while num_missing > 0:
             # Own pages within the floor go only for their own tenant, and after all that others borrow.
             found = self._order.next_victim(self._now_s) or tenant.own_victim(self._now_s)
             if found is None:
                 return Refusal.NO_ROOM
-            taken.append((found, self._take(found.page)))
+            num_missing -= self._take(found, may_go, taken)
         return None
 
     def _advance(self, now_s: float) -> None:
@@ -238,18 +294,30 @@ class Retention:
         ttl_s = self._tenants[page.tenant].contract.ttl_s
         return ttl_s is None or page.num_pins > 0 or page.used_s + ttl_s > self._now_s
 
-    def _take(self, page: Page) -> PageList | IndexedHeap[Page]:
+    def _take(self, found: Candidate, may_go: Callable[[Page], bool], taken: list[_Taken]) -> int:
+        """Return the number of units that are free now."""
+        page = found.page
         tenant = self._tenants[page.tenant]
-        home = tenant.unlink(page)
+        is_evicted = may_go(page)
+        taken.append(_Taken(found, tenant.unlink(page), is_evicted))
+        if not is_evicted:
+            tenant.pinned += page.size
+            self._order.update(tenant)
+            return 0
         page.is_resident = False
         self._resize(tenant, -page.size, -1)
-        return home
+        return page.size
 
-    def _put_back(self, page: Page, home: PageList | IndexedHeap[Page]) -> None:
-        page.is_resident = True
+    def _put_back(self, taken: _Taken) -> None:
+        page = taken.candidate.page
         tenant = self._tenants[page.tenant]
-        tenant.put_back(page, home)
-        self._resize(tenant, page.size, 1)
+        tenant.put_back(page, taken.home)
+        if taken.is_evicted:
+            page.is_resident = True
+            self._resize(tenant, page.size, 1)
+        else:
+            tenant.pinned -= page.size
+            self._order.update(tenant)
 
     def _evict(self, found: Candidate, demander: TenantPages | None) -> Victim:
         tenant = self._tenants[found.page.tenant]

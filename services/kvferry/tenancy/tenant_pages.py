@@ -64,6 +64,11 @@ class TenantPages:
             page.home = level
             level.append(page)
 
+    def link_oldest(self, page: Page, now_s: float) -> None:
+        level = page.home = self._levels[0]
+        page.used_s = now_s if level.oldest is None else level.oldest.used_s
+        level.put_back(page)
+
     def unlink(self, page: Page) -> PageList | IndexedHeap[Page]:
         home = page.home
         assert home is not None, "the page is in no list"

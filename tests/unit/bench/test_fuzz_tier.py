@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.store.chunk_index import IndexEntry
+from kvferry.store.chunk_table import IndexEntry
 from kvferry.store.volume import Outcome, Volume
 from support.child_imports import import_environment
 

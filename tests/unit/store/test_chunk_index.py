@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.store.chunk_index import ChunkIndex, IndexEntry, Reservation
-from kvferry.store.eviction import Lru
+from kvferry.store.chunk_index import ChunkIndex, Reservation
+from kvferry.store.chunk_table import IndexEntry
+from kvferry.store.eviction import Lru, TenantRetention
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome
 from kvferry.store.space_ledger import File
@@ -51,7 +52,7 @@ class Drive:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self.index = ChunkIndex("/v", "me", CAPACITY, Lru())
+        self.index = ChunkIndex("/v", "me", CAPACITY, Lru() if seed % 2 else TenantRetention(CAPACITY))
         self.index.changes.begin()
         self.files: dict[str, int] = {}
         self._at_work: list[Writer | Remover | Quarantiner] = []
@@ -66,8 +67,8 @@ class Drive:
         elif self._pinned and self._random.random() < 0.2:
             self.index.unpin(self._pinned.pop(self._random.randrange(len(self._pinned))))
         elif self._random.random() < 0.05:
-            for file in self.index.withdraw_abandoned():
-                self.index.end_removal(file, is_removed=self._unlink(file.path))
+            for file in self.index.leftovers.withdraw_abandoned():
+                self.index.leftovers.end_removal(file, is_removed=self._unlink(file.path))
         else:
             self._random.choice(begin)()
         self._check()
@@ -156,7 +157,7 @@ class Drive:
                 is_moved = self._rename(file.path, target)
                 moved = File(target, entry.num_bytes) if is_moved else None
                 for old in self.index.end_quarantine(entry, file, moved):
-                    self.index.end_removal(old, is_removed=self._unlink(old.path))
+                    self.index.leftovers.end_removal(old, is_removed=self._unlink(old.path))
             case Writer(reservation, False):
                 self._clear(work, reservation)
             case Writer(reservation, True):
@@ -320,7 +321,7 @@ def test_a_file_of_another_writer_that_cannot_be_removed_stays_counted() -> None
     assert again is not None
     index.end_remove(DIGEST, chunk(1), again, is_removed=False)
     assert index.bytes_used == UNIT
-    assert index.withdraw_abandoned() == [file]
+    assert index.leftovers.withdraw_abandoned() == [file]
 
 
 def test_quarantine_takes_a_sixteenth_but_always_the_newest() -> None:
@@ -333,17 +334,17 @@ def test_quarantine_takes_a_sixteenth_but_always_the_newest() -> None:
         surplus = index.end_quarantine(entry, file, File(f"/v/quarantine/{number}", UNIT))
         assert [old.path for old in surplus] == ([f"/v/quarantine/{number - 2}"] if number >= 2 else [])
         for old in surplus:
-            index.end_removal(old, is_removed=True)
+            index.leftovers.end_removal(old, is_removed=True)
     assert index.bytes_used == 2 * UNIT
 
 
 def test_a_capacity_that_shrank_is_made_true() -> None:
     index = index_with(*map(chunk, range(8)))
     index._space.capacity_bytes = 3 * UNIT
-    gone = []
-    while (file := index.withdraw_over_capacity(0.0)) is not None:
-        gone.append(file.path)
-        index.end_removal(file, is_removed=True)
+    files = index.withdraw_over_capacity(0.0)
+    gone = [file.path for file in files]
+    for file in files:
+        index.leftovers.end_removal(file, is_removed=True)
     assert len(gone) == 5
     assert all(chunk(number).key.hex() in path for number, path in enumerate(gone))
     assert index.bytes_used == 3 * UNIT
