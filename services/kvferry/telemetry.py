@@ -103,6 +103,9 @@ VERIFICATION_FAILURES = (
     *("corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
     *("truncated", "undecryptable"),
 )
+# Names of `tenancy.outcome.Cause` and `Refusal`.
+EVICTION_CAUSES = ("expired", "ended", "over_cap", "borrowed", "own")
+EVICTION_REFUSALS = ("limit", "no_room")
 BREAKER_STATES = ("closed", "open", "half_open")
 DIRECTIONS = ("read", "write")
 JOBS = ("load", "store")
@@ -575,6 +578,30 @@ TIER_QUARANTINED = _keeper(
     "tier_quarantined_pages_total", Kind.COUNTER, "pages", "Bad chunks that were quarantined.", _VOLUME
 )
 TIER_EVICTED = _keeper("tier_evicted_pages_total", Kind.COUNTER, "pages", "Chunks evicted.", _VOLUME)
+_OF_TENANT = (_VOLUME, Label("tenant", "a tenant with a record, or `other`"))
+TIER_TENANT_USED = _keeper("tier_tenant_used_bytes", Kind.GAUGE, "bytes", "What a tenant holds.", *_OF_TENANT)
+TIER_TENANT_FLOOR = _keeper(
+    "tier_tenant_floor_bytes", Kind.GAUGE, "bytes", "What demand of other tenants cannot evict.", *_OF_TENANT
+)
+TIER_TENANT_CAP = _keeper(
+    "tier_tenant_cap_bytes", Kind.GAUGE, "bytes", "Beyond it a tenant's own pages go first.", *_OF_TENANT
+)
+TIER_TENANT_EVICTED = _keeper(
+    "tier_tenant_evicted_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "Chunks of a tenant that were evicted.",
+    *_OF_TENANT,
+    Label("cause", "why: `borrowed` is above its floor, `own` for a chunk of its own", EVICTION_CAUSES),
+)
+TIER_TENANT_REFUSED = _keeper(
+    "tier_tenant_refused_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "Chunks of a tenant that were not stored.",
+    *_OF_TENANT,
+    Label("reason", "`limit`: its own; `no_room`: all else is within floors or in use", EVICTION_REFUSALS),
+)
 TIER_BREAKER = _keeper(
     "tier_breaker_state",
     Kind.GAUGE,

@@ -25,7 +25,8 @@ from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.tenancy.records import CLASSES, DEFAULT_CLASS, MAX_TENANTS, KeyRecord, TenantRecord
+from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord
+from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms, describe
 
 R = TypeVar("R")
 
@@ -125,6 +126,8 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
         click.echo(json.dumps(_shown(record), indent=2))
         return
     click.echo(f"tenant {record.name}, class {record.class_name}, share {record.share:g}, epoch {record.epoch}")
+    for tier, terms in record.tiers.items():
+        click.echo(f"{tier} tier: {describe(terms)}")
     table = _table("key", "made", "expires", "group", "operator")
     for key in record.keys:
         ends = "never" if key.expires_unix_s is None else _time(key.expires_unix_s)
@@ -149,6 +152,38 @@ async def set_contract(
         raise ConfigError("--share and --class-share exclude each other")
     record = await admin.set_contract(name, class_name=class_name, share=share, keeps_share=not class_share)
     click.echo(f"tenant {name} has class {record.class_name}, share {record.share:g}")
+
+
+@tenant.command(
+    name="set-tier",
+    help="Change what the tenant NAME may keep in a tier, as parts of the capacity that each node gives to it.",
+)
+@click.argument("name")
+@click.argument("tier", type=click.Choice(TIERS))
+@click.option("--floor", type=float, help="From 0 to 1: demand of other tenants cannot evict it.")
+@click.option("--cap", type=float, help="From 0 to 1: beyond it own pages go first, once the tier is full.")
+@click.option("--ttl", metavar="AGE", help="Remove what was not used for so long: 7d, 12h, 30m, 90s, or never.")
+@click.option("--borrow/--no-borrow", default=None, help="Whether it may hold more than its floor.")
+@click.option("--of-class", is_flag=True, help="The terms of its class again.")
+@_administering
+async def set_tier(
+    admin: TenantAdmin,
+    name: str,
+    tier: str,
+    floor: float | None,
+    cap: float | None,
+    ttl: str | None,
+    borrow: bool | None,
+    of_class: bool,
+) -> None:
+    terms: dict[str, Any] = {"floor": floor, "cap": cap, "borrow": borrow}
+    terms = {field: value for field, value in terms.items() if value is not None}
+    if ttl is not None:
+        terms["ttl_s"] = None if ttl == "never" else seconds_of(ttl)
+    if bool(terms) == of_class:
+        raise ConfigError("give --of-class, or one or more of --floor, --cap, --ttl, --borrow, --no-borrow")
+    record = await admin.set_tier(name, tier, None if of_class else terms)
+    click.echo(f"tenant {name} in the {tier} tier: {describe(record.tiers[tier])}")
 
 
 @tenant.command(
@@ -182,7 +217,8 @@ async def reset_pages(admin: TenantAdmin, name: str, wait_s: float) -> None:
 
 @tenant.command(
     name="apply",
-    help="Make tenants and keys those of a file: a list of {name, keys: [{name, sha256, expires, operator, group}]}. "
+    help="Make tenants and keys those of a file: a list of {name, class, share, "
+    "tiers: {volume: {floor, cap, borrow, ttl}}, keys: [{name, sha256, expires, operator, group}]}. "
     "Prints each change. Keys of a named tenant that the file leaves out end.",
 )
 @click.option("-f", "--file", "source", type=click.Path(path_type=Path), required=True, help="YAML; - for stdin.")
@@ -279,7 +315,7 @@ def read_wanted(source: Path) -> list[TenantRecord]:
         try:
             record = _wanted(entry)
             record.check()
-        except (ValueError, TypeError) as error:
+        except (ConfigError, ValueError, TypeError) as error:
             raise ConfigError(f"{source}: entry {number}: {error}") from None
         if any(other.name == record.name for other in wanted):
             raise ConfigError(f"{source}: entry {number}: a tenant {record.name!r} comes before it")
@@ -295,11 +331,19 @@ class _WantedKey(msgspec.Struct, forbid_unknown_fields=True):
     group: str = ""
 
 
+class _WantedTerms(msgspec.Struct, forbid_unknown_fields=True):
+    floor: float | msgspec.UnsetType = msgspec.UNSET
+    cap: float | msgspec.UnsetType = msgspec.UNSET
+    borrow: bool | msgspec.UnsetType = msgspec.UNSET
+    ttl: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class _WantedTenant(msgspec.Struct, forbid_unknown_fields=True, rename={"class_name": "class"}):
     name: str
     class_name: str = DEFAULT_CLASS
     share: float | None = None
     keys: tuple[_WantedKey, ...] = ()
+    tiers: dict[str, _WantedTerms] = {}
 
 
 def _wanted(entry: Any) -> TenantRecord:
@@ -318,7 +362,18 @@ def _wanted(entry: Any) -> TenantRecord:
                 group=each.group,
             )
         )
-    return TenantRecord(name=read.name, keys=tuple(keys), class_name=read.class_name, own_share=read.share)
+    record = TenantRecord(name=read.name, keys=tuple(keys), class_name=read.class_name, own_share=read.share)
+    record.check()
+    return msgspec.structs.replace(
+        record, own_tiers={tier: _wanted_terms(record, tier, terms) for tier, terms in read.tiers.items()}
+    )
+
+
+def _wanted_terms(record: TenantRecord, tier: str, wanted: _WantedTerms) -> TierTerms:
+    fields = {field: value for field, value in msgspec.structs.asdict(wanted).items() if value is not msgspec.UNSET}
+    if (ttl := fields.pop("ttl", None)) is not None:
+        fields["ttl_s"] = None if ttl == "never" else seconds_of(ttl)
+    return msgspec.structs.replace(record.tiers.get(tier, TierTerms()), **fields)
 
 
 def _shown(record: TenantRecord) -> dict[str, Any]:
@@ -328,6 +383,7 @@ def _shown(record: TenantRecord) -> dict[str, Any]:
         "epoch": record.epoch,
         "class": record.class_name,
         "share": record.share,
+        "tiers": msgspec.to_builtins({tier: msgspec.structs.asdict(terms) for tier, terms in record.tiers.items()}),
         "keys": shown.get("keys", []),
     }
 

@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 
 import pytest
+from msgspec.structs import replace
 
 from contract.test_record_contract import Site, server, site  # noqa: F401
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.memory import MemoryMembership, MemoryRecords, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.tenancy.records import CLASSES, MAX_KEYS, KeyRecord, TenantRecord
+from kvferry.tenancy.records import MAX_KEYS, KeyRecord, TenantRecord
+from kvferry.tenancy.terms import CLASSES, TierTerms
 
 NOW_S = 1_000.0
 
@@ -89,11 +91,11 @@ async def test_a_deleted_tenants_name_comes_back_with_a_new_epoch_and_no_keys(si
 
 async def test_a_contract_has_a_class_and_perhaps_a_share_of_its_own(site: Site) -> None:  # noqa: F811
     admin = admin_of(site)
-    assert (await admin.create("acme")).share == CLASSES["standard"]
-    assert (await admin.set_contract("acme", class_name="premium")).share == CLASSES["premium"]
+    assert (await admin.create("acme")).share == CLASSES["standard"].share
+    assert (await admin.set_contract("acme", class_name="premium")).share == CLASSES["premium"].share
     assert (await admin.set_contract("acme", share=2.5)).share == 2.5
     assert (await admin.set_contract("acme", class_name="basic")).share == 2.5
-    assert (await admin.set_contract("acme", keeps_share=False)).share == CLASSES["basic"]
+    assert (await admin.set_contract("acme", keeps_share=False)).share == CLASSES["basic"].share
     for fields in ({"class_name": "gold"}, {"share": 0.0}, {"share": -1.0}, {"share": float("nan")}, {"share": 1e9}):
         with pytest.raises(ConfigError):
             await admin.set_contract("acme", **fields)  # type: ignore[arg-type]
@@ -101,6 +103,33 @@ async def test_a_contract_has_a_class_and_perhaps_a_share_of_its_own(site: Site)
     changes = await admin.apply([wanted], prune=False)
     assert [change.line for change in changes] == ["~ class: basic -> standard", "~ share: of its class -> 3.0"]
     assert (await admin.get("acme")).share == 3.0
+
+
+async def test_terms_of_a_tier_change_field_by_field(site: Site) -> None:  # noqa: F811
+    admin = admin_of(site)
+    await admin.create("acme")
+    of_class = CLASSES["standard"].tiers["volume"]
+    assert (await admin.set_tier("acme", "volume", {"floor": 0.3})).tiers["volume"] == replace(of_class, floor=0.3)
+    assert (await admin.set_tier("acme", "volume", {"ttl_s": None})).tiers["volume"].floor == 0.3
+    await admin.create("beta")
+    assert (await admin.set_tier("beta", "volume", {"floor": 0.7, "cap": 1.0})).tiers["volume"].floor == 0.7
+    with pytest.raises(ConfigError, match=r"floors in the volume tier sum to 110\.0%"):
+        await admin.set_tier("acme", "volume", {"floor": 0.4})
+    with pytest.raises(ConfigError, match="below the floor"):
+        await admin.set_tier("beta", "volume", {"cap": 0.5})
+    with pytest.raises(ConfigError, match="tier 'tape': one of"):
+        await admin.set_tier("beta", "tape", {"cap": 0.5})
+    assert (await admin.set_tier("beta", "volume", None)).tiers["volume"] == of_class
+    await admin.delete("beta")
+    wanted = TenantRecord(name="acme", own_tiers={"volume": TierTerms(floor=0.5)})
+    changes = await admin.apply([wanted], prune=False)
+    assert [change.line for change in changes] == [
+        "~ volume tier: floor 0.3, cap 0.5, borrows, ttl no end -> floor 0.5, cap 0.5, borrows, ttl no end"
+    ]
+    full = TenantRecord(name="gamma", own_tiers={"volume": TierTerms(floor=0.6, cap=0.6)})
+    with pytest.raises(ConfigError, match="sum to 110"):
+        await admin.apply([full], prune=False)
+    assert [change.line for change in await admin.differences([full], prune=True)] == ["+ tenant", "- tenant"]
 
 
 async def test_no_change_is_lost_among_administrators_at_once(site: Site) -> None:  # noqa: F811

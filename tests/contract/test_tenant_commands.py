@@ -60,6 +60,13 @@ def test_a_tenants_life(run: Run) -> None:
     assert run("set", "acme", "--class-share").stdout == "tenant acme has class premium, share 4\n"
     for arguments in ((), ("--class", "gold"), ("--share", "0"), ("--share", "2", "--class-share")):
         assert run("set", "acme", *arguments).exit_code == 2
+    told = run("set-tier", "acme", "volume", "--floor", "0.2", "--ttl", "2h", "--no-borrow").stdout
+    assert told == "tenant acme in the volume tier: floor 0.2, cap 0.75, floor only, ttl 7200 s\n"
+    assert "volume tier: floor 0.2" in run("show", "acme").stdout
+    assert json.loads(run("show", "acme", "--json").stdout)["tiers"]["volume"]["floor"] == 0.2
+    for arguments in ((), ("--floor", "2"), ("--ttl", "soon"), ("--ttl", "0s"), ("--of-class", "--cap", "0.5")):
+        assert run("set-tier", "acme", "volume", *arguments).exit_code == 2
+    assert "floor 0, cap 0.75" in run("set-tier", "acme", "volume", "--of-class").stdout
     assert run("key", "revoke", "acme", "ci").exit_code == 0
     assert run("reset-pages", "acme").stdout == "tenant acme has epoch 1\n"
     assert [entry["name"] for entry in json.loads(run("list", "--json").stdout)] == ["acme"]
@@ -77,12 +84,14 @@ def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
         "- name: acme\n  keys:\n"
         f"  - {{name: ci, sha256: '{'1' * 64}', expires: 2099-01-01T00:00:00Z}}\n"
         f"  - {{name: web, sha256: '{'2' * 64}', operator: true, group: web}}\n"
-        "- name: beta\n"
+        "- {name: beta, tiers: {volume: {floor: 0.2, ttl: never}}}\n"
     )
     assert "acme: + key ci" in run("apply", "-f", str(file), "--dry-run").stdout
     assert json.loads(run("list", "--json").stdout) == []
     assert run("apply", "-f", str(file)).exit_code == 0
     assert run("apply", "-f", str(file)).stdout == "nothing to change\n"
+    terms = json.loads(run("show", "beta", "--json").stdout)["tiers"]["volume"]
+    assert terms == {"floor": 0.2, "cap": 0.5, "borrow": True, "ttl_s": None}
     keys = json.loads(run("show", "acme", "--json").stdout)["keys"]
     assert [(key["name"], key.get("expires_unix_s")) for key in keys] == [("ci", 4070908800.0), ("web", None)]
     assert "beta: - tenant" in run("apply", "-f", "-", "--prune", text="[{name: acme}]").stdout
@@ -99,6 +108,11 @@ def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
         ("- {name: acme, class: gold}", "class"),
         ("- {name: acme, share: 0}", "share"),
         ("- {name: Acme}", "entry 1"),
+        ("- {name: acme, tiers: {tape: {floor: 0.5}}}", "entry 1: tier 'tape'"),
+        ("- {name: acme, tiers: {volume: {floor: 0.5, size: 1}}}", "size"),
+        ("- {name: acme, tiers: {volume: {ttl: 5}}}", "entry 1"),
+        ("- {name: acme, tiers: {volume: {ttl: soon}}}", "entry 1: 'soon'"),
+        ("- {name: acme, tiers: {volume: {floor: 0.9}}}", "below the floor"),
         ("- {name: a}\n- {name: a}", "entry 2"),
         ("- {name: a, keys: [{name: k}]}", "sha256"),
         ("- {name: a, keys: [{name: k, sha256: 12}]}", "entry 1"),

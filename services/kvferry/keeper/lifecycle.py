@@ -10,7 +10,6 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
 
 import grpc
 
@@ -26,11 +25,12 @@ from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.nixl_agent import NixlAgent
 from kvferry.keeper.remote_reader import RemoteReader
 from kvferry.keeper.server import KeeperServer
-from kvferry.keeper.tenant_epochs import TenantEpochs
+from kvferry.keeper.volume_tenants import VolumeTenants
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.membership.follower import MemberFollower
 from kvferry.metrics_listener import MetricsListener
 from kvferry.store import folder
+from kvferry.store.eviction import TenantRetention
 from kvferry.store.folder import MAX_WRITER_CHARS
 from kvferry.store.keyring import SealingKeyFile
 from kvferry.store.volume import Volume
@@ -64,12 +64,14 @@ class KeeperHost:
         self._watching_keys: asyncio.Task[None] | None = None
         machine = os.environ.get(NODE_NAME_VARIABLE) or self._node
         writer = re.sub(r"[^A-Za-z0-9._-]", "-", machine).lstrip("._-")[:MAX_WRITER_CHARS] or "node"
+        has_tenants = config.gateway.tenants_in_etcd
         self._volumes = [
             Volume(
                 volume.path,
-                capacity_bytes=int(volume.capacity_gib * (1 << 30)),
+                capacity_bytes=(capacity_bytes := int(volume.capacity_gib * (1 << 30))),
                 shared=volume.shared,
                 writer=folder.free_writer(volume.path, writer) if volume.shared else "local",
+                eviction=TenantRetention(capacity_bytes) if has_tenants else None,
                 keyring=keyring,
             )
             for volume in tier.volumes
@@ -79,9 +81,9 @@ class KeeperHost:
             self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.load_limit_s
         )
         self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
-        self._epochs: TenantEpochs | None = None
-        if config.gateway.tenants_in_etcd:
-            self._epochs = TenantEpochs(membership, self._volumes, self.keeper_id, self._set_lowest_epochs)
+        self._tenants: VolumeTenants | None = None
+        if has_tenants:
+            self._tenants = VolumeTenants(membership, self.keeper, self._volumes)
         self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.load_limit_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)
         self._tracing: Tracing | None = None
@@ -123,8 +125,8 @@ class KeeperHost:
             self._config.tier.host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None
         )
         self._follower.start()
-        if self._epochs is not None:
-            self._epochs.start()
+        if self._tenants is not None:
+            self._tenants.start()
         if self._key_file is not None:
             self._watching_keys = asyncio.create_task(self._watch_keys(self._key_file))
         self._registration = await self._membership.register(self.member)
@@ -139,8 +141,8 @@ class KeeperHost:
             return
         self._is_stopped = True
         await self._follower.close()
-        if self._epochs is not None:
-            await self._epochs.close()
+        if self._tenants is not None:
+            await self._tenants.close()
         tasks = [task for task in (self._warming, self._watching_keys) if task is not None]
         for task in tasks:
             task.cancel()
@@ -184,9 +186,6 @@ class KeeperHost:
         self.remote.keep_only(addresses)
         if addresses and self._warming is None:
             self._warming = asyncio.create_task(self._warm_up())
-
-    def _set_lowest_epochs(self, lowest_epochs: Mapping[str, int]) -> None:
-        self.keeper.lowest_epochs = lowest_epochs
 
     async def _watch_keys(self, key_file: SealingKeyFile) -> None:
         while True:

@@ -21,6 +21,8 @@ _READ = (
     *(telemetry.TIER_RUNNING, telemetry.TIER_OVERDUE, telemetry.TIER_OPERATIONS, telemetry.TIER_BYTES),
     *(telemetry.TIER_SECONDS, telemetry.TIER_READ_RATE, telemetry.TIER_VERIFICATION_FAILURES),
     *(telemetry.TIER_QUARANTINED, telemetry.TIER_EVICTED, telemetry.TIER_BREAKER, telemetry.TIER_TRIPS),
+    *(telemetry.TIER_TENANT_USED, telemetry.TIER_TENANT_FLOOR, telemetry.TIER_TENANT_CAP),
+    *(telemetry.TIER_TENANT_EVICTED, telemetry.TIER_TENANT_REFUSED),
 )
 
 
@@ -93,6 +95,14 @@ def _read_volume(stats: VolumeIoStats) -> Iterator[Reading]:
     yield Reading(telemetry.TIER_READ_RATE, (volume,), state.read_bytes_per_s)
     yield Reading(telemetry.TIER_QUARANTINED, (volume,), stats.quarantined)
     yield Reading(telemetry.TIER_EVICTED, (volume,), stats.evicted)
+    for tenant, usage in stats.tenants.items():
+        yield Reading(telemetry.TIER_TENANT_USED, (volume, tenant), usage.used)
+        yield Reading(telemetry.TIER_TENANT_FLOOR, (volume, tenant), usage.floor)
+        yield Reading(telemetry.TIER_TENANT_CAP, (volume, tenant), usage.cap)
+        for cause, count in usage.evicted.items():
+            yield Reading(telemetry.TIER_TENANT_EVICTED, (volume, tenant, cause.name.lower()), count)
+        for reason, count in usage.refused.items():
+            yield Reading(telemetry.TIER_TENANT_REFUSED, (volume, tenant, reason.name.lower()), count)
     for direction, breaker in (("read", stats.breaker), ("write", stats.write_breaker)):
         yield Reading(telemetry.TIER_BREAKER, (volume, direction, breaker.value), 1)
     yield Reading(telemetry.TIER_TRIPS, (volume,), state.trips)

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.config import TierConfig, VolumeConfig
@@ -26,6 +26,7 @@ from kvferry.store.direct_io import aligned_buffer
 from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
+from kvferry.tenancy.outcome import TenantUsage
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class VolumeIoStats:
     bytes_written: int
     evicted: int
     quarantined: int
+    tenants: Mapping[str, TenantUsage]
 
 
 class VolumeIo:
@@ -250,6 +252,7 @@ class VolumeIo:
             bytes_written=stats.bytes_written,
             evicted=stats.evicted,
             quarantined=stats.quarantined,
+            tenants=self.volume.usages(),
         )
 
     # Ends of operations

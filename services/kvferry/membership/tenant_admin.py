@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.tenancy import records
 from kvferry.tenancy.records import KeyRecord, Purge, TenantRecord, make_key
+from kvferry.tenancy.terms import TIERS, TierTerms, check_floors, describe
 
 T = TypeVar("T")
 
@@ -72,6 +73,24 @@ class TenantAdmin:
                 class_name=record.class_name if class_name is None else class_name,
                 own_share=share if share is not None else record.own_share if keeps_share else None,
             )
+
+        return await self._change(tenant, changed)
+
+    async def set_tier(self, tenant: str, tier: str, terms: Mapping[str, Any] | None) -> TenantRecord:
+        """Change the given fields of a tenant's `TierTerms`; with None, take those of its class again."""
+        others = {name: record for name, record in (await self.all()).items() if name != tenant}
+
+        def changed(record: TenantRecord | None) -> TenantRecord:
+            record = _living(tenant, record)
+            tiers = {name: own for name, own in record.own_tiers.items() if name != tier}
+            if terms is not None:
+                if tier not in record.tiers:
+                    raise ConfigError(f"tier {tier[:80]!r}: one of {', '.join(TIERS)}")
+                tiers[tier] = msgspec.structs.replace(record.tiers[tier], **terms)
+            record = msgspec.structs.replace(record, own_tiers=tiers)
+            record.check()
+            _check_floors([*others.values(), record])
+            return record
 
         return await self._change(tenant, changed)
 
@@ -142,13 +161,18 @@ class TenantAdmin:
     async def differences(self, wanted: Sequence[TenantRecord], *, prune: bool) -> list[Change]:
         """Return what `apply` would change. Raises ConfigError for a key of two tenants."""
         known = await self.all()
+        names = {record.name for record in wanted}
+        kept = [record for name, record in known.items() if name not in names]
         owners: dict[str, str] = {}
-        for record in (known | {record.name: record for record in wanted}).values():
+        for record in (*kept, *wanted):
             for key in record.keys:
                 if (owner := owners.setdefault(key.sha256, record.name)) != record.name:
                     raise ConfigError(f"the key {key.name!r} of tenant {record.name!r} is also one of {owner!r}")
+        try:
+            _check_floors(wanted if prune else [*kept, *wanted])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         changes = [change for record in wanted for change in _differences(known.get(record.name), record)]
-        names = {record.name for record in wanted}
         gone = [name for name, record in known.items() if prune and name not in names and not record.is_deleted]
         return [*changes, *(Change(name, "- tenant") for name in gone)]
 
@@ -194,6 +218,14 @@ class TenantAdmin:
         raise UnavailableError(f"the tenant {name!r} is changed by others all the time; nothing was changed")
 
 
+def _check_floors(tenants: Iterable[TenantRecord]) -> None:
+    check_floors({record.name: record.tiers for record in tenants if not record.is_deleted})
+
+
+def _terms(terms: TierTerms | None) -> str:
+    return "of its class" if terms is None else describe(terms)
+
+
 def _path(name: str) -> str:
     return f"{records.TENANTS}/{name}"
 
@@ -221,7 +253,9 @@ def _applied(wanted: TenantRecord, before: TenantRecord | None) -> TenantRecord:
     )
     if before is None or before.is_deleted:
         return _begun(wanted, before)
-    return msgspec.structs.replace(before, keys=keys, class_name=wanted.class_name, own_share=wanted.own_share)
+    return msgspec.structs.replace(
+        before, keys=keys, class_name=wanted.class_name, own_share=wanted.own_share, own_tiers=wanted.own_tiers
+    )
 
 
 def _begun(wanted: TenantRecord, before: TenantRecord | None) -> TenantRecord:
@@ -238,6 +272,10 @@ def _differences(before: TenantRecord | None, wanted: TenantRecord) -> list[Chan
         for name_of, was, wants in contract:
             if was != wants:
                 lines.append(f"~ {name_of}: {was or 'of its class'} -> {wants or 'of its class'}")
+        for tier in TIERS:
+            was_terms, terms = before.own_tiers.get(tier), wanted.own_tiers.get(tier)
+            if was_terms != terms:
+                lines.append(f"~ {tier} tier: {_terms(was_terms)} -> {_terms(terms)}")
     old = {} if before is None or is_new else {key.name: key for key in before.keys}
     new = {key.name: key for key in _applied(wanted, before).keys}
     for key_name in sorted(old.keys() | new.keys()):

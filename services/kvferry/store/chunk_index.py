@@ -6,6 +6,7 @@ evicted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -99,18 +100,21 @@ class ChunkIndex(ChunkTable):
 
     # Additions
 
-    def add(self, entries: Iterable[IndexEntry], now_s: float) -> list[IndexEntry]:
+    def add(
+        self, entries: Iterable[IndexEntry], now_s: float, used_s: Iterable[float] | None = None
+    ) -> list[IndexEntry]:
         """Add files, oldest first. Return those whose key is present or claimed."""
         refused: list[IndexEntry] = []
         with self._lock:
-            for entry in entries:
+            times = itertools.repeat(now_s) if used_s is None else used_s
+            for entry, entry_used_s in zip(entries, times, strict=False):
                 layout, key = entry.layout, entry.chunk.key
                 if self._find(layout, key) is not None or (self._claims and (layout, key) in self._claims):
                     refused.append(entry)
                     continue
                 if entry.writer == self._writer:
                     self._eviction.hold(entry.chunk.namespace.tenant, entry.num_bytes)
-                self._insert(entry, now_s)
+                self._insert(entry, entry_used_s)
         return refused
 
     def reserve(self, layout: LayoutDigest, chunk: ChunkId, chunk_bytes: int, now_s: float) -> Reservation | Outcome:

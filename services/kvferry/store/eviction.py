@@ -12,6 +12,7 @@ from kvferry.tenancy.outcome import Refusal, TenantUsage, Victim
 from kvferry.tenancy.page import Page
 from kvferry.tenancy.retention import Retention
 
+MAX_NAMED_TENANTS = 200
 # Of evicted chunks of a tenant, for each that it has; 160 bytes each.
 GHOSTS_PER_CHUNK = 2
 
@@ -74,7 +75,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def usages(self) -> Mapping[str, TenantUsage]:
-        """Return what tenants with a contract hold."""
+        """Return what tenants hold, by name or as `OTHER`."""
         ...
 
     def __contains__(self, chunk: EvictableChunk) -> bool: ...
@@ -165,17 +166,15 @@ class TenantRetention:
     def __init__(self, capacity_bytes: int) -> None:
         self._retention = Retention(TierSettings(max(1, capacity_bytes), ghosts_per_page=GHOSTS_PER_CHUNK))
         self._num_chunks = 0
-        self._tenants: Sequence[str] = ()
 
     def __repr__(self) -> str:
         return f"<TenantRetention {self._retention!r}>"
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         self._retention.configure(contracts)
-        self._tenants = sorted(contracts)
 
     def usages(self) -> Mapping[str, TenantUsage]:
-        return {tenant: self._retention.usage_of(tenant) for tenant in self._tenants}
+        return self._retention.usages(MAX_NAMED_TENANTS)
 
     def select(
         self, tenant: str, num_bytes: int, num_missing: int, now_s: float, may_go: MayGo

@@ -138,6 +138,10 @@ class Volume:
     def writer(self) -> str:
         return self._writer
 
+    @property
+    def capacity_bytes(self) -> int:
+        return self._index.capacity_bytes
+
     def layouts(self) -> list[LayoutDigest]:
         return self._index.layouts()
 
@@ -222,7 +226,7 @@ class Volume:
         self._index.configure(contracts)
 
     def usages(self) -> Mapping[str, TenantUsage]:
-        """Return what tenants with a contract hold, by name; nothing without a policy for tenants."""
+        """Return what tenants hold; nothing without a policy for tenants."""
         return self._index.usages()
 
     def expire(self) -> int:
@@ -365,8 +369,9 @@ class Volume:
         now_s = self._clock()
         latest_s = time.time() + CLOCK_SKEW_S  # of uses; later ones are by a clock that was ahead
         found_ours = sorted(_chunks(folder.walk(self.path, self._writer)), key=lambda each: min(each.used_s, latest_s))
-        ours = [self._entry_of(found) for found in found_ours if not self._is_removed_as_too_large(found, max_bytes)]
-        for newer in self._index.add(ours, now_s):
+        found_ours = [found for found in found_ours if not self._is_removed_as_too_large(found, max_bytes)]
+        ours = [self._entry_of(found) for found in found_ours]
+        for newer in self._index.add(ours, now_s, [min(found.used_s, now_s) for found in found_ours]):
             # Two files have the same chunk key, but another tenant or route key. Keep the newer one.
             older = self._index.pin(newer.layout, newer.chunk.key)
             assert older is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvferry.tenancy.page import Page
 
@@ -39,15 +39,32 @@ class Stored(NamedTuple):
     victims: list[Victim]  # their room is the page's: the tier removes them before it writes
 
 
-@dataclass(frozen=True, slots=True)
+OTHER: Final = "other"  # tenants that are not named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    used: int
-    pinned: int
-    wanted: int
-    borrowed: int
-    floor: int
-    cap: int
-    num_pages: int
-    num_ghosts: int
+    used: int = 0
+    pinned: int = 0
+    wanted: int = 0
+    borrowed: int = 0
+    floor: int = 0
+    cap: int = 0
+    num_pages: int = 0
+    num_ghosts: int = 0
     evicted: Mapping[Cause, int]
     refused: Mapping[Refusal, int]
+
+    def plus(self, other: TenantUsage) -> TenantUsage:
+        return TenantUsage(
+            used=self.used + other.used,
+            pinned=self.pinned + other.pinned,
+            wanted=self.wanted + other.wanted,
+            borrowed=self.borrowed + other.borrowed,
+            floor=self.floor + other.floor,
+            cap=self.cap + other.cap,
+            num_pages=self.num_pages + other.num_pages,
+            num_ghosts=self.num_ghosts + other.num_ghosts,
+            evicted={cause: self.evicted[cause] + other.evicted[cause] for cause in Cause},
+            refused={refusal: self.refused[refusal] + other.refused[refusal] for refusal in Refusal},
+        )

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms
 
 KEY_PREFIX: Final = "kvf_"
 # Folders of records.
@@ -47,9 +48,6 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError(f"group {self.group[:80]!r}: letters, digits, dots, dashes and underscores, at most 63")
 
 
-# Shares of a saturated cluster's work, to one another.
-CLASSES: Final[Mapping[str, float]] = {"premium": 4.0, "standard": 1.0, "basic": 0.25}
-DEFAULT_CLASS: Final = "standard"
 MIN_SHARE: Final = 0.01
 MAX_SHARE: Final = 1000.0
 
@@ -64,10 +62,15 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     is_deleted: bool = False
     class_name: str = DEFAULT_CLASS
     own_share: float | None = None  # instead of the class's
+    own_tiers: dict[str, TierTerms] = {}  # by tier, instead of the class's
 
     @property
     def share(self) -> float:
-        return CLASSES[self.class_name] if self.own_share is None else self.own_share
+        return CLASSES[self.class_name].share if self.own_share is None else self.own_share
+
+    @property
+    def tiers(self) -> Mapping[str, TierTerms]:
+        return {**CLASSES[self.class_name].tiers, **self.own_tiers}
 
     def check(self) -> None:
         """Raises ValueError naming the fault."""
@@ -80,6 +83,13 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError(f"class {self.class_name[:80]!r}: one of {', '.join(CLASSES)}")
         if self.own_share is not None and not MIN_SHARE <= self.own_share <= MAX_SHARE:
             raise ValueError(f"share {self.own_share}: from {MIN_SHARE} to {MAX_SHARE:g}")
+        for tier, terms in self.own_tiers.items():
+            if tier not in TIERS:
+                raise ValueError(f"tier {tier[:80]!r}: one of {', '.join(TIERS)}")
+            try:
+                terms.check()
+            except ValueError as error:
+                raise ValueError(f"the {tier} tier: {error}") from None
         for key in self.keys:
             key.check()
         if len({key.name for key in self.keys}) < len(self.keys):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.tenancy.contract import TierContract, TierSettings, check_floors
 from kvferry.tenancy.indexed_heap import IndexedHeap
-from kvferry.tenancy.outcome import Cause, Refusal, Stored, TenantUsage, Victim
+from kvferry.tenancy.outcome import OTHER, Cause, Refusal, Stored, TenantUsage, Victim
 from kvferry.tenancy.page import MAX_REUSES, Page, PageList
 from kvferry.tenancy.tenant_order import TenantOrder
 from kvferry.tenancy.tenant_pages import NEVER, Candidate, TenantPages
@@ -255,6 +255,18 @@ class Retention:
             evicted={cause: tenant.num_evicted[cause] for cause in Cause},
             refused={refusal: tenant.num_refused[refusal] for refusal in Refusal},
         )
+
+    def usages(self, max_named: int) -> dict[str, TenantUsage]:
+        """Return what tenants with a contract hold, by name, and under `OTHER` the sums of all else."""
+        named = [name for name in sorted(self._contracts) if name != OTHER][:max_named]
+        usages = {name: self.usage_of(name) for name in named}
+        other = TenantUsage(
+            evicted={cause: self.other_evicted[cause] for cause in Cause},
+            refused={refusal: self.other_refused[refusal] for refusal in Refusal},
+        )
+        for name in self._tenants.keys() - usages.keys():
+            other = other.plus(self.usage_of(name))
+        return {**usages, OTHER: other}
 
     # Inside
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 
 from kvferry.errors import TierError
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation, aligned_buffer
+from kvferry.store.eviction import TenantRetention
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import (
     CHUNK_BYTES,
@@ -110,16 +113,19 @@ def test_a_chunk_comes_back_from_this_volume_and_from_the_next_on_its_folder(
         max_size=60,
     ),
     is_sealed=st.booleans(),
+    has_tenants=st.booleans(),
 )
 @settings(deadline=None, max_examples=60)
 def test_what_is_delivered_is_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], is_sealed: bool
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], is_sealed: bool, has_tenants: bool
 ) -> None:
     """Any sequence of operations on twelve chunks of two layouts, tenants and epochs, with space for about five."""
     path = tmp_path_factory.mktemp("volume")
 
     def opened() -> tuple[Volume, ChunkMirror]:
-        volume = Volume(path, capacity_bytes=5 * CHUNK_BYTES, keyring=KEYRING if is_sealed else None)
+        eviction = TenantRetention(5 * CHUNK_BYTES) if has_tenants else None
+        keyring = KEYRING if is_sealed else None
+        volume = Volume(path, capacity_bytes=5 * CHUNK_BYTES, eviction=eviction, keyring=keyring)
         volume.open()
         return volume, ChunkMirror(volume)
 
@@ -368,6 +374,31 @@ def test_the_order_survives_a_restart(opened: Opened) -> None:
     volume.close()
     volume = opened(chunks=2)
     assert set(volume.keys(DIGEST)) == {chunk(0), chunk(2)}
+
+
+def test_time_to_live_counts_over_restarts(opened: Opened) -> None:
+    now_s = time.time()
+    volume = opened()
+    put(volume, *(chunk(number, Namespace("acme")) for number in range(4)))
+    for number, file in enumerate(chunk_files(volume.path)):
+        os.utime(file, (now_s - 100 * number, now_s - 100 * number))
+    volume.close()
+    volume = opened(eviction=TenantRetention(8 * CHUNK_BYTES))
+    volume.configure({"acme": TierContract(ttl_s=150.0)})
+    assert volume.expire() == 2
+    assert len(chunk_files(volume.path)) == 2
+    assert volume.usages()["acme"].used == 2 * CHUNK_BYTES
+    assert volume.expire() == 0
+
+
+def test_a_volume_that_shrank_below_floors_gives_up_the_least_used(opened: Opened) -> None:
+    volume = opened(chunks=4, eviction=TenantRetention(4 * CHUNK_BYTES))
+    put(volume, *(chunk(number, Namespace("ab"[number % 2])) for number in range(4)))
+    volume.close()
+    volume = opened(chunks=2, eviction=TenantRetention(2 * CHUNK_BYTES))
+    assert len(volume.keys(DIGEST)) == 2
+    with pytest.raises(ValueError, match="floors sum to"):
+        volume.configure({"a": TierContract(floor=3 * CHUNK_BYTES)})
 
 
 def stalled_read(volume: Volume, stalled: threading.Event, of: ChunkId) -> tuple[threading.Thread, list[Outcome]]:

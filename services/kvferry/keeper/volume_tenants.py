@@ -1,49 +1,47 @@
-"""Removes chunks of epochs that are over: of tenants that were deleted, or whose pages were reset."""
+"""Applies the records of tenants to volumes: what each may keep, and chunks of epochs that are over."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from kvferry.errors import KvferryError, TierError
+from kvferry.keeper.keeper import Keeper
 from kvferry.membership.base import Membership, RecordChange, Records
 from kvferry.store.volume import Volume
 from kvferry.tenancy import records
-from kvferry.tenancy.records import PURGES, TENANTS, Purge
+from kvferry.tenancy.records import PURGES, TENANTS, Purge, TenantRecord
+from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, contracts_in
 
 log = logging.getLogger(__name__)
 
 REWATCH_S: Final = 1.0
 # Between looks for files of before: another keeper of a shared volume may not have known of the new epoch yet.
 REPEAT_S: Final = 60.0
+EXPIRY_PERIOD_S: Final = 10.0
+CONFIGURE_PAUSE_S: Final = 0.2  # contracts of 10,000 tenants take some 10 ms
 
 
-class TenantEpochs:
-    """`on_change` gets the lowest epoch of each tenant that counts, before chunks of lower ones are removed."""
-
-    def __init__(
-        self,
-        membership: Membership,
-        volumes: Sequence[Volume],
-        keeper_id: str,
-        on_change: Callable[[Mapping[str, int]], None],
-    ) -> None:
+class VolumeTenants:
+    def __init__(self, membership: Membership, keeper: Keeper, volumes: Sequence[Volume]) -> None:
         self._records = membership.records
+        self._keeper = keeper
         self._volumes = volumes
-        self._keeper_id = keeper_id
-        self._on_change = on_change
+        self._tenants: dict[str, TenantRecord] = {}
         self._lowest: dict[str, int] = {}
         self._to_report: dict[str, int] = {}
         self._wanted = asyncio.Event()
+        self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._purge_for_ever())]
+        duties = (self._follow(), self._configure_for_ever(), self._purge_for_ever(), self._expire_for_ever())
+        self._tasks = [asyncio.create_task(duty) for duty in duties]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -61,17 +59,42 @@ class TenantEpochs:
 
     def _apply(self, change: RecordChange) -> None:
         values = change.by_name if isinstance(change, Records) else {change.name: change.value}
+        if isinstance(change, Records):
+            self._tenants = {name: record for name, record in self._tenants.items() if name in values}
         for name, value in values.items():
             try:
-                epoch = 0 if value is None else records.decode(name, value).epoch
+                record = None if value is None else records.decode(name, value)
             except ValueError as error:
                 log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
                 continue
+            if record is None or record.is_deleted:
+                self._tenants.pop(name, None)
+            else:
+                self._tenants[name] = record
             # An epoch that is over stays over: a record that was lost with etcd's data brings no page back.
-            if epoch > self._lowest.get(name, 0):
-                self._lowest[name] = self._to_report[name] = epoch
+            if record is not None and record.epoch > self._lowest.get(name, 0):
+                self._lowest[name] = self._to_report[name] = record.epoch
                 self._wanted.set()
-        self._on_change(self._lowest)
+        self._keeper.lowest_epochs = self._lowest
+        self._changed.set()
+
+    async def _configure_for_ever(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            tiers = {name: record.tiers for name, record in self._tenants.items()}
+            await asyncio.to_thread(self._configure, tiers)
+            await asyncio.sleep(CONFIGURE_PAUSE_S)
+
+    def _configure(self, tiers: TenantToTiers) -> None:
+        for volume in self._volumes:
+            volume.configure(contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes))
+
+    async def _expire_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_PERIOD_S)
+            for volume in self._volumes:
+                await asyncio.to_thread(volume.expire)
 
     async def _purge_for_ever(self) -> None:
         while True:
@@ -96,7 +119,7 @@ class TenantEpochs:
         for tenant, num_chunks in removed.items():
             log.info("removed %d chunks of the tenant %s before epoch %d", num_chunks, tenant, lowest[tenant])
         for tenant, epoch in reports.items():
-            purge = Purge(self._keeper_id, volume.volume_id, epoch, removed.get(tenant, 0), round(time.time()))
+            purge = Purge(self._keeper.keeper_id, volume.volume_id, epoch, removed.get(tenant, 0), round(time.time()))
             await self._report(f"{PURGES}/{tenant}/{volume.volume_id}-{volume.writer}", purge)
 
     async def _report(self, name: str, purge: Purge) -> None:

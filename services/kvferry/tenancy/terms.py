@@ -1,0 +1,85 @@
+"""Terms of a tenant's contract, as parts of what a cluster has, and the classes of tenants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from kvferry.tenancy.contract import DEFAULT_CAP, TierContract
+
+VOLUME_TIER: Final = "volume"
+TIERS: Final = (VOLUME_TIER,)  # those that keep contracts
+
+_DAY_S: Final = 86400.0
+MAX_TTL_S: Final = 3650 * _DAY_S
+
+
+class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a tenant may keep in a tier, as parts of the tier's capacity."""
+
+    floor: float = 0.0  # that demand of other tenants cannot evict
+    cap: float = DEFAULT_CAP  # beyond it the tenant's own pages go first, where nothing is free
+    borrow: bool = True  # may hold more than the floor
+    ttl_s: float | None = None  # since the last use; None: as long as there is room
+
+    def check(self) -> None:
+        """Raises ValueError naming the fault."""
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor {self.floor}: a part of the tier, from 0 to 1")
+        if not 0 < self.cap <= 1:
+            raise ValueError(f"cap {self.cap}: a part of the tier, over 0, at most 1")
+        if self.cap < self.floor:
+            raise ValueError(f"cap {self.cap} is below the floor of {self.floor}")
+        if self.ttl_s is not None and not 1 <= self.ttl_s <= MAX_TTL_S:
+            raise ValueError(f"ttl {self.ttl_s} s: from 1 s to {MAX_TTL_S:g} s")
+
+    def contract_in(self, capacity: int, floor_scale: float = 1.0) -> TierContract:
+        floor = int(self.floor * floor_scale * capacity)
+        return TierContract(floor=floor, cap=max(floor, int(self.cap * capacity)), borrow=self.borrow, ttl_s=self.ttl_s)
+
+
+class TenantClass(msgspec.Struct, frozen=True):
+    """Presets of a contract."""
+
+    share: float  # of a saturated cluster's work, to others' shares
+    tiers: Mapping[str, TierTerms]
+
+
+# Floors are guarantees: they are given to tenants by name, for those of a class could exceed what there is.
+CLASSES: Final[Mapping[str, TenantClass]] = {
+    "premium": TenantClass(4.0, {VOLUME_TIER: TierTerms(cap=0.75, ttl_s=30 * _DAY_S)}),
+    "standard": TenantClass(1.0, {VOLUME_TIER: TierTerms(cap=0.5, ttl_s=7 * _DAY_S)}),
+    "basic": TenantClass(0.25, {VOLUME_TIER: TierTerms(cap=0.25, ttl_s=_DAY_S)}),
+}
+DEFAULT_CLASS: Final = "standard"
+
+
+TenantToTiers = Mapping[str, Mapping[str, TierTerms]]
+
+
+def contracts_in(tier: str, tenant_to_terms: TenantToTiers, capacity: int) -> dict[str, TierContract]:
+    """Return the contracts of a tier with `capacity` units. Floors that exceed it together are scaled down."""
+    terms = {tenant: tiers[tier] for tenant, tiers in tenant_to_terms.items()}
+    total = math.fsum(each.floor for each in terms.values())
+    scale = 1.0 if total <= 1 else 1 / total
+    return {tenant: each.contract_in(capacity, scale) for tenant, each in terms.items()}
+
+
+def check_floors(tenant_to_terms: TenantToTiers) -> None:
+    """Raise ValueError where the tenants' floors in a tier exceed it."""
+    for tier in TIERS:
+        floors = {tenant: tiers[tier].floor for tenant, tiers in tenant_to_terms.items()}
+        total = math.fsum(floors.values())
+        if total > 1 + 1e-9:
+            largest = sorted(floors, key=lambda tenant: -floors[tenant])[:5]
+            named = ", ".join(f"{tenant} {floors[tenant]:.0%}" for tenant in largest)
+            raise ValueError(f"floors in the {tier} tier sum to {total:.1%}: {named}")
+
+
+def describe(terms: TierTerms) -> str:
+    """For people."""
+    ttl = "no end" if terms.ttl_s is None else f"{terms.ttl_s:g} s"
+    return f"floor {terms.floor:.3g}, cap {terms.cap:.3g}, {'borrows' if terms.borrow else 'floor only'}, ttl {ttl}"

@@ -1,0 +1,204 @@
+"""What tenants' records do to volumes: chunks of epochs that are over leave, floors hold, chunks expire."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvferry.config import ClusterConfig
+from kvferry.keeper import failure_cause, volume_tenants
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.store import fsck
+from kvferry.store.chunk_file import chunk_file_bytes
+from kvferry.store.volume import Volume
+from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.outcome import Cause
+from support.tier_keeper import engine
+from support.tier_node import hosting, node_config
+from support.tier_rows import layout_of, rows_of
+from support.waiting import until
+
+ACME, BETA = Namespace("acme"), Namespace("beta")
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volume_tenants, "REPEAT_S", 0.2)
+
+
+def watching(config: ClusterConfig) -> ClusterConfig:
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"tenants_in_etcd": True})})
+
+
+def tenants_of(folder: Path) -> list[str]:
+    return sorted(chunk.chunk.namespace.tenant for chunk in fsck.list_chunks(folder / "v0"))
+
+
+async def test_a_deleted_tenants_chunks_go_and_it_can_store_no_more(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    await admin.create("beta")
+    async with hosting(watching(node_config(tmp_path)), MemoryMembership(registry), "n1") as host:
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(3), ACME)
+            await a.store(range(3, 5), BETA)
+            assert tenants_of(tmp_path) == ["acme"] * 3 + ["beta"] * 2
+            record = await admin.delete("acme")
+            await until(lambda: tenants_of(tmp_path) == ["beta"] * 2)
+            await a.misses(range(3))
+            refused = await a.store(range(5, 7), ACME)
+            assert list(refused.failed.values()) == [failure_cause.Cause.EPOCH_OVER] * 2
+            refused = await a.load(range(3, 5), namespace=ACME)
+            assert not refused.succeeded
+            assert len((await a.store(range(5, 7), Namespace("acme", record.epoch))).succeeded) == 2
+            assert (await a.load(range(3, 5), namespace=BETA)).succeeded
+            assert a.holds(range(3, 5))
+
+            async def reported() -> bool:
+                done, left = await admin.purges(record)
+                return not left and [purge.num_chunks for purge in done] == [3]
+
+            while not await reported():
+                pass
+        assert tenants_of(tmp_path) == ["acme"] * 2 + ["beta"] * 2
+
+
+async def test_a_keeper_that_was_away_removes_them_when_it_comes(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    config = watching(node_config(tmp_path))
+    async with hosting(config, MemoryMembership(registry), "n1") as host:
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(3), ACME)
+    await admin.raise_epoch("acme")
+    assert tenants_of(tmp_path) == ["acme"] * 3
+    async with hosting(config, MemoryMembership(registry), "n1"):
+        await until(lambda: tenants_of(tmp_path) == [])
+
+
+async def test_files_that_come_late_are_found_too(tmp_path: Path) -> None:
+    """As from another node of a shared volume, which knew of the new epoch a moment later."""
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    config = watching(node_config(tmp_path))
+    async with hosting(config, MemoryMembership(registry), "n1") as host:
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(2), ACME)
+            kept = Path(next(iter(fsck.list_chunks(tmp_path / "v0"))).path)
+            shutil.copy(kept, tmp_path / "late")
+            record = await admin.delete("acme")
+            await until(lambda: tenants_of(tmp_path) == [])
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tmp_path / "late", kept)
+            await until(lambda: tenants_of(tmp_path) == [], what="the late file to go")
+            assert record.epoch == 1
+
+
+async def test_without_tenants_in_etcd_nothing_is_removed(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    await admin.raise_epoch("acme")
+    async with hosting(node_config(tmp_path), MemoryMembership(registry), "n1") as host:
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            assert len((await a.store(range(3), ACME)).succeeded) == 3
+        assert host._tenants is None
+
+
+# 64 chunks of 8 KiB and their headers.
+SMALL = {"capacity_gib": 64 * chunk_file_bytes(8192) / (1 << 30)}
+
+
+async def test_a_floor_survives_a_flood_of_ten_times_the_volume(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    await admin.create("beta")
+    await admin.set_tier("acme", "volume", {"floor": 0.25})
+    await admin.set_tier("beta", "volume", {"cap": 1.0})
+    config = watching(node_config(tmp_path, volume=SMALL))
+    async with hosting(config, MemoryMembership(registry), "n1") as host:
+        volume = host._volumes[0]
+        await until(lambda: "acme" in volume.usages())
+        with rows_of(16, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            for first in range(0, 24, 8):
+                assert len((await a.store(range(first, first + 8), ACME)).succeeded) == 8
+            for first in range(1000, 1640, 16):
+                assert len((await a.store(range(first, first + 16), BETA)).succeeded) == 16
+            usages = volume.usages()
+            assert usages["acme"].used == 16 * chunk_file_bytes(8192), "what is above the floor was lent"
+            assert usages["acme"].evicted[Cause.BORROWED] == 8
+            assert usages["beta"].used == 48 * chunk_file_bytes(8192)
+            loaded = await a.load(range(8, 24), namespace=ACME)
+            assert len(loaded.succeeded) == 16
+            assert a.holds(range(8, 24))
+        metrics = (await host.metrics.render()).decode()
+        assert f'kvferry_tier_tenant_used_bytes{{keeper="{host.keeper_id}",tenant="acme",volume=' in metrics
+        assert 'cause="borrowed"' in metrics
+        volume.check()
+
+
+async def test_without_a_floor_the_same_flood_takes_all(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    await admin.create("beta")
+    await admin.set_tier("beta", "volume", {"cap": 1.0})
+    async with hosting(watching(node_config(tmp_path, volume=SMALL)), MemoryMembership(registry), "n1") as host:
+        await until(lambda: "acme" in host._volumes[0].usages())
+        with rows_of(16, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(16), ACME)
+            for first in range(1000, 1640, 16):
+                await a.store(range(first, first + 16), BETA)
+            assert host._volumes[0].usages()["acme"].used == 0
+            await a.misses(range(16))
+
+
+async def test_chunks_that_were_not_used_for_their_time_leave_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_tenants, "EXPIRY_PERIOD_S", 0.05)
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    await admin.create("beta")
+    await admin.set_tier("acme", "volume", {"ttl_s": 1.0})
+    async with hosting(watching(node_config(tmp_path)), MemoryMembership(registry), "n1") as host:
+        await until(lambda: "acme" in host._volumes[0].usages())
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(3), ACME)
+            await a.store(range(3, 5), BETA)
+            await until(lambda: tenants_of(tmp_path) == ["beta"] * 2, what="the chunks to expire")
+            await a.misses(range(3))
+            assert host._volumes[0].usages()["acme"].evicted[Cause.EXPIRED] == 3
+
+
+async def test_terms_of_a_living_tenant_change_without_a_restart(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    async with hosting(watching(node_config(tmp_path)), MemoryMembership(registry), "n1") as host:
+        volume = host._volumes[0]
+        for floor in (0.5, 0.25):
+            await admin.set_tier("acme", "volume", {"floor": floor})
+            await until(lambda floor=floor: floor_of(volume) == int(floor * volume.capacity_bytes))  # type: ignore[misc]
+        await admin.delete("acme")
+        await until(lambda: "acme" not in volume.usages())
+
+
+def floor_of(volume: Volume) -> int:
+    usage = volume.usages().get("acme")
+    return -1 if usage is None else usage.floor
