@@ -1,4 +1,4 @@
-"""Start-time fair queue in front of one engine, over tenants, charged in measured milliseconds."""
+"""Start-time fair queue over tenants, in front of one engine."""
 
 # Between two tenants that wait all the time, work charged in ms divided by weights differs by less than
 # (turn + slice) x (1/w_i + 1/w_j), and by twice the error of the estimates inside the engine (docs/architecture/).
@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
 from kvferry.tenancy.debts import Debts
 from kvferry.tenancy.keyed_heap import KeyedHeap
-from kvferry.tenancy.tenant_queue import CachedTokens, Request, TenantQueue
+from kvferry.tenancy.tenant_queue import CachedTokens, Request, Slice, TenantQueue, nothing_cached
 
 
 class QueueLimit(enum.StrEnum):
@@ -31,17 +31,6 @@ class QueueParameters:
     max_requests: int = 65_536
 
 
-@dataclass(slots=True, eq=False)
-class Slice(Generic[Request]):
-    """A part of a request for the engine, at most one step long; `measured` must follow once."""
-
-    request: Request
-    tenant: str
-    ms: float  # estimated
-    is_last: bool
-    factor: float  # of the charge, from debts
-
-
 class _Tenant(Generic[Request]):
     __slots__ = ("name", "num_inside", "queue", "virtual_ms", "weight")
 
@@ -53,12 +42,8 @@ class _Tenant(Generic[Request]):
         self.queue: TenantQueue[Request] = TenantQueue()
 
 
-def nothing_cached(prefix: Hashable) -> int:
-    return 0
-
-
 class FairQueue(Generic[Request]):
-    """Gives the engine slices of the waiting requests; times in s of one clock, work in ms of one engine."""
+    """Gives slices to an engine; charges tenants the measured ms."""
 
     def __init__(
         self,
@@ -67,7 +52,7 @@ class FairQueue(Generic[Request]):
         debts: Debts | None = None,
     ) -> None:
         self.parameters = parameters or QueueParameters()
-        self.debts = debts or Debts(self.parameters.turn_ms)
+        self.debts = debts or Debts(self.parameters.turn_ms + self.parameters.slice_ms)
         self.served_ms: dict[str, float] = {}  # measured, since the start
         self.num_requests = 0
         self.inside_ms = 0.0  # estimated
@@ -92,7 +77,7 @@ class FairQueue(Generic[Request]):
         return len(self._waiting) + (self._turn is not None and len(self._turn.queue) > 0)
 
     def add(self, request: Request, now_s: float, *, is_continued: bool = False) -> QueueLimit | None:
-        """Return the limit for which the request is refused; continuations never are."""
+        """Return the limit that refuses it; continuations are never refused. Raises as TenantQueue.add."""
         tenant = self._tenants.get(request.tenant)
         if not is_continued and (limit := self._refusal(tenant)) is not None:
             return limit
@@ -116,7 +101,7 @@ class FairQueue(Generic[Request]):
         return None
 
     def cancel(self, request: Request, now_s: float) -> bool:
-        """Return whether the request waited; its slices inside the engine are measured all the same."""
+        """Return whether it waited; slices inside the engine are still to be measured."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None or not tenant.queue.remove(request):
             return False
@@ -125,7 +110,7 @@ class FairQueue(Generic[Request]):
         return True
 
     def next_slice(self, done_ms: float = 0.0) -> Slice[Request] | None:
-        """Return work for the engine, which has done `done_ms` of what is inside; None while that is enough."""
+        """Return None while the engine has enough; it has done `done_ms` of what is inside."""
         if self.inside_ms - done_ms >= self.parameters.depth_ms or not self.num_requests:
             return None
         if self._turn is None or not self._turn.queue or self._turn_left_ms <= 0:
@@ -142,7 +127,7 @@ class FairQueue(Generic[Request]):
         return piece
 
     def measured(self, piece: Slice[Request], ms: float, now_s: float) -> None:
-        """Correct the charge of a slice that left the engine. Raises ValueError."""
+        """Correct the charge of a slice that left the engine. Raises ValueError for unknown ones."""
         if not 0 <= ms < float("inf"):
             raise ValueError(f"a slice of tenant {piece.tenant} was measured at {ms} ms")
         if piece not in self._inside:
@@ -156,7 +141,7 @@ class FairQueue(Generic[Request]):
         self._settle(tenant, now_s)
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """Raises ValueError unless it is above 0 and finite."""
+        """Raises ValueError unless above 0 and finite."""
         if not 0 < weight < float("inf"):
             raise ValueError(f"tenant {tenant} has weight {weight}")
         self._weights[tenant] = weight
@@ -173,18 +158,19 @@ class FairQueue(Generic[Request]):
         self.served_ms.pop(tenant, None)
 
     def elsewhere(self, got_ms: Mapping[str, float], num_workers: int, now_s: float) -> None:
+        """Note work of other workers since the last call."""
         weights = {tenant.name: tenant.weight for tenant in self._with_requests()}
         self.debts.elsewhere(got_ms, weights, num_workers, now_s)
 
     def backlogs(self) -> dict[str, tuple[float, float]]:
-        """Return estimated ms waiting and the weight, by tenant."""
+        """Return (ms, weight) by tenant."""
         return {tenant.name: (tenant.queue.backlog_ms, tenant.weight) for tenant in self._with_requests()}
 
     def check(self) -> None:
         turn = set() if self._turn is None else {self._turn.name}
         for name, tenant in self._tenants.items():
             tenant.queue.check()
-            assert (name in self._waiting) == (bool(tenant.queue) and name not in turn), f"{name} waits unseen"
+            assert (name in self._waiting) == (bool(tenant.queue) and name not in turn), f"{name} is not in its heap"
             assert tenant.queue or tenant.num_inside or name in self._lagging or name in turn, f"{name} is left over"
         assert self.num_requests == sum(len(tenant.queue) for tenant in self._tenants.values())
         assert len(self._inside) == sum(tenant.num_inside for tenant in self._tenants.values())

@@ -1,4 +1,4 @@
-"""The wait of a new prompt in a worker's fair queue, in milliseconds."""
+"""The wait of a new prompt in a worker's fair queue."""
 
 #     finish = own backlog + this prompt's ms, divided by the weight
 #     wait   = own backlog + sum over other tenants of min(backlog, weight x finish)
@@ -15,8 +15,14 @@ _MIN_EXPONENT = -4
 _MAX_EXPONENT = 32
 
 
+def fair_wait_ms(own_ms: float, prompt_ms: float, weight: float, others: Iterable[tuple[float, float]]) -> float:
+    """`others` has (backlog in ms, weight) of the other tenants."""
+    finish = (own_ms + prompt_ms) / weight
+    return own_ms + sum(min(backlog_ms, other_weight * finish) for backlog_ms, other_weight in others)
+
+
 class BacklogCurve:
-    """Sums of backlogs and weights, by powers of two of backlog / weight: the same wait in constant time and size."""
+    """Sums of backlogs and weights by powers of two of backlog / weight."""
 
     __slots__ = ("_buckets",)
 
@@ -25,7 +31,6 @@ class BacklogCurve:
 
     @classmethod
     def of(cls, backlogs: Iterable[tuple[float, float]]) -> BacklogCurve:
-        """Sum (backlog in ms, weight) of tenants."""
         curve = cls()
         for backlog_ms, weight in backlogs:
             curve.add(backlog_ms, weight)
@@ -33,7 +38,6 @@ class BacklogCurve:
 
     @property
     def buckets(self) -> Mapping[int, tuple[float, float]]:
-        """Sums (ms, weight) by the exponent."""
         return self._buckets
 
     def add(self, backlog_ms: float, weight: float) -> None:
@@ -44,7 +48,7 @@ class BacklogCurve:
         self._buckets[exponent] = (ms + backlog_ms, weights + weight)
 
     def wait_ms(self, own_ms: float, prompt_ms: float, weight: float) -> float:
-        """Return the exact wait or up to 21 % more, for a tenant whose `own_ms` are in the curve."""
+        """Return the wait or up to 21 % more; `own_ms` are in the curve."""
         finish = (own_ms + prompt_ms) / weight
         own_exponent = _exponent(own_ms / weight) if own_ms > 0 else None
         wait_ms = own_ms

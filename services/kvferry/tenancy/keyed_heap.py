@@ -9,7 +9,7 @@ _MIN_COMPACTED = 64
 
 
 class KeyedHeap:
-    """Tenants by key, smallest first, and by age among equal keys; changes in O(log n), amortized."""
+    """Smallest key first, then the oldest; changes in O(log n), amortized."""
 
     __slots__ = ("_entries", "_last_number", "_numbers")
 
@@ -25,7 +25,6 @@ class KeyedHeap:
         return tenant in self._numbers
 
     def set(self, tenant: str, key: float) -> None:
-        """Add a tenant, or replace its key."""
         self._last_number += 1
         self._numbers[tenant] = self._last_number
         heapq.heappush(self._entries, (key, self._last_number, tenant))
@@ -37,7 +36,6 @@ class KeyedHeap:
         self._numbers.pop(tenant, None)
 
     def first(self) -> tuple[float, str] | None:
-        """Return the smallest key and its tenant; None if empty."""
         entries = self._entries
         while entries:
             key, number, tenant = entries[0]

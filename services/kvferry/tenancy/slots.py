@@ -1,4 +1,4 @@
-"""Decode slots of one worker: which tenant gets a free one, and which stream is preempted."""
+"""Decode slots of one worker."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class _Tenant(Generic[Stream]):
 
 
 class DecodeSlots(Generic[Stream]):
-    """Streams and waiting requests by tenant; the last `num_reserved` slots are for tenants below their share.
-
-    Raises ValueError unless more than `num_reserved` slots are there.
-    """
+    """The last `num_reserved` slots are for tenants below their share."""
 
     def __init__(self, num_slots: int, num_reserved: int) -> None:
         if not 0 <= num_reserved < num_slots:
@@ -47,7 +44,7 @@ class DecodeSlots(Generic[Stream]):
         return f"<DecodeSlots {self.num_streams} of {self.num_slots}, {len(self._by_next)} tenants wait>"
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """Raises ValueError unless it is above 0 and finite."""
+        """Raises ValueError unless above 0 and finite."""
         if not 0 < weight < float("inf"):
             raise ValueError(f"tenant {tenant} has weight {weight}")
         self._weights[tenant] = weight
@@ -58,7 +55,6 @@ class DecodeSlots(Generic[Stream]):
             self._update(tenant, known)
 
     def forget(self, tenant: str) -> None:
-        """Drop the weight of a deleted tenant."""
         self._weights.pop(tenant, None)
 
     def wait(self, tenant: str, now_s: float) -> None:
@@ -72,7 +68,7 @@ class DecodeSlots(Generic[Stream]):
         self._update(tenant, known)
 
     def next_tenant(self, now_s: float) -> str | None:
-        """Return the tenant whose request gets a slot now; None if none may. `begin` takes the slot."""
+        """Return the tenant that may `begin` a stream."""
         self._forget_unseen(now_s)
         num_free = self.num_slots - self.num_streams
         if num_free > self.num_reserved:
@@ -84,25 +80,30 @@ class DecodeSlots(Generic[Stream]):
         return first[1]
 
     def begin(self, tenant: str, stream: Stream, now_s: float) -> None:
+        """Turn a waiting request into a stream. Raises ValueError for a known stream."""
         known = self._seen(tenant, now_s)
+        if stream in known.streams:
+            raise ValueError(f"a stream of tenant {tenant} has a slot already")
         known.num_waiting -= 1
         known.streams[stream] = None
         self.num_streams += 1
         self._update(tenant, known)
 
     def end(self, tenant: str, stream: Stream, now_s: float) -> None:
+        """Free a slot. Raises KeyError for an unknown stream."""
         del self._tenants[tenant].streams[stream]
         self.num_streams -= 1
         self._update(tenant, self._seen(tenant, now_s))
 
     def victim(self, now_s: float) -> tuple[str, Stream] | None:
-        """Return the oldest stream of the tenant furthest above its share, while one below its share waits."""
+        """Return the stream to preempt, and its tenant, while a tenant below its share waits."""
         self._forget_unseen(now_s)
         first = self._by_streams.first()
         per_weight = self._slots_per_weight()
         if self.num_streams < self.num_slots or first is None or first[0] >= per_weight:
             return None
-        # At most as many tenants have streams as there are slots.
+        # The oldest stream of the tenant furthest above its share. At most as many tenants have streams as there are
+        # slots.
         excess, tenant = max(
             (len(known.streams) - per_weight * known.weight, name)
             for name, known in self._tenants.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
@@ -12,19 +13,19 @@ _MAX_PASSES = 32
 
 
 class Queueable(Protocol):
-    """A request as the queue sees it; hashable by identity."""
+    """A request, hashable by identity."""
 
     @property
     def tenant(self) -> str: ...
 
     @property
     def cost_ms(self) -> float:
-        """Estimate; read when the request is added and when it begins."""
+        """Estimate of work not cached, read when the request is added and when it begins."""
         ...
 
     @property
     def prefix(self) -> Hashable:
-        """Key by which the length of its cached prefix is looked up."""
+        """Key of CachedTokens."""
         ...
 
 
@@ -32,9 +33,24 @@ Request = TypeVar("Request", bound=Queueable)
 CachedTokens = Callable[[Hashable], int]
 
 
+def nothing_cached(prefix: Hashable) -> int:
+    return 0
+
+
+@dataclass(slots=True, eq=False)
+class Slice(Generic[Request]):
+    """A part of a request, at most one engine step; `measured` must follow once."""
+
+    request: Request
+    tenant: str
+    ms: float  # estimated
+    is_last: bool
+    factor: float  # of the charge, from debts
+
+
 class TenantQueue(Generic[Request]):
-    # Order: the request that has begun, continuations, then the longest cached prefix among the oldest requests.
-    # At most one request has begun: pages of half computed prompts are of use to it alone.
+    # Order: the request that has begun, continuations, then the longest cached prefix among the oldest requests. At
+    # most one request has begun: pages of half computed prompts are of use to it alone.
     __slots__ = ("_begun", "_continued", "_left_ms", "_new", "_num_passes", "backlog_ms")
 
     def __init__(self) -> None:
@@ -48,11 +64,8 @@ class TenantQueue(Generic[Request]):
     def __len__(self) -> int:
         return len(self._left_ms)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._left_ms
-
     def add(self, request: Request, *, is_continued: bool) -> None:
-        """Raises ValueError for a request that waits already, or an invalid estimate."""
+        """Raises ValueError for an unusable estimate or a repeated request."""
         cost_ms = request.cost_ms
         if not 0 <= cost_ms < float("inf"):
             raise ValueError(f"a request of tenant {request.tenant} is estimated at {cost_ms} ms")
@@ -74,7 +87,7 @@ class TenantQueue(Generic[Request]):
         return True
 
     def take(self, slice_ms: float, cached_tokens: CachedTokens) -> tuple[Request, float, bool]:
-        """Take a slice of the next request: the request, the estimate in ms, and whether nothing of it is left."""
+        """Return the next request, the ms of its slice, and whether that is the last."""
         request = self._begun
         if request is None:
             request = self._pick(cached_tokens)

@@ -12,10 +12,12 @@ from typing import Final
 
 from kvferry.engine.base import Backlogs, EngineOutput, EngineRequest, Turn
 from kvferry.errors import Overloaded
-from kvferry.tenancy.fair_queue import FairQueue, QueueParameters, Slice
+from kvferry.tenancy.debts import Debts
+from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
 from kvferry.tenancy.fair_wait import BacklogCurve
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 from kvferry.tenancy.slots import DecodeSlots
+from kvferry.tenancy.tenant_queue import Slice
 
 # Of the prompts inside an engine, how much is left when the next one follows: enough that it never waits, also for
 # several short prompts in a step. All of it is added to the time to first token of a tenant that returns.
@@ -117,8 +119,9 @@ class _Waiting:
 
 class _Prompts:
     def __init__(self, depth_ms: float) -> None:
+        # Prompts are not cut, so a turn is the quantum by which debts are measured.
         parameters = QueueParameters(slice_ms=math.inf, depth_ms=depth_ms)
-        self._queue: FairQueue[_Waiting] = FairQueue(parameters, _num_cached)
+        self._queue: FairQueue[_Waiting] = FairQueue(parameters, _num_cached, Debts(parameters.turn_ms))
         self._ms_per_token = _FIRST_MS_PER_TOKEN
         self._last_end_s = 0.0  # of a prompt
         self._inside: dict[Slice[_Waiting], float] = {}  # and when they went in, oldest first

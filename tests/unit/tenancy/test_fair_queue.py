@@ -1,194 +1,266 @@
-"""The fair queue of an engine: shares, bounds, orders and limits."""
-
 from __future__ import annotations
 
-import itertools
-import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvferry.tenancy.debts import Debts, dead_band_ms
-from kvferry.tenancy.fair_queue import FairQueue, QueueLimit, QueueParameters, Slice
+from kvferry.tenancy.fair_queue import FairQueue, QueueLimit, QueueParameters
+from kvferry.tenancy.tenant_queue import Slice
+
+SMALL = QueueParameters(turn_ms=100.0, slice_ms=50.0, depth_ms=60.0)
 
 
 @dataclass(eq=False)
 class Prompt:
     tenant: str
-    cost_ms: float
+    cost_ms: float = 50.0
     prefix: int = 0
-    number: int = field(default_factory=itertools.count().__next__)
 
 
-class Engine:
-    """Serves one slice after another in virtual time, with times that differ from the estimates."""
-
-    def __init__(self, queue: FairQueue[Prompt], rng: random.Random, error: float = 0.0) -> None:
-        self.queue, self.now_s = queue, 0.0
-        self.charged_ms: dict[str, float] = {}
-        self._rng, self._error = rng, error
-        self._inside: list[Slice[Prompt]] = []
-
-    def step(self) -> Slice[Prompt] | None:
-        """Serve the first slice inside; return it, or None when nothing waits."""
-        while (piece := self.queue.next_slice()) is not None:
-            self._inside.append(piece)
-        if not self._inside:
-            return None
-        piece = self._inside.pop(0)
-        ms = piece.ms * (1.0 + self._rng.uniform(-self._error, self._error))
-        self.now_s += ms / 1e3
-        self.charged_ms[piece.tenant] = self.charged_ms.get(piece.tenant, 0.0) + ms
-        self.queue.measured(piece, ms, self.now_s)
-        return piece
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    weights=st.lists(st.floats(0.25, 16.0), min_size=2, max_size=5),
-    slice_ms=st.sampled_from([20.0, 51.2, float("inf")]),
-    error=st.sampled_from([0.0, 0.3]),
-    seed=st.integers(0, 2**32),
-)
-def test_work_per_weight_of_backlogged_tenants_never_parts_by_more_than_the_bound(
-    weights: list[float], slice_ms: float, error: float, seed: int
-) -> None:
-    rng = random.Random(seed)
-    parameters = QueueParameters(slice_ms=slice_ms)
+def queue_of(*prompts: Prompt, parameters: QueueParameters = SMALL) -> FairQueue[Prompt]:
     queue: FairQueue[Prompt] = FairQueue(parameters)
-    engine = Engine(queue, rng, error)
-    longest_ms = 300.0
-    tenants = {f"t{i}": weight for i, weight in enumerate(weights)}
-    for name, weight in tenants.items():
-        queue.set_weight(name, weight)
-        for _ in range(400):
-            queue.add(Prompt(name, rng.uniform(1.0, longest_ms)), 0.0)
-    piece_ms = min(slice_ms, longest_ms) * (1 + error)
-    inside_ms = parameters.depth_ms + piece_ms
-    num_steps = 0
-    while len(queue.backlogs()) == len(tenants) and num_steps < 600:
-        engine.step()
-        num_steps += 1
-        queue.check()
-        for (a, weight_a), (b, weight_b) in itertools.combinations(tenants.items(), 2):
-            lag_ms = abs(engine.charged_ms.get(a, 0.0) / weight_a - engine.charged_ms.get(b, 0.0) / weight_b)
-            bound_ms = (parameters.turn_ms + piece_ms) * (1 / weight_a + 1 / weight_b)
-            assert lag_ms <= bound_ms + inside_ms / min(weight_a, weight_b)
-    assert num_steps > 300
+    for prompt in prompts:
+        assert queue.add(prompt, 0.0) is None
+    return queue
 
 
-def test_a_tenant_that_returns_goes_first_and_takes_no_credit_for_its_absence() -> None:
-    queue: FairQueue[Prompt] = FairQueue(QueueParameters(depth_ms=1.0, slice_ms=50.0))
-    engine = Engine(queue, random.Random(1))
-    for _ in range(400):
-        queue.add(Prompt("noise", 50.0), engine.now_s)
-    for _ in range(200):
-        engine.step()
-    for _ in range(200):
-        queue.add(Prompt("back", 50.0), engine.now_s)
-    served = [piece.tenant for _ in range(40) if (piece := engine.step()) is not None]
-    assert "back" in served[:2]
-    assert 16 <= served.count("back") <= 24, "half of the time from now on, and nothing for the time before"
-
-
-def test_inside_a_turn_the_longest_cached_prefix_goes_first_and_the_oldest_in_the_end() -> None:
-    queue: FairQueue[Prompt] = FairQueue(QueueParameters(depth_ms=1.0), lambda prefix: prefix)  # type: ignore[arg-type,return-value]
-    engine = Engine(queue, random.Random(1))
-    oldest = Prompt("a", 10.0, prefix=0)
-    queue.add(oldest, 0.0)
-    for _ in range(60):
-        queue.add(Prompt("a", 10.0, prefix=7), 0.0)
-    served: list[Prompt] = []
-    while (piece := engine.step()) is not None:
-        served.append(piece.request)
-    assert served[0].prefix == 7
-    assert 20 < served.index(oldest) <= 33
-
-
-def test_a_request_that_goes_on_is_first_of_its_tenant_and_never_refused() -> None:
-    queue: FairQueue[Prompt] = FairQueue(QueueParameters(depth_ms=1.0, max_requests=2))
-    assert queue.add(Prompt("a", 1.0), 0.0) is None
-    assert queue.add(Prompt("b", 1.0), 0.0) is None
-    assert queue.add(Prompt("b", 1.0), 0.0) is QueueLimit.REQUESTS
-    resumed = Prompt("a", 1.0)
-    assert queue.add(resumed, 0.0, is_continued=True) is None
-    engine = Engine(queue, random.Random(1))
-    served = [piece.request for _ in range(3) if (piece := engine.step()) is not None]
-    assert next(each for each in served if each.tenant == "a") is resumed
-
-
-def test_one_tenant_does_not_fill_the_queue_of_all() -> None:
-    queue: FairQueue[Prompt] = FairQueue(QueueParameters(max_requests=100))
-    num_taken = 0
-    while queue.add(Prompt("greedy", 1.0), 0.0) is None:
-        num_taken += 1
-    assert num_taken == 50
-    assert queue.add(Prompt("other", 1.0), 0.0) is None
-
-
-def test_idle_engines_forgive_and_busy_ones_do_not() -> None:
-    for pause_s, expected in ((0.2, "other"), (2.0, "first")):
-        queue: FairQueue[Prompt] = FairQueue(QueueParameters(depth_ms=1.0))
-        engine = Engine(queue, random.Random(1))
-        queue.add(Prompt("first", 5_000.0), 0.0)
-        while engine.step() is not None:
-            pass
-        now_s = engine.now_s + pause_s
-        queue.add(Prompt("first", 10.0), now_s)
-        queue.add(Prompt("other", 10.0), now_s)
+def serve(
+    queue: FairQueue[Prompt], num_slices: int = 1, *, now_s: float = 0.0, scale: float = 1.0
+) -> list[Slice[Prompt]]:
+    """Serve slices one at a time, each measured at `scale` times its estimate."""
+    served: list[Slice[Prompt]] = []
+    while len(served) < num_slices:
         piece = queue.next_slice()
         assert piece is not None
-        assert piece.tenant == expected
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["add", "cancel", "step", "weight"])), max_size=200))
-def test_any_order_of_operations_keeps_the_queue_whole(operations: list[tuple[str, str]]) -> None:
-    queue: FairQueue[Prompt] = FairQueue(QueueParameters(max_tenants=3, max_requests=20))
-    engine = Engine(queue, random.Random(1), 0.5)
-    waiting: list[Prompt] = []
-    for tenant, operation in operations:
-        match operation:
-            case "add":
-                prompt = Prompt(tenant, 30.0)
-                if queue.add(prompt, engine.now_s) is None:
-                    waiting.append(prompt)
-            case "cancel" if waiting:
-                queue.cancel(waiting.pop(len(waiting) // 2), engine.now_s)
-            case "step":
-                engine.step()
-            case "weight":
-                queue.set_weight(tenant, 1.0 + len(waiting))
+        queue.measured(piece, piece.ms * scale, now_s)
+        served.append(piece)
         queue.check()
-        assert queue.num_requests <= 20
-    while engine.step() is not None:
-        queue.check()
-    assert queue.num_requests == 0
-    assert not queue.backlogs()
+    return served
 
 
-def test_a_tenant_that_gets_much_elsewhere_is_charged_more_here_until_it_is_even() -> None:
-    debts = Debts(200.0)
-    weights = {"a": 4.0, "b": 1.0}
-    assert debts.factor("b") == 1.0
-    for second in range(6):
-        debts.elsewhere({"b": 1000.0}, weights, 2, float(second))
-    assert debts.factor("b") == 4.0
-    assert debts.factor("a") == 0.25
-    assert debts.largest_ms <= 2 * debts.dead_band_ms
-    debts.elsewhere({}, weights, 2, 500.0)
-    assert (debts.factor("a"), debts.factor("b")) == (1.0, 1.0), "what was learned long ago is forgotten"
+def tenants(pieces: list[Slice[Prompt]]) -> str:
+    return "".join(piece.tenant for piece in pieces)
 
 
-def test_the_dead_band_grows_with_workers_and_turns() -> None:
-    assert dead_band_ms(200.0, 2) == dead_band_ms(200.0, 8) == 2000.0
-    assert dead_band_ms(200.0, 16) == 4000.0
-    assert dead_band_ms(400.0, 8) == 4000.0
+def test_equal_tenants_take_turns() -> None:
+    queue = queue_of(*[Prompt("a") for _ in range(6)], *[Prompt("b") for _ in range(6)])
+    assert tenants(serve(queue, 8)) == "aabbaabb"
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_weight_that_is_none_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError):
-        FairQueue[Prompt]().set_weight("a", weight)
+def test_shares_follow_weights() -> None:
+    queue = queue_of(*[Prompt("a") for _ in range(99)], *[Prompt("b") for _ in range(99)])
+    queue.set_weight("a", 4.0)
+    assert tenants(serve(queue, 50)).count("a") == 40
+
+
+def test_measured_work_is_charged_and_not_the_estimate() -> None:
+    # The estimates of both tenants are equal; a prompt of `a` takes four times as long.
+    queue = queue_of(*[Prompt("a") for _ in range(200)], *[Prompt("b") for _ in range(200)])
+    for _ in range(200):
+        [piece] = [queue.next_slice()]
+        assert piece is not None
+        queue.measured(piece, 80.0 if piece.tenant == "a" else 20.0, 0.0)
+    assert queue.served_ms["a"] == pytest.approx(queue.served_ms["b"], abs=2 * (100 + 80))
+
+
+def test_a_long_prompt_is_given_in_slices_and_goes_on_before_others_of_its_tenant() -> None:
+    long, short = Prompt("a", 120.0), Prompt("a", 10.0)
+    queue = queue_of(long, short)
+    served = serve(queue, 4)
+    assert [(piece.request, piece.ms, piece.is_last) for piece in served] == [
+        (long, 50.0, False),
+        (long, 50.0, False),
+        (long, 20.0, True),
+        (short, 10.0, True),
+    ]
+
+
+def test_the_engine_is_kept_as_deep_as_it_was_asked_for() -> None:
+    queue = queue_of(*[Prompt("a") for _ in range(9)])
+    first, second = queue.next_slice(), queue.next_slice()
+    assert first is not None
+    assert second is not None  # 50 ms inside are less than 60
+    assert queue.next_slice() is None
+    queue.measured(first, 50.0, 0.0)
+    assert queue.inside_ms == 50.0
+    assert queue.next_slice() is not None
+
+
+def test_a_tenant_that_comes_back_below_the_running_one_ends_its_turn() -> None:
+    queue = queue_of(*[Prompt("a") for _ in range(9)])
+    serve(queue, 1)
+    queue.add(Prompt("b"), 0.0)
+    assert tenants(serve(queue, 2)) == "ba"
+
+
+def test_a_tenant_that_was_away_gets_no_more_than_its_share() -> None:
+    queue = queue_of(*[Prompt("a") for _ in range(99)])
+    serve(queue, 40)
+    for _ in range(40):
+        queue.add(Prompt("b"), 0.0)
+    assert 9 <= tenants(serve(queue, 20)).count("b") <= 12
+
+
+def test_a_tenant_cannot_lower_its_charge_by_leaving_for_a_moment() -> None:
+    queue = queue_of(Prompt("a", 50.0), *[Prompt("b") for _ in range(99)])
+    for _ in range(30):
+        queue.add(Prompt("a", 50.0), 0.0)
+        serve(queue, 2)
+    assert queue.served_ms["a"] <= queue.served_ms["b"] + 2 * 150
+
+
+def test_lags_are_forgiven_after_a_second_without_work_and_not_before() -> None:
+    for idle_s, first in ((0.9, "b"), (1.0, "a")):
+        queue = queue_of(Prompt("a", 40.0), Prompt("b", 10.0))
+        serve(queue, 2, now_s=5.0)
+        queue.add(Prompt("a"), 5.0 + idle_s)
+        queue.add(Prompt("b"), 5.0 + idle_s)
+        assert tenants(serve(queue, 1)) == first
+
+
+def test_nothing_is_forgiven_while_a_slice_is_inside() -> None:
+    queue = queue_of(Prompt("a", 40.0), Prompt("b", 10.0))
+    pieces = [queue.next_slice(), queue.next_slice()]
+    assert all(pieces)
+    queue.add(Prompt("a"), 99.0)
+    queue.add(Prompt("b"), 99.0)
+    for piece in pieces:
+        assert piece is not None
+        queue.measured(piece, piece.ms, 99.0)
+    assert tenants(serve(queue, 1)) == "b"
+
+
+def test_a_continuation_goes_before_new_requests_of_its_own_tenant_only() -> None:
+    queue = queue_of(Prompt("a"), Prompt("a"), Prompt("b"))
+    first, second = Prompt("b"), Prompt("b")
+    queue.add(first, 0.0, is_continued=True)
+    queue.add(second, 0.0, is_continued=True)
+    served = serve(queue, 4)
+    assert tenants(served) == "aabb"
+    assert [piece.request for piece in served[2:]] == [first, second]
+
+
+def test_a_cancelled_request_leaves_and_is_not_charged() -> None:
+    gone = Prompt("a", 500.0)
+    queue = queue_of(gone, Prompt("b"))
+    [piece] = serve(queue, 1)
+    assert piece.request is gone
+    assert queue.cancel(gone, 0.0)
+    assert not queue.cancel(gone, 0.0)
+    queue.check()
+    assert queue.served_ms == {"a": 50.0}
+    assert tenants(serve(queue, 1)) == "b"
+    assert queue.next_slice() is None
+
+
+def test_a_request_may_leave_while_its_slice_is_inside() -> None:
+    prompt = Prompt("a", 500.0)
+    queue = queue_of(prompt)
+    piece = queue.next_slice()
+    assert piece is not None
+    assert queue.cancel(prompt, 0.0)
+    queue.measured(piece, 30.0, 0.0)
+    queue.check()
+    assert queue.served_ms == {"a": 30.0}
+    with pytest.raises(ValueError, match="not inside"):
+        queue.measured(piece, 30.0, 0.0)
+
+
+def test_a_changed_weight_counts_from_then_on() -> None:
+    queue = queue_of(*[Prompt("a") for _ in range(400)], *[Prompt("b") for _ in range(400)])
+    queue.set_weight("a", 4.0)
+    serve(queue, 100)
+    queue.set_weight("a", 1.0)
+    queue.set_weight("b", 4.0)
+    assert 8 <= tenants(serve(queue, 50)).count("a") <= 13
+    with pytest.raises(ValueError, match="weight 0"):
+        queue.set_weight("a", 0.0)
+
+
+def test_limits_are_named() -> None:
+    parameters = QueueParameters(max_tenants=2, max_requests=8)
+    queue = queue_of(*[Prompt("a") for _ in range(4)], parameters=parameters)
+    # As many as there is room left for: one tenant does not fill the queue.
+    assert queue.add(Prompt("a"), 0.0) is QueueLimit.TENANT_REQUESTS
+    assert queue.add(Prompt("b"), 0.0) is None
+    assert queue.add(Prompt("c"), 0.0) is QueueLimit.TENANTS
+    for _ in range(3):
+        assert queue.add(Prompt("b"), 0.0, is_continued=True) is None
+    assert queue.add(Prompt("b"), 0.0) is QueueLimit.REQUESTS
+    assert queue.add(Prompt("b"), 0.0, is_continued=True) is None
+    queue.check()
+
+
+def test_tenants_that_left_do_not_keep_others_out() -> None:
+    queue = queue_of(parameters=QueueParameters(max_tenants=10))
+    for number in range(100):
+        assert queue.add(Prompt(f"t{number}"), 0.0) is None
+        serve(queue, 1)
+    assert len(queue._tenants) <= 10
+
+
+def test_tenants_without_requests_are_forgotten_once_they_are_caught_up_with() -> None:
+    queue = queue_of(*[Prompt("a", 10.0) for _ in range(10)])
+    for number in range(50):
+        queue.add(Prompt(f"t{number}", 10.0), 0.0)
+    serve(queue, 60)
+    queue.add(Prompt("z"), 2.0)
+    assert queue._tenants.keys() == {"z"}
+
+
+def test_unusable_estimates_and_times_are_refused() -> None:
+    queue = queue_of()
+    for cost_ms in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="estimated"):
+            queue.add(Prompt("a", cost_ms), 0.0)
+    prompt = Prompt("a")
+    queue.add(prompt, 0.0)
+    with pytest.raises(ValueError, match="twice"):
+        queue.add(prompt, 0.0)
+    piece = queue.next_slice()
+    assert piece is not None
+    with pytest.raises(ValueError, match="measured"):
+        queue.measured(piece, float("nan"), 0.0)
+    queue.check()
+
+
+def test_usage_and_weights_of_deleted_tenants_go() -> None:
+    queue = queue_of(Prompt("a"))
+    queue.set_weight("a", 3.0)
+    serve(queue, 1)
+    queue.forget("a")
+    assert not queue.served_ms
+    queue.add(Prompt("a"), 5.0)
+    assert queue.backlogs() == {"a": (50.0, 1.0)}
+
+
+def test_its_state_can_be_read() -> None:
+    queue = queue_of(Prompt("a", 120.0), Prompt("b"))
+    assert repr(queue) == "<FairQueue 2 of 2 tenants, turn none, 0 inside>"
+    queue.next_slice()
+    assert repr(queue) == "<FairQueue 2 of 2 tenants, turn a 50 ms, 1 inside>"
+
+
+def test_10_000_tenants_are_picked_without_looking_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tenants = 10_000
+    queue = queue_of(parameters=QueueParameters(turn_ms=1.0, slice_ms=50.0, depth_ms=1.0))
+    for number in range(2 * num_tenants):
+        queue.add(Prompt(f"t{number % num_tenants}", 10.0), 0.0)
+    num_compared = 0
+
+    class Counted(float):
+        def __lt__(self, other: float) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return float.__lt__(self, other)
+
+    for tenant in queue._tenants.values():
+        tenant.virtual_ms = Counted(tenant.virtual_ms)
+        queue._waiting.set(tenant.name, tenant.virtual_ms)
+    num_compared = 0
+    for _ in range(1000):
+        piece = queue.next_slice()
+        assert piece is not None
+        queue.measured(piece, 10.0, 0.0)
+    assert num_compared < 1000 * 60  # of 14 levels, two children each
+    queue.check()

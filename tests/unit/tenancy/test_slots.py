@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.tenancy.slots import DecodeSlots
+
+
+def fill(slots: DecodeSlots[int], now_s: float = 0.0) -> str:
+    """Give away all slots that may be given; return the tenants in order."""
+    begun = slots.num_streams + round(1000 * now_s)
+    order = ""
+    while (tenant := slots.next_tenant(now_s)) is not None:
+        slots.begin(tenant, begun + len(order), now_s)
+        order += tenant
+        slots.check()
+    return order
+
+
+def slots_with(waiting: str, num_slots: int = 10, num_reserved: int = 0) -> DecodeSlots[int]:
+    slots: DecodeSlots[int] = DecodeSlots(num_slots, num_reserved)
+    for tenant in waiting:
+        slots.wait(tenant, 0.0)
+    return slots
+
+
+def test_slots_go_by_streams_and_weight() -> None:
+    slots = slots_with("a" * 20 + "b" * 20)
+    slots.set_weight("a", 4.0)
+    order = fill(slots)
+    assert (order.count("a"), order.count("b")) == (8, 2)
+
+
+def test_a_tenant_that_comes_back_gets_the_next_slots_and_no_more_than_its_share() -> None:
+    slots = slots_with("n" * 30)
+    fill(slots)
+    for _ in range(9):
+        slots.wait("p", 1.0)
+    for stream in range(7):
+        slots.end("n", stream, 1.0)
+    assert sorted(fill(slots, 1.0)) == ["n"] * 2 + ["p"] * 5
+
+
+def test_the_reserve_is_for_tenants_below_their_share() -> None:
+    slots = slots_with("n" * 30, num_reserved=2)
+    assert fill(slots) == "n" * 10  # alone, all of it is its share
+    slots = slots_with("n" * 30 + "p", num_reserved=2)
+    slots.set_weight("n", 100.0)
+    assert sorted(fill(slots)) == ["n"] * 9 + ["p"]
+
+
+def test_tenants_seen_lately_keep_the_reserve_free() -> None:
+    slots = slots_with("p", num_reserved=2)
+    fill(slots)
+    slots.end("p", 0, 0.0)
+    for _ in range(30):
+        slots.wait("n", 1.0)
+    assert fill(slots, 1.0) == "n" * 8
+    assert fill(slots, 29.0) == ""
+    assert fill(slots, 30.0) == "nn"  # p was not seen for 30 s
+
+
+def test_many_light_tenants_get_into_the_reserve() -> None:
+    slots: DecodeSlots[int] = DecodeSlots(10, 2)
+    for number in range(100):
+        slots.wait(f"small{number}", 0.0)
+    slots.set_weight("whale", 100.0)
+    for _ in range(50):
+        slots.wait("whale", 0.0)
+    streams = [slots.next_tenant(0.0)]
+    while streams[-1] is not None:
+        slots.begin(streams[-1], len(streams), 0.0)
+        streams.append(slots.next_tenant(0.0))
+    assert sum(tenant is not None and tenant.startswith("small") for tenant in streams) >= 2
+
+
+def test_the_oldest_stream_of_the_tenant_furthest_above_its_share_is_preempted() -> None:
+    slots = slots_with("n" * 10)
+    fill(slots)
+    assert slots.victim(0.0) is None  # no tenant below its share waits
+    slots.wait("p", 0.0)
+    assert slots.victim(0.0) == ("n", 0)
+    slots.end("n", 0, 0.0)
+    assert slots.victim(0.0) is None  # a slot is free
+    assert fill(slots) == "p"
+
+
+def test_a_tenant_less_than_two_streams_above_its_share_loses_none() -> None:
+    slots = slots_with("a" * 6 + "b" * 4)
+    fill(slots)
+    slots.wait("b", 0.0)
+    assert slots.victim(0.0) is None
+
+
+def test_waiting_requests_leave() -> None:
+    slots = slots_with("ab")
+    slots.leave("a")
+    assert fill(slots) == "b"
+    assert repr(slots) == "<DecodeSlots 1 of 10, 0 tenants wait>"
+
+
+def test_weights_of_deleted_tenants_go() -> None:
+    slots = slots_with("ab" * 10)
+    slots.set_weight("a", 9.0)
+    slots.forget("a")
+    fill(slots)
+    assert slots._weights == {}
+
+
+@pytest.mark.parametrize(("num_slots", "num_reserved"), [(4, 4), (4, -1)])
+def test_an_unusable_reserve_is_refused(num_slots: int, num_reserved: int) -> None:
+    with pytest.raises(ValueError, match="in reserve"):
+        DecodeSlots(num_slots, num_reserved)
+
+
+def test_an_unusable_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight -1"):
+        slots_with("a").set_weight("a", -1.0)
+
+
+TENANTS = st.sampled_from("abc")
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: DecodeSlots[int] = DecodeSlots(6, 2)
+        self.streams: list[tuple[str, int]] = []
+        self.waiting: list[str] = []
+        self.now_s = 0.0
+        self.number = 0
+
+    @rule(tenant=TENANTS)
+    def wait(self, tenant: str) -> None:
+        self.slots.wait(tenant, self.now_s)
+        self.waiting.append(tenant)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def leave(self) -> None:
+        self.slots.leave(self.waiting.pop())
+
+    @rule()
+    def begin(self) -> None:
+        tenant = self.slots.next_tenant(self.now_s)
+        if tenant is None:
+            assert not self.waiting or len(self.streams) >= 4  # beside the reserve every slot is given
+            return
+        self.waiting.remove(tenant)
+        self.number += 1
+        self.slots.begin(tenant, self.number, self.now_s)
+        self.streams.append((tenant, self.number))
+
+    @precondition(lambda self: self.streams)
+    @rule()
+    def end(self) -> None:
+        self.slots.end(*self.streams.pop(0), self.now_s)
+
+    @rule()
+    def preempt(self) -> None:
+        victim = self.slots.victim(self.now_s)
+        if victim is not None:
+            assert len(self.streams) == 6
+            assert victim in self.streams
+            assert sum(tenant == victim[0] for tenant, _ in self.streams) >= 2
+
+    @rule(tenant=TENANTS, weight=st.sampled_from((0.25, 1.0, 4.0)))
+    def weigh(self, tenant: str, weight: float) -> None:
+        self.slots.set_weight(tenant, weight)
+
+    @rule(elapsed_s=st.sampled_from((1.0, 40.0)))
+    def advance(self, elapsed_s: float) -> None:
+        self.now_s += elapsed_s
+
+    @invariant()
+    def holds(self) -> None:
+        self.slots.check()
+        assert self.slots.num_streams == len(self.streams) <= 6
+
+
+SlotsMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+TestSlotsMachine = SlotsMachine.TestCase
