@@ -25,6 +25,7 @@
             EngineDead
         Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
             TenantOverloaded
+            TenantLimited
         DeadlineExceeded             504  DEADLINE_EXCEEDED
         EngineError                  500  INTERNAL
             Quarantined
@@ -252,6 +253,12 @@ class TenantOverloaded(Overloaded):
     """More requests of the tenant than may wait beside those of others."""
 
     code = "tenant_overloaded"
+
+
+class TenantLimited(Overloaded):
+    """A limit of the tenant's contract; the message names it."""
+
+    code = "tenant_limited"
 
 
 class DeadlineExceeded(KvferryError):

@@ -25,6 +25,7 @@ from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.tenancy.limits import LimitName, Limits, shown
 from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord
 from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms, describe
 
@@ -126,6 +127,7 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
         click.echo(json.dumps(_shown(record), indent=2))
         return
     click.echo(f"tenant {record.name}, class {record.class_name}, share {record.share:g}, epoch {record.epoch}")
+    click.echo(_limits(record))
     for tier, terms in record.tiers.items():
         click.echo(f"{tier} tier: {describe(terms)}")
     table = _table("key", "made", "expires", "group", "operator")
@@ -152,6 +154,22 @@ async def set_contract(
         raise ConfigError("--share and --class-share exclude each other")
     record = await admin.set_contract(name, class_name=class_name, share=share, keeps_share=not class_share)
     click.echo(f"tenant {name} has class {record.class_name}, share {record.share:g}")
+
+
+@tenant.command(
+    name="set-limits", help="Change the limits of the tenant NAME, which hold over all gateways; `none` takes one away."
+)
+@click.argument("name")
+@click.option("--requests-per-minute", metavar="NUMBER", help="A request of several choices counts as many.")
+@click.option("--tokens-per-minute", metavar="NUMBER", help="Of prompts and of answers.")
+@click.option("--max-choices", metavar="NUMBER", help="In flight.")
+@_administering
+async def set_limits(admin: TenantAdmin, name: str, **limits: str | None) -> None:
+    wanted = {field: _limit(field, text) for field, text in limits.items() if text is not None}
+    if not wanted:
+        raise ConfigError("nothing to change: give --requests-per-minute, --tokens-per-minute or --max-choices")
+    record = await admin.set_limits(name, wanted)
+    click.echo(f"tenant {name}: {_limits(record)}")
 
 
 @tenant.command(
@@ -218,7 +236,8 @@ async def reset_pages(admin: TenantAdmin, name: str, wait_s: float) -> None:
 @tenant.command(
     name="apply",
     help="Make tenants and keys those of a file: a list of {name, class, share, "
-    "tiers: {volume: {floor, cap, borrow, ttl}}, keys: [{name, sha256, expires, operator, group}]}. "
+    "limits: {requests_per_minute, tokens_per_minute, max_choices}, tiers: {volume: {floor, cap, borrow, ttl}}, "
+    "keys: [{name, sha256, expires, operator, group}]}. "
     "Prints each change. Keys of a named tenant that the file leaves out end.",
 )
 @click.option("-f", "--file", "source", type=click.Path(path_type=Path), required=True, help="YAML; - for stdin.")
@@ -338,12 +357,19 @@ class _WantedTerms(msgspec.Struct, forbid_unknown_fields=True):
     ttl: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class _WantedLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_choices: int | None = None
+
+
 class _WantedTenant(msgspec.Struct, forbid_unknown_fields=True, rename={"class_name": "class"}):
     name: str
     class_name: str = DEFAULT_CLASS
     share: float | None = None
     keys: tuple[_WantedKey, ...] = ()
     tiers: dict[str, _WantedTerms] = {}
+    limits: _WantedLimits = _WantedLimits()
 
 
 def _wanted(entry: Any) -> TenantRecord:
@@ -362,7 +388,10 @@ def _wanted(entry: Any) -> TenantRecord:
                 group=each.group,
             )
         )
-    record = TenantRecord(name=read.name, keys=tuple(keys), class_name=read.class_name, own_share=read.share)
+    limits = Limits(**msgspec.structs.asdict(read.limits))
+    record = TenantRecord(
+        name=read.name, keys=tuple(keys), class_name=read.class_name, own_share=read.share, limits=limits
+    )
     record.check()
     return msgspec.structs.replace(
         record, own_tiers={tier: _wanted_terms(record, tier, terms) for tier, terms in read.tiers.items()}
@@ -376,6 +405,19 @@ def _wanted_terms(record: TenantRecord, tier: str, wanted: _WantedTerms) -> Tier
     return msgspec.structs.replace(record.tiers.get(tier, TierTerms()), **fields)
 
 
+def _limit(field: str, text: str) -> float | None:
+    if text == "none":
+        return None
+    try:
+        return int(text) if field == LimitName.CHOICES.value else float(text)
+    except ValueError:
+        raise ConfigError(f"{field}: {text[:80]!r} is no number, nor `none`") from None
+
+
+def _limits(record: TenantRecord) -> str:
+    return ", ".join(f"{name.value} {shown(getattr(record.limits, name.value))}" for name in LimitName)
+
+
 def _shown(record: TenantRecord) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(record)
     return {
@@ -383,6 +425,7 @@ def _shown(record: TenantRecord) -> dict[str, Any]:
         "epoch": record.epoch,
         "class": record.class_name,
         "share": record.share,
+        "limits": msgspec.structs.asdict(record.limits),
         "tiers": msgspec.to_builtins({tier: msgspec.structs.asdict(terms) for tier, terms in record.tiers.items()}),
         "keys": shown.get("keys", []),
     }

@@ -13,6 +13,7 @@ from kvferry.engine.base import Backlogs
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import WORKER_KINDS
 from kvferry.router import usage
+from kvferry.tenancy.limits import LimitName
 from kvferry.worker import turns
 from kvferry.worker.turns import Turns
 from support.waiting import until
@@ -257,3 +258,49 @@ async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> 
         assert set(statuses) == {200, 429}
         for host, _ in cluster.workers:
             await until(lambda host=host: not host.server.num_requests)
+
+
+async def test_a_limit_of_a_tenant_holds_over_two_gateways_and_for_it_alone() -> None:
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "prompt": "a b c d"}
+    async with running(gateway=IN_ETCD) as cluster:
+        admin = admin_of(cluster)
+        keys = {}
+        for name in ("acme", "beta"):
+            await admin.create(name)
+            keys[name] = await admin.add_key(name, "ci")
+        # A burst of 20 requests, then one in half a second.
+        await admin.set_limits("acme", {"requests_per_minute": 120.0})
+        first, second = await two_gateways(cluster)
+        await until(lambda: all(knows_limit(gateway, "acme") for gateway in (first, second)))
+
+        async def send(gateway: GatewayHost, name: str) -> httpx.Response:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+                return await http.post("/v1/completions", json=body, headers=bearer(keys[name]))
+
+        for _ in range(18):
+            assert (await send(first, "acme")).status_code == 200
+        limits = second.identification.limits
+        assert limits is not None
+        # The other gateway has admitted none of them, and knows of them within seconds.
+        await until(lambda: level_of(second) < 10, what="the other gateway to hear of the requests")
+        answers = [await send(second, "acme") for _ in range(20)]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert refused[0].json()["error"]["code"] == "tenant_limited"
+        assert "requests_per_minute is 120" in refused[0].json()["error"]["message"]
+        assert int(refused[0].headers["retry-after"]) >= 1
+        others = [await send(gateway, "beta") for gateway in (first, second) for _ in range(20)]
+        assert [answer.status_code for answer in others] == [200] * 40
+
+
+def knows_limit(gateway: GatewayHost, tenant: str) -> bool:
+    directory = gateway.identification.directory
+    limits = directory.limits(tenant) if directory is not None else None
+    return limits is not None and limits.requests_per_minute is not None
+
+
+def level_of(gateway: GatewayHost) -> float:
+    limits = gateway.identification.limits
+    assert limits is not None
+    known = limits._by_tenant.get("acme")
+    return 1e9 if known is None else known._buckets[LimitName.REQUESTS]._level

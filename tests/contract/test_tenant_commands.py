@@ -60,6 +60,12 @@ def test_a_tenants_life(run: Run) -> None:
     assert run("set", "acme", "--class-share").stdout == "tenant acme has class premium, share 4\n"
     for arguments in ((), ("--class", "gold"), ("--share", "0"), ("--share", "2", "--class-share")):
         assert run("set", "acme", *arguments).exit_code == 2
+    told = run("set-limits", "acme", "--requests-per-minute", "600", "--max-choices", "8").stdout
+    assert told == "tenant acme: requests_per_minute 600, tokens_per_minute none, max_choices 8\n"
+    assert "max_choices 8" in run("show", "acme").stdout
+    assert "max_choices none" in run("set-limits", "acme", "--max-choices", "none").stdout
+    for arguments in ((), ("--max-choices", "1.5"), ("--tokens-per-minute", "-1"), ("--tokens-per-minute", "nan")):
+        assert run("set-limits", "acme", *arguments).exit_code == 2
     told = run("set-tier", "acme", "volume", "--floor", "0.2", "--ttl", "2h", "--no-borrow").stdout
     assert told == "tenant acme in the volume tier: floor 0.2, cap 0.75, floor only, ttl 7200 s\n"
     assert "volume tier: floor 0.2" in run("show", "acme").stdout
@@ -84,13 +90,15 @@ def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
         "- name: acme\n  keys:\n"
         f"  - {{name: ci, sha256: '{'1' * 64}', expires: 2099-01-01T00:00:00Z}}\n"
         f"  - {{name: web, sha256: '{'2' * 64}', operator: true, group: web}}\n"
-        "- {name: beta, tiers: {volume: {floor: 0.2, ttl: never}}}\n"
+        "- {name: beta, limits: {tokens_per_minute: 1000}, tiers: {volume: {floor: 0.2, ttl: never}}}\n"
     )
     assert "acme: + key ci" in run("apply", "-f", str(file), "--dry-run").stdout
     assert json.loads(run("list", "--json").stdout) == []
     assert run("apply", "-f", str(file)).exit_code == 0
     assert run("apply", "-f", str(file)).stdout == "nothing to change\n"
-    terms = json.loads(run("show", "beta", "--json").stdout)["tiers"]["volume"]
+    beta = json.loads(run("show", "beta", "--json").stdout)
+    assert beta["limits"] == {"requests_per_minute": None, "tokens_per_minute": 1000.0, "max_choices": None}
+    terms = beta["tiers"]["volume"]
     assert terms == {"floor": 0.2, "cap": 0.5, "borrow": True, "ttl_s": None}
     keys = json.loads(run("show", "acme", "--json").stdout)["keys"]
     assert [(key["name"], key.get("expires_unix_s")) for key in keys] == [("ci", 4070908800.0), ("web", None)]
@@ -108,6 +116,8 @@ def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
         ("- {name: acme, class: gold}", "class"),
         ("- {name: acme, share: 0}", "share"),
         ("- {name: Acme}", "entry 1"),
+        ("- {name: acme, limits: {max_choices: 0}}", "entry 1: max_choices 0"),
+        ("- {name: acme, limits: {per_day: 1}}", "entry 1"),
         ("- {name: acme, tiers: {tape: {floor: 0.5}}}", "entry 1: tier 'tape'"),
         ("- {name: acme, tiers: {volume: {floor: 0.5, size: 1}}}", "size"),
         ("- {name: acme, tiers: {volume: {ttl: 5}}}", "entry 1"),

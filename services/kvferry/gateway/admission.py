@@ -15,6 +15,7 @@ from kvferry.engine.base import RenderedPrompt
 from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
+from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.gateway.tenant_requests import TenantRequests
 from kvferry.tracing import Tracing
 
@@ -47,7 +48,7 @@ class Readiness(msgspec.Struct, frozen=True):
 class Claim:
     """What one request holds of a gateway's limits. Released by its admission at the request's end."""
 
-    __slots__ = ("_admission", "is_cut", "num_body_bytes", "num_choices", "num_prompt_tokens")
+    __slots__ = ("_admission", "is_cut", "num_body_bytes", "num_choices", "num_limited", "num_prompt_tokens", "tenant")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -55,6 +56,8 @@ class Claim:
         self.num_choices = 0
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
+        self.tenant = ""
+        self.num_limited = 0  # choices that count against the tenant's limits
 
     def add_body_bytes(self, num_bytes: int) -> None:
         """Raises Overloaded, and holds what it held, where all bodies together would be too large, or this one was cut.
@@ -116,7 +119,7 @@ class Claim:
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
         """Take the prompts' tokens for an answer of `n` choices per prompt, and give the body's bytes back.
 
-        Raises InvalidRequest for an answer that may become too large, and as `take_prompt_tokens` does.
+        Raises InvalidRequest for an answer that may become too large, TenantLimited, and as `take_prompt_tokens` does.
         """
         num_choices = n * len(prompts)
         max_tokens = max(prompt.sampling.max_tokens for prompt in prompts)
@@ -130,7 +133,11 @@ class Claim:
             )
         if num_top is not None:
             _check_logprobs(num_choices, max_tokens, num_top)
-        self.take_prompt_tokens(n * sum(len(prompt.token_ids) for prompt in prompts))
+        num_prompt_tokens = n * sum(len(prompt.token_ids) for prompt in prompts)
+        self.take_prompt_tokens(num_prompt_tokens)
+        limits = self._admission.limits
+        if limits is not None and limits.admit(self.tenant, num_choices, num_prompt_tokens):
+            self.num_limited = num_choices
         self._release_body()
 
     def release(self) -> None:
@@ -138,6 +145,9 @@ class Claim:
         admission.num_choices -= self.num_choices
         admission.num_prompt_tokens -= self.num_prompt_tokens
         self.num_choices = self.num_prompt_tokens = 0
+        if self.num_limited and admission.limits is not None:
+            admission.limits.end(self.tenant, self.num_limited)
+            self.num_limited = 0
         self._release_body()
 
     def cut_body(self) -> None:
@@ -213,6 +223,7 @@ class Admission:
         self.idle.set()
         self.tracing: Tracing | None = None
         self.by_tenant: TenantRequests | None = None  # where tenants can be deleted
+        self.limits: GatewayLimits | None = None
         self._metrics = metrics
         self._read_readiness = read_readiness
 
@@ -255,6 +266,7 @@ class Admission:
                 counted.trace.end(counted.status)
 
     def note_tenant(self, counted: CountedRequest, tenant: str) -> None:
+        counted.claim.tenant = tenant
         if self.by_tenant is not None:
             self.by_tenant.add(counted, tenant)
 

@@ -11,6 +11,7 @@ from kvferry.errors import Unauthenticated
 from kvferry.gateway.access import Access
 from kvferry.gateway.jwt_tokens import JwtTokens
 from kvferry.gateway.tenant_directory import TenantDirectory
+from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.gateway.tenant_requests import TenantRequests
 from kvferry.gateway.tenants import Tenants, read_secret, shared_secret
 from kvferry.membership.base import RecordStore
@@ -27,9 +28,11 @@ class Identification:
         self.tenants = Tenants(read_secret(secret_file) if secret_file is not None else None)
         self.requests: TenantRequests | None = None  # where tenants can be deleted
         self.directory: TenantDirectory | None = None
+        self.limits: GatewayLimits | None = None
         if config.tenants_in_etcd:
             self.requests = TenantRequests()
             self.directory = TenantDirectory(records, on_ended=self._end_requests, on_change=on_change)
+            self.limits = GatewayLimits(self.directory.limits)
         self._tokens = JwtTokens(config.jwt) if config.jwt.enabled else None
         self.access = Access(config, self.tenants, self.directory, self._tokens)
         self._reading: asyncio.Task[None] | None = None

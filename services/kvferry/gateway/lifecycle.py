@@ -165,7 +165,6 @@ class GatewayHost:
             on_gone=self.policy.forget,
             on_change=self._note_readiness,
         )
-        self._usage = UsageExchange(self.worker_pool) if config.gateway.tenants_in_etcd else None
         self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
         # Before any link: workers say once, when a link comes up, which requests are in quarantine.
         self._dispatcher = Dispatcher(
@@ -173,7 +172,9 @@ class GatewayHost:
         )
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         self.identification = Identification(config.gateway, membership.records, self._note_readiness)
-        self.admission.by_tenant = self.identification.requests
+        limits = self.identification.limits
+        self.admission.by_tenant, self.admission.limits = self.identification.requests, limits
+        self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
         name, access = config.served_name, self.identification.access
         self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
         self.grpc = GrpcEndpoint(

@@ -11,6 +11,7 @@ from typing import Final
 from kvferry.errors import KvferryError
 from kvferry.membership.base import RecordChange, RecordChanged, Records, RecordStore
 from kvferry.tenancy import records
+from kvferry.tenancy.limits import Limits
 from kvferry.tenancy.records import KeyRecord, TenantRecord
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class TenantDirectory:
 
     def record(self, tenant: str) -> TenantRecord | None:
         return self._tenants.get(tenant)
+
+    def limits(self, tenant: str) -> Limits | None:
+        record = self._tenants.get(tenant)
+        return None if record is None else record.limits
 
     def find(self, digest: bytes) -> tuple[str, KeyRecord] | None:
         """Return the tenant of a key's SHA-256 and its record, unless it is expired."""

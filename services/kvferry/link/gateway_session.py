@@ -32,6 +32,7 @@ from kvferry.link.flow_control import SILENCE_LIMIT_S
 from kvferry.link.outgoing_queue import OutgoingQueue
 from kvferry.link.protocol import QUARANTINE, identity_of
 from kvferry.link.session_tenants import SessionTenants
+from kvferry.link.tenant_meter import TenantMeter
 from kvferry.task_set import TaskSet
 from kvferry.tracing import Span
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -83,6 +84,11 @@ class SessionHost(Protocol):
     def instrumentation(self) -> RequestInstrumentation: ...
 
     def welcome(self, hello: pb.Hello | None = None) -> pb.Welcome: ...
+    @property
+    def meter(self) -> TenantMeter | None:
+        """Requests of all sessions, on decode workers whose tenants have limits."""
+        ...
+
     def stats(self) -> pb.Load: ...
     def refusal(self, tenant: str = "", *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
         """Return why no new request can be accepted now, or None. One that `has_place` counts already."""
@@ -139,7 +145,7 @@ class GatewaySession:
         self.gateway_id = hello.gateway_id
         self.features = identity_of(hello).features
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self._tenants = SessionTenants(lambda number: number in self.tasks or number in self._reserved)
+        self._tenants = SessionTenants(lambda number: number in self.tasks or number in self._reserved, worker.meter)
         self._reserved: set[int] = set()  # places of requests that are not submitted yet
         self.on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
@@ -300,6 +306,8 @@ class GatewaySession:
         if instrumented.span is not None:
             request = dataclasses.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
+        num_generated = 0
+        self._tenants.begin(request)
         try:
             # The gateway ends the request at this time too; it may be gone, or not hear of it.
             async with (
@@ -311,6 +319,7 @@ class GatewaySession:
                     if on_engine.is_computing:
                         on_engine.note(output)
                     self._add(number, output)
+                    num_generated += len(output.token_ids)
                     if request.is_suspect:
                         self._worker.end_trial((self, number))
             assert output is not None
@@ -336,6 +345,7 @@ class GatewaySession:
             self._failed_numbers.discard(number)
             if request.is_suspect:
                 self._worker.end_trial((self, number))
+            self._tenants.end(request, num_generated)
             self._worker.requests_changed()
 
     def _deadline(self, request: EngineRequest) -> float | None:

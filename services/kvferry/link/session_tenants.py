@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from kvferry.engine.base import EngineRequest
+from kvferry.link.tenant_meter import TenantMeter
 from kvferry.wire.v1 import worker_pb2 as pb
 
 # What tenants were served goes with stats, this often, of so many tenants at once.
@@ -17,11 +18,15 @@ _NUM_KEPT: Final = 64  # requests that are gone, beside those that are not
 
 class SessionTenants:
     # `is_there` tells whether a request of this number is on the worker, or has a place.
-    def __init__(self, is_there: Callable[[int], bool]) -> None:
+    def __init__(self, is_there: Callable[[int], bool], meter: TenantMeter | None) -> None:
+        """`meter` counts the requests of all sessions, on decode workers."""
         self._is_there = is_there
+        self._all = meter
+        self._own = TenantMeter()
+        self._before = {} if meter is None else meter.totals()  # this session began
         self._by_number: dict[int, str] = {}
         self._max_numbers = _NUM_KEPT
-        self._told_ms: dict[str, float] = {}
+        self._told: dict[str, tuple[float, int, int, int]] = {}  # by tenant, told longest ago first
         self._told_s = 0.0
 
     def __len__(self) -> int:
@@ -43,8 +48,48 @@ class SessionTenants:
         """Add totals that changed since they were told."""
         if now_s - self._told_s < SERVED_INTERVAL_S:
             return
-        changed = ((tenant, ms) for tenant, ms in served_ms.items() if self._told_ms.get(tenant) != ms)
-        for tenant, ms in itertools.islice(changed, MAX_SERVED):
-            stats.served.add(tenant=tenant, ms=ms)
-            self._told_ms[tenant] = ms
+        num_left = MAX_SERVED
+        for tenant in self._by_age(served_ms):
+            ms, num_requests, num_tokens, num_running = work = self._work_of(tenant, served_ms)
+            if self._told.get(tenant) == work:
+                continue
+            stats.served.add(
+                tenant=tenant, ms=ms, num_requests=num_requests, num_tokens=num_tokens, num_running=num_running
+            )
+            self._told.pop(tenant, None)
+            self._told[tenant] = work
             self._told_s = now_s
+            num_left -= 1
+            if not num_left:
+                break
+
+    def begin(self, request: EngineRequest) -> None:
+        if self._all is not None and request.turn is not None:
+            for meter in (self._all, self._own):
+                meter.begin(request.turn.tenant, len(request.prompt_token_ids), is_resumed=request.is_resumed)
+
+    def end(self, request: EngineRequest, num_generated_tokens: int) -> None:
+        if self._all is not None and request.turn is not None:
+            for meter in (self._all, self._own):
+                meter.end(request.turn.tenant, num_generated_tokens)
+
+    def _work_of(self, tenant: str, served_ms: Mapping[str, float]) -> tuple[float, int, int, int]:
+        ms = served_ms.get(tenant, 0.0)
+        if self._all is None:
+            return ms, 0, 0, 0
+        every, own = self._all.of(tenant), self._own.of(tenant)
+        num_requests, num_tokens = self._before.get(tenant, (0, 0))
+        return (
+            ms,
+            max(0, every.num_requests - own.num_requests - num_requests),
+            max(0, every.num_prompt_tokens - own.num_prompt_tokens + every.num_generated_tokens - num_tokens),
+            max(0, every.num_running - own.num_running),
+        )
+
+    def _by_age(self, served_ms: Mapping[str, float]) -> Iterator[str]:
+        known = dict.fromkeys(served_ms)
+        if self._all is not None:
+            known.update(dict.fromkeys(self._all.tenants()))
+        self._told = {tenant: work for tenant, work in self._told.items() if tenant in known}
+        yield from [tenant for tenant in known if tenant not in self._told]
+        yield from list(self._told)

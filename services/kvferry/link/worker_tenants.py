@@ -14,16 +14,24 @@ PAUSE_S: Final = 0.1  # after a refusal for want of room for its tenant
 class WorkerTenants:
     def __init__(self) -> None:
         self.served_ms: dict[str, float] = {}  # of the worker's engine, as far as this connection heard
+        self.used: dict[str, tuple[int, int]] = {}  # totals of requests and tokens that this gateway does not count
+        self.running: dict[str, int] = {}  # requests of other gateways
         self.attached_s = 0.0
         self._no_room: dict[str, float] = {}  # tenants that it refused, and until when they are not tried again
 
     def attach(self, now_s: float) -> None:
-        self.served_ms.clear()
+        for known in (self.served_ms, self.used, self.running):
+            known.clear()
         self.attached_s = now_s
 
     def take(self, load: pb.Load) -> None:
         for entry in load.served:
             self.served_ms[entry.tenant] = entry.ms
+            self.used[entry.tenant] = entry.num_requests, entry.num_tokens
+            if entry.num_running:
+                self.running[entry.tenant] = entry.num_running
+            else:
+                self.running.pop(entry.tenant, None)
 
     def has_room(self, turn: Turn | None, now_s: float) -> bool:
         return turn is None or not self._no_room or self._no_room.get(turn.tenant, 0.0) <= now_s

@@ -14,6 +14,7 @@ import msgspec
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.tenancy import records
+from kvferry.tenancy.limits import LimitName, shown
 from kvferry.tenancy.records import KeyRecord, Purge, TenantRecord, make_key
 from kvferry.tenancy.terms import TIERS, TierTerms, check_floors, describe
 
@@ -73,6 +74,15 @@ class TenantAdmin:
                 class_name=record.class_name if class_name is None else class_name,
                 own_share=share if share is not None else record.own_share if keeps_share else None,
             )
+
+        return await self._change(tenant, changed)
+
+    async def set_limits(self, tenant: str, limits: Mapping[str, float | None]) -> TenantRecord:
+        """Change the given fields of `Limits`."""
+
+        def changed(record: TenantRecord | None) -> TenantRecord:
+            record = _living(tenant, record)
+            return msgspec.structs.replace(record, limits=msgspec.structs.replace(record.limits, **limits))
 
         return await self._change(tenant, changed)
 
@@ -254,7 +264,12 @@ def _applied(wanted: TenantRecord, before: TenantRecord | None) -> TenantRecord:
     if before is None or before.is_deleted:
         return _begun(wanted, before)
     return msgspec.structs.replace(
-        before, keys=keys, class_name=wanted.class_name, own_share=wanted.own_share, own_tiers=wanted.own_tiers
+        before,
+        keys=keys,
+        class_name=wanted.class_name,
+        own_share=wanted.own_share,
+        own_tiers=wanted.own_tiers,
+        limits=wanted.limits,
     )
 
 
@@ -272,6 +287,10 @@ def _differences(before: TenantRecord | None, wanted: TenantRecord) -> list[Chan
         for name_of, was, wants in contract:
             if was != wants:
                 lines.append(f"~ {name_of}: {was or 'of its class'} -> {wants or 'of its class'}")
+        for limit in LimitName:
+            was, wants = getattr(before.limits, limit.value), getattr(wanted.limits, limit.value)
+            if was != wants:
+                lines.append(f"~ {limit.value}: {shown(was)} -> {shown(wants)}")
         for tier in TIERS:
             was_terms, terms = before.own_tiers.get(tier), wanted.own_tiers.get(tier)
             if was_terms != terms:

@@ -1,12 +1,12 @@
-"""Tells each worker what its waiting tenants got from the other workers, so that shares hold over all of them."""
+"""Passes on what workers tell of tenants: to other workers, for shares over all of them, and to limits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import WORKER_KINDS, MemberId, MemberKind
@@ -19,10 +19,18 @@ PERIOD_S: Final = 1.0
 SETTLING_S: Final = 10.0
 
 
+class UsageSink(Protocol):
+    def used(self, tenant: str, num_requests: int, num_tokens: int) -> None: ...
+
+    def set_running(self, elsewhere: Mapping[str, int]) -> None: ...
+
+
 class UsageExchange:
-    def __init__(self, workers: WorkerPool) -> None:
+    def __init__(self, workers: WorkerPool, limits: UsageSink) -> None:
         self._workers = workers
-        self._seen: dict[MemberId, tuple[int, dict[str, float]]] = {}  # generation of the link, totals by tenant
+        self._limits = limits
+        # Generation of the link; ms, requests and tokens by tenant.
+        self._seen: dict[MemberId, tuple[int, dict[str, tuple[float, int, int]]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -50,7 +58,12 @@ class UsageExchange:
 
     def _exchange(self, kind: MemberKind) -> None:
         links = self._workers.usable(kind)
-        new = {link.member.member_id: self._new_ms(link) for link in links}
+        work = {link.member.member_id: self._new_work(link) for link in links}
+        if kind is MemberKind.DECODE:
+            self._tell_limits(links, work.values())
+        new = {
+            member_id: {tenant: ms for tenant, (ms, _, _) in by_tenant.items()} for member_id, by_tenant in work.items()
+        }
         total: Counter[str] = Counter()
         for got in new.values():
             total.update(got)
@@ -62,16 +75,29 @@ class UsageExchange:
             elsewhere = {tenant: total[tenant] - own.get(tenant, 0.0) for tenant in backlogs.by_tenant}
             link.send_elsewhere(elsewhere, len(links))
 
-    def _new_ms(self, link: WorkerLink) -> Mapping[str, float]:
-        """Return what the worker did for each tenant since the last call."""
+    def _tell_limits(self, links: Sequence[WorkerLink], work: Iterable[Mapping[str, tuple[float, int, int]]]) -> None:
+        for by_tenant in work:
+            for tenant, (_, num_requests, num_tokens) in by_tenant.items():
+                if num_requests or num_tokens:
+                    self._limits.used(tenant, num_requests, num_tokens)
+        running: Counter[str] = Counter()
+        for link in links:
+            running.update(link.tenants.running)
+        self._limits.set_running(running)
+
+    def _new_work(self, link: WorkerLink) -> Mapping[str, tuple[float, int, int]]:
+        """Return ms, requests and tokens of each tenant since the last call."""
         generation, before = self._seen.get(link.member.member_id, (-1, {}))
-        totals = dict(link.tenants.served_ms)
+        used = link.tenants.used
+        totals = {tenant: (ms, *used[tenant]) for tenant, ms in link.tenants.served_ms.items()}
         self._seen[link.member.member_id] = link.generation, totals
-        if generation != link.generation:
-            return {}
-        is_settling = asyncio.get_running_loop().time() - link.tenants.attached_s < SETTLING_S
-        return {
-            tenant: max(0.0, ms - before.get(tenant, ms if is_settling else 0.0))
-            for tenant, ms in totals.items()
-            if before.get(tenant) != ms
-        }
+        is_new = generation != link.generation
+        is_settling = is_new or asyncio.get_running_loop().time() - link.tenants.attached_s < SETTLING_S
+        new = {}
+        for tenant, now in totals.items():
+            was = None if is_new else before.get(tenant)
+            if was is None:  # ms count from the engine's start, the others from the link's
+                was = (now[0] if is_settling else 0.0, 0, 0)
+            if was != now:
+                new[tenant] = max(0.0, now[0] - was[0]), max(0, now[1] - was[1]), max(0, now[2] - was[2])
+        return new

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from kvferry.tenancy.limits import Limits
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms
 
@@ -63,6 +64,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     class_name: str = DEFAULT_CLASS
     own_share: float | None = None  # instead of the class's
     own_tiers: dict[str, TierTerms] = {}  # by tier, instead of the class's
+    limits: Limits = Limits()
 
     @property
     def share(self) -> float:
@@ -83,6 +85,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError(f"class {self.class_name[:80]!r}: one of {', '.join(CLASSES)}")
         if self.own_share is not None and not MIN_SHARE <= self.own_share <= MAX_SHARE:
             raise ValueError(f"share {self.own_share}: from {MIN_SHARE} to {MAX_SHARE:g}")
+        self.limits.check()
         for tier, terms in self.own_tiers.items():
             if tier not in TIERS:
                 raise ValueError(f"tier {tier[:80]!r}: one of {', '.join(TIERS)}")

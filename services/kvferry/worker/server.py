@@ -20,6 +20,8 @@ from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
 from kvferry.link.protocol import Identity, identity_of, why_incompatible
 from kvferry.link.quarantine import Quarantine
+from kvferry.link.tenant_meter import TenantMeter
+from kvferry.membership.base import MemberKind
 from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.request_instrumentation import RequestInstrumentation
@@ -58,6 +60,8 @@ class WorkerServer:
         turns: Turns | None = None,
     ) -> None:
         self.identity = identity or Identity()
+        is_metered = turns is not None and role == MemberKind.DECODE.value
+        self.meter = TenantMeter() if is_metered else None
         self._engine = engine
         self._turns = turns
         self._worker_id = worker_id

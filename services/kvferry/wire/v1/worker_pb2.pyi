@@ -480,12 +480,18 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[TenantBacklog, _Mapping]]] = ..., other_backlogs: _Optional[_Iterable[_Union[BacklogBucket, _Mapping]]] = ..., served: _Optional[_Iterable[_Union[TenantWork, _Mapping]]] = ...) -> None: ...
 
 class TenantWork(_message.Message):
-    __slots__ = ("tenant", "ms")
+    __slots__ = ("tenant", "ms", "num_requests", "num_tokens", "num_running")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     ms: float
-    def __init__(self, tenant: _Optional[str] = ..., ms: _Optional[float] = ...) -> None: ...
+    num_requests: int
+    num_tokens: int
+    num_running: int
+    def __init__(self, tenant: _Optional[str] = ..., ms: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_running: _Optional[int] = ...) -> None: ...
 
 class Elsewhere(_message.Message):
     __slots__ = ("served", "num_workers")
