@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -15,6 +16,7 @@ from pathlib import Path
 from kvferry.store.layout import ALIGNMENT
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_NOATIME = getattr(os, "O_NOATIME", 0)
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
@@ -47,8 +49,12 @@ class DirectIo:
 
     def open(self, path: str, flags: int) -> int:
         """Direct if possible, closed at exec, following no symbolic link, and waiting for no end of a named pipe."""
-        direct = _O_DIRECT if self.is_direct else 0
-        return os.open(path, flags | direct | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (_O_DIRECT if self.is_direct else 0)
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            # Access times are the order of evictions: only `VolumeFiles.record_use` sets them.
+            with contextlib.suppress(PermissionError):  # of another owner's file
+                return os.open(path, flags | _O_NOATIME)
+        return os.open(path, flags, 0o600)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)

@@ -184,8 +184,11 @@ def key_usage(path: Path, keyring: Keyring | None) -> list[KeyUsage]:
 
 def _fingerprint_of(found: FoundChunk) -> str | None:
     try:
-        with Path(found.path).open("rb", buffering=0) as opened:
-            header = chunk_file.parse_header(memoryview(opened.read(HEADER_BYTES)))
+        fd = DirectIo().open(found.path, os.O_RDONLY)
+        try:
+            header = chunk_file.parse_header(memoryview(os.pread(fd, HEADER_BYTES, 0)))
+        finally:
+            os.close(fd)
     except OSError:
         return None
     if header is None:

@@ -164,3 +164,18 @@ def test_a_stall_lasts_until_it_is_told_to_end(tmp_path: Path) -> None:
     end.set()
     reader.join(10)
     assert bytes(into) == bytes(filled())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
+def test_another_owners_file_is_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its owner may read a file without an access time."""
+    (tmp_path / "f").write_bytes(bytes(4096))
+    (tmp_path / "f").chmod(0o644)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # its parents are open to root only
+    os.seteuid(65534)
+    try:
+        fd = DirectIo().open("f", os.O_RDONLY)
+    finally:
+        os.seteuid(0)
+    os.close(fd)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,16 @@ def test_a_volume_in_use_is_read_but_not_mended(tmp_path: Path) -> None:
         assert keeper.read(LAYOUT.digest, chunk(1), empty()) is Outcome.OK
         keeper.close()
     assert fsck.verify_volume(path, mend=True).faults == []
+
+
+@pytest.mark.parametrize("tool", [fsck.verify_volume, lambda path: fsck.key_usage(path, None)], ids=["fsck", "keys"])
+def test_tools_leave_the_order_of_evictions(tmp_path: Path, tool: Callable[[Path], object]) -> None:
+    path = made(tmp_path / "v")
+    days_ago_ns = time.time_ns() - 3 * 86400 * 10**9  # so that relatime would count the tool's reads
+    for number, file in enumerate(chunk_files(path)):
+        os.utime(file, ns=(days_ago_ns + number, 0))
+    tool(path)
+    assert [file.stat().st_atime_ns for file in chunk_files(path)] == [days_ago_ns + n for n in range(NUM_CHUNKS)]
 
 
 def test_what_is_no_volume_is_said(tmp_path: Path) -> None:
