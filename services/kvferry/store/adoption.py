@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.store import folder, paths
-from kvferry.store.chunk_index import ChunkIndex
+from kvferry.store.chunk_index import ChunkIndex, IndexEntry, Reservation
 from kvferry.store.folder import FoundChunk
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume_files import VolumeFiles
@@ -19,7 +19,9 @@ from kvferry.store.volume_files import VolumeFiles
 # that no writer has room for are removed, as if they had been evicted.
 ADOPT_AFTER_S = 300.0
 REMOVE_AFTER_S = 900.0
-MAX_FILES = 2_000  # of one call: meanwhile a keeper of that name cannot start
+# Of one call: meanwhile a keeper of that name cannot start.
+MAX_FILES = 2_000
+MAX_COMPARED = 100  # chunks that are in the index too: both files may be read
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +36,16 @@ class Adopter:
         index: ChunkIndex,
         files: VolumeFiles,
         has_right_size: Callable[[FoundChunk], bool],
+        is_whole: Callable[[IndexEntry], bool],
         on_removed: Callable[[str], None],
     ) -> None:
-        """`on_removed` gets the name of each writer whose folder was removed."""
+        """`is_whole` reads a file. `on_removed` gets the name of each writer whose folder was removed."""
         self._index = index
         self._files = files
         self._has_right_size = has_right_size
+        self._is_whole = is_whole
         self._on_removed = on_removed
+        self._num_compared = 0  # in this call
         self._running = threading.Lock()
         self._said: dict[str, tuple[int, float]] = {}  # writer -> its lock's time of writing, and since when
         self._gone_since_s: dict[str, float] = {}
@@ -64,6 +69,7 @@ class Adopter:
         self._gone_since_s = {writer: since for writer, since in self._gone_since_s.items() if writer in others}
         self._said = {writer: said for writer, said in self._said.items() if writer in others}
         num_left = MAX_FILES
+        self._num_compared = 0
         for writer in others:
             try:
                 num_left -= self._look_at(writer, now_s, num_left)
@@ -108,7 +114,11 @@ class Adopter:
                 return num_files
             if outcome is Outcome.OK:
                 self.num_adopted += 1
-            elif outcome is Outcome.REFUSED or not self._remove(chunk):
+            elif (
+                outcome is Outcome.REFUSED
+                or (outcome is Outcome.UNREADABLE and not may_remove)
+                or not self._remove(chunk)
+            ):
                 continue
             num_files += 1
         if num_files == len(found) and not self._is_back(writer) and self._remove_folders(writer):
@@ -121,10 +131,15 @@ class Adopter:
         return self._said_ns(writer) != self._said[writer][0]
 
     def _adopt(self, chunk: FoundChunk) -> Outcome:
-        """Move a chunk to this writer: NO_SPACE without room, EXISTS for a copy or wrong size, REFUSED if in use."""
+        """Move a chunk to this writer.
+
+        NO_SPACE without room, EXISTS for a copy or wrong size, UNREADABLE beside an unreadable copy, REFUSED if in use.
+        """
         if not self._has_right_size(chunk):
             return Outcome.EXISTS
-        reservation = self._index.reserve_adoption(chunk.layout, chunk.chunk, chunk.writer, chunk.num_bytes)
+        reservation = self._reserve(chunk)
+        if reservation is Outcome.EXISTS:
+            reservation = self._compare(chunk)
         if isinstance(reservation, Outcome):
             return reservation
         files = self._files
@@ -136,6 +151,30 @@ class Adopter:
             return Outcome.REFUSED
         self._index.commit(reservation, None)  # its writer's order of uses is not comparable with ours
         return Outcome.OK
+
+    def _reserve(self, chunk: FoundChunk) -> Reservation | Outcome:
+        return self._index.reserve_adoption(chunk.layout, chunk.chunk, chunk.writer, chunk.num_bytes)
+
+    def _compare(self, chunk: FoundChunk) -> Reservation | Outcome:
+        """Return EXISTS if the copy in the index is whole; replace it if only this one is."""
+        # The copy may be hidden, damaged, or sealed with another key: then this one is perhaps the last.
+        if self._num_compared >= MAX_COMPARED:
+            return Outcome.REFUSED
+        self._num_compared += 1
+        copy = self._index.pin(chunk.layout, chunk.chunk.key)
+        if copy is None:
+            return Outcome.REFUSED
+        try:
+            if self._is_whole(copy):
+                return Outcome.EXISTS
+        finally:
+            self._index.unpin(copy)
+        if not self._is_whole(IndexEntry(chunk.layout, chunk.chunk, chunk.writer, chunk.num_bytes)):
+            return Outcome.UNREADABLE
+        file = self._index.begin_remove(copy.layout, copy.chunk, only_ours=True)
+        if file is not None:
+            self._index.end_remove(copy.layout, copy.chunk, file, is_removed=self._files.remove(file.path))
+        return self._reserve(chunk)
 
     def _remove(self, chunk: FoundChunk) -> bool:
         entry = self._index.pin(chunk.layout, chunk.chunk.key)

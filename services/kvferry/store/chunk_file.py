@@ -54,7 +54,7 @@ _NO_FINGERPRINT = bytes(8)
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 # Enough for any payload, and one GCM call can process it.
-_MAX_PAYLOAD_BYTES = 1 << 30
+MAX_PAYLOAD_BYTES = 1 << 30
 
 
 class Algorithm(enum.IntEnum):
@@ -214,8 +214,8 @@ def _write_fields(
     key_fingerprint: bytes = _NO_FINGERPRINT,
     nonce: bytes = bytes(_NONCE_BYTES),
 ) -> None:
-    if payload_bytes > _MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a payload of {payload_bytes} bytes; at most {_MAX_PAYLOAD_BYTES}")
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES}")
     header[:] = _ZEROS
     tenant = chunk.namespace.tenant.encode("ascii")
     _FIELDS.pack_into(

@@ -14,10 +14,12 @@ from kvferry.store import chunk_file, folder, paths
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
 from kvferry.store.chunk_index import ChunkIndex
 from kvferry.store.chunk_table import IndexEntry
+from kvferry.store.direct_io import aligned_buffer
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome, outcome_of, outcome_of_open
 from kvferry.store.quarantine import Quarantine
 from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
+from kvferry.tenancy.namespace import Namespace
 
 MAX_FOREIGN = 65_536  # files that are remembered as sealed with another key; a forgotten one is read once more
 
@@ -59,6 +61,15 @@ class ChunkReader:
                 self.bytes_read += len(into)
         return outcome
 
+    def is_whole(self, entry: IndexEntry) -> bool:
+        """Return whether a file can be read and verified, changing nothing."""
+        num_bytes = entry.num_bytes - HEADER_BYTES
+        keys = self._keys(entry.chunk.namespace)
+        if keys is None or not 0 < num_bytes <= chunk_file.MAX_PAYLOAD_BYTES:
+            return False
+        outcome, _ = self._read_file(self._index.path_of(entry), entry, aligned_buffer(num_bytes), keys, is_raw=False)
+        return outcome is Outcome.OK
+
     def is_foreign(self, path: str) -> bool:
         """Return whether another writer's file was found to be sealed with another key, and was not replaced since."""
         seen = self._foreign.get(path)
@@ -73,17 +84,21 @@ class ChunkReader:
         try:
             if entry.chunk.namespace != chunk.namespace:
                 return Outcome.WRONG_NAMESPACE
-            keys: tuple[bytes, ...] = ()
-            if self._keyring is not None:
-                keys = self._keyring.keys(chunk.namespace, self._files.volume_id)
-                if not keys:
-                    return Outcome.UNDECRYPTABLE
+            keys = self._keys(chunk.namespace)
+            if keys is None:
+                return Outcome.UNDECRYPTABLE
             outcome = self._read_entry(entry, into, keys, is_raw=is_raw)
         finally:
             self._index.unpin(entry)
         if outcome is Outcome.OK:
             self._index.touch(layout, [chunk.key], self._clock())
         return outcome
+
+    def _keys(self, namespace: Namespace) -> tuple[bytes, ...] | None:
+        """Return no keys where chunks are plain, and None where there should be some."""
+        if self._keyring is None:
+            return ()
+        return self._keyring.keys(namespace, self._files.volume_id) or None
 
     def _read_entry(self, entry: IndexEntry, into: memoryview, keys: tuple[bytes, ...], *, is_raw: bool) -> Outcome:
         path = self._index.path_of(entry)

@@ -98,7 +98,9 @@ class Volume:
             self._index, self._files, self._quarantine, keyring, shared=shared, clock=clock
         )
         self._seal_counts = SealCounts(path, writer)
-        self._adopter = Adopter(self._index, self._files, self._has_right_size, self._seal_counts.absorb)
+        self._adopter = Adopter(
+            self._index, self._files, self._has_right_size, self._chunk_reader.is_whole, self._seal_counts.absorb
+        )
         self._chunk_writer = ChunkWriter(
             self._index, self._files, keyring, self._seal_counts, notify=self._notify, clock=clock
         )
