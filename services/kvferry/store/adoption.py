@@ -17,7 +17,7 @@ from kvferry.store.volume_files import VolumeFiles
 
 # A keeper that restarts holds its lock again within seconds. Then its chunks go to writers with room for them; chunks
 # that no writer has room for are removed, as if they had been evicted.
-ADOPT_AFTER_S = 300.0
+ADOPT_AFTER_S = folder.ALIVE_FOR_S
 REMOVE_AFTER_S = 900.0
 # Of one call: meanwhile a keeper of that name cannot start.
 MAX_FILES = 2_000

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from kvferry.errors import TierError
-from kvferry.store import paths
+from kvferry.store import chunk_file, paths
+from kvferry.store.direct_io import DirectIo
 from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
 from kvferry.store.small_files import read_small
 from kvferry.tenancy.namespace import Namespace
@@ -24,6 +25,7 @@ _VERSION = 1
 _MAX_LAYOUT_BYTES = 1 << 20
 
 MAX_KEEPERS_OF_A_MACHINE = 64
+ALIVE_FOR_S = 300.0  # since a keeper said so; it does every 30 s
 _MAX_PASSES = 10  # to remove chunks while keepers run
 MAX_WRITER_CHARS = 96  # of a machine's writers, before their numbers
 
@@ -127,6 +129,20 @@ def free_writer(path: Path, name: str) -> str:
                 os.close(held)
                 return each
     return name
+
+
+def living_writers(path: Path) -> set[str]:
+    """Return the writers whose keepers, perhaps on other nodes, said of late that they live. Raises OSError."""
+    # Clocks of nodes may differ: all times are the volume's.
+    clock = path / paths.LOCK
+    clock.touch(mode=0o600)
+    now_s = clock.stat().st_mtime
+    living = set()
+    for file in (path / paths.TEMPORARY).glob("*.lock"):
+        with contextlib.suppress(FileNotFoundError):
+            if abs(now_s - file.lstat().st_mtime) < ALIVE_FOR_S:
+                living.add(file.stem)
+    return living
 
 
 def save_layout(path: Path, layout: ChunkLayout) -> None:
@@ -280,6 +296,9 @@ def remove_namespaces(path: Path, is_wanted: Callable[[Namespace], bool]) -> int
 
 def _remove_once(path: Path, is_wanted: Callable[[Namespace], bool]) -> tuple[int, int]:
     num_found = num_removed = 0
+    living = living_writers(path)
+    for writer in _writers_in(path / paths.TEMPORARY):
+        num_found += _remove_left_overs(path, writer, is_wanted, is_alive=writer in living)
     for writer in sorted({*writers(path), *_writers_in(path / paths.QUARANTINE)}):
         for found in walk(path, writer, only=is_wanted):
             num_found += 1
@@ -301,6 +320,40 @@ def _remove_once(path: Path, is_wanted: Callable[[Namespace], bool]) -> tuple[in
                         with contextlib.suppress(OSError):
                             Path(emptied.path).rmdir()
     return num_found, num_removed
+
+
+def _remove_left_overs(path: Path, writer: str, is_wanted: Callable[[Namespace], bool], *, is_alive: bool) -> int:
+    """Return the number of removed files, which a killed keeper was writing."""
+    lock_file = path / paths.TEMPORARY / f"{writer}.lock"
+    held = None
+    if lock_file.exists() and (held := lock(lock_file, shared=False)) is None:
+        return 0
+    num_removed = 0
+    try:
+        for entry in _entries(path / paths.TEMPORARY / writer):
+            if not entry.is_file(follow_symlinks=False):
+                continue
+            # A recycled file may hold chunks of others than its header names. Without shared locks it may be in use.
+            namespace = _namespace_of(entry.path)
+            if not is_alive or (namespace is not None and is_wanted(namespace)):
+                Path(entry.path).unlink(missing_ok=True)
+                num_removed += 1
+    finally:
+        if held is not None:
+            os.close(held)
+    return num_removed
+
+
+def _namespace_of(file: str) -> Namespace | None:
+    try:
+        fd = DirectIo().open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        header = chunk_file.parse_header(memoryview(os.pread(fd, chunk_file.HEADER_BYTES, 0)))
+    finally:
+        os.close(fd)
+    return None if header is None else header.chunk.namespace
 
 
 def _folders(path: str | os.PathLike[str], *, must_exist: bool = False) -> Iterator[os.DirEntry[str]]:

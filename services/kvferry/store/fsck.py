@@ -28,6 +28,7 @@ from kvferry.tenancy.namespace import Namespace
 FOREIGN = "foreign"
 LEFT_OVER = "left_over"
 
+MAX_NAMED = 10  # writers in an error
 _NUM_THREADS = 4
 _BATCH = 256
 
@@ -99,6 +100,8 @@ def verify_volume(
         raise TierError(f"volume {path} is served by a keeper; it can be mended when that has stopped")
     reader = _Reader(path, keyring)
     try:
+        if mend:
+            _refuse_beside_keepers(path)
         with ThreadPoolExecutor(max_workers=_NUM_THREADS) as threads:
             for writer in _writers(path):
                 files = folder.walk(path, writer)
@@ -107,6 +110,7 @@ def verify_volume(
                         _record(path, writer, found, outcome, report, is_checked=is_checked, mend=mend)
                         advance()
         if mend:
+            _refuse_beside_keepers(path)  # that started meanwhile
             _remove_left_overs(path, report)
     except OSError as error:
         raise TierError(f"volume {path}: {error.filename or ''}: {error.strerror}") from error
@@ -336,6 +340,16 @@ def _record(
         Path(found.path).rename(target)
         mended_to = str(target)
     report.faults.append(Fault(found.path, cause, num_bytes, mended_to))
+
+
+def _refuse_beside_keepers(path: Path) -> None:
+    # Some network file systems keep locks on one node only.
+    if living := sorted(folder.living_writers(path)):
+        more = f" and {len(living) - MAX_NAMED} more" if len(living) > MAX_NAMED else ""
+        raise TierError(
+            f"volume {path}: {', '.join(living[:MAX_NAMED])}{more} said less than {folder.ALIVE_FOR_S:.0f} s ago "
+            "to be alive, perhaps on another node; mend it once that keeper has stopped, or so long after it was killed"
+        )
 
 
 def _remove_left_overs(path: Path, report: Report) -> None:

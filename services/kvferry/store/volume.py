@@ -131,6 +131,8 @@ class Volume:
         """Idempotent. No other method may be running."""
         if self._locks:
             self.record()
+        if len(self._locks) > 1:  # the writer's, too
+            self._files.say_gone()
         while self._locks:
             os.close(self._locks.pop())
 

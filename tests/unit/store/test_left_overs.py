@@ -1,0 +1,148 @@
+"""Files of keepers that were killed, and tools beside keepers of other nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import TierError
+from kvferry.store import folder, fsck, paths
+from kvferry.store.folder import ALIVE_FOR_S
+from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.namespace import Namespace
+from support.tier_chunks import LAYOUT, chunk, flip, payload
+from support.tier_volumes import Opened, opened_volumes
+
+DIGEST = LAYOUT.digest
+ACME, OTHER = Namespace("acme"), Namespace("other")
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    with opened_volumes(tmp_path) as open_volume:
+        yield open_volume
+
+
+def killed(volume: Volume, namespace: Namespace, *, silent_for_s: float = 0.0) -> Path:
+    """Close a volume as if its keeper had been killed before it renamed a chunk that it had written."""
+    of = chunk(1, namespace)
+    assert volume.write(DIGEST, of, payload(of)) is Outcome.OK
+    file = volume.path / paths.chunk_path(volume.writer, DIGEST, of)
+    volume._index.forget(volume._index.entries()[0])
+    volume.close()
+    left = volume.path / paths.TEMPORARY / volume.writer / "0.page"
+    file.rename(left)
+    say_alive(volume, silent_for_s)
+    return left
+
+
+def say_alive(volume: Volume, ago_s: float = 0.0) -> None:
+    said_s = time.time() - ago_s
+    os.utime(volume.path / paths.TEMPORARY / f"{volume.writer}.lock", (said_s, said_s))
+
+
+def without_shared_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "lock", lambda file, *, shared: os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+@pytest.mark.parametrize("silent_for_s", [0.0, ALIVE_FOR_S + 1])
+def test_a_purge_finds_what_a_killed_keeper_was_writing(opened: Opened, silent_for_s: float) -> None:
+    left = killed(opened(), ACME, silent_for_s=silent_for_s)
+    fsck.purge(left.parents[2], "acme")
+    assert not left.exists()
+
+
+def test_a_purge_finds_the_rest_of_a_recycled_file(opened: Opened) -> None:
+    """Its header names the tenant whose chunk was to replace another's."""
+    left = killed(opened(), OTHER, silent_for_s=ALIVE_FOR_S + 1)
+    fsck.purge(left.parents[2], "acme")
+    assert not left.exists()
+
+
+def test_a_purge_finds_the_files_of_a_writer_with_nothing_else(opened: Opened) -> None:
+    left = killed(opened(shared=True, writer="gone"), ACME)
+    (left.parents[1] / "gone.lock").unlink()
+    opened(shared=True, writer="living").purge(ACME)
+    assert not left.exists()
+    assert not (left.parents[1] / "gone.lock").exists()
+
+
+@pytest.mark.parametrize("header", [OTHER, None], ids=["another tenant", "not written yet"])
+def test_a_purge_leaves_unfinished_writes_of_another_node(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, header: Namespace | None
+) -> None:
+    left = killed(opened(shared=True, writer="elsewhere"), OTHER)
+    if header is None:
+        left.write_bytes(b"")
+    without_shared_locks(monkeypatch)
+    fsck.purge(left.parents[2], "acme")
+    assert left.exists()
+
+
+def test_a_purge_leaves_unfinished_writes_of_this_node(opened: Opened) -> None:
+    volume = opened()
+    unfinished = volume.path / paths.TEMPORARY / "local" / "5.page"
+    unfinished.write_bytes(b"half")
+    say_alive(volume, 2 * ALIVE_FOR_S)
+    fsck.purge(volume.path, "acme")
+    unfinished.unlink()  # it was there
+
+
+def test_a_volume_is_not_mended_beside_a_keeper_of_another_node(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_shared_locks(monkeypatch)
+    elsewhere = opened(shared=True, writer="elsewhere")
+    unfinished = elsewhere.path / paths.TEMPORARY / "elsewhere" / "5.page"
+    unfinished.write_bytes(b"half")
+    with pytest.raises(TierError, match="elsewhere said less than 300 s ago"):
+        fsck.verify_volume(elsewhere.path, mend=True)
+    assert unfinished.exists()
+    assert fsck.verify_volume(elsewhere.path).faults == []
+    elsewhere.close()
+    assert fsck.verify_volume(elsewhere.path, mend=True).by_cause == {"left_over": 1}
+
+
+def test_a_keeper_that_starts_during_a_mending_keeps_its_writes(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_shared_locks(monkeypatch)
+    volume = opened(shared=True, writer="a")
+    assert volume.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.OK
+    volume.close()
+    unfinished: list[Path] = []
+
+    def start() -> None:
+        unfinished.append(volume.path / paths.TEMPORARY / opened(shared=True, writer="b").writer / "0.page")
+        unfinished[0].write_bytes(b"half")
+
+    with pytest.raises(TierError, match="b said less than"):
+        fsck.verify_volume(volume.path, mend=True, advance=start)
+    assert unfinished[0].exists()
+    unfinished[0].unlink()
+
+
+def test_a_keeper_that_was_killed_delays_a_mending(opened: Opened) -> None:
+    volume = opened()
+    assert volume.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.OK
+    file = volume.path / paths.chunk_path("local", DIGEST, chunk(1))
+    volume.close()
+    flip(file, 8 * 5000)
+    say_alive(volume, ALIVE_FOR_S - 60)
+    with pytest.raises(TierError, match="local said"):
+        fsck.verify_volume(volume.path, mend=True)
+    say_alive(volume, ALIVE_FOR_S + 60)
+    assert fsck.verify_volume(volume.path, mend=True).by_cause == {"corrupt_payload": 1}
+
+
+def test_an_error_names_a_limited_number_of_keepers(opened: Opened) -> None:
+    volume = opened()
+    volume.close()
+    for number in range(fsck.MAX_NAMED + 1):
+        (volume.path / paths.TEMPORARY / f"w{number:02}.lock").touch()
+    with pytest.raises(TierError, match=r"w09 and 1 more said"):
+        fsck.verify_volume(volume.path, mend=True)
