@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -71,20 +72,25 @@ class ChunkWriter:
         # Before anything is reserved: memory may be short.
         header = self._files.buffers.header
         sealed = self._files.buffers.bounce(len(payload)) if self._keyring is not None else None
-        reservation = self._index.reserve(layout, chunk, chunk_file.chunk_file_bytes(len(payload)), now_s)
-        if isinstance(reservation, Outcome):
-            return reservation
-        self._notify()
+        # So may be descriptors, which would be noticed when a victim's file is gone.
+        spare = self._files.spare_descriptor()
         try:
-            if sealed is None:
-                chunk_file.write_plain_header(header, payload, layout, chunk, now_s)
-            else:
-                chunk_file.seal(header, payload, sealed, layout, chunk, now_s, key)
-                self._seal_counts.add(fingerprint)
-                payload = sealed
-        except BaseException:
-            self._give_up(reservation)
-            raise
+            reservation = self._index.reserve(layout, chunk, chunk_file.chunk_file_bytes(len(payload)), now_s)
+            if isinstance(reservation, Outcome):
+                return reservation
+            self._notify()
+            try:
+                if sealed is None:
+                    chunk_file.write_plain_header(header, payload, layout, chunk, now_s)
+                else:
+                    chunk_file.seal(header, payload, sealed, layout, chunk, now_s, key)
+                    self._seal_counts.add(fingerprint)
+                    payload = sealed
+            except BaseException:
+                self._give_up(reservation)
+                raise
+        finally:
+            os.close(spare)
         parts = [header, payload]
         outcome = self._fill(reservation, parts)
         # A drive may be full below our capacity. Overwriting a file needs no more of its space.

@@ -94,6 +94,10 @@ class VolumeFiles:
             return NO_INODE if self.is_absent(error) else None
         return (status.st_dev, status.st_ino)
 
+    def spare_descriptor(self) -> int:
+        """Return a descriptor to be closed before another one is needed. Raises OSError without a free one."""
+        return os.dup(self.locks[0])
+
     def rename(self, source: str, target: str) -> None:
         """Make the target's folder, which others may remove while empty."""
         for _ in range(3):
@@ -104,6 +108,10 @@ class VolumeFiles:
         return self.io.rename(source, target)
 
     def write(self, path: str, parts: list[memoryview], num_bytes: int, *, is_recycled: bool) -> None:
+        if is_recycled and os.lstat(path).st_nlink > 1:
+            # Other names of the file, of a backup perhaps, keep its bytes.
+            self.io.unlink(path)
+            is_recycled = False
         flags = os.O_WRONLY if is_recycled else os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             fd = self.io.open(path, flags)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import socket
 import threading
@@ -195,6 +196,30 @@ def test_a_want_of_memory_leaves_nothing_reserved(
     volume.check()
     put(volume, *(n for n in range(20, 23)))
     assert [get(volume, n) for n in range(20, 23)] == [Outcome.OK] * 3
+
+
+def test_writes_without_descriptors_evict_nothing(opened: Opened) -> None:
+    volume = opened(chunks=4)
+    put(volume, *range(4))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open("/", os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        outcomes = [volume.write(DIGEST, chunk(number), payload(chunk(number))) for number in range(10, 14)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert outcomes == [Outcome.NO_RESOURCES] * 4
+    assert [get(volume, number) for number in range(4)] == [Outcome.OK] * 4
+
+
+def test_a_recycled_file_keeps_its_bytes_under_other_names(opened: Opened) -> None:
+    volume = opened(chunks=2, shared=True, writer="a")
+    put(volume, 1, 2)
+    os.link(path_of(volume, 1, "a"), path_of(volume, 1, "b"))
+    put(volume, 3)
+    assert not path_of(volume, 1, "a").exists()
+    assert get(opened(shared=True, writer="b"), 1) is get(volume, 3) is Outcome.OK
+    volume.check()
 
 
 def test_a_negative_seal_count_is_no_count(opened: Opened) -> None:
