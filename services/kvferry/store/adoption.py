@@ -188,8 +188,11 @@ class Adopter:
 
     def _remove_folders(self, writer: str) -> bool:
         """Return whether the chunks' folder is gone."""
-        # Chunks half written, the quarantine, empty folders, and the lock last.
-        for file in folder.files_of(self._files.path, writer):
+        # Chunks half written, the quarantine, empty folders, and the lock last. Foreign files stay, and their folders.
+        temporary = self._files.path / paths.TEMPORARY / writer
+        folder.unlink_link(temporary)
+        half_written = [file for file in temporary.rglob("*") if not file.is_dir()]
+        for file in (*half_written, *(Path(bad.path) for bad in folder.walk_quarantine(self._files.path, writer))):
             with contextlib.suppress(OSError):
                 file.unlink()
         chunks = self._chunks_of(writer)

@@ -251,6 +251,25 @@ def test_one_odd_name_keeps_nobody_from_the_chunks_of_writers_that_are_gone(open
     assert [get(living, n) for n in (1, 2)] == [Outcome.OK] * 2
 
 
+def test_adoption_removes_no_foreign_files(opened: Opened) -> None:
+    now_s = [1000.0]
+    gone = opened(shared=True, writer="gone")
+    put(gone, 1)
+    gone.close()
+    living = opened(shared=True, writer="living", monotonic=lambda: now_s[0])
+    pages = living.path / paths.CHUNKS
+    shutil.copytree(pages / "gone", pages / "saved" / "gone")  # put aside by hand
+    notes = [pages / name / "notes.txt" for name in ("saved", "gone", f"gone/{DIGEST.hex()}")]
+    for file in notes:
+        file.write_text("mine")
+    for _ in range(5):
+        living.rescan()
+        now_s[0] += ADOPT_AFTER_S
+    assert living.stats.bytes_used == CHUNK_BYTES
+    assert len(list((pages / "saved" / "gone").rglob("*.page"))) == 1
+    assert [file.read_text() for file in notes] == ["mine"] * 3
+
+
 def test_seal_counts_are_read_whatever_else_fails(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     keyring = SecretsKeyring({"*": SECRET})
     volume = opened(shared=True, writer="living", keyring=keyring)
