@@ -21,10 +21,10 @@ from kvferry.errors import ConfigError
 ENV_PREFIX = "KVFERRY__"
 DEFAULT_NAME = "kvferry"
 
-# What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return
-# garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
 # Of asymmetric keys only: a gateway verifies tokens and must not be able to sign any.
 JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+# What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return
+# garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
 KvCacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 

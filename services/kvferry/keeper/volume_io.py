@@ -33,6 +33,21 @@ log = logging.getLogger(__name__)
 # How often the changes of other nodes to a shared volume are looked for.
 _RESCAN_PERIOD_S = 30.0
 _ALIVE_PERIOD_S = 60.0  # during a rescan
+# Outcomes that say nothing of the drive.
+_NEUTRAL = frozenset(
+    {
+        Outcome.NO_RESOURCES,
+        Outcome.EXISTS,
+        Outcome.REFUSED,
+        Outcome.MISSING,
+        Outcome.GONE,
+        Outcome.UNREADABLE,
+        Outcome.WRONG_NAMESPACE,
+        Outcome.UNDECRYPTABLE,
+        Cause.FAULT,
+        Cause.ENGINE_GONE,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,20 +411,3 @@ class VolumeIo:
 
 def _ignore(outcome: str) -> None:
     pass
-
-
-# Outcomes that say nothing of the drive.
-_NEUTRAL = frozenset(
-    {
-        Outcome.NO_RESOURCES,
-        Outcome.EXISTS,
-        Outcome.REFUSED,
-        Outcome.MISSING,
-        Outcome.GONE,
-        Outcome.UNREADABLE,
-        Outcome.WRONG_NAMESPACE,
-        Outcome.UNDECRYPTABLE,
-        Cause.FAULT,
-        Cause.ENGINE_GONE,
-    }
-)
