@@ -153,7 +153,7 @@ class Keeper:
         )
 
     async def start(self) -> None:
-        """Raises TierError without a usable socket, or if another keeper serves there."""
+        """Raises TierError without a usable socket, if another keeper serves there, or for a volume and its copy."""
         loop = asyncio.get_running_loop()
         path = self._socket_path = socket_path(self._config)
         make_private(path.parent)
@@ -170,8 +170,8 @@ class Keeper:
                 on_readable_changed=self._on_readable_changed,
                 clock=self._clock,
             )
-            feed = self._volume_feeds[volume.volume_id] = VolumeFeed(volume_io.state)
             self._volume_set.add(volume_io)
+            feed = self._volume_feeds[volume.volume_id] = VolumeFeed(volume_io.state)
             await asyncio.to_thread(volume_io.load_layouts)
             # Before I/O starts, so that nothing changes between setting the listener and reading the keys.
             volume.on_change = _in_loop(loop, self._on_change, volume_io)

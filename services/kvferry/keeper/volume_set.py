@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kvferry.errors import TierError
 from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.volume_io import VolumeIo
+from kvferry.store import paths
 from kvferry.store.layout import ChunkKey, LayoutDigest
 from kvferry.store.outcome import Outcome
 
@@ -25,6 +27,12 @@ class VolumeSet:
         return iter(self._volumes.values())
 
     def add(self, volume: VolumeIo) -> None:
+        """Raises TierError for a copy of another volume."""
+        if (other := self._volumes.get(volume.volume_id)) is not None:
+            raise TierError(
+                f"volume {volume.volume.path} is a copy of {other.volume.path}: both are {volume.volume_id}; "
+                f"remove {paths.DESCRIPTION} from one of them to have a new one made"
+            )
         self._volumes[volume.volume_id] = volume
 
     def get(self, volume_id: str) -> VolumeIo | None:
