@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import mmap
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,7 @@ STAGING_BYTES = 128 << 20
 LEASE_S = 30.0
 # Longest wait for staging memory: after that, computing the chunk anew is cheaper.
 _STAGING_WAIT_S = 1.0
+_MAX_LEASE = (1 << 64) - 1  # 0: nothing is lent
 
 
 class LocalChunks(Protocol):
@@ -61,7 +63,6 @@ class ChunkLender:
         self._base = 0
         self._metadata: asyncio.Task[bytes] | None = None
         self._lease_to_starts: dict[int, tuple[list[int], asyncio.TimerHandle]] = {}
-        self._num_leases = 0
         self._staging_freed = asyncio.Condition()
         self._wakeups = TaskSet()
         self.num_lent = 0  # chunks, since the start
@@ -199,8 +200,8 @@ class ChunkLender:
         self._wakeups.spawn(wake())
 
     def _begin_lease(self, starts: list[int]) -> int:
-        self._num_leases += 1
-        lease = self._num_leases
+        # Whoever knows the number may end the lease.
+        lease = secrets.randbelow(_MAX_LEASE) + 1
         timer = asyncio.get_running_loop().call_later(self._lease_s, self._expire, lease)
         self._lease_to_starts[lease] = (starts, timer)
         self._agent.begin_lending()

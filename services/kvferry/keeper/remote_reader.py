@@ -209,6 +209,8 @@ class RemoteReader:
                 raise ValueError(f"{len(reply.chunks)} chunks for {len(load.chunks)} keys")
             outcomes = [fetched.cause or str(Outcome.OK) for fetched in reply.chunks]
             lent = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
+            if lent and not load.region.is_whole():
+                lent, outcomes = [], [Cause.ENGINE_GONE] * len(outcomes)
             if lent:
                 await self._copy(lender, reply, load, lent)
             lender.succeeded()
@@ -344,6 +346,8 @@ def _verify(header: bytes, load: _Load, i: int, keyring: Keyring | None) -> str:
     chunk = load.chunks[i]
     # The reader may not know the route key.
     wanted = ChunkId(chunk.key, parsed.chunk.route_key, chunk.namespace)
+    if not load.region.is_whole():
+        return Cause.ENGINE_GONE
     with load.region.row(load.rows[i]) as payload:
         outcome = chunk_file.verify_identity(parsed, load.layout.digest, wanted, len(payload))
         if outcome is not Outcome.OK:
