@@ -234,7 +234,7 @@ def model() -> None:
 def write_manifest(folder: Path) -> None:
     """Write digests of a model's weights beside them, so that no machine has to read them all before it serves.
 
-    Copy the file with the weights. Write it anew whenever they change: only their sizes are compared with it.
+    Copy the file with the weights. Write it anew whenever they change: sizes and samples are compared with it.
     """
     from kvferry.engine.vllm.weights import write_manifest
 

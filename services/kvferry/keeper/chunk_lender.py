@@ -200,7 +200,7 @@ class ChunkLender:
         self._wakeups.spawn(wake())
 
     def _begin_lease(self, starts: list[int]) -> int:
-        # Whoever knows the number may end the lease.
+        # Its number is all that it takes to end a lease.
         lease = secrets.randbelow(_MAX_LEASE) + 1
         timer = asyncio.get_running_loop().call_later(self._lease_s, self._expire, lease)
         self._lease_to_starts[lease] = (starts, timer)

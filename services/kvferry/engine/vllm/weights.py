@@ -27,6 +27,10 @@ _THREADS = 4
 # Digests of weight files that come with the model, so that machines need not read them: `kvferry model manifest`.
 MANIFEST = "kvferry-manifest.json"
 _MAX_MANIFEST_BYTES = 16 << 20
+_MANIFEST_VERSION = 2
+# Bytes of each file that are compared with its manifest. Files of a fine-tuned model have the same names and sizes.
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 64 << 10
 _PROGRESS_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class _Known(msgspec.Struct, frozen=True):
 class _Shipped(msgspec.Struct, frozen=True):
     size: int
     digest: str
+    samples: str = ""  # their digest; version 1 had none
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -82,11 +87,13 @@ def write_manifest(folder: Path) -> Path:
     try:
         files = [file for file in _model_files(folder) if file.suffix in _WEIGHT_SUFFIXES]
         digests = _digest_all(files, {}, {})
+        samples = {file.name: _digest_samples(file) for file in files}
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}") from None
     if not digests:
         raise ConfigError(f"{folder} holds no weights")
-    manifest = _Manifest({name: _Shipped(entry.size, entry.digest) for name, entry in digests.items()})
+    shipped = {name: _Shipped(entry.size, entry.digest, samples[name]) for name, entry in digests.items()}
+    manifest = _Manifest(shipped, _MANIFEST_VERSION)
     path = folder / MANIFEST
     try:
         _write(path, msgspec.json.format(msgspec.json.encode(manifest)), mode=0o644)
@@ -115,17 +122,35 @@ def _read_manifest(folder: Path, files: list[Path]) -> Mapping[str, _Shipped]:
         return {}
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is no manifest: {str(error)[:200]}", param="model.path") from None
-    if manifest.version != 1:
-        raise ConfigError(f"{path} is of version {manifest.version}, not 1", param="model.path")
-    weights = {file.name: file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES}
+    if manifest.version != _MANIFEST_VERSION:
+        raise ConfigError(
+            f"{path} is of version {manifest.version}, not {_MANIFEST_VERSION}: write it anew, or remove it",
+            param="model.path",
+        )
+    weights = {file.name: file for file in files if file.suffix in _WEIGHT_SUFFIXES}
     for name in sorted(weights.keys() | manifest.files.keys()):
-        listed = manifest.files.get(name)
-        if listed is None or listed.size != weights.get(name):
+        listed, file = manifest.files.get(name), weights.get(name)
+        if listed is None or file is None or not _fits(file, listed):
             raise ConfigError(
                 f"{path} does not fit the weights beside it ({name[:200]}): write it anew, or remove it",
                 param="model.path",
             )
     return manifest.files
+
+
+def _fits(file: Path, listed: _Shipped) -> bool:
+    return listed.size == file.stat().st_size and listed.samples == _digest_samples(file)
+
+
+def _digest_samples(file: Path) -> str:
+    """Return a digest of parts over the whole file, its beginning and end included."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb", buffering=0) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        step = max(_SAMPLE_BYTES, size // _NUM_SAMPLES)
+        for start in (*range(0, size, step), max(0, size - _SAMPLE_BYTES)):
+            digest.update(os.pread(opened.fileno(), _SAMPLE_BYTES, start))
+    return digest.hexdigest()
 
 
 def _digest_all(files: list[Path], known: Mapping[str, _Known], shipped: Mapping[str, _Shipped]) -> dict[str, _Known]:

@@ -100,9 +100,13 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_manifest_are_not_read(folder: Path, tmp_path: Path) -> None:
+    file = folder / "model-00002.safetensors"
+    os.truncate(file, 32 << 20)
     read = weights_revision(folder, tmp_path / "cache")
     write_manifest(folder)
-    flip_one_bit(folder)  # only sizes are compared with a manifest
+    with file.open("r+b") as opened:
+        opened.seek(100 << 10)  # between the samples that are compared with a manifest
+        opened.write(b"x")
     assert weights_revision(folder, tmp_path / "another") == read
     (folder / MANIFEST).unlink()
     # Digests of a manifest are not remembered as if the files had been read.
@@ -122,8 +126,10 @@ def test_other_files_are_read_beside_a_manifest(folder: Path, tmp_path: Path) ->
         (lambda folder: (folder / "model-00002.safetensors").unlink(), "does not fit.*model-00002"),
         (lambda folder: (folder / "model-00003.safetensors").write_bytes(b"x"), "does not fit.*model-00003"),
         (lambda folder: (folder / "model-00001.safetensors").write_bytes(b"x"), "does not fit.*model-00001"),
+        (lambda folder: flip_one_bit(folder), "does not fit.*model-00002"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "is no manifest"),
-        (lambda folder: (folder / MANIFEST).write_text('{"files": {}, "version": 2}'), "version 2"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {}, "version": 3}'), "version 3, not 2: write it"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {}}'), "version 1, not 2: write it anew"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(
@@ -133,6 +139,33 @@ def test_a_manifest_that_does_not_fit_is_refused(
     change(folder)
     with pytest.raises(ConfigError, match=named):
         weights_revision(folder, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["model-00001.safetensors", "model-00002.safetensors"])
+def test_other_weights_of_the_same_size_do_not_fit_a_manifest(folder: Path, tmp_path: Path, name: str) -> None:
+    """All fine-tuned models of a base have its names and sizes, and some differ in few layers."""
+    file = folder / name
+    file.write_bytes(bytes(16 << 20))
+    write_manifest(folder)
+    with file.open("r+b") as opened:
+        opened.seek(9 << 20)
+        opened.write(os.urandom(1 << 20))
+    with pytest.raises(ConfigError, match=f"does not fit.*{name}"):
+        weights_revision(folder, tmp_path / "cache")
+
+
+def test_samples_of_large_weights_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "model-00001.safetensors"
+    os.truncate(file, 1 << 40)
+    pread, reads = os.pread, list[int]()
+
+    def counted(fd: int, num_bytes: int, start: int) -> bytes:
+        reads.append(num_bytes)
+        return pread(fd, num_bytes, start)
+
+    monkeypatch.setattr(os, "pread", counted)
+    weights._digest_samples(file)
+    assert sum(reads) <= 66 * 65536
 
 
 def test_a_manifest_needs_weights(tmp_path: Path) -> None:
