@@ -165,40 +165,30 @@ def dead_band(seed: int, num_workers: int, *, duration_s: float = 60.0) -> Figur
 
 
 def refusals(seed: int, num_gateways: int, *, duration_s: float = 60.0) -> Figures:
-    """A tenant limited to 2 of 8 workers, whose 200 clients come back when they are told to."""
+    """A tenant limited to the tokens of 2 of 8 workers, whose 200 clients come back when they are told to."""
     cluster = Cluster(ClusterSettings(8, num_gateways, seed=seed), {})
     chance = random.Random(f"{seed} refusals")
-    limits = [TenantLimits(Limits(work_ms_per_s=2000.0), 0.0) for _ in range(num_gateways)]
-    sent_ms = [0.0] * num_gateways
-    reported = {"served": 0.0, "outstanding": 0.0}
-    counts = {"answers": 0, "refusals": 0}
+    per_s = 20_000.0
+    limits = [TenantLimits(Limits(tokens_per_minute=60 * per_s), 0.0) for _ in range(num_gateways)]
+    sent = [(0, 0)] * num_gateways  # requests and tokens since the last report
+    counts = {"answers": 0, "refusals": 0, "tokens": 0}
 
     def report() -> None:
-        served_ms = cluster.served_ms("limited")
         for number, limit in enumerate(limits):
-            limit.used(cluster.clock.now_s, served_ms=served_ms - reported["served"])
-            sent_ms[number] = 0.0
-        reported["served"] = served_ms
-        # Charged work counts as served once it is measured: until then it is outstanding.
-        reported["outstanding"] = sum(
-            worker.queue.backlogs().get("limited", (0.0, 1.0))[0] + worker.queue.inside_ms for worker in cluster.workers
-        )
+            others = [each for other, each in enumerate(sent) if other != number]
+            limit.used(sum(each[0] for each in others), sum(each[1] for each in others), cluster.clock.now_s)
+        sent[:] = [(0, 0)] * num_gateways
 
     def send() -> None:
         gateway, num_tokens = chance.randrange(num_gateways), chance.randint(300, 3000)
-        refusal = limits[gateway].admit(
-            cluster.clock.now_s,
-            cost_ms=num_tokens * 0.1,
-            num_tokens=num_tokens,
-            outstanding_ms=reported["outstanding"] + sent_ms[gateway],
-            num_gateways=num_gateways,
-        )
+        refusal = limits[gateway].admit(1, num_tokens, cluster.clock.now_s)
         if refusal is not None:
             counts["refusals"] += 1
             # Clients of HTTP spread their retries within the second.
             cluster.clock.at(cluster.clock.now_s + refusal.retry_after_s + chance.random(), send)
             return
-        sent_ms[gateway] += num_tokens * 0.1
+        sent[gateway] = sent[gateway][0] + 1, sent[gateway][1] + num_tokens
+        counts["tokens"] += num_tokens
         cluster.submit(gateway, "limited", num_tokens, end)
 
     def end(_: Prompt) -> None:
@@ -209,14 +199,14 @@ def refusals(seed: int, num_gateways: int, *, duration_s: float = 60.0) -> Figur
     for _ in range(200):
         cluster.clock.at(chance.random(), send)
     cluster.clock.run_until(10.0)
-    first = cluster.served_ms("limited")
-    most, before = 0.0, first
+    first = before = counts["tokens"]
+    most = 0.0
     for _ in range(round((duration_s - 10.0) / 10.0)):
         cluster.clock.run_until(cluster.clock.now_s + 10.0)
-        now = cluster.served_ms("limited")
-        most, before = max(most, (now - before) / 10e3), now
+        now = counts["tokens"]
+        most, before = max(most, (now - before) / 10.0 / per_s), now
     return {
-        "workers_used": (before - first) / 1e3 / (duration_s - 10.0),
+        "of_limit": (before - first) / (duration_s - 10.0) / per_s,
         "most_in_10s": most,
         "refusals_per_answer": counts["refusals"] / max(1, counts["answers"]),
     }

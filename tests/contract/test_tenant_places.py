@@ -65,3 +65,24 @@ async def test_without_shares_a_tenant_may_have_all_places() -> None:
             assert not isinstance(refused.value, TenantOverloaded)
         finally:
             await link.close()
+
+
+async def test_work_elsewhere_is_heard_from_one_gateway_that_tells_of_it() -> None:
+    """A gateway that is attached and silent, as one of an older release, keeps no other one from telling."""
+    turns = Turns(8)
+    heard: list[dict[str, float]] = []
+    turns.elsewhere = lambda got_ms, num_workers: heard.append(dict(got_ms))  # type: ignore[method-assign]
+    async with simulated() as engine, serving(engine, turns=turns) as worker:
+        links = [WorkerLink(member_of(worker), name, lambda: None) for name in ("a", "b", "c")]
+        try:
+            await until(lambda: all(link.usable for link in links))
+            for _ in range(3):
+                links[1].send_elsewhere({"b": 1.0}, 2)
+                links[2].send_elsewhere({"c": 1.0}, 2)
+                await links[1].reserve(NOISE)
+                await links[2].reserve(NOISE)  # both were read before
+            assert heard[-1] == {"b": 1.0}
+            assert heard.count({"b": 1.0}) == 3
+            assert heard.count({"c": 1.0}) <= 1
+        finally:
+            await asyncio.gather(*(link.close() for link in links))

@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.config import GatewayConfig
 from kvferry.engine.base import RenderedPrompt
-from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded
+from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenant_limits import GatewayLimits
@@ -29,6 +29,9 @@ MAX_LOGPROB_CHOICES = 64
 MAX_STEP_LOGPROB_ENTRIES = 256
 # A body that took longer to arrive makes room for others.
 PATIENCE_S = 1.0
+# Of which a tenant may have as many as are left for others.
+_CHOICES = "choices"
+_TOKENS = "prompt tokens"
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -96,8 +99,10 @@ class Claim:
             )
         if admission.num_choices + num_choices > admission.max_choices:
             raise admission.too_many_choices(num_choices)
+        admission.require_tenants_part(self.tenant, _CHOICES, num_choices, admission.num_choices, admission.max_choices)
         self.num_choices += num_choices
         admission.num_choices += num_choices
+        admission.count(self.tenant, _CHOICES, num_choices)
 
     def take_prompt_tokens(self, num_tokens: int) -> None:
         """Raises as `take_choices` does. A prompt's tokens count once for each of its choices."""
@@ -113,8 +118,12 @@ class Claim:
                 f"{admission.num_prompt_tokens} prompt tokens are in flight and this request has {num_tokens}; "
                 f"gateway.max_prompt_tokens is {admission.max_prompt_tokens}"
             )
+        admission.require_tenants_part(
+            self.tenant, _TOKENS, num_tokens, admission.num_prompt_tokens, admission.max_prompt_tokens
+        )
         self.num_prompt_tokens += num_tokens
         admission.num_prompt_tokens += num_tokens
+        admission.count(self.tenant, _TOKENS, num_tokens)
 
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
         """Take the prompts' tokens for an answer of `n` choices per prompt, and give the body's bytes back.
@@ -144,6 +153,8 @@ class Claim:
         admission = self._admission
         admission.num_choices -= self.num_choices
         admission.num_prompt_tokens -= self.num_prompt_tokens
+        admission.count(self.tenant, _CHOICES, -self.num_choices)
+        admission.count(self.tenant, _TOKENS, -self.num_prompt_tokens)
         self.num_choices = self.num_prompt_tokens = 0
         if self.num_limited and admission.limits is not None:
             admission.limits.end(self.tenant, self.num_limited)
@@ -224,6 +235,7 @@ class Admission:
         self.tracing: Tracing | None = None
         self.by_tenant: TenantRequests | None = None  # where tenants can be deleted
         self.limits: GatewayLimits | None = None
+        self._held: dict[tuple[str, str], int] = {}  # choices and prompt tokens of each tenant
         self._metrics = metrics
         self._read_readiness = read_readiness
 
@@ -269,6 +281,30 @@ class Admission:
         counted.claim.tenant = tenant
         if self.by_tenant is not None:
             self.by_tenant.add(counted, tenant)
+
+    def require_tenants_part(self, tenant: str, what: str, num_wanted: int, num_taken: int, most: int) -> None:
+        """Raises unless the tenant holds no more than is left for others, where requests are counted by tenant."""
+        if self.by_tenant is None:
+            return
+        if 2 * num_wanted > most:
+            raise InvalidRequest(
+                f"{num_wanted} {what} are too many; of this gateway's {most} a tenant may have half", param="n"
+            )
+        held, left = self._held.get((tenant, what), 0) + num_wanted, most - num_taken - num_wanted
+        if held > left:
+            raise TenantOverloaded(
+                f"with this request the tenant would have {held} {what} in flight at this gateway, "
+                f"and {left} of {most} would be left for others"
+            )
+
+    def count(self, tenant: str, what: str, num_more: int) -> None:
+        if self.by_tenant is None or not num_more:
+            return
+        held = self._held.get((tenant, what), 0) + num_more
+        if held:
+            self._held[tenant, what] = held
+        else:
+            del self._held[tenant, what]
 
     def require_admission(self, *, can_render: bool) -> None:
         """Refuse a request before its body is read. Raises NotReady, or Overloaded where no choice has room."""

@@ -25,7 +25,8 @@ class Identification:
         self._records = records
         self._on_change = on_change
         secret_file = config.salt_secret_file
-        self.tenants = Tenants(read_secret(secret_file) if secret_file is not None else None)
+        secret = read_secret(secret_file) if secret_file is not None else None
+        self.tenants = Tenants(secret, have_turns=config.tenants_in_etcd)
         self.requests: TenantRequests | None = None  # where tenants can be deleted
         self.directory: TenantDirectory | None = None
         self.limits: GatewayLimits | None = None

@@ -172,10 +172,9 @@ class GatewayHost:
         )
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         self.identification = Identification(config.gateway, membership.records, self._note_readiness)
-        limits = self.identification.limits
+        limits, access, name = self.identification.limits, self.identification.access, config.served_name
         self.admission.by_tenant, self.admission.limits = self.identification.requests, limits
         self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
-        name, access = config.served_name, self.identification.access
         self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
         self.grpc = GrpcEndpoint(
             config.gateway, self.metrics, self.admission, self.readiness, access, name, self.app.unread_answers

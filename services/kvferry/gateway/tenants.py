@@ -38,6 +38,7 @@ class Tenant:
     epoch: int = 0
     group: str = ""
     share: float = 1.0
+    has_turn: bool = False  # also the default tenant waits for its turn
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
     cache_salt: str = field(init=False, repr=False)
     tier: TierHints | None = field(init=False)
@@ -48,8 +49,8 @@ class Tenant:
         is_default = namespace == DEFAULT_NAMESPACE and not self.group
         salt = "" if is_default else salts.salt(self.secret, namespace, self.group)
         object.__setattr__(self, "cache_salt", salt)
-        has_share = self.name != DEFAULT_NAMESPACE.tenant or self.share != 1.0
-        object.__setattr__(self, "turn", Turn(self.name, self.share) if has_share else None)
+        has_turn = self.has_turn or self.name != DEFAULT_NAMESPACE.tenant
+        object.__setattr__(self, "turn", Turn(self.name, self.share) if has_turn else None)
         object.__setattr__(self, "tier", None if namespace == DEFAULT_NAMESPACE else TierHints(namespace))
 
     def salt_of(self, client_salt: str) -> str:
@@ -64,8 +65,9 @@ DEFAULT_TENANT = Tenant(DEFAULT_NAMESPACE.tenant)
 class Tenants:
     """Makes tenants with the cluster's secret."""
 
-    def __init__(self, secret: bytes | None = None) -> None:
+    def __init__(self, secret: bytes | None = None, *, have_turns: bool = False) -> None:
         self._secret = secret
+        self._have_turns = have_turns
         self._made = functools.lru_cache(_NUM_KEPT)(self._make)
 
     @property
@@ -83,7 +85,7 @@ class Tenants:
     def _make(self, name: str, epoch: int, group: str, share: float) -> Tenant:
         if self._secret is None:
             raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
-        return Tenant(name, epoch, group, share, secret=self._secret)
+        return Tenant(name, epoch, group, share, self._have_turns, secret=self._secret)
 
 
 def read_secret(file: Path) -> bytes:

@@ -48,6 +48,7 @@ class SessionTenants:
         """Add totals that changed since they were told."""
         if now_s - self._told_s < SERVED_INTERVAL_S:
             return
+        self._told_s = now_s
         num_left = MAX_SERVED
         for tenant in self._by_age(served_ms):
             ms, num_requests, num_tokens, num_running = work = self._work_of(tenant, served_ms)
@@ -58,7 +59,6 @@ class SessionTenants:
             )
             self._told.pop(tenant, None)
             self._told[tenant] = work
-            self._told_s = now_s
             num_left -= 1
             if not num_left:
                 break

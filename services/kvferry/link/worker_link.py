@@ -353,7 +353,7 @@ class WorkerLink:
             self.on_survived()
         self._engine_id = welcome.engine_id
         self._why_not = ""
-        self.tenants.attach(self._loop.time())
+        self.tenants.attach()
         self._update_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()

@@ -16,13 +16,11 @@ class WorkerTenants:
         self.served_ms: dict[str, float] = {}  # of the worker's engine, as far as this connection heard
         self.used: dict[str, tuple[int, int]] = {}  # totals of requests and tokens that this gateway does not count
         self.running: dict[str, int] = {}  # requests of other gateways
-        self.attached_s = 0.0
         self._no_room: dict[str, float] = {}  # tenants that it refused, and until when they are not tried again
 
-    def attach(self, now_s: float) -> None:
+    def attach(self) -> None:
         for known in (self.served_ms, self.used, self.running):
             known.clear()
-        self.attached_s = now_s
 
     def take(self, load: pb.Load) -> None:
         for entry in load.served:

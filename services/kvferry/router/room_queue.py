@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -10,8 +11,11 @@ from collections.abc import Callable
 from kvferry.engine.base import Turn
 from kvferry.errors import Overloaded
 
-# The first in line asks again after this without news of room: a worker of an older release does not tell.
+# The first of a line asks again after this without news of room, for a worker of an older release does not tell. Those
+# of many lines ask more rarely.
 ASK_AGAIN_S = 0.1
+# Lines whose first requests are tried on one news of room, in turns: each try is a placement.
+WOKEN_AT_ONCE = 16
 MAX_RETRY_AFTER_S = 60
 
 _NUM_ENDS = 64  # completions that the rate is measured by
@@ -36,7 +40,7 @@ class Waiter:
         """Wait to be first, and for news of room. Raises TimeoutError at `ends_s`."""
         async with asyncio.timeout(max(0.0, self.ends_s - self._queue.now_s())):
             while True:
-                timeout_s = ASK_AGAIN_S if self._queue.is_first(self) else None
+                timeout_s = self._queue.ask_again_s if self._queue.is_first(self) else None
                 try:
                     async with asyncio.timeout(timeout_s):
                         await self._turn.wait()
@@ -79,27 +83,32 @@ class Completions:
 class RoomQueue:
     """Bounded, and aware of deadlines: a request that would wait in vain is refused when it comes."""
 
-    # Answers that lost their worker are first. Else each tenant has a line of its own, and the first of every line asks
-    # workers for room; these see to the shares.
+    # Each tenant has a line of answers that lost their worker, and one of others. The first of every line asks workers
+    # for room, the former before the latter; workers see to the shares.
 
     def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
         self.now_s = clock
         self.completions = Completions()
         self._max_requests = max_requests
         # Insertion order. Dictionaries, because waiters leave from anywhere.
-        self._resumed: dict[Waiter, None] = {}
-        self._lines: dict[str, dict[Waiter, None]] = {}  # of tenants; none is empty
-        self._num_new = 0
+        self._resumed: _Lines = {}
+        self._lines: _Lines = {}
+        self._num_waiting = 0
 
     def __repr__(self) -> str:
         return f"<RoomQueue {len(self)}/{self._max_requests} of {len(self._lines)} tenants>"
 
     def __len__(self) -> int:
-        return len(self._resumed) + self._num_new
+        return self._num_waiting
+
+    @property
+    def ask_again_s(self) -> float:
+        return ASK_AGAIN_S * max(1.0, (len(self._lines) + len(self._resumed)) / WOKEN_AT_ONCE)
 
     def num_before(self, turn: Turn | None) -> int:
         """Return how many requests try before a new one of the tenant."""
-        return len(self._resumed) + len(self._lines.get(_tenant_of(turn), ()))
+        tenant = _tenant_of(turn)
+        return len(self._resumed.get(tenant, ())) + len(self._lines.get(tenant, ()))
 
     def enter(self, ends_s: float, turn: Turn | None, *, is_resumed: bool) -> Waiter:
         """Join the line until `leave`, for no longer than `ends_s`.
@@ -119,11 +128,8 @@ class RoomQueue:
         if not len(self):
             self.completions.restart(now_s)
         waiter = Waiter(self, ends_s, turn, is_resumed=is_resumed)
-        if is_resumed:
-            self._resumed[waiter] = None
-        else:
-            self._lines.setdefault(_tenant_of(turn), {})[waiter] = None
-            self._num_new += 1
+        self._lines_of(waiter).setdefault(waiter.tenant, {})[waiter] = None
+        self._num_waiting += 1
         return waiter
 
     def _require_place(self, turn: Turn | None) -> None:
@@ -164,32 +170,35 @@ class RoomQueue:
         return Overloaded(why, retry_after_s=1 if retry_after_s is None else retry_after_s)
 
     def is_first(self, waiter: Waiter) -> bool:
-        return waiter in self._firsts()
+        return next(iter(self._lines_of(waiter).get(waiter.tenant, ())), None) is waiter
 
     def note_room(self) -> None:
-        """A worker has room, or came: the first of each line try again."""
-        for waiter in self._firsts():
-            waiter.wake()
+        """A worker has room, or came: the first of some lines try again."""
+        num_left = WOKEN_AT_ONCE
+        for lines in (self._resumed, self._lines):
+            for tenant in list(itertools.islice(lines, num_left)):
+                next(iter(lines[tenant])).wake()
+                num_left -= 1
+                if len(lines) > WOKEN_AT_ONCE:
+                    lines[tenant] = lines.pop(tenant)  # the others are next
 
     def remove(self, waiter: Waiter) -> None:
-        if waiter.is_resumed:
-            is_there = waiter in self._resumed
-            self._resumed.pop(waiter, None)
-        else:
-            line = self._lines.get(waiter.tenant, {})
-            is_there = waiter in line
-            line.pop(waiter, None)
-            self._num_new -= is_there
-            if is_there and not line:
-                del self._lines[waiter.tenant]
-        if is_there:
-            # There may be more room than one place.
-            self.note_room()
+        lines = self._lines_of(waiter)
+        line = lines.get(waiter.tenant, {})
+        if waiter not in line:
+            return
+        del line[waiter]
+        self._num_waiting -= 1
+        if not line:
+            del lines[waiter.tenant]
+        # There may be more room than one place.
+        self.note_room()
 
-    def _firsts(self) -> list[Waiter]:
-        if self._resumed:
-            return [next(iter(self._resumed))]
-        return [next(iter(line)) for line in self._lines.values()]
+    def _lines_of(self, waiter: Waiter) -> _Lines:
+        return self._resumed if waiter.is_resumed else self._lines
+
+
+_Lines = dict[str, dict[Waiter, None]]  # by tenant; none is empty
 
 
 def _tenant_of(turn: Turn | None) -> str:

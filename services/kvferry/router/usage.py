@@ -15,8 +15,6 @@ from kvferry.router.worker_pool import WorkerPool
 log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
-# Totals that arrive so soon after a link came up may be of work long done.
-SETTLING_S: Final = 10.0
 
 
 class UsageSink(Protocol):
@@ -91,13 +89,12 @@ class UsageExchange:
         used = link.tenants.used
         totals = {tenant: (ms, *used[tenant]) for tenant, ms in link.tenants.served_ms.items()}
         self._seen[link.member.member_id] = link.generation, totals
-        is_new = generation != link.generation
-        is_settling = is_new or asyncio.get_running_loop().time() - link.tenants.attached_s < SETTLING_S
+        if generation != link.generation:
+            before = {}
         new = {}
         for tenant, now in totals.items():
-            was = None if is_new else before.get(tenant)
-            if was is None:  # ms count from the engine's start, the others from the link's
-                was = (now[0] if is_settling else 0.0, 0, 0)
+            # The ms of a tenant that is told of for the first time may be of work long done; the rest is of this link.
+            was = before.get(tenant, (now[0], 0, 0))
             if was != now:
                 new[tenant] = max(0.0, now[0] - was[0]), max(0, now[1] - was[1]), max(0, now[2] - was[2])
         return new

@@ -9,6 +9,7 @@ _MIN_QUANTA = 8.0  # of the dead band
 _CAP = 2.0  # dead bands; without room above the band nothing is corrected
 _FACTOR = 4.0  # 2 is too weak, 8 is little better
 _DECAY_S = 30.0
+_DECAY_EVERY_S = 1.0
 _FORGOTTEN_MS = 1.0
 
 
@@ -51,6 +52,10 @@ class Debts:
         if debt is None or abs(debt.ms) <= debt.band_ms:
             return 1.0
         return _FACTOR if debt.ms > 0 else 1.0 / _FACTOR
+
+    def decay(self, now_s: float) -> None:
+        if self._debts and self._changed_s is not None and now_s - self._changed_s >= _DECAY_EVERY_S:
+            self._decay(now_s)
 
     def settle(self, tenant: str, ms: float) -> None:
         """Note ms charged beyond the served ones."""

@@ -138,6 +138,7 @@ class FairQueue(Generic[Request]):
         tenant = self._tenants[piece.tenant]
         tenant.num_inside -= 1
         self._charge(tenant, ms - piece.ms, piece.factor)
+        self.debts.decay(now_s)  # also where no worker tells of work any more
         self._settle(tenant, now_s)
 
     def set_weight(self, tenant: str, weight: float) -> None:
@@ -158,8 +159,8 @@ class FairQueue(Generic[Request]):
         self.served_ms.pop(tenant, None)
 
     def elsewhere(self, got_ms: Mapping[str, float], num_workers: int, now_s: float) -> None:
-        """Note work of other workers since the last call."""
-        weights = {tenant.name: tenant.weight for tenant in self._with_requests()}
+        """Note work of other workers since the last call, for the tenants that it names."""
+        weights = {tenant.name: tenant.weight for tenant in self._with_requests() if tenant.name in got_ms}
         self.debts.elsewhere(got_ms, weights, num_workers, now_s)
 
     def backlogs(self) -> dict[str, tuple[float, float]]:

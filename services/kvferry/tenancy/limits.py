@@ -11,6 +11,9 @@ import msgspec
 MAX_RETRY_AFTER_S: Final = 60
 BURST_S: Final = 10.0  # a bucket holds what its limit gives in this time, and one request at least
 MAX_LIMIT: Final = 1e12
+MAX_GATEWAYS: Final = 16.0  # that promises reckon with
+
+_NUM_REMEMBERED: Final = 256.0  # requests, to know the part of this gateway
 
 
 class LimitName(enum.StrEnum):
@@ -87,6 +90,7 @@ class TenantLimits:
         self.limits = Limits()
         self.num_choices = 0  # in flight at this gateway
         self.num_choices_elsewhere = 0
+        self._num_own = self._num_others = 0.0  # requests of late, of this gateway and of others
         self._buckets: dict[LimitName, Bucket] = {}
         self.set(limits, now_s)
 
@@ -109,13 +113,16 @@ class TenantLimits:
         waits_s = {name: bucket.wait_s(needs[name], now_s) for name, bucket in self._buckets.items()}
         hit = max(waits_s, key=waits_s.__getitem__, default=None)
         if hit is not None and waits_s[hit] > 0:
-            wait_s = self._buckets[hit].promise_s(waits_s[hit], costs[hit], now_s)
+            # Other gateways promise the same room.
+            cost = costs[hit] * min(MAX_GATEWAYS, 1 + self._num_others / max(1.0, self._num_own))
+            wait_s = self._buckets[hit].promise_s(waits_s[hit], cost, now_s)
             return Refusal(hit, getattr(self.limits, hit.value), _seconds(wait_s))
         most = self.limits.max_choices
         if most is not None and self.num_choices + self.num_choices_elsewhere + num_choices > most:
             return Refusal(LimitName.CHOICES, most, 1)
         self.num_choices += num_choices
-        self.used(num_choices, num_tokens, now_s)
+        self._num_own += num_choices
+        self._spend(num_choices, num_tokens, now_s)
         return None
 
     def end(self, num_choices: int) -> None:
@@ -123,6 +130,12 @@ class TenantLimits:
 
     def used(self, num_requests: int, num_tokens: int, now_s: float) -> None:
         """Note admissions of other gateways, and tokens of answers."""
+        self._num_others += num_requests
+        self._spend(num_requests, num_tokens, now_s)
+
+    def _spend(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        if self._num_own + self._num_others > _NUM_REMEMBERED:
+            self._num_own, self._num_others = self._num_own / 2, self._num_others / 2
         amounts = {LimitName.REQUESTS: num_requests, LimitName.TOKENS: num_tokens}
         for name, bucket in self._buckets.items():
             bucket.spend(amounts[name], now_s)

@@ -30,6 +30,7 @@ from kvferry.worker.turns import OnEngine, Turns
 # Ended requests that `_retry_after_s` looks at.
 _NUM_ENDS = 64
 MAX_RETRY_AFTER_S = 60
+TELLING_S = 3.0  # gateways tell of other workers once a second
 # Of `max_requests`, up to which requests that lost another worker are accepted.
 _RESUMED_SHARE = 2
 _MAX_REFUSED = 256  # gateways that are remembered as refused
@@ -76,6 +77,7 @@ class WorkerServer:
         self._ending = TaskSet()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._telling: dict[str, float] = {}  # gateways that tell of other workers, and when they last did
         self._num_outputs = 0
         self._num_ended = 0
         self._end_times_s: deque[float] = deque(maxlen=_NUM_ENDS)
@@ -282,7 +284,10 @@ class WorkerServer:
 
     def elsewhere(self, message: pb.Elsewhere, source: GatewaySession) -> None:
         # All gateways see all workers: the same work must not count once for each of them.
-        if self._turns is not None and source.gateway_id == min(session.gateway_id for session in self._sessions):
+        now_s = asyncio.get_running_loop().time()
+        self._telling[source.gateway_id] = now_s
+        self._telling = {each: told_s for each, told_s in self._telling.items() if now_s - told_s < TELLING_S}
+        if self._turns is not None and source.gateway_id == min(self._telling):
             got_ms = {entry.tenant: entry.ms for entry in message.served if 0 <= entry.ms < math.inf}
             self._turns.elsewhere(got_ms, message.num_workers)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
@@ -25,6 +25,11 @@ DEPTH_MS: Final = 30.0
 RESERVED_SHARE: Final = 1 / 32  # of the batch's slots, for tenants below their share
 
 MAX_NAMED: Final = 64  # tenants in a report
+MAX_KNOWN: Final = 2048  # tenants whose work is counted; those that sent nothing for longest are forgotten first
+# Estimates may be wrong: pages that a request of before was to compute never come when it is cancelled. So prompts
+# inside the engine have at most so many times the depth's work, or the longest one's, if nothing of them is cached.
+MAX_UNCACHED_DEPTHS: Final = 4.0
+MAX_RATE_CHANGE: Final = 4.0  # that one prompt can teach
 
 _NO_TURN: Final = Turn(DEFAULT_NAMESPACE.tenant, 1.0)
 _FIRST_MS_PER_TOKEN: Final = 0.1  # until prompts were measured
@@ -57,6 +62,7 @@ class Turns:
         """`num_slots` of the batch are shared out; None for a prefill worker, whose streams end with their prompts."""
         self._prompts = _Prompts(depth_ms)
         self._slots = None if num_slots is None else _Slots(num_slots)
+        self._known: OrderedDict[str, None] = OrderedDict()  # tenants, least recently seen first
 
     def __repr__(self) -> str:
         return f"<Turns {self._prompts!r} {self._slots!r}>"
@@ -84,6 +90,7 @@ class Turns:
     async def turn(self, request: EngineRequest) -> AsyncIterator[OnEngine]:
         """Enter when the engine may have the request, and leave when it is gone. Raises Overloaded."""
         turn = request.turn or _NO_TURN
+        self._note(turn.tenant)
         async with contextlib.AsyncExitStack() as stack:
             if self._slots is not None:
                 await stack.enter_async_context(self._slots.slot(turn, request))
@@ -95,6 +102,15 @@ class Turns:
                 yield on_engine
             finally:
                 on_engine.note(None)
+
+    def _note(self, tenant: str) -> None:
+        self._known[tenant] = None
+        self._known.move_to_end(tenant)
+        if len(self._known) > MAX_KNOWN:
+            forgotten, _ = self._known.popitem(last=False)
+            self._prompts.forget(forgotten)
+            if self._slots is not None:
+                self._slots.forget(forgotten)
 
 
 class _Waiting:
@@ -113,6 +129,11 @@ class _Waiting:
         return _FIXED_MS + self.num_missing * self._rate()
 
     @property
+    def uncached_ms(self) -> float:
+        """What it costs if nothing of it is cached."""
+        return _FIXED_MS + (self.num_missing + self.num_cached) * self._rate()
+
+    @property
     def prefix(self) -> int:
         return self.num_cached
 
@@ -125,6 +146,7 @@ class _Prompts:
         self._ms_per_token = _FIRST_MS_PER_TOKEN
         self._last_end_s = 0.0  # of a prompt
         self._inside: dict[Slice[_Waiting], float] = {}  # and when they went in, oldest first
+        self._uncached_ms: dict[Slice[_Waiting], float] = {}  # of those inside
         self._timer: asyncio.TimerHandle | None = None
         self.waiting_tokens = 0
 
@@ -141,6 +163,9 @@ class _Prompts:
 
     def elsewhere(self, got_ms: Mapping[str, float], num_workers: int) -> None:
         self._queue.elsewhere(got_ms, num_workers, _now_s())
+
+    def forget(self, tenant: str) -> None:
+        self._queue.forget(tenant)
 
     def backlogs(self) -> Backlogs | None:
         if not self._queue.num_requests:
@@ -176,23 +201,31 @@ class _Prompts:
 
     def _end_prompt(self, piece: Slice[_Waiting], begun_s: float, output: EngineOutput | None) -> None:
         now_s = _now_s()
+        elapsed_ms = (now_s - max(begun_s, self._last_end_s)) * 1e3
         if output is None:  # cancelled, or failed
-            self._end(piece, piece.ms)
+            # The engine computes the oldest, and perhaps some of those behind it in the same steps.
+            is_oldest = next(iter(self._inside), None) is piece
+            self._end(piece, min(elapsed_ms, self._uncached_ms[piece] if is_oldest else piece.ms))
+            if is_oldest:
+                self._last_end_s = now_s
             return
         durations = output.times.durations() if output.times is not None else None
         if durations is not None and durations.prefill_ms is not None and durations.prefill_share is not None:
             ms = durations.prefill_ms * durations.prefill_share
         else:
             # The engine tells its own times at the end of an answer. It computes prompts one after another.
-            ms = (now_s - max(begun_s, self._last_end_s)) * 1e3
+            ms = min(elapsed_ms, MAX_RATE_CHANGE * self._uncached_ms[piece])
         self._last_end_s = now_s
         num_computed = output.sources.local_compute if output.sources is not None else piece.request.num_missing
         if num_computed >= _MIN_TOKENS:
-            self._ms_per_token += _GAIN * (ms / num_computed - self._ms_per_token)
+            rate = self._ms_per_token
+            measured = min(max(ms / num_computed, rate / MAX_RATE_CHANGE), rate * MAX_RATE_CHANGE)
+            self._ms_per_token += _GAIN * (measured - rate)
         self._end(piece, ms)
 
     def _end(self, piece: Slice[_Waiting], ms: float) -> None:
         self._inside.pop(piece, None)
+        self._uncached_ms.pop(piece, None)
         self._queue.measured(piece, ms, _now_s())
         self._feed()
 
@@ -215,13 +248,19 @@ class _Prompts:
         self._feed()
 
     def _feed_now(self) -> None:
-        while (piece := self._queue.next_slice(self._done_ms())) is not None:
+        while self._may_take_more() and (piece := self._queue.next_slice(self._done_ms())) is not None:
             self._inside[piece] = _now_s()
+            self._uncached_ms[piece] = piece.request.uncached_ms
             if piece.request.granted.cancelled():  # in this turn of the loop: its task has not run yet
-                del self._inside[piece]
+                del self._inside[piece], self._uncached_ms[piece]
                 self._queue.measured(piece, 0.0, _now_s())
             else:
                 piece.request.granted.set_result(piece)
+
+    def _may_take_more(self) -> bool:
+        inside_ms = self._uncached_ms.values()
+        most_ms = max(self._queue.parameters.depth_ms, max(inside_ms, default=0.0))
+        return sum(inside_ms) < MAX_UNCACHED_DEPTHS * most_ms
 
 
 class _Slots:
@@ -237,6 +276,9 @@ class _Slots:
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self._lines.values()))
+
+    def forget(self, tenant: str) -> None:
+        self._slots.forget(tenant)
 
     @contextlib.asynccontextmanager
     async def slot(self, turn: Turn, request: EngineRequest) -> AsyncIterator[None]:

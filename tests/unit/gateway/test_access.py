@@ -87,3 +87,12 @@ def test_a_clients_salt_parts_its_own_pages_and_reaches_no_others() -> None:
     assert len(salted) == 3 * len(clients)
     assert not salted & plain
     assert acme.salt_of("a") == Tenant("acme", secret=SECRET).salt_of("a"), "the same on every gateway"
+
+
+def test_with_shares_the_default_tenant_waits_for_its_turn_too() -> None:
+    secret = bytes(32)
+    assert Tenants(secret).named("default").turn is None
+    turn = Tenants(secret, have_turns=True).named("default", share=1.0).turn
+    assert turn is not None
+    assert (turn.tenant, turn.share) == ("default", 1.0)
+    assert Tenants(secret, have_turns=True).named("default").cache_salt == ""

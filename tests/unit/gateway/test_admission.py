@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.config import GatewayConfig
 from kvferry.engine.base import RenderedPrompt, Sampling
-from kvferry.errors import InvalidRequest, NotReady, Overloaded
+from kvferry.errors import InvalidRequest, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.admission import (
     MAX_ANSWER_TOKENS,
     MAX_LOGPROB_CHOICES,
@@ -18,6 +18,7 @@ from kvferry.gateway.admission import (
     Readiness,
 )
 from kvferry.gateway.metrics import GatewayMetrics
+from kvferry.gateway.tenant_requests import TenantRequests
 
 
 def admission(**values: int) -> Admission:
@@ -118,3 +119,30 @@ def test_a_full_or_leaving_gateway_refuses_before_it_reads() -> None:
     gateway.draining = True
     with pytest.raises(NotReady):
         gateway.require_admission(can_render=True)
+
+
+def test_a_tenant_holds_no_more_of_a_gateway_than_is_left_for_others() -> None:
+    gateway = admission(max_requests=64, max_prompt_tokens=6400)
+    gateway.by_tenant = TenantRequests()
+    with gateway.count_request("completions") as flood, gateway.count_request("completions") as other:
+        gateway.note_tenant(flood, "noise")
+        gateway.note_tenant(other, "gold")
+        flood.claim.take_choices(32)
+        with pytest.raises(TenantOverloaded, match="would have 33 choices in flight at this gateway, and 31 of 64"):
+            flood.claim.take_choices(1)
+        other.claim.take_choices(16)
+        with pytest.raises(TenantOverloaded):
+            other.claim.take_choices(1)
+        with pytest.raises(InvalidRequest, match="3201 prompt tokens are too many; of this gateway's 6400"):
+            flood.claim.take_prompt_tokens(3201)
+        flood.claim.take_prompt_tokens(3200)
+        other.claim.take_prompt_tokens(1600)
+    assert not gateway._held
+    assert gateway.in_flight == (0, 0, 0)
+
+
+def test_where_there_are_no_tenants_one_client_may_have_all() -> None:
+    gateway = admission(max_requests=64)
+    with gateway.count_request("completions") as one:
+        one.claim.take_choices(64)
+    assert not gateway._held

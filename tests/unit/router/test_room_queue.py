@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.engine.base import Turn
 from kvferry.errors import Overloaded
+from kvferry.router import room_queue
 from kvferry.router.room_queue import RoomQueue
 
 NOISE, GOLD = Turn("noise", 1.0), Turn("gold", 4.0)
@@ -21,7 +22,8 @@ def test_the_first_of_each_tenants_line_tries() -> None:
     assert (queue.num_before(NOISE), queue.num_before(GOLD), queue.num_before(Turn("t", 1.0))) == (3, 2, 0)
     resumed = queue.enter(10.0, NOISE, is_resumed=True)
     assert queue.is_first(resumed)
-    assert not queue.is_first(noise[0]), "an answer that goes on is before all"
+    assert [queue.is_first(each) for each in (*noise, *gold)] == [True, False, False, True, False]
+    assert (queue.num_before(NOISE), queue.num_before(GOLD)) == (4, 2), "it goes before its own tenant's alone"
     resumed.leave()
     resumed.leave()
     noise[0].leave()
@@ -73,3 +75,19 @@ async def test_room_wakes_the_first_of_every_line() -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+def test_news_of_room_goes_round_among_many_tenants() -> None:
+    queue = RoomQueue(1000, lambda: 0.0)
+    waiters = [queue.enter(10.0, Turn(f"t{number}", 1.0), is_resumed=False) for number in range(40)]
+    resumed = queue.enter(10.0, NOISE, is_resumed=True)
+    woken = []
+    for _ in range(3):
+        queue.note_room()
+        woken.append([waiter for waiter in (resumed, *waiters) if waiter._turn.is_set()])
+        for waiter in woken[-1]:
+            waiter._turn.clear()
+    assert all(len(each) == room_queue.WOKEN_AT_ONCE for each in woken)
+    assert all(resumed in each for each in woken), "it waits for its own place only"
+    assert {id(waiter) for each in woken for waiter in each} == {id(waiter) for waiter in (resumed, *waiters)}
+    assert queue.ask_again_s == pytest.approx(room_queue.ASK_AGAIN_S * 41 / 16)

@@ -264,3 +264,25 @@ def test_10_000_tenants_are_picked_without_looking_at_each(monkeypatch: pytest.M
         queue.measured(piece, 10.0, 0.0)
     assert num_compared < 1000 * 60  # of 14 levels, two children each
     queue.check()
+
+
+def test_silence_about_a_tenant_is_no_word_of_it() -> None:
+    """Reports name some of many tenants: those that are left out got something, or nothing, elsewhere."""
+    queue = queue_of()
+    for name in ("a", "b", "c"):
+        queue.add(Prompt(name, 1000.0), 0.0)
+    queue.elsewhere({"a": 1e6, "b": 0.0}, 2, 0.0)
+    assert queue.debts.factor("a") > 1 > queue.debts.factor("b")
+    assert queue.debts.factor("c") == 1.0
+
+
+def test_debts_end_also_where_no_worker_tells_any_more() -> None:
+    queue = queue_of()
+    for name in ("a", "b"):
+        queue.add(Prompt(name, 1e6), 0.0)
+    queue.elsewhere({"a": 1e6, "b": 0.0}, 2, 0.0)
+    assert queue.debts.factor("a") > 1
+    piece = queue.next_slice()
+    assert piece is not None
+    queue.measured(piece, piece.ms, 300.0)
+    assert queue.debts.factor("a") == 1.0

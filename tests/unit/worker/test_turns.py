@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from array import array
 
+import pytest
+
 from kvferry.engine.base import (
     EngineOutput,
     EngineRequest,
@@ -15,20 +17,27 @@ from kvferry.engine.base import (
     Sampling,
     Turn,
 )
+from kvferry.worker import turns as turns_module
 from kvferry.worker.turns import OnEngine, Turns
 
 FIRST = EngineOutput([1], "a")
 
 
 def request(
-    tenant: str, num_tokens: int = 100, *, share: float = 1.0, transferred: bool = False, **fields: object
+    tenant: str,
+    num_tokens: int = 100,
+    *,
+    share: float = 1.0,
+    transferred: bool = False,
+    num_missing: int | None = None,
+    **fields: object,
 ) -> EngineRequest:
     return EngineRequest(
         RequestId(f"{tenant}-{id(fields)}"),
         array("I", range(num_tokens)),
         Sampling(max_tokens=4),
         transfer_params={"a": 1} if transferred else None,
-        turn=Turn(tenant, share, num_tokens),
+        turn=Turn(tenant, share, num_tokens if num_missing is None else num_missing),
         **fields,  # type: ignore[arg-type]
     )
 
@@ -202,3 +211,92 @@ async def test_the_next_prompt_follows_before_the_engine_has_done_all() -> None:
     await third.end()
     assert turns.num_waiting == 0
     assert not turns._prompts._inside
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [100.0]
+    monkeypatch.setattr(turns_module, "_now_s", lambda: now_s[0])
+    return now_s
+
+
+async def cancelled(client: Client) -> None:
+    client.task.cancel()
+    await asyncio.gather(client.task, return_exceptions=True)
+    await settled()
+
+
+async def test_a_prompt_that_is_cancelled_is_charged_the_time_it_had_the_engine(clock: list[float]) -> None:
+    turns, log = Turns(None, depth_ms=1.0), []
+    long = Client(turns, request("a", 100_000), log)  # estimated at 10 s
+    await settled()
+    clock[0] += 0.5
+    await cancelled(long)
+    assert 499 < turns.served_ms["a"] < 501
+    # A small estimate makes it no cheaper.
+    cheap = Client(turns, request("b", 100_000, num_missing=12), log)
+    await settled()
+    clock[0] += 0.9
+    await cancelled(cheap)
+    assert 899 < turns.served_ms["b"] < 901
+
+
+async def test_a_cancelled_prompt_that_the_engine_had_not_begun_costs_its_estimate_at_most(clock: list[float]) -> None:
+    turns, log = Turns(None, depth_ms=5000.0), []
+    first, second = Client(turns, request("a", 20_000), log), Client(turns, request("b", 20), log)
+    await settled()
+    assert len(log) == 2
+    clock[0] += 1.0
+    await cancelled(second)
+    assert 2 < turns.served_ms["b"] < 4
+    clock[0] += 1.0
+    await cancelled(first)
+    assert 1999 < turns.served_ms["a"] < 2001, "the time before is the first one's"
+
+
+async def test_one_stalled_prompt_teaches_little(clock: list[float]) -> None:
+    turns, log = Turns(None, depth_ms=1.0), []
+    stalled = Client(turns, request("a", 40), log)
+    await settled()
+    clock[0] += 20.0  # for want of memory
+    stalled.first_token()
+    await stalled.end()
+    assert turns._prompts._ms_per_token <= 0.1 * 1.6 + 1e-9
+    assert turns.served_ms["a"] <= 4 * 5.1, "a stall is not work"
+    for _ in range(40):
+        client = Client(turns, request("a", 1000), log)
+        await settled()
+        clock[0] += 1.0
+        client.first_token()
+        await client.end()
+    assert 0.9 < turns._prompts._ms_per_token < 1.1, "what is true is learned"
+
+
+async def test_estimates_that_were_too_small_let_few_prompts_onto_the_engine(clock: list[float]) -> None:
+    turns, log = Turns(None, depth_ms=30.0), []
+    clients = [Client(turns, request("a", 10_000, num_missing=4), log) for _ in range(40)]
+    await settled()
+    assert len(log) == 4
+    short = [Client(turns, request("b", 10), log) for _ in range(2)]
+    await settled()
+    assert len(log) == 4
+    for client in [*clients, *short]:
+        client.task.cancel()
+    await asyncio.gather(*(client.task for client in [*clients, *short]), return_exceptions=True)
+    assert not turns._prompts._uncached_ms
+    assert not turns._prompts._inside
+
+
+async def test_tenants_that_come_and_go_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "MAX_KNOWN", 8)
+    turns, log = Turns(4, depth_ms=1e9), []
+    for number in range(100):
+        client = Client(turns, request(f"t{number}", share=2.0), log)
+        await settled()
+        client.first_token()
+        await client.end()
+    assert len(turns.served_ms) <= 9
+    assert turns._slots is not None
+    assert len(turns._prompts._queue._weights) <= 9
+    assert len(turns._slots._slots._weights) <= 9
+    assert log == [f"t{number}" for number in range(100)]
