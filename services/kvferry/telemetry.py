@@ -103,6 +103,8 @@ VERIFICATION_FAILURES = (
     *("corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
     *("truncated", "undecryptable"),
 )
+TENANT_OUTCOMES = ("ok", "refused", "failed", "cancelled")
+TENANT_TOKEN_KINDS = ("prompt", "cached", "generated")
 # Names of `tenancy.outcome.Cause` and `Refusal`.
 EVICTION_CAUSES = ("expired", "ended", "over_cap", "borrowed", "own")
 EVICTION_REFUSALS = ("limit", "no_room")
@@ -252,6 +254,57 @@ GRAMMAR_CHECKS = Metric(
 )
 READY = Metric(
     "kvferry_ready", Kind.GAUGE, "1", Exporter.GATEWAY, "1 while a request sent now can be answered, as `/readyz` says."
+)
+
+# Gateways: tenants
+
+_TENANT = Label("tenant", "a tenant with a record, up to 200 of them by name; `other`: the sum of all others")
+TENANT_REQUESTS = Metric(
+    "kvferry_tenant_requests_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests of tenants that were identified.",
+    (
+        _TENANT,
+        Label(
+            "outcome",
+            "`refused`: with a status below 500; `failed`: in a stream too; `cancelled`: the client left",
+            TENANT_OUTCOMES,
+        ),
+    ),
+)
+TENANT_TOKENS = Metric(
+    "kvferry_tenant_tokens_total",
+    Kind.COUNTER,
+    "tokens",
+    Exporter.GATEWAY,
+    "Tokens of tenants' requests that were dispatched, also of those that ended early.",
+    (_TENANT, Label("type", "`cached`: of the prompt tokens, those that were not computed", TENANT_TOKEN_KINDS)),
+)
+TENANT_FIRST_TOKEN = Metric(
+    "kvferry_tenant_time_to_first_token_seconds",
+    Kind.SUMMARY,
+    "seconds",
+    Exporter.GATEWAY,
+    "From a request's dispatch to its first token.",
+    (_TENANT,),
+)
+TENANT_TOKEN_GAP = Metric(
+    "kvferry_tenant_time_per_output_token_seconds",
+    Kind.SUMMARY,
+    "seconds",
+    Exporter.GATEWAY,
+    "Mean time between the tokens of a request, first token excluded.",
+    (_TENANT,),
+)
+TENANTS_SEEN = (TENANT_REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN, TENANT_TOKEN_GAP)
+USAGE_RECORDS_LOST = Metric(
+    "kvferry_usage_records_lost_total",
+    Kind.COUNTER,
+    "records",
+    Exporter.GATEWAY,
+    "Usage records that could not be written to gateway.usage_dir.",
 )
 
 # Gateways: the router
@@ -450,6 +503,21 @@ ENGINE_QUEUE_SECONDS = _worker(
     "seconds",
     "From a request's arrival in the engine until its pages were pulled or its prompt was begun.",
     buckets=_LATENCY_BUCKETS_S,
+)
+_OF_TENANT_SEEN = Label("tenant", "one of the first 200 tenants that this worker met; `other`: the sum of all others")
+ENGINE_TENANT_PROMPTS = _worker(
+    "engine_tenant_prompt_seconds_total",
+    Kind.COUNTER,
+    "seconds",
+    "Time of the engine that was charged to a tenant for prompts, with tenants_in_etcd.",
+    _OF_TENANT_SEEN,
+)
+ENGINE_TENANT_WAITS = _worker(
+    "engine_tenant_wait_seconds",
+    Kind.SUMMARY,
+    "seconds",
+    "How long a tenant's prompts waited for their turns, with tenants_in_etcd.",
+    _OF_TENANT_SEEN,
 )
 ENGINE_PREFILL_SECONDS = _worker(
     "engine_prefill_seconds",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import functools
 import json
 import re
@@ -253,6 +254,34 @@ async def apply_file(admin: TenantAdmin, source: Path, dry_run: bool, prune: boo
         click.echo("nothing to change")
     elif dry_run:
         click.echo("nothing was changed (--dry-run)", err=True)
+
+
+@tenant.command(name="usage", help="Sum the usage records that gateways wrote (gateway.usage_dir).")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), required=True, help="gateway.usage_dir.")
+@click.option("--from", "begin", type=click.DateTime(), help="In UTC, this time included.")
+@click.option("--to", "end", type=click.DateTime(), help="In UTC, this time excluded.")
+@click.option("--tenant", "name", help="Of one tenant only.")
+@click.option("--csv", "as_csv", is_flag=True, help="A line for each tenant and day, for programs.")
+def usage(folder: Path, begin: datetime | None, end: datetime | None, name: str | None, as_csv: bool) -> None:
+    from kvferry.gateway.usage_totals import COLUMNS, totals
+
+    begin_s, end_s = (None if each is None else each.replace(tzinfo=UTC).timestamp() for each in (begin, end))
+    try:
+        sums = totals(folder, begin_s, end_s, name)
+    except OSError as error:
+        click.echo(f"kvferry: {error.filename}: {error.strerror}", err=True)
+        sys.exit(1)
+    if as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(sums.rows())
+    else:
+        table = _table(*COLUMNS)
+        for row in sums.rows():
+            table.add_row(*map(str, row))
+        _print(table)
+    if sums.num_bad:
+        click.echo(f"{sums.num_bad} lines are no records; the first: {sums.first_bad}", err=True)
 
 
 @tenant.group(help="Make and end API keys of a tenant.")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from kvferry.cli import main
+from kvferry.gateway.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.memory import MemoryMembership
 from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.telemetry import TENANT_OUTCOMES, TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
 from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
@@ -181,3 +186,49 @@ async def test_tenants_keep_their_salts_over_gateways_and_no_salt_shows_their_na
         salts = {gateway.identification.tenants.named("acme").cache_salt for gateway in (first, second)}
         assert len(salts) == 1
         assert "acme" not in salts.pop()
+
+
+async def test_sums_of_usage_records_equal_the_metrics(tmp_path: Path) -> None:
+    folder = tmp_path / "usage"
+    async with running(gateway={**IN_ETCD, "usage_dir": str(folder)}) as cluster:
+        assert cluster.gateway is not None
+        keys = {name: await tenant_with_key(cluster, name) for name in ("acme", "beta", "quiet")}
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+            for name, count in (("acme", 3), ("beta", 2)):
+                for _ in range(count):
+                    answer = await http.post("/v1/completions", json={**BODY, "n": 2}, headers=bearer(keys[name]))
+                    assert answer.status_code == 200
+            refused = await http.post("/v1/completions", json={"model": 1}, headers=bearer(keys["acme"]))
+            assert refused.status_code == 400
+            assert (await http.post("/v1/completions", json=BODY, headers=bearer("kvf_no"))).status_code == 401
+            async with http.stream("POST", "/v1/completions", json=ENDLESS, headers=bearer(keys["beta"])) as stream:
+                events = events_of(stream)
+                for _ in range(5):
+                    await anext(events)
+        async with grpc_to(cluster) as channel:
+            await stub_on(channel).Generate(REQUEST, metadata=tuple(bearer(keys["acme"]).items()))
+        await until(lambda: not cluster.gateway.admission.num_in_flight)  # type: ignore[union-attr]
+        uses = {
+            (reading.metric.name, *reading.labels): int(reading.value)
+            for reading in cluster.gateway.metrics.tenants.readings()
+            if reading.metric in (TENANT_REQUESTS, TENANT_TOKENS)
+        }
+        assert cluster.gateway.metrics.tenants.num_lost == 0
+    rows = {row[1]: row[2:] for row in totals(folder, None, None, None).rows()}
+    assert rows.keys() == {"acme", "beta"}
+    for name, row in rows.items():
+        counted = [uses[TENANT_REQUESTS.name, name, outcome] for outcome in TENANT_OUTCOMES]
+        counted += [uses[TENANT_TOKENS.name, name, kind] for kind in TENANT_TOKEN_KINDS]
+        assert list(row) == counted
+    assert list(rows["acme"])[:4] == [4, 1, 0, 0]
+    assert list(rows["beta"])[:4] == [2, 0, 0, 1]
+    assert list(rows["beta"])[6] >= 5, "tokens of the cancelled stream are counted"
+    assert uses[TENANT_REQUESTS.name, "quiet", "ok"] == 0
+    text = "".join(file.read_text() for file in folder.iterdir())
+    assert not any(secret in text for secret in (*keys.values(), "kvf_", BODY["prompt"]))
+    ran = CliRunner().invoke(main, ["tenant", "usage", "--dir", str(folder), "--csv", "--tenant", "acme"])
+    assert ran.exit_code == 0, ran.output
+    lines = ran.output.splitlines()
+    assert lines[0].startswith("day,tenant,ok,refused")
+    assert len(lines) == 2
+    assert lines[1].split(",")[1:] == ["acme", *map(str, rows["acme"])]

@@ -7,16 +7,19 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from kvferry.config import GatewayConfig
 from kvferry.engine.base import RenderedPrompt
 from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
+from kvferry.gateway.choices import Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.gateway.tenant_requests import TenantRequests
+from kvferry.gateway.usage_log import UsageRecord
 from kvferry.tracing import Tracing
 
 # Of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its end,
@@ -32,6 +35,7 @@ PATIENCE_S = 1.0
 # Of which a tenant may have as many as are left for others.
 _CHOICES = "choices"
 _TOKENS = "prompt tokens"
+_NO_USE = Usage()
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -48,10 +52,29 @@ class Readiness(msgspec.Struct, frozen=True):
     unpaired: Sequence[str] = ()
 
 
+class Work(Protocol):
+    """What a request made workers do."""
+
+    @property
+    def first_token_after_s(self) -> float | None: ...
+    @property
+    def token_gap_s(self) -> float | None: ...
+    def usage(self) -> Usage: ...
+
+
 class Claim:
     """What one request holds of a gateway's limits. Released by its admission at the request's end."""
 
-    __slots__ = ("_admission", "is_cut", "num_body_bytes", "num_choices", "num_limited", "num_prompt_tokens", "tenant")
+    __slots__ = (
+        "_admission",
+        "is_cut",
+        "num_body_bytes",
+        "num_choices",
+        "num_limited",
+        "num_prompt_tokens",
+        "tenant",
+        "work",
+    )
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -60,6 +83,7 @@ class Claim:
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
         self.tenant = ""
+        self.work: Work | None = None  # once the request is rendered
         self.num_limited = 0  # choices that count against the tenant's limits
 
     def add_body_bytes(self, num_bytes: int) -> None:
@@ -271,11 +295,36 @@ class Admission:
             self._metrics.requests_in_flight.dec()
             self._metrics.requests(endpoint, counted.status).inc()
             self._metrics.request_seconds[endpoint].observe(time.perf_counter() - begun_s)
+            has_failed = counted.error is not None
             if counted.error is not None:
                 self._metrics.note_refusal(counted.error.code)
                 counted.error = None  # its traceback holds the request
             if counted.trace is not None:
                 counted.trace.end(counted.status)
+            if counted.claim.tenant:
+                self._note_use(endpoint, counted, has_failed=has_failed, seconds=time.perf_counter() - begun_s)
+
+    def _note_use(self, endpoint: str, counted: CountedRequest, *, has_failed: bool, seconds: float) -> None:
+        claim, work = counted.claim, counted.claim.work
+        if counted.status == "200":
+            outcome = "failed" if has_failed else "ok"
+        else:
+            outcome = "cancelled" if counted.status == "499" else "refused" if counted.status < "500" else "failed"
+        usage = _NO_USE if work is None else work.usage()
+        first_token_s, gap_s = (None, None) if work is None else (work.first_token_after_s, work.token_gap_s)
+        claim.work = None
+        record = UsageRecord(
+            round(time.time(), 3),
+            claim.tenant,
+            counted.answer_id,
+            endpoint,
+            outcome,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            round(seconds, 4),
+        )
+        self._metrics.tenants.note(record, first_token_s, gap_s)
 
     def note_tenant(self, counted: CountedRequest, tenant: str) -> None:
         counted.claim.tenant = tenant

@@ -140,6 +140,18 @@ class Generation:
             self._first_token_s = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token_s - self._started_s)
 
+    @property
+    def first_token_after_s(self) -> float | None:
+        return None if self._first_token_s is None else self._first_token_s - self._started_s
+
+    @property
+    def token_gap_s(self) -> float | None:
+        """Mean, up to now."""
+        num_after_first = max(choice.num_tokens for choice in self.choices) - 1
+        if self._first_token_s is None or num_after_first <= 0:
+            return None
+        return (time.perf_counter() - self._first_token_s) / num_after_first
+
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
@@ -187,17 +199,15 @@ class Generation:
         usage = self.usage()
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.generated_tokens.inc(usage.completion_tokens)
-        num_after_first = max(choice.num_tokens for choice in self.choices) - 1
-        if self._first_token_s is not None and num_after_first > 0:
-            self._metrics.inter_token.observe((time.perf_counter() - self._first_token_s) / num_after_first)
+        if (gap_s := self.token_gap_s) is not None:
+            self._metrics.inter_token.observe(gap_s)
         if self._trace is not None:
-            first_s = self._first_token_s
             self._trace.answered(
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 generated_tokens=usage.completion_tokens,
                 finish_reasons=[choice.finish_reason for choice in self.choices],
-                first_token_s=None if first_s is None else first_s - self._started_s,
+                first_token_s=self.first_token_after_s,
             )
 
 

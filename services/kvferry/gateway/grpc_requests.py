@@ -99,6 +99,7 @@ class Inference:
             cache_salt=body.cache_salt,
             deadline_s=deadline_s,
         )
+        claim.work = generation
         if trace is not None:
             trace.rendered(answer_id, body, generation.requests, begun_ns)
         return InferenceAnswer(answer_id, self._served_name, generation, with_token_ids=message.return_token_ids)

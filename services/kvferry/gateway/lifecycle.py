@@ -38,6 +38,7 @@ from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
 from kvferry.gateway.tls_handshake import TlsHandshake
 from kvferry.gateway.token_timeouts import TokenTimeouts
+from kvferry.gateway.usage_log import UsageLog
 from kvferry.gateway.uvicorn_connection import HttpProtocol
 from kvferry.log_limit import limit_log
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
@@ -209,6 +210,11 @@ class GatewayHost:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
             self._notifier = asyncio.create_task(self._notify_readiness())
         self.identification.start()
+        if (directory := self.identification.directory) is not None:
+            self.metrics.tenants.read_registered = directory.names
+        if gateway.usage_dir is not None:
+            self.metrics.tenants.log = UsageLog(gateway.usage_dir, self.gateway_id)
+            self.metrics.tenants.log.start()
         # Before any link: a worker of another model must not get this gateway's tokens.
         self.worker_pool.identity = await asyncio.to_thread(identity, self._config, self._model_folder)
         self.worker_pool.start()
@@ -313,6 +319,8 @@ class GatewayHost:
         if self._renderer is not None:
             await self._renderer.close()
         await self._listener.stop()
+        if self.metrics.tenants.log is not None:
+            await self.metrics.tenants.log.close()
         if self._tracing is not None:
             await self._tracing.close()
         await self._membership.close()

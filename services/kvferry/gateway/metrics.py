@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.gateway.tenant_uses import TenantUses
 from kvferry.keeper.volume_state import VolumeState
 from kvferry.router.metrics import RouterMetrics
 from kvferry.telemetry import (
@@ -29,8 +30,10 @@ from kvferry.telemetry import (
     REQUESTS_IN_FLIGHT,
     REQUESTS_REFUSED,
     SLOW_CLIENTS,
+    TENANTS_SEEN,
     TIME_TO_FIRST_TOKEN,
     UNREAD_ANSWER_BYTES,
+    USAGE_RECORDS_LOST,
     VOLUME_CAPACITY,
     VOLUME_PAGES,
     VOLUME_QUEUED,
@@ -118,6 +121,9 @@ class GatewayMetrics(RouterMetrics):
             (GRAMMAR_CHECKS,),
             lambda: [Reading(GRAMMAR_CHECKS, (outcome,), num) for outcome, num in read_grammar_outcomes().items()],
         )
+        self.tenants = TenantUses()
+        exposition.read(TENANTS_SEEN, self.tenants.readings)
+        exposition.read((USAGE_RECORDS_LOST,), lambda: [Reading(USAGE_RECORDS_LOST, (), self.tenants.num_lost)])
         exposition.read(WORKERS_SEEN, lambda: _of_workers(read_workers()))
         exposition.read(VOLUMES_SEEN, lambda: _of_volumes(read_volumes()))
 

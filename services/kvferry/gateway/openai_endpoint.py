@@ -90,6 +90,7 @@ class OpenAI:
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
         claim.take_answer([rendered], body.n or 1)
         answer = self._answer(body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, debug=debug, trace=trace)
+        claim.work = answer.generation
         if trace is not None:
             trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
         return answer
@@ -116,6 +117,7 @@ class OpenAI:
             debug=debug,
             trace=trace,
         )
+        claim.work = answer.generation
         if trace is not None:
             trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
         return answer

@@ -54,6 +54,10 @@ class TenantDirectory:
     def record(self, tenant: str) -> TenantRecord | None:
         return self._tenants.get(tenant)
 
+    def names(self) -> list[str]:
+        """Return the tenants that are not deleted."""
+        return [name for name, record in self._tenants.items() if not record.is_deleted]
+
     def limits(self, tenant: str) -> Limits | None:
         record = self._tenants.get(tenant)
         return None if record is None else record.limits

@@ -25,6 +25,8 @@ _READ = (
         telemetry.KV_TRANSFER_FAILED,
     ),
     telemetry.WORKER_SPANS,
+    telemetry.ENGINE_TENANT_PROMPTS,
+    telemetry.ENGINE_TENANT_WAITS,
 )
 
 
@@ -96,4 +98,7 @@ class WorkerMetrics:
         yield Reading(telemetry.KV_TRANSFER_BYTES, (), kv_transfer.num_bytes)
         for cause, count in kv_transfer.num_failed.items():
             yield Reading(telemetry.KV_TRANSFER_FAILED, (cause,), count)
+        for tenant, times in server.tenant_times.items():
+            yield Reading(telemetry.ENGINE_TENANT_PROMPTS, (tenant,), times.charged_s)
+            yield Reading(telemetry.ENGINE_TENANT_WAITS, (tenant,), times.num_waits, times.waited_s)
         yield from read_spans(telemetry.WORKER_SPANS, self._read_span_counts())

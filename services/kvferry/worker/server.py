@@ -25,7 +25,7 @@ from kvferry.membership.base import MemberKind
 from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.request_instrumentation import RequestInstrumentation
-from kvferry.worker.turns import OnEngine, Turns
+from kvferry.worker.turns import OnEngine, TenantTimes, Turns
 
 # Ended requests that `_retry_after_s` looks at.
 _NUM_ENDS = 64
@@ -278,6 +278,10 @@ class WorkerServer:
 
     def turn(self, request: EngineRequest) -> contextlib.AbstractAsyncContextManager[OnEngine]:
         return _AT_ONCE if self._turns is None else self._turns.turn(request)
+
+    @property
+    def tenant_times(self) -> Mapping[str, TenantTimes]:
+        return {} if self._turns is None else self._turns.counts
 
     def served_ms(self) -> Mapping[str, float]:
         return {} if self._turns is None else self._turns.served_ms

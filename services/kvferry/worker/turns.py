@@ -8,6 +8,7 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from kvferry.engine.base import Backlogs, EngineOutput, EngineRequest, Turn
@@ -16,6 +17,7 @@ from kvferry.tenancy.debts import Debts
 from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
 from kvferry.tenancy.fair_wait import BacklogCurve
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
+from kvferry.tenancy.outcome import OTHER
 from kvferry.tenancy.slots import DecodeSlots
 from kvferry.tenancy.tenant_queue import Slice
 
@@ -29,6 +31,7 @@ MAX_KNOWN: Final = 2048  # tenants whose work is counted; those that sent nothin
 # Estimates may be wrong: pages that a request of before was to compute never come when it is cancelled. So prompts
 # inside the engine have at most so many times the depth's work, or the longest one's, if nothing of them is cached.
 MAX_UNCACHED_DEPTHS: Final = 4.0
+MAX_COUNTED: Final = 200  # tenants with series of their own
 MAX_RATE_CHANGE: Final = 4.0  # that one prompt can teach
 
 _NO_TURN: Final = Turn(DEFAULT_NAMESPACE.tenant, 1.0)
@@ -37,6 +40,13 @@ _FIXED_MS: Final = 1.0  # of a prompt that is wholly cached
 _GAIN: Final = 0.2
 _MIN_PAUSE_MS: Final = 2.0
 _MIN_TOKENS: Final = 32  # fewer say nothing about the rate
+
+
+@dataclass(slots=True)
+class TenantTimes:
+    charged_s: float = 0.0
+    num_waits: int = 0
+    waited_s: float = 0.0
 
 
 class OnEngine:
@@ -82,6 +92,11 @@ class Turns:
     @property
     def served_ms(self) -> Mapping[str, float]:
         return self._prompts.served_ms
+
+    @property
+    def counts(self) -> Mapping[str, TenantTimes]:
+        """Return what tenants were charged and how long they waited, by name or as `OTHER`, since the start."""
+        return self._prompts.counts
 
     def elsewhere(self, got_ms: Mapping[str, float], num_workers: int) -> None:
         self._prompts.elsewhere(got_ms, num_workers)
@@ -149,6 +164,7 @@ class _Prompts:
         self._uncached_ms: dict[Slice[_Waiting], float] = {}  # of those inside
         self._timer: asyncio.TimerHandle | None = None
         self.waiting_tokens = 0
+        self.counts = {OTHER: TenantTimes()}
 
     def __repr__(self) -> str:
         return repr(self._queue)
@@ -185,6 +201,7 @@ class _Prompts:
         if limit is not None:
             raise Overloaded(f"{self._queue.num_requests} requests wait at this worker: {limit.value}")
         self.waiting_tokens += num_tokens
+        added_s = _now_s()
         self._feed()
         try:
             piece = await waiting.granted
@@ -197,6 +214,9 @@ class _Prompts:
         finally:
             self.waiting_tokens -= num_tokens
         begun_s = _now_s()
+        times = self._times_of(turn.tenant)
+        times.num_waits += 1
+        times.waited_s += begun_s - added_s
         return OnEngine(lambda output: self._end_prompt(piece, begun_s, output))
 
     def _end_prompt(self, piece: Slice[_Waiting], begun_s: float, output: EngineOutput | None) -> None:
@@ -226,6 +246,7 @@ class _Prompts:
     def _end(self, piece: Slice[_Waiting], ms: float) -> None:
         self._inside.pop(piece, None)
         self._uncached_ms.pop(piece, None)
+        self._times_of(piece.tenant).charged_s += ms / 1e3
         self._queue.measured(piece, ms, _now_s())
         self._feed()
 
@@ -256,6 +277,14 @@ class _Prompts:
                 self._queue.measured(piece, 0.0, _now_s())
             else:
                 piece.request.granted.set_result(piece)
+
+    def _times_of(self, tenant: str) -> TenantTimes:
+        times = self.counts.get(tenant)
+        if times is None:
+            times = self.counts[OTHER]
+            if len(self.counts) <= MAX_COUNTED:
+                times = self.counts[tenant] = TenantTimes()
+        return times
 
     def _may_take_more(self) -> bool:
         inside_ms = self._uncached_ms.values()

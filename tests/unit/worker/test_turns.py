@@ -17,6 +17,7 @@ from kvferry.engine.base import (
     Sampling,
     Turn,
 )
+from kvferry.tenancy.outcome import OTHER
 from kvferry.worker import turns as turns_module
 from kvferry.worker.turns import OnEngine, Turns
 
@@ -300,3 +301,24 @@ async def test_tenants_that_come_and_go_are_forgotten(monkeypatch: pytest.Monkey
     assert len(turns._prompts._queue._weights) <= 9
     assert len(turns._slots._slots._weights) <= 9
     assert log == [f"t{number}" for number in range(100)]
+
+
+async def test_times_of_tenants_are_counted_for_a_limited_number(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns_module, "MAX_COUNTED", 2)
+    turns, log = Turns(None, depth_ms=1.0), []
+    first = Client(turns, request("a", 1000), log)
+    await settled()
+    waits = [Client(turns, request(name, 1000), log) for name in ("b", "c", "d")]
+    await settled()
+    for client in (first, *waits):
+        await client.begun.wait()
+        clock[0] += 0.1
+        client.first_token()
+        await client.end()
+    assert turns.counts.keys() == {"a", "b", OTHER}
+    assert sum(times.charged_s for times in turns.counts.values()) == pytest.approx(0.4)
+    assert turns.counts["a"].waited_s == 0.0
+    assert turns.counts["b"].waited_s == pytest.approx(0.1)
+    assert (turns.counts[OTHER].num_waits, turns.counts[OTHER].waited_s) == (2, pytest.approx(0.5))
