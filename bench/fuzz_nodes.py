@@ -2,7 +2,8 @@
 
 Each node is a writer with its own folders, capacity and thread. Nodes vanish in the middle of an operation on files and
 come back, or are replaced by nodes of another name; sealing keys rotate, on each node at another time; the clock jumps,
-so that chunks of the vanished are taken over.
+so that chunks of the vanished are taken over, and others expire. Half of the nodes keep contracts of tenants, which
+change.
 
 Every file operation of a node is watched: its files never have more bytes than its capacity, and it never moves or
 removes a chunk of another living node that can still be opened with any key.
@@ -24,9 +25,11 @@ from kvferry.store import chunk_file, folder, paths
 from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.direct_io import DirectIo, aligned_buffer
+from kvferry.store.eviction import TenantRetention
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId, ChunkKey
 from kvferry.store.volume import Outcome, Volume
+from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 
 NUM_NODES = 3
@@ -38,7 +41,7 @@ MAX_GENERATIONS = 3  # of sealing keys that a node has
 MAX_JUMP_S = 150.0
 VANISH_SHARE = 0.2  # of nodes, between two checks
 
-OPERATIONS = {"read": 45, "write": 30, "damage": 9, "rescan": 8, "remove": 5, "record": 3}
+OPERATIONS = {"read": 45, "write": 30, "damage": 9, "rescan": 8, "remove": 5, "record": 3, "configure": 1, "expire": 1}
 
 
 class Vanished(BaseException):
@@ -123,6 +126,7 @@ class Node:
             shared=True,
             writer=writer,
             keyring=self.keys,
+            eviction=TenantRetention(CAPACITY_BYTES) if sum(writer.encode()) % 2 else None,
             io=self.io,
             clock=stage.clock,
             monotonic=stage.clock,
@@ -225,6 +229,11 @@ class NodesStage:
                 volume.rescan()
             case "record":
                 volume.record()
+            case "configure":
+                volume.configure(contracts(seeded))
+            case "expire":
+                # Not a wrong removal: the chunks are the node's own.
+                volume.expire()
             case _:
                 return self._damage(seeded)
         return "done"
@@ -320,6 +329,20 @@ class NodesStage:
                 raise AssertionError(f"{part} of vanished nodes: {sorted(left)}")
         for node in nodes:
             node.volume.check()
+
+
+def contracts(seeded: random.Random) -> dict[str, TierContract]:
+    """Return contracts of some tenants, whose floors fit."""
+    names = sorted({namespace.tenant for namespace in NAMESPACES})
+    return {
+        name: TierContract(
+            floor=(floor := seeded.randrange(CAPACITY_BYTES // len(names))),
+            cap=seeded.randrange(floor, CAPACITY_BYTES),
+            borrow=seeded.random() < 0.8,
+            ttl_s=seeded.choice((None, 10.0, 1000.0)),
+        )
+        for name in seeded.sample(names, seeded.randrange(len(names) + 1))
+    }
 
 
 def shared_chunk(number: int) -> ChunkId:
