@@ -39,6 +39,7 @@ from kvferry.errors import EngineDead
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import TierTerms
 from kvferry.worker.page_mirror import PageMirror
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
@@ -53,7 +54,8 @@ NUM_PAGES = 12
 PROMPT_TOKENS = NUM_PAGES * BLOCK_SIZE + 13
 NUM_TOKENS = 16
 NUM_PROMPTS = 9
-OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.25, "volume": {"capacity_gib": 1.0}}
+# The CPU tiers have room for four prompts.
+OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.08, "volume": {"capacity_gib": 2.0}}
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 ACME = TierHints(Namespace("acme", 3))
 SALT = "acme's"
@@ -94,7 +96,13 @@ def engine_of(keeper: NodeProcess, *, producer: bool) -> VllmEngine:
     folder = str(model_folder.resolve("default"))
     model, engine = ModelConfig(path=folder), EngineConfig(threads=1)
     return VllmEngine(
-        folder, model, engine, producer=producer, tier=keeper.config, keeper_socket=str(keeper.socket_path)
+        folder,
+        model,
+        engine,
+        producer=producer,
+        tier=keeper.config,
+        keeper_socket=str(keeper.socket_path),
+        has_tenants=True,
     )
 
 
@@ -319,6 +327,35 @@ def is_worker(process: psutil.Process) -> bool:
         return "VLLM::Worker" in " ".join(process.cmdline())
     except psutil.Error:  # it has just ended
         return False
+
+
+async def test_a_floor_of_the_cpu_tier_survives_a_flood_of_ten_times_the_tier(world: World) -> None:
+    hints = {
+        "gold": TierHints(Namespace("gold"), cpu=TierTerms(floor=0.5, cap=0.6)),
+        "plain": TierHints(Namespace("plain"), cpu=TierTerms(cap=0.6)),
+        "noise": TierHints(Namespace("noise"), cpu=TierTerms(cap=1.0)),
+    }
+    prompt = prompt_of(500)
+    expected = await world.expected(prompt)
+    for name in ("gold", "plain"):
+        tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert tokens == expected
+    num_chunks = int(OPTIONS["cpu_gib"] * (1 << 30)) // world.decode.info.page_bytes
+    one = Sampling(max_tokens=1, temperature=0.0)
+    for i in range(10 * num_chunks // NUM_PAGES + 1):
+        request = EngineRequest(
+            RequestId(f"noise-{i}"), prompt_of(1000 + i), one, cache_salt="noise", tier=hints["noise"]
+        )
+        async for _ in world.decode.generate(request):
+            pass
+    assert await world.decode._llm.reset_prefix_cache()
+    kept = {}
+    for name in ("gold", "plain"):
+        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert tokens == expected
+        kept[name] = last.cached
+    assert kept["gold"] == CachedTokens(cpu=NUM_PAGES * BLOCK_SIZE)
+    assert kept["plain"] == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE), "without a floor all of it is gone"
 
 
 async def test_a_volume_that_hangs_holds_nobody_up_for_long(world: World) -> None:

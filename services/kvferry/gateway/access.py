@@ -13,6 +13,7 @@ from kvferry.gateway.key_file import KeyFile
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.tenancy.records import KEY_PREFIX
+from kvferry.tenancy.terms import CPU_TIER, TierTerms
 
 _SCHEME = "bearer"
 
@@ -60,8 +61,8 @@ class Access:
             return DEFAULT_TENANT
         shown = self._shown(authorization, client_name)
         try:
-            epoch, share = self._contract(shown)
-            return self._tenants.named(shown.tenant, epoch, shown.group, share)
+            epoch, share, cpu = self._contract(shown)
+            return self._tenants.named(shown.tenant, epoch, shown.group, share, cpu)
         except ValueError as error:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
@@ -75,10 +76,10 @@ class Access:
                 "metrics are also on the listener of section `metrics`"
             )
 
-    def _contract(self, shown: _Shown) -> tuple[int, float]:
-        """Return the tenant's epoch and share."""
+    def _contract(self, shown: _Shown) -> tuple[int, float, TierTerms | None]:
+        """Return the tenant's epoch, share and terms of CPU tiers."""
         if self._directory is None:
-            return 0, 1.0
+            return 0, 1.0, None
         if not self._directory.is_known:
             raise NotReady("this gateway is starting: it waits for etcd to read the tenants")
         record = self._directory.record(shown.tenant)
@@ -86,7 +87,7 @@ class Access:
             raise Unauthenticated("this tenant was deleted")
         if record is None and not shown.is_in_file:
             raise PermissionDenied(f"{shown.tenant[:64]!r} is no tenant of this cluster")
-        return (0, 1.0) if record is None else (record.epoch, record.share)
+        return (0, 1.0, None) if record is None else (record.epoch, record.share, record.tiers[CPU_TIER])
 
     def _shown(self, authorization: str | None, client_name: str | None) -> _Shown:
         if self._wants_certificate and client_name is None:

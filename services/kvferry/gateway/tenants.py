@@ -16,6 +16,7 @@ from kvferry.errors import ConfigError, KvferryError, NotReady
 from kvferry.membership.base import RecordStore
 from kvferry.tenancy import salts
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.terms import TierTerms
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Tenant:
     group: str = ""
     share: float = 1.0
     has_turn: bool = False  # also the default tenant waits for its turn
+    cpu: TierTerms | None = None  # of CPU tiers
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
     cache_salt: str = field(init=False, repr=False)
     tier: TierHints | None = field(init=False)
@@ -51,7 +53,8 @@ class Tenant:
         object.__setattr__(self, "cache_salt", salt)
         has_turn = self.has_turn or self.name != DEFAULT_NAMESPACE.tenant
         object.__setattr__(self, "turn", Turn(self.name, self.share) if has_turn else None)
-        object.__setattr__(self, "tier", None if namespace == DEFAULT_NAMESPACE else TierHints(namespace))
+        has_hints = namespace != DEFAULT_NAMESPACE or self.cpu is not None
+        object.__setattr__(self, "tier", TierHints(namespace, cpu=self.cpu) if has_hints else None)
 
     def salt_of(self, client_salt: str) -> str:
         """Return the salt of requests for which a client names one."""
@@ -78,14 +81,16 @@ class Tenants:
         self._secret = secret
         self._made.cache_clear()
 
-    def named(self, name: str, epoch: int = 0, group: str = "", share: float = 1.0) -> Tenant:
+    def named(
+        self, name: str, epoch: int = 0, group: str = "", share: float = 1.0, cpu: TierTerms | None = None
+    ) -> Tenant:
         """Raises ValueError for an invalid name, and NotReady until the secret is known."""
-        return self._made(name, epoch, group, share)
+        return self._made(name, epoch, group, share, cpu)
 
-    def _make(self, name: str, epoch: int, group: str, share: float) -> Tenant:
+    def _make(self, name: str, epoch: int, group: str, share: float, cpu: TierTerms | None) -> Tenant:
         if self._secret is None:
             raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
-        return Tenant(name, epoch, group, share, self._have_turns, secret=self._secret)
+        return Tenant(name, epoch, group, share, self._have_turns, cpu, secret=self._secret)
 
 
 def read_secret(file: Path) -> bytes:

@@ -33,6 +33,7 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineError, KvferryError, by_code
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import CPU_TIER, TierTerms
 from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -106,6 +107,8 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.tier.no_load = not request.tier.load
         for volume_id, num_pages in request.tier.volumes.items():
             submit.tier.volumes.add(volume_id=volume_id, num_pages=num_pages)
+        if (cpu := request.tier.cpu) is not None:
+            submit.tier.cpu.MergeFrom(pb.TierTerms(floor=cpu.floor, cap=cpu.cap))
     if request.trace is not None:
         submit.traceparent = request.trace.traceparent
         submit.tracestate = request.trace.tracestate
@@ -178,7 +181,11 @@ def _turn_from_wire(message: pb.Turn) -> Turn:
 
 def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
     volumes = {entry.volume_id: entry.num_pages for entry in message.volumes}
-    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load)
+    cpu = None
+    if message.HasField("cpu"):
+        cpu = TierTerms(floor=message.cpu.floor, cap=message.cpu.cap)
+        cpu.check(CPU_TIER)
+    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load, cpu=cpu)
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:

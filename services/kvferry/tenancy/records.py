@@ -90,7 +90,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             if tier not in TIERS:
                 raise ValueError(f"tier {tier[:80]!r}: one of {', '.join(TIERS)}")
             try:
-                terms.check()
+                terms.check(tier)
             except ValueError as error:
                 raise ValueError(f"the {tier} tier: {error}") from None
         for key in self.keys:

@@ -11,7 +11,8 @@ import msgspec
 from kvferry.tenancy.contract import DEFAULT_CAP, TierContract
 
 VOLUME_TIER: Final = "volume"
-TIERS: Final = (VOLUME_TIER,)  # those that keep contracts
+CPU_TIER: Final = "cpu"
+TIERS: Final = (VOLUME_TIER, CPU_TIER)  # those that keep contracts
 
 _DAY_S: Final = 86400.0
 MAX_TTL_S: Final = 3650 * _DAY_S
@@ -25,8 +26,12 @@ class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     borrow: bool = True  # may hold more than the floor
     ttl_s: float | None = None  # since the last use; None: as long as there is room
 
-    def check(self) -> None:
+    def check(self, tier: str) -> None:
         """Raises ValueError naming the fault."""
+        if tier == CPU_TIER and self.ttl_s is not None:
+            raise ValueError("ttl: pages have no time to live there")
+        if tier == CPU_TIER and not self.borrow:
+            raise ValueError("borrow: what is free there may be used")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor {self.floor}: a part of the tier, from 0 to 1")
         if not 0 < self.cap <= 1:
@@ -48,11 +53,15 @@ class TenantClass(msgspec.Struct, frozen=True):
     tiers: Mapping[str, TierTerms]
 
 
+def _class(share: float, cap: float, volume_ttl_s: float) -> TenantClass:
+    return TenantClass(share, {VOLUME_TIER: TierTerms(cap=cap, ttl_s=volume_ttl_s), CPU_TIER: TierTerms(cap=cap)})
+
+
 # Floors are guarantees: they are given to tenants by name, for those of a class could exceed what there is.
 CLASSES: Final[Mapping[str, TenantClass]] = {
-    "premium": TenantClass(4.0, {VOLUME_TIER: TierTerms(cap=0.75, ttl_s=30 * _DAY_S)}),
-    "standard": TenantClass(1.0, {VOLUME_TIER: TierTerms(cap=0.5, ttl_s=7 * _DAY_S)}),
-    "basic": TenantClass(0.25, {VOLUME_TIER: TierTerms(cap=0.25, ttl_s=_DAY_S)}),
+    "premium": _class(4.0, 0.75, 30 * _DAY_S),
+    "standard": _class(1.0, 0.5, 7 * _DAY_S),
+    "basic": _class(0.25, 0.25, _DAY_S),
 }
 DEFAULT_CLASS: Final = "standard"
 

@@ -56,6 +56,7 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, 
         producer=kind is MemberKind.PREFILL,
         tier=config.tier,
         keeper_socket=keeper_socket,
+        has_tenants=config.gateway.tenants_in_etcd,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvferry.telemetry import EVICTION_CAUSES, EVICTION_REFUSALS
 from kvferry.tenancy.outcome import Cause, Refusal
 from kvferry.tenancy.records import TenantRecord, decode, encode
-from kvferry.tenancy.terms import CLASSES, TIERS, VOLUME_TIER, TierTerms, check_floors, contracts_in
+from kvferry.tenancy.terms import CLASSES, CPU_TIER, TIERS, VOLUME_TIER, TierTerms, check_floors, contracts_in
 
 NAN = float("nan")
 
@@ -32,6 +32,10 @@ def test_terms_that_make_no_sense_are_refused(terms: TierTerms, said: str) -> No
 
 
 def test_a_tier_that_keeps_no_contracts_is_refused() -> None:
+    with pytest.raises(ValueError, match="the cpu tier: ttl"):
+        TenantRecord(name="a", own_tiers={CPU_TIER: TierTerms(ttl_s=60.0)}).check()
+    with pytest.raises(ValueError, match="the cpu tier: borrow"):
+        TenantRecord(name="a", own_tiers={CPU_TIER: TierTerms(borrow=False)}).check()
     with pytest.raises(ValueError, match="tier 'tape': one of volume"):
         TenantRecord(name="a", own_tiers={"tape": TierTerms()}).check()
     with pytest.raises(ValueError, match="Expected"):
@@ -44,6 +48,8 @@ def test_a_record_keeps_its_terms() -> None:
     assert record.tiers[VOLUME_TIER].floor == 0.25
     assert TenantRecord(name="a", class_name="basic").tiers == CLASSES["basic"].tiers
     assert all(set(each.tiers) == set(TIERS) for each in CLASSES.values())
+    for tenant_class in CLASSES:
+        TenantRecord(name="a", class_name=tenant_class, own_tiers=dict(CLASSES[tenant_class].tiers)).check()
 
 
 def test_parts_become_units_of_a_tier() -> None:
@@ -70,7 +76,7 @@ def test_an_error_of_many_floors_names_a_few() -> None:
 
 
 def test_parts_that_sum_to_one_are_accepted() -> None:
-    check_floors({f"t{number}": {VOLUME_TIER: TierTerms(floor=0.1)} for number in range(10)})
+    check_floors({f"t{number}": dict.fromkeys(TIERS, TierTerms(floor=0.1)) for number in range(10)})
 
 
 def test_metrics_name_all_causes() -> None:

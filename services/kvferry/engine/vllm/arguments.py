@@ -15,6 +15,8 @@ CONNECTOR_CLASS = "KvTransferConnector"
 TIER_CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.tier_connector"
 TIER_CONNECTOR_CLASS = "TierConnector"
 CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.cpu_tier"
+CPU_POLICY_CLASS = "TenantCachePolicy"
+CPU_POLICY_MODULE = "kvferry.engine.vllm.plugins.tenant_policy"
 CPU_TIER_CLASS = "CpuTierSpec"
 # Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
 NUM_REPLAYABLE = 2000
@@ -104,7 +106,10 @@ def nixl_connector(engine: EngineConfig, role: str, weights: str) -> dict[str, A
     }
 
 
-def tier_connector(tier: TierConfig, *, keeper_socket: str, model_name: str, weights_revision: str) -> dict[str, Any]:
+def tier_connector(
+    tier: TierConfig, *, keeper_socket: str, model_name: str, weights_revision: str, has_tenants: bool
+) -> dict[str, Any]:
+    policy = {"eviction_policy": CPU_POLICY_CLASS, "cache_policy_module_path": CPU_POLICY_MODULE}
     return {
         "kv_connector": TIER_CONNECTOR_CLASS,
         "kv_connector_module_path": TIER_CONNECTOR_MODULE,
@@ -121,6 +126,7 @@ def tier_connector(tier: TierConfig, *, keeper_socket: str, model_name: str, wei
             "queue_bytes": tier.queue_mib << 20,
             "model_name": model_name,
             "weights_revision": weights_revision,
+            **(policy if has_tenants else {}),
         },
     }
 

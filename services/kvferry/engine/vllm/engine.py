@@ -74,9 +74,11 @@ class VllmEngine:
         producer: bool,
         tier: TierConfig | None = None,
         keeper_socket: str = "",
+        has_tenants: bool = False,
     ) -> None:
         self._tier = tier if tier is not None else TierConfig()
         self._keeper_socket = keeper_socket
+        self._has_tenants = has_tenants
         self._engine_id: EngineId | None = None
         self._weights = ""
         self._model_folder = model_folder
@@ -178,6 +180,7 @@ class VllmEngine:
                 keeper_socket=self._keeper_socket,
                 model_name=Path(self._model_folder).name,
                 weights_revision=self._weights,
+                has_tenants=self._has_tenants,
             )
         return engine_arguments(
             self._model_folder,

@@ -193,16 +193,26 @@ class QuarantinedRequest(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., left_ms: _Optional[int] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("tenant", "epoch", "volumes", "no_load")
+    __slots__ = ("tenant", "epoch", "volumes", "no_load", "cpu")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
     NO_LOAD_FIELD_NUMBER: _ClassVar[int]
+    CPU_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     epoch: int
     volumes: _containers.RepeatedCompositeFieldContainer[VolumePages]
     no_load: bool
-    def __init__(self, tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumePages, _Mapping]]] = ..., no_load: _Optional[bool] = ...) -> None: ...
+    cpu: TierTerms
+    def __init__(self, tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumePages, _Mapping]]] = ..., no_load: _Optional[bool] = ..., cpu: _Optional[_Union[TierTerms, _Mapping]] = ...) -> None: ...
+
+class TierTerms(_message.Message):
+    __slots__ = ("floor", "cap")
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    CAP_FIELD_NUMBER: _ClassVar[int]
+    floor: float
+    cap: float
+    def __init__(self, floor: _Optional[float] = ..., cap: _Optional[float] = ...) -> None: ...
 
 class VolumePages(_message.Message):
     __slots__ = ("volume_id", "num_pages")

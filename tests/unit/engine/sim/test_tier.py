@@ -443,5 +443,5 @@ async def test_the_queue_of_an_engine_is_as_long_as_configured(tmp_path: Path) -
         client = tier_of(engine)._client
         assert client is not None
         assert client._jobs._max_queued_bytes == 3 << 20
-    vllm = tier_connector(config, keeper_socket="s", model_name="m", weights_revision="r")
+    vllm = tier_connector(config, keeper_socket="s", model_name="m", weights_revision="r", has_tenants=False)
     assert vllm["kv_connector_extra_config"]["queue_bytes"] == 3 << 20

@@ -11,6 +11,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from kvferry.engine.base import TierHints
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import TierTerms
 from kvferry.tracing import TraceContext
 
 _HINT_TYPE = "kvferry.tier"
@@ -23,6 +24,7 @@ def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = 
         "epoch": hints.namespace.epoch,
         "volumes": dict(hints.volumes),
         "load": hints.load,
+        "cpu": None if hints.cpu is None else [hints.cpu.floor, hints.cpu.cap],
         "trace": None if trace is None else [trace.traceparent, trace.tracestate],
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
@@ -106,5 +108,9 @@ def _hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
             payload = action.payload
             namespace = Namespace(payload["tenant"], payload["epoch"])
             trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
-            return TierHints(namespace, payload["volumes"], load=payload["load"]), trace
+            cpu = None
+            if payload["cpu"] is not None:
+                floor, cap = payload["cpu"]
+                cpu = TierTerms(floor=floor, cap=cap)
+            return TierHints(namespace, payload["volumes"], load=payload["load"], cpu=cpu), trace
     return TierHints(), None

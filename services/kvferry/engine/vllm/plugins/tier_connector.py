@@ -24,6 +24,7 @@ from kvferry.engine.vllm.plugins.core_fields import CACHED_PARAMETER
 from kvferry.engine.vllm.plugins.cpu_tier import refuse_second_region
 from kvferry.engine.vllm.plugins.cpu_tier_events import CpuTierEvents
 from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
+from kvferry.engine.vllm.plugins.tenant_policy import keep_contracts
 from kvferry.engine.vllm.plugins.transfer_times import LOAD_TIMES, TransferTimes
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         self._events = CpuTierEvents(
             reported.group_idx, reported.tokens_per_chunk, block_size, self.scheduler.config.tokens_per_hash
         )
+        keep_contracts(self._manager.primary_tier)
         self._record_stored_chunks(self._manager.primary_tier)
 
     def _record_stored_chunks(self, primary: Any) -> None:

@@ -1,0 +1,192 @@
+"""engine/vllm/plugins/tenant_policy.py"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvferry.engine.base import TierHints
+from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import TierTerms
+
+from .support import parameters
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+CAPACITY = 40
+ACME = TierHints(Namespace("acme"), cpu=TierTerms(floor=0.25, cap=0.5))
+NOISE = TierHints(Namespace("noise"), cpu=TierTerms(cap=1.0))
+
+
+class State:
+    """What our connector keeps with a request."""
+
+    def __init__(self, hints: TierHints) -> None:
+        self.hints = hints
+
+
+class Tier:
+    """vLLM's own manager of a CPU tier with our policy."""
+
+    def __init__(self, capacity: int = CAPACITY, policy: str = "TenantCachePolicy") -> None:
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        from kvferry.engine.vllm.arguments import CPU_POLICY_MODULE
+        from kvferry.engine.vllm.plugins.tenant_policy import keep_contracts
+
+        self.manager = CPUOffloadingManager(capacity, policy, CPU_POLICY_MODULE)
+        keep_contracts(self.manager)
+        self._requests = 0
+
+    @property
+    def policy(self) -> Any:
+        return self.manager._policy
+
+    def request(self, hints: TierHints) -> Any:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
+
+        self._requests += 1
+        context = ReqContext(f"r{self._requests}")
+        state = RequestTierState.__new__(RequestTierState)
+        state.hints = hints
+        context.set_state(state)
+        return context
+
+    def store(self, numbers: range | list[int], hints: TierHints, *, success: bool = True) -> bool:
+        context, keys = self.request(hints), [key_of(number) for number in numbers]
+        output = self.manager.prepare_store(keys, context)
+        if output is None:
+            return False
+        self.manager.complete_store(output.keys_to_store, context, success)
+        self.manager.on_request_finished(context)
+        return True
+
+    def held(self, numbers: range) -> int:
+        return sum(self.policy.get(key_of(number)) is not None for number in numbers)
+
+
+def key_of(number: int) -> Any:
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return make_offload_key(number.to_bytes(8, "big"), 0)
+
+
+def test_vllm_asks_a_policy_for_what_ours_does() -> None:
+    from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+
+    from kvferry.engine.vllm.plugins.tenant_policy import TenantCachePolicy
+
+    assert CachePolicy.__abstractmethods__ == {"get", "insert", "remove", "touch", "evict", "clear"}
+    assert not TenantCachePolicy.__abstractmethods__
+    for name in ("evict", "insert", "touch", "on_store_miss", "mark_evictable", "mark_non_evictable"):
+        assert parameters(getattr(CachePolicy, name)) == parameters(getattr(TenantCachePolicy, name))
+
+
+def test_vllms_manager_stores_in_the_two_ways_that_we_hook() -> None:
+    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+    tier = CPUPrimaryTierOffloadingManager.__init__.__code__.co_names
+    assert "prepare_write" in tier
+    assert "prepare_store" in tier
+
+
+def test_a_floor_survives_a_flood_of_ten_times_the_tier() -> None:
+    tier = Tier()
+    assert tier.store(range(10), ACME)
+    for first in range(1000, 1000 + 10 * CAPACITY, 8):
+        assert tier.store(range(first, first + 8), NOISE)
+    assert tier.held(range(10)) == 10
+    stock = Tier(policy="lru")
+    stock.store(range(10), ACME)
+    for first in range(1000, 1000 + 10 * CAPACITY, 8):
+        stock.store(range(first, first + 8), NOISE)
+    assert stock.held(range(10)) == 0, "so the flood is one"
+
+
+def test_what_is_above_the_floor_is_lent_and_a_cap_holds() -> None:
+    tier = Tier()
+    assert tier.store(range(30), ACME)  # beyond its cap, into free room
+    for first in range(1000, 1400, 10):
+        assert tier.store(range(first, first + 10), NOISE)
+    assert tier.held(range(30)) == 10
+    capped = TierHints(Namespace("capped"), cpu=TierTerms(cap=0.25))
+    for first in range(2000, 2400, 10):
+        assert tier.store(range(first, first + 10), capped)
+    assert tier.held(range(2000, 2400)) == 10
+    assert tier.held(range(30)) == 10
+
+
+def test_chunks_in_use_and_of_the_same_prompt_do_not_go() -> None:
+    tier = Tier(8)
+    assert tier.store(range(4), NOISE)
+    reading = tier.request(NOISE)
+    tier.manager.prepare_load([key_of(number) for number in range(4)], reading)
+    assert tier.store(range(100, 104), NOISE)
+    assert not tier.store(range(200, 205), NOISE), "only four may go"
+    assert tier.store(range(200, 204), NOISE)
+    assert tier.held(range(4)) == 4
+    tier.manager.complete_load([key_of(number) for number in range(4)], reading)
+    assert tier.store([*range(4), *range(300, 304)], NOISE)
+    assert (tier.held(range(4)), tier.held(range(300, 304))) == (4, 4)
+
+
+def test_a_failed_store_leaves_no_trace_and_a_reset_none_of_all() -> None:
+    tier = Tier(8)
+    assert tier.store(range(8), ACME, success=False)
+    assert tier.held(range(8)) == 0
+    assert tier.store(range(8), ACME)
+    tier.manager.reset_cache()
+    assert tier.held(range(8)) == 0
+    assert tier.store(range(8), NOISE)
+    tier.policy._retention.check()
+
+
+def test_terms_change_with_the_next_request_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.engine.vllm.plugins import tenant_policy
+
+    monkeypatch.setattr(tenant_policy, "MAX_TENANTS", 4)
+    tier = Tier()
+    tier.store(range(10), ACME)
+    tier.store(range(10, 11), TierHints(Namespace("acme"), cpu=TierTerms(floor=0.0)))
+    for first in range(1000, 1400, 8):
+        tier.store(range(first, first + 8), NOISE)
+    assert tier.held(range(11)) == 0
+    for number in range(20):
+        tier.store(range(5000 + number, 5001 + number), TierHints(Namespace(f"t{number}"), cpu=TierTerms()))
+    assert len(tier.policy._terms) == 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_accounts_of_manager_and_policy_are_one(seed: int) -> None:
+    """Random stores, failures, reads and resets, some of tenants whose terms are not known."""
+    chance, tier = random.Random(seed), Tier(16)
+    everybody = [ACME, NOISE, TierHints(), TierHints(Namespace("capped"), cpu=TierTerms(floor=0.1, cap=0.2))]
+    reads: list[tuple[list[Any], Any]] = []
+    for _ in range(400):
+        verb = chance.choices(("store", "fail", "read", "end", "reset"), (10, 2, 5, 5, 0.05))[0]
+        first = chance.randrange(60)
+        numbers = range(first, first + chance.randrange(1, 6))
+        if verb in ("store", "fail"):
+            tier.store(numbers, chance.choice(everybody), success=verb == "store")
+        elif verb == "read":
+            keys = [key for key in map(key_of, numbers) if tier.policy.get(key) is not None]
+            if keys:
+                context = tier.request(chance.choice(everybody))
+                tier.manager.prepare_load(keys, context)
+                reads.append((keys, context))
+        elif reads and verb == "end":
+            keys, context = reads.pop(chance.randrange(len(reads)))
+            tier.manager.complete_load(keys, context)
+            tier.manager.on_request_finished(context)
+        elif verb == "reset" and not reads:
+            tier.manager.reset_cache()
+        tier.policy._retention.check()
+        evictable = sum(chunk.status.ref_cnt == 0 for chunk in tier.policy._chunks.values())
+        assert tier.manager._num_evictable_cache_chunks == evictable
+        assert len(tier.policy._chunks) == tier.policy._retention.used <= 16
