@@ -122,6 +122,24 @@ async def test_a_watcher_sees_its_folder_and_every_change(site: Site) -> None:
     assert list(await store.read_all("tenants")) == ["a"]
 
 
+async def test_all_of_a_large_folder_are_read(site: Site) -> None:
+    """More than one answer of gRPC may hold (64 MiB), and more keys than one read of etcd asks for."""
+    store = site.membership().records
+    value = b"x" * (64 << 10)
+    names = [f"t{number:04}" for number in range(1100)]
+    for first in range(0, len(names), 100):
+        written = await asyncio.gather(
+            *(store.write(f"tenants/{name}", value, 0) for name in names[first : first + 100])
+        )
+        assert all(written)
+    found = await store.read_all("tenants")
+    assert sorted(found) == names
+    assert all(record.value == value for record in found.values())
+    known = await following(site.membership().records.watch("tenants"))
+    assert isinstance(known, Records)
+    assert sorted(known.by_name) == names
+
+
 async def test_an_outage_refuses_calls_and_a_watch_goes_on_after_it(site: Site) -> None:
     store = site.membership().records
     await store.write("tenants/a", b"1", 0)

@@ -6,8 +6,10 @@ etcd3aio's own watch can miss changes, and its keepalive hides failed renewals.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -51,6 +53,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 64 << 20),
 )
+# Of tenants' records, the largest, so many are within the limit above.
+KEYS_PER_READ: Final = 500
 _EOF: Final[Any] = grpc.aio.EOF
 # etcd has no status of its own for these; the wording is that of 3.4 to 3.6.
 _TOKEN_FAULTS: Final = ("revision in header is old", "revision of auth store is old", "user name is empty")
@@ -130,8 +134,8 @@ class EtcdLink:
         self._token = ""
 
     async def list(self, prefix: str) -> Listing:
-        answer = await self._call(lambda: self._kv.get(prefix, prefix_range_end(prefix), timeout=self._timeout_s))
-        return Listing({kv.key.decode(errors="replace"): kv.value for kv in answer.kvs}, answer.header.revision)
+        key_values, revision = await self._range(prefix)
+        return Listing({kv.key.decode(errors="replace"): kv.value for kv in key_values}, revision)
 
     async def read(self, key: str) -> tuple[bytes, int] | None:
         """Return the value and the revision of its last change."""
@@ -139,8 +143,23 @@ class EtcdLink:
         return (answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
     async def read_all(self, prefix: str) -> dict[str, tuple[bytes, int]]:
-        answer = await self._call(lambda: self._kv.get(prefix, prefix_range_end(prefix), timeout=self._timeout_s))
-        return {kv.key.decode(errors="replace"): (kv.value, kv.mod_revision) for kv in answer.kvs}
+        key_values, _ = await self._range(prefix)
+        return {kv.key.decode(errors="replace"): (kv.value, kv.mod_revision) for kv in key_values}
+
+    async def _range(self, prefix: str) -> tuple[Iterable[Any], int]:
+        """Return all keys and values below a prefix at one revision, and it; read in pieces below gRPC's limit."""
+        found: deque[Any] = deque()
+        begin, end, revision = prefix.encode(), prefix_range_end(prefix), 0
+        while True:
+            read = functools.partial(
+                self._kv.get, begin, end, revision=revision, limit=KEYS_PER_READ, timeout=self._timeout_s
+            )
+            answer = await self._call(read)
+            revision = revision or answer.header.revision
+            found += answer.kvs
+            if not answer.more or not answer.kvs:
+                return found, revision
+            begin = answer.kvs[-1].key + b"\0"
 
     async def write(self, key: str, value: bytes | None, revision: int) -> bool:
         """Write, or delete for None, if the key's last change was at `revision`, 0 for a key that is not there."""
@@ -197,6 +216,7 @@ class EtcdLink:
                             key=prefix.encode(),
                             range_end=prefix_range_end(prefix),
                             start_revision=start_revision,
+                            fragment=True,
                         )
                     )
                 )
