@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -173,6 +174,8 @@ class JwtConfig(_Section):
 
     @model_validator(mode="after")
     def _issuer_and_keys(self) -> JwtConfig:
+        if "@" in urlsplit(self.jwks_url).netloc:
+            raise ValueError("jwks_url: no user or password in it: it is logged")
         num_sources = (self.jwks_file is not None) + bool(self.jwks_url)
         if self.issuer and not (self.audience and num_sources == 1):
             raise ValueError("issuer needs audience, and either jwks_file or jwks_url")

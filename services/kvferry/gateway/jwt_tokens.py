@@ -85,17 +85,18 @@ class JwtTokens:
         known = self._verified.get(digest)
         if known is not None and self._now_unix_s() < known[0]:
             return known[1]
-        claims = self._verify(token)
+        claims, ends_s = self._verify(token)
         tenant = claims.get(self._config.tenant_claim)
         if not isinstance(tenant, str) or not tenant:
             raise Unauthenticated(f"the token has no text claim {self._config.tenant_claim!r}, which names the tenant")
-        self._verified[digest] = min(float(claims["exp"]), self._now_unix_s() + _KEPT_S), tenant
+        self._verified[digest] = min(ends_s, self._now_unix_s() + _KEPT_S), tenant
         self._verified.move_to_end(digest)
         if len(self._verified) > _NUM_KEPT:
             self._verified.popitem(last=False)
         return tenant
 
-    def _verify(self, token: str) -> dict[str, Any]:
+    def _verify(self, token: str) -> tuple[dict[str, Any], float]:
+        """Return the claims, and their end in seconds since 1970."""
         config = self._config
         try:
             header = jwt.get_unverified_header(token)
@@ -105,7 +106,7 @@ class JwtTokens:
             key = self._key(key_id)
             if key.algorithm_name != algorithm:
                 raise Unauthenticated("the token's algorithm is not its key's")
-            return jwt.decode(
+            claims = jwt.decode(
                 token,
                 key,
                 algorithms=[algorithm],
@@ -114,6 +115,7 @@ class JwtTokens:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "iss", "aud"]},
             )
+            return claims, float(claims["exp"])
         except jwt.ExpiredSignatureError:
             raise Unauthenticated("the token has expired") from None
         except jwt.InvalidIssuerError:
@@ -159,6 +161,8 @@ class JwtTokens:
                 log.error("the issuer's keys stay as they were: %s", error.message)
             except (httpx.HTTPError, TimeoutError) as error:
                 log.error("%s: %s; the issuer's keys stay as they were", self._config.jwks_url, type(error).__name__)
+            except Exception:
+                log.exception("reading the issuer's keys failed; they stay as they were")
             await asyncio.sleep(MIN_REFRESH_S if self._keys else LOOK_INTERVAL_S)
             try:
                 async with asyncio.timeout(REFRESH_S - MIN_REFRESH_S if self._keys else 0.0):
@@ -211,9 +215,12 @@ def read_jwks(content: bytes, source: str) -> dict[str, jwt.PyJWK]:
             continue
         if entry.get("kty") == "oct":
             raise ConfigError(f"{source}: a symmetric key: its readers could sign tokens")
+        if "d" in entry:
+            log.error("%s: entry %d is a private key, and is passed over: its readers can sign tokens", source, number)
+            continue
         try:
             key = jwt.PyJWK.from_dict(entry)
-        except (jwt.PyJWTError, ValueError, TypeError, KeyError):
+        except Exception:  # of PyJWT and of cryptography, for a kind or a value that they do not know
             continue
         keys[str(entry.get("kid", f"#{number}"))] = key
     if not keys:

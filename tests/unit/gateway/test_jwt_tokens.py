@@ -117,6 +117,7 @@ def signed_with_public_key() -> str:
         token(exp=None),
         token(exp="soon"),
         token(exp=1e400),
+        token(exp=10**400),
         token(nbf=NOW_S + 300),
         token(sub=None),
         token(sub=""),
@@ -187,6 +188,15 @@ def test_keys_that_cannot_verify_a_signature_are_refused(content: bytes) -> None
     assert "c2VjcmV0" not in refused.value.message
 
 
+def test_keys_that_cannot_be_used_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    private = {**ALGORITHMS[rsa.RSAPrivateKey].to_jwk(RSA, as_dict=True), "kid": "p"}
+    unusable = [{**jwk(RSA, "n"), "alg": "none"}, {**jwk(EC, "x"), "x": 7}, {"kty": "XX"}, private]
+    keys = read_jwks(json.dumps({"keys": [*unusable, jwk(EC, "e")]}).encode(), "jwks.json")
+    assert list(keys) == ["e"]
+    assert "entry 3 is a private key" in caplog.text
+    assert private["d"] not in caplog.text
+
+
 async def test_keys_come_from_a_url_and_stay_while_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jwt_tokens, "LOOK_INTERVAL_S", 0.0)
     monkeypatch.setattr(jwt_tokens, "MIN_REFRESH_S", 0.0)
@@ -194,6 +204,7 @@ async def test_keys_come_from_a_url_and_stay_while_it_fails(monkeypatch: pytest.
         httpx.Response(500),
         httpx.Response(200, content=b"{"),
         httpx.Response(200, content=b" " * (MAX_JWKS_BYTES + 1)),
+        httpx.Response(200, content=json.dumps({"keys": [{**jwk(RSA, "r"), "alg": "none"}]}).encode()),
         httpx.Response(302, headers={"location": "http://127.0.0.1:1/"}),
         httpx.Response(200, content=jwks(r=RSA)),
     ]
@@ -210,7 +221,7 @@ async def test_keys_come_from_a_url_and_stay_while_it_fails(monkeypatch: pytest.
         async with asyncio.timeout(20):
             while not verifier.have_keys:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert len(asked) == 5
+            assert len(asked) == 6
             assert verifier.tenant_of(token()) == "acme"
             # A token with a new key asks for the keys again.
             while True:
@@ -233,6 +244,8 @@ async def test_keys_come_from_a_url_and_stay_while_it_fails(monkeypatch: pytest.
         {"issuer": ISSUER, "audience": AUDIENCE, "jwks_file": "a", "jwks_url": "https://a"},
         {"issuer": ISSUER, "audience": AUDIENCE, "jwks_url": "http://issuer.example/jwks"},
         {"issuer": ISSUER, "audience": AUDIENCE, "jwks_url": "http://127.0.0.1.evil.example/"},
+        {"issuer": ISSUER, "audience": AUDIENCE, "jwks_url": "http://localhost:x@issuer.example/jwks"},
+        {"issuer": ISSUER, "audience": AUDIENCE, "jwks_url": "https://user:secret@issuer.example/jwks"},
         {"issuer": ISSUER, "audience": AUDIENCE, "jwks_file": "a", "algorithms": ["HS256"]},
         {"issuer": ISSUER, "audience": AUDIENCE, "jwks_file": "a", "algorithms": ["none"]},
         {"issuer": ISSUER, "audience": AUDIENCE, "jwks_file": "a", "algorithms": []},
