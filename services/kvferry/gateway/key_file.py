@@ -14,8 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from kvferry import plain_yaml
 from kvferry.errors import ConfigError
 from kvferry.file_signature import FileSignature, file_signature
 from kvferry.tenancy.namespace import Namespace
@@ -26,9 +25,7 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 1.0  # the file is looked at no more often
 # Of larger files the old keys count until a thread has read the new ones: 10,000 keys take 0.6 s.
 READ_AT_ONCE_BYTES = 8 << 10
-
-# libyaml's reads thousands of keys ten times as fast; it is missing from some builds of PyYAML.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MAX_FILE_BYTES = 16 << 20
 
 _FIELDS = ("tenant", "name", "sha256")
 _OPERATOR = "operator"
@@ -111,12 +108,11 @@ class KeyFile:
 def read_keys(file: Path) -> list[ApiKey]:
     """Raises ConfigError naming the file, the entry and the fault."""
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+        values = plain_yaml.load(plain_yaml.read_bounded(file, MAX_FILE_BYTES))
     except OSError as error:
         raise ConfigError(f"gateway.keys_file: {file}: {error.strerror}", param="gateway.keys_file") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        # Without YAML's own message, which quotes the file.
-        raise ConfigError(f"gateway.keys_file: {file}: not YAML", param="gateway.keys_file") from None
+    except ValueError as error:
+        raise ConfigError(f"gateway.keys_file: {file}: {error}", param="gateway.keys_file") from None
     if values is None:
         return []
     if not isinstance(values, list):

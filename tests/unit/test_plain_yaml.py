@@ -1,0 +1,64 @@
+"""YAML from outside: bounded, and never quoted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry import plain_yaml
+
+
+def test_plain_values_are_loaded() -> None:
+    content = b"- {name: acme, share: 2.5, at: 2027-02-03T00:00:00Z, keys: [a, 'b', \"<<\"]}\n- null\n"
+    first, second = plain_yaml.load(content)
+    assert (first["name"], first["share"], first["keys"], second) == ("acme", 2.5, ["a", "b", "<<"], None)
+    assert plain_yaml.load(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "not YAML"),
+        (b"\xff", "not YAML"),
+        (b"secret: 2027-02-30", "not YAML"),
+        (b"secret: 0b_", "not YAML"),
+        (b"secret: !!int ''", "not YAML"),
+        (b"[a]: {[b]: c}", "not YAML"),
+        (b"a: &x {b: c}\nd: *x", "an alias"),
+        (b"a: {b: c}\nd: {<<: {e: f}}", "a merge"),
+        (b"a: {b: c}\nd: {!!merge m: {e: f}}", "a merge"),
+        (b"a: " + b"1" * 5000, "5000 characters; 4096"),
+        (b"[" * 17 + b"]" * 17, "deeper than 16"),
+        (b"? " * 40, "deeper than 16"),
+    ],
+)
+def test_other_content_is_refused_and_not_quoted(content: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        plain_yaml.load(content)
+    assert "secret" not in str(refused.value)
+
+
+def test_the_depth_has_its_limit() -> None:
+    assert plain_yaml.load(b"[" * 16 + b"]" * 16)
+
+
+@pytest.mark.parametrize("content", ["'[' * 500_000", "'{a: ' * 200_000", "'- ' * 500_000", "'? ' * 200_000"])
+def test_no_depth_ends_the_process(content: str) -> None:
+    code = (
+        f"from kvferry import plain_yaml\ntry: plain_yaml.load(({content}).encode())\nexcept ValueError as e: print(e)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "nested deeper than 16\n"
+
+
+def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    with file.open("wb") as written:
+        written.truncate(1 << 40)
+    with pytest.raises(ValueError, match="over 1000 bytes"):
+        plain_yaml.read_bounded(file, 1000)
+    file.write_bytes(b"a" * 1000)
+    assert len(plain_yaml.read_bounded(file, 1000)) == 1000
