@@ -6,6 +6,7 @@ import asyncio
 import csv
 import functools
 import json
+import math
 import re
 import sys
 import time
@@ -16,18 +17,18 @@ from typing import Any, TypeVar
 
 import click
 import msgspec
-import yaml
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvferry import config as configuration
+from kvferry import plain_yaml
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import LimitName, Limits, shown
-from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord
+from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord, check_key_name
 from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms, describe
 
 R = TypeVar("R")
@@ -97,6 +98,11 @@ def _membership(cluster: str | None, file: Path | None, settings: list[str], etc
 @click.option("--key", "key_name", help="Also make an API key of this name, and print it once.")
 @_administering
 async def create(admin: TenantAdmin, name: str, key_name: str | None) -> None:
+    if key_name is not None:
+        try:
+            check_key_name(key_name)
+        except ValueError as error:
+            raise ConfigError(f"--key: {error}") from None
     record = await admin.create(name)
     click.echo(f"created tenant {name}, epoch {record.epoch}", err=True)
     if key_name is not None:
@@ -107,7 +113,10 @@ async def create(admin: TenantAdmin, name: str, key_name: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @_administering
 async def list_tenants(admin: TenantAdmin, as_json: bool) -> None:
-    living = [record for record in (await admin.all()).values() if not record.is_deleted]
+    tenants = await admin.tenants()
+    for name, fault in tenants.faults.items():
+        click.echo(f"kvferry: the record of tenant {name[:64]!r} cannot be read: {fault}", err=True)
+    living = [record for record in tenants.records.values() if not record.is_deleted]
     if as_json:
         click.echo(json.dumps([_shown(record) for record in living], indent=2))
         return
@@ -213,7 +222,8 @@ async def set_tier(
 @_waiting
 @_administering
 async def delete(admin: TenantAdmin, name: str, yes: bool, wait_s: float) -> None:
-    await admin.get(name)
+    if not await admin.exists(name):
+        raise ConfigError(f"there is no tenant {name!r}")
     if not yes:
         click.confirm(f"Delete the tenant {name}, its keys and all its pages?", abort=True)
     record = await admin.delete(name)
@@ -232,6 +242,16 @@ async def reset_pages(admin: TenantAdmin, name: str, wait_s: float) -> None:
     record = await admin.raise_epoch(name)
     click.echo(f"tenant {name} has epoch {record.epoch}")
     await _print_purges(admin, record, wait_s)
+
+
+@tenant.command(
+    help="Remove what is kept of the deleted tenant NAME, so that it no longer counts: once its chunks are removed."
+)
+@click.argument("name")
+@_administering
+async def forget(admin: TenantAdmin, name: str) -> None:
+    await admin.forget(name)
+    click.echo(f"forgot tenant {name}")
 
 
 @tenant.command(
@@ -310,9 +330,13 @@ async def new_key(
 @click.argument("name")
 @click.argument("new_name", metavar="NEW")
 @click.option("--overlap", default="1d", show_default=True, metavar="AGE", help="How long the old key still works.")
+@click.option("--expires", metavar="AGE", help="Of the new key, or `never`; needed where the old one has an end.")
 @_administering
-async def rotate(admin: TenantAdmin, tenant_name: str, name: str, new_name: str, overlap: str) -> None:
-    click.echo(await admin.rotate_key(tenant_name, name, new_name, seconds_of(overlap)))
+async def rotate(
+    admin: TenantAdmin, tenant_name: str, name: str, new_name: str, overlap: str, expires: str | None
+) -> None:
+    ends_s = None if expires is None else math.inf if expires == "never" else time.time() + seconds_of(expires)
+    click.echo(await admin.rotate_key(tenant_name, name, new_name, seconds_of(overlap), expires_unix_s=ends_s))
 
 
 @key.command(help="End the key NAME of TENANT. Requests that it began go on.")
@@ -348,14 +372,16 @@ def seconds_of(age: str) -> float:
 def read_wanted(source: Path) -> list[TenantRecord]:
     """Return the tenants of a file for `apply`. Raises ConfigError naming the entry and the fault."""
     try:
-        text = sys.stdin.read(_MAX_FILE_BYTES + 1) if str(source) == "-" else source.read_text(encoding="utf-8")
-        if len(text) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{source}: over {_MAX_FILE_BYTES} characters, the limit")
-        entries = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if str(source) == "-":
+            content = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
+            plain_yaml.check_size(content, _MAX_FILE_BYTES)
+        else:
+            content = plain_yaml.read_bounded(source, _MAX_FILE_BYTES)
+        entries = plain_yaml.load(content)
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-        raise ConfigError(f"{source}: not YAML") from None
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
     if not isinstance(entries, list) or len(entries) > MAX_TENANTS:
         raise ConfigError(f"{source}: expected a list of at most {MAX_TENANTS} tenants")
     wanted: list[TenantRecord] = []

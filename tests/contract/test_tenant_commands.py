@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import uuid
@@ -13,6 +14,8 @@ from click.testing import CliRunner, Result
 
 from bench.etcd_server import EtcdServer, find_binary
 from kvferry.cli import main
+from kvferry.config import MembershipConfig
+from kvferry.membership.etcd import EtcdMembership
 
 pytestmark = pytest.mark.skipif(find_binary() is None, reason="no etcd binary")
 
@@ -26,12 +29,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def run(server: EtcdServer, tmp_path: Path) -> Run:
-    file = tmp_path / "cluster.yaml"
-    prefix = f"/test/{uuid.uuid4().hex}"
-    file.write_text(json.dumps({"membership": {"endpoints": [server.endpoint], "prefix": prefix}}))
+def cluster(server: EtcdServer) -> MembershipConfig:
+    return MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}")
 
-    def run(*arguments: str, text: str | None = None) -> Result:
+
+@pytest.fixture
+def run(cluster: MembershipConfig, tmp_path: Path) -> Run:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"membership": {"endpoints": cluster.endpoints, "prefix": cluster.prefix}}))
+
+    def run(*arguments: str, text: str | bytes | None = None) -> Result:
         result = CliRunner().invoke(main, ["tenant", *arguments, "--config", str(file)], input=text)
         assert "Traceback" not in result.output
         return result
@@ -51,6 +58,8 @@ def test_a_tenants_life(run: Run) -> None:
     other = run("key", "new", "acme", "web", "--expires", "90d", "--operator", "--group", "web").stdout.strip()
     assert other.startswith("kvf_")
     assert run("key", "rotate", "acme", "ci", "ci2", "--overlap", "1h").stdout.startswith("kvf_")
+    assert run("key", "rotate", "acme", "web", "web2").exit_code == 2, "it has an end"
+    assert run("key", "rotate", "acme", "web", "web2", "--expires", "never").stdout.startswith("kvf_")
     table = run("show", "acme").stdout
     for said in ("ci", "ci2", "web", "never", "UTC", "yes"):
         assert said in table
@@ -74,14 +83,19 @@ def test_a_tenants_life(run: Run) -> None:
         assert run("set-tier", "acme", "volume", *arguments).exit_code == 2
     assert "floor 0, cap 0.75" in run("set-tier", "acme", "volume", "--of-class").stdout
     assert run("key", "revoke", "acme", "ci").exit_code == 0
-    assert run("reset-pages", "acme").stdout == "tenant acme has epoch 1\n"
+    epoch = json.loads(run("show", "acme", "--json").stdout)["epoch"]
+    told = run("reset-pages", "acme").stdout
+    assert int(told.removeprefix("tenant acme has epoch ")) > epoch
     assert [entry["name"] for entry in json.loads(run("list", "--json").stdout)] == ["acme"]
     assert "acme" in run("list").stdout
     assert run("delete", "acme", text="n\n").exit_code == 1
     assert run("show", "acme").exit_code == 0, "it was asked and answered no"
     assert run("delete", "acme", "--yes").exit_code == 0
     assert json.loads(run("list", "--json").stdout) == []
-    assert "epoch 2" in run("create", "acme").stderr
+    assert run("forget", "acme").stdout == "forgot tenant acme\n"
+    assert run("forget", "acme").exit_code == 2
+    assert run("create", "acme").exit_code == 0
+    assert json.loads(run("show", "acme", "--json").stdout)["epoch"] > epoch
 
 
 def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
@@ -128,10 +142,14 @@ def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
         ("- {name: a, keys: [{name: k, sha256: 12}]}", "entry 1"),
         (f"- {{name: a, keys: [{{name: k, sha256: '{'g' * 64}'}}]}}", "64 hexadecimal"),
         (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}', expires: soon}}]}}", "entry 1"),
-        ("[" * 2000, "not YAML"),
+        ("[" * 200_000, "nested deeper than 16"),
+        (b"- {name: \xff}", "not YAML"),
+        ("- &a {name: acme}\n- *a", "alias"),
+        (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}', expires: 2027-02-30}}]}}", "not YAML"),
+        (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}'}}, {{name: l, sha256: '{'0' * 64}'}}]}}", "one key"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused_and_changes_nothing(run: Run, text: str, said: str) -> None:
+def test_a_file_that_says_something_else_is_refused_and_changes_nothing(run: Run, text: str | bytes, said: str) -> None:
     result = run("apply", "-f", "-", text=text)
     assert result.exit_code == 2
     assert said in result.stderr
@@ -147,6 +165,30 @@ def test_what_makes_no_sense_is_refused_by_name(run: Run) -> None:
     for age in ("soon", "-1d", "1w", "9999999d", ""):
         assert run("key", "new", "acme", "x", "--expires", age).exit_code == 2
     assert run("apply", "-f", "/absent.yaml").exit_code == 2
+
+
+def test_a_tenant_is_not_made_where_its_key_cannot_be(run: Run) -> None:
+    result = run("create", "acme", "--key", "bad name")
+    assert result.exit_code == 2
+    assert "--key: name 'bad name'" in result.stderr
+    assert json.loads(run("list", "--json").stdout) == []
+
+
+def test_names_that_are_no_text_are_refused(run: Run) -> None:
+    for arguments in (("show", "\udcff\udcfe"), ("create", "\udcff"), ("delete", "a/../b", "--yes"), ("forget", "A")):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert "lower-case letters" in result.stderr
+
+
+async def test_a_record_that_cannot_be_read_is_listed_and_deleted(run: Run, cluster: MembershipConfig) -> None:
+    membership = EtcdMembership(cluster)
+    await membership.records.write("tenants/torn", b"{", 0)
+    await membership.close()
+    listed = await asyncio.to_thread(run, "list")
+    assert (listed.exit_code, "'torn' cannot be read" in listed.stderr) == (0, True)
+    assert (await asyncio.to_thread(run, "delete", "torn", "--yes")).exit_code == 0
+    assert (await asyncio.to_thread(run, "list")).stderr == ""
 
 
 def test_without_an_etcd_it_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kvferry.gateway.jwt_tokens import JwtTokens
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.gateway.tenant_requests import TenantRequests
-from kvferry.gateway.tenants import Tenants, read_secret, shared_secret
+from kvferry.gateway.tenants import Tenants, keep_secret, read_secret, shared_secret
 from kvferry.membership.base import RecordStore
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,10 @@ class Identification:
             await self._tokens.close()
 
     async def _read_secret(self) -> None:
-        self.tenants.set_secret(await shared_secret(self._records))
+        secret = await shared_secret(self._records)
+        self.tenants.set_secret(secret)
         self._on_change()
+        await keep_secret(self._records, secret)
 
     def _end_requests(self, tenant: str) -> None:
         assert self.requests is not None

@@ -17,6 +17,8 @@ from kvferry.tenancy.records import KeyRecord, TenantRecord
 log = logging.getLogger(__name__)
 
 REWATCH_S: Final = 1.0
+# More than administrators may write: two of them at once must not make gateways choose different tenants to leave out.
+MAX_KNOWN: Final = 2 * records.MAX_TENANTS
 
 
 class TenantDirectory:
@@ -103,20 +105,32 @@ class TenantDirectory:
             # What is known of the tenant stays: a record of another release must not lock it out.
             log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
             return
-        if name not in self._tenants and len(self._tenants) >= records.MAX_TENANTS:
-            log.error("tenant %r is left out: there are %d, the limit", name, records.MAX_TENANTS)
+        if name not in self._tenants and len(self._tenants) >= MAX_KNOWN:
+            log.error("tenant %r is left out: there are %d, the limit", name, MAX_KNOWN)
             return
+        self._warn_of_older(record)
         self._replace(name, record)
+
+    def _warn_of_older(self, record: TenantRecord) -> None:
+        before = self._tenants.get(record.name)
+        if before is not None and record.epoch < before.epoch:
+            log.warning(
+                "the record of tenant %s went back from epoch %d to %d: older pages can be read again, and keys that"
+                " were revoked since may work; run `kvferry tenant reset-pages` and check its keys",
+                record.name,
+                before.epoch,
+                record.epoch,
+            )
 
     def _replace(self, name: str, record: TenantRecord | None) -> None:
         before = self._tenants.pop(name, None)
         if before is not None:
             for key in before.keys:
                 digest = bytes.fromhex(key.sha256)
-                owners = self._by_digest[digest]
+                owners = self._by_digest.get(digest, {})
                 owners.pop(name, None)
                 if not owners:
-                    del self._by_digest[digest]
+                    self._by_digest.pop(digest, None)
         if record is not None:
             self._tenants[name] = record
             for key in record.keys:

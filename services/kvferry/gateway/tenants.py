@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from kvferry.engine.base import TierHints, Turn
 from kvferry.errors import ConfigError, KvferryError, NotReady
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 SECRET_RECORD: Final = "salt-secret"
 RETRY_S: Final = 1.0
+SECRET_CHECK_S: Final = 30.0
 _NUM_KEPT: Final = 4096  # tenants whose salts are kept
 # Where every client is the same tenant: there is no other one to guess.
 _OPEN_SECRET: Final = bytes(salts.MIN_SECRET_BYTES)
@@ -120,3 +121,24 @@ async def shared_secret(records: RecordStore, on_wait: Callable[[], None] = lamb
             log.warning("the secret of tenants' salts cannot be read yet: %s", error.message)
             on_wait()
             await asyncio.sleep(RETRY_S)
+
+
+async def keep_secret(records: RecordStore, secret: bytes, check_s: float = SECRET_CHECK_S) -> NoReturn:
+    """Write the secret again where etcd lost it, and log one that differs: gateways would share no pages."""
+    is_same = True
+    while True:
+        await asyncio.sleep(check_s)
+        try:
+            found = await records.read(SECRET_RECORD)
+            if found is None:
+                log.warning("the record %s was lost from etcd, and is written again", SECRET_RECORD)
+                await records.write(SECRET_RECORD, secret, 0)
+        except KvferryError:
+            continue  # in an outage all stays as it is
+        was_same, is_same = is_same, found is None or found.value == secret
+        if was_same and not is_same:
+            log.error(
+                "the record %s has changed: gateways that started since find none of the pages that this one does,"
+                " until it is restarted",
+                SECRET_RECORD,
+            )

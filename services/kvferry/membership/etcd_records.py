@@ -79,7 +79,7 @@ def decode_record(prefix: str, key: str, value: bytes) -> Member | None:
     """Return None, and log, for an unreadable or misplaced record."""
     try:
         member = msgspec.json.decode(value, type=Member)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         log.warning(f"passing over {key}: {error}")
         return None
     if key != record_key(prefix, member.kind, member.member_id):

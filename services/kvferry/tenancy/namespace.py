@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_U64_END = 1 << 64
+MAX_EPOCH = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Namespace:
     def __post_init__(self) -> None:
         if not _TENANT.fullmatch(self.tenant):
             raise ValueError(f"tenant {self.tenant!r}: lower-case letters, digits and dashes, at most 63")
-        if not 0 <= self.epoch < _U64_END:
+        if not 0 <= self.epoch <= MAX_EPOCH:
             raise ValueError(f"epoch {self.epoch} is no unsigned 64-bit number")
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from kvferry.tenancy.limits import Limits
-from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.namespace import MAX_EPOCH, Namespace
 from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms
 
 KEY_PREFIX: Final = "kvf_"
@@ -19,11 +19,18 @@ KEY_PREFIX: Final = "kvf_"
 TENANTS: Final = "tenants"
 PURGES: Final = "purges"
 MAX_KEYS: Final = 64  # of a tenant
-MAX_TENANTS: Final = 10_000
+MAX_TENANTS: Final = 10_000  # with deleted ones
 MAX_RECORD_BYTES: Final = 64 << 10
+MAX_UNIX_S: Final = 253_402_300_799.0  # the end of the year 9999
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def check_key_name(name: str) -> None:
+    """Raises ValueError."""
+    if not _KEY_NAME.fullmatch(name):
+        raise ValueError(f"name {name[:80]!r}: letters, digits, dots, dashes and underscores, at most 63")
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -41,12 +48,14 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def check(self) -> None:
         """Raises ValueError for an invalid name, digest, time or group."""
-        if not _KEY_NAME.fullmatch(self.name):
-            raise ValueError(f"name {self.name[:80]!r}: letters, digits, dots, dashes and underscores, at most 63")
+        check_key_name(self.name)
         if not _SHA256.fullmatch(self.sha256):
             raise ValueError(f"the sha256 of key {self.name!r} is not 64 hexadecimal digits in lower case")
         if self.group and not _KEY_NAME.fullmatch(self.group):
             raise ValueError(f"group {self.group[:80]!r}: letters, digits, dots, dashes and underscores, at most 63")
+        for field, unix_s in (("created", self.created_unix_s), ("expires", self.expires_unix_s)):
+            if unix_s is not None and not 0 <= unix_s <= MAX_UNIX_S:
+                raise ValueError(f"key {self.name!r}: {field} {unix_s:g} is no time in seconds since 1970")
 
 
 MIN_SHARE: Final = 0.01
@@ -97,6 +106,8 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             key.check()
         if len({key.name for key in self.keys}) < len(self.keys):
             raise ValueError(f"tenant {self.name!r} has two keys of one name")
+        if len({key.sha256 for key in self.keys}) < len(self.keys):
+            raise ValueError(f"tenant {self.name!r} has one key under two names")
 
     def key(self, name: str) -> KeyRecord | None:
         return next((key for key in self.keys if key.name == name), None)
@@ -115,8 +126,10 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError(f"the tenant {self.name!r} has no key {name!r}")
         return msgspec.structs.replace(self, keys=tuple(key for key in self.keys if key.name != name))
 
-    def deleted(self) -> TenantRecord:
-        return TenantRecord(name=self.name, epoch=self.epoch + 1, is_deleted=True)
+
+def next_epoch(epoch: int | None, unix_s: float) -> int:
+    """Return an epoch that a name never had, even if its record was lost: the time in ms, or one more than the last."""
+    return min(MAX_EPOCH, max(int(unix_s * 1000), 0 if epoch is None else epoch + 1))
 
 
 class Purge(msgspec.Struct, frozen=True):
@@ -144,11 +157,22 @@ def decode(name: str, value: bytes) -> TenantRecord:
     """Raises ValueError for a value that is not the record of `name`. Unknown fields are ignored."""
     if len(value) > MAX_RECORD_BYTES:
         raise ValueError(f"{len(value)} bytes; {MAX_RECORD_BYTES} is the limit")
-    record = msgspec.json.decode(value, type=TenantRecord)
+    try:
+        record = msgspec.json.decode(value, type=TenantRecord)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
     record.check()
     if record.name != name:
         raise ValueError(f"it holds the record of {record.name!r}")
     return record
+
+
+def decode_purge(value: bytes) -> Purge | None:
+    """Return None for a value that is none."""
+    try:
+        return msgspec.json.decode(value, type=Purge)
+    except (ValueError, RecursionError):
+        return None
 
 
 def make_key() -> tuple[str, str]:

@@ -8,14 +8,16 @@ import hashlib
 import pytest
 
 from kvferry.errors import Unauthenticated
+from kvferry.gateway import tenant_directory
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenant_requests import TenantRequests
-from kvferry.gateway.tenants import SECRET_RECORD, shared_secret
+from kvferry.gateway.tenants import SECRET_RECORD, keep_secret, shared_secret
 from kvferry.membership.base import RecordChanged, Records
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy import records
 from kvferry.tenancy.records import KeyRecord, TenantRecord
+from support.waiting import until
 
 
 def digest(key: str) -> bytes:
@@ -81,16 +83,40 @@ def test_a_record_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureF
     directory = directory_at([0.0], ended)
     directory.apply(Records({"acme": record("acme", key_record("a"))}))
     directory.apply(RecordChanged("acme", b"{"))
-    directory.apply(Records({"acme": b"[" * 70_000, "beta": record("other")}))
+    nested = b'{"name": "acme", "later": ' + b"[" * 4000
+    directory.apply(Records({"acme": nested, "beta": record("other"), "gamma": record("gamma", key_record("g"))}))
     assert directory.find(digest("a")) is not None
     assert directory.record("beta") is None
+    assert directory.find(digest("g")) is not None, "one record stops no other"
     assert ended == []
     assert "acme" in caplog.text
     assert "beta" in caplog.text
 
 
+def test_a_record_with_one_key_under_two_names_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[str] = []
+    directory = directory_at([0.0], ended)
+    directory.apply(Records({"acme": record("acme", key_record("a"))}))
+    twice = record("acme", key_record("a"), key_record("b", "l")).replace(
+        digest("b").hex().encode(), digest("a").hex().encode()
+    )
+    directory.apply(RecordChanged("acme", twice))
+    assert "one key under two names" in caplog.text
+    assert directory.find(digest("a")) is not None
+    directory.apply(RecordChanged("acme", None))
+    assert (directory.find(digest("a")), ended) == (None, ["acme"])
+
+
+def test_an_older_epoch_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    directory = directory_at([0.0], [])
+    directory.apply(Records({"acme": record("acme", epoch=7)}))
+    assert not caplog.records
+    directory.apply(RecordChanged("acme", record("acme", epoch=6)))
+    assert "went back from epoch 7 to 6" in caplog.text
+
+
 def test_tenants_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_TENANTS", 3)
+    monkeypatch.setattr(tenant_directory, "MAX_KNOWN", 3)
     directory = directory_at([0.0], [])
     directory.apply(Records({f"t{number}": record(f"t{number}") for number in range(5)}))
     assert len(directory._tenants) == 3
@@ -131,6 +157,25 @@ async def test_all_gateways_have_one_secret() -> None:
         await waited.wait()
         assert not reading.done()
     assert await reading == secrets[0]
+
+
+async def test_a_lost_secret_is_written_again_and_another_one_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryMembership(MemoryRegistry()).records
+    secret = await shared_secret(store)
+    keeping = asyncio.create_task(keep_secret(store, secret, check_s=0.001))
+    try:
+        found = await store.read(SECRET_RECORD)
+        assert found is not None
+        await store.write(SECRET_RECORD, None, found.revision)
+        async with asyncio.timeout(10):
+            while (found := await store.read(SECRET_RECORD)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert found.value == secret
+        await store.write(SECRET_RECORD, b"x" * 64, found.revision)
+        await until(lambda: "has changed" in caplog.text)
+        assert secret.decode() not in caplog.text
+    finally:
+        keeping.cancel()
 
 
 async def test_a_secret_that_is_too_short_is_made_anew() -> None:

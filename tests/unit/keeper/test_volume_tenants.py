@@ -39,7 +39,7 @@ def tenants_of(folder: Path) -> list[str]:
 
 async def test_a_deleted_tenants_chunks_go_and_it_can_store_no_more(tmp_path: Path) -> None:
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     await admin.create("beta")
     async with hosting(watching(node_config(tmp_path)), MemoryMembership(registry), "n1") as host:
@@ -70,7 +70,7 @@ async def test_a_deleted_tenants_chunks_go_and_it_can_store_no_more(tmp_path: Pa
 
 async def test_a_keeper_that_was_away_removes_them_when_it_comes(tmp_path: Path) -> None:
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     config = watching(node_config(tmp_path))
     async with hosting(config, MemoryMembership(registry), "n1") as host:
@@ -86,7 +86,7 @@ async def test_a_keeper_that_was_away_removes_them_when_it_comes(tmp_path: Path)
 async def test_files_that_come_late_are_found_too(tmp_path: Path) -> None:
     """As from another node of a shared volume, which knew of the new epoch a moment later."""
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     config = watching(node_config(tmp_path))
     async with hosting(config, MemoryMembership(registry), "n1") as host:
@@ -105,7 +105,7 @@ async def test_files_that_come_late_are_found_too(tmp_path: Path) -> None:
 
 async def test_without_tenants_in_etcd_nothing_is_removed(tmp_path: Path) -> None:
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     await admin.raise_epoch("acme")
     async with hosting(node_config(tmp_path), MemoryMembership(registry), "n1") as host:
@@ -121,7 +121,7 @@ SMALL = {"capacity_gib": 64 * chunk_file_bytes(8192) / (1 << 30)}
 
 async def test_a_floor_survives_a_flood_of_ten_times_the_volume(tmp_path: Path) -> None:
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     await admin.create("beta")
     await admin.set_tier("acme", "volume", {"floor": 0.25})
@@ -151,7 +151,7 @@ async def test_a_floor_survives_a_flood_of_ten_times_the_volume(tmp_path: Path) 
 
 async def test_without_a_floor_the_same_flood_takes_all(tmp_path: Path) -> None:
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     await admin.create("beta")
     await admin.set_tier("beta", "volume", {"cap": 1.0})
@@ -171,7 +171,7 @@ async def test_chunks_that_were_not_used_for_their_time_leave_the_drive(
 ) -> None:
     monkeypatch.setattr(volume_tenants, "EXPIRY_PERIOD_S", 0.05)
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     await admin.create("beta")
     await admin.set_tier("acme", "volume", {"ttl_s": 1.0})
@@ -188,7 +188,7 @@ async def test_chunks_that_were_not_used_for_their_time_leave_the_drive(
 
 async def test_terms_of_a_living_tenant_change_without_a_restart(tmp_path: Path) -> None:
     registry = MemoryRegistry()
-    admin = TenantAdmin(MemoryMembership(registry))
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
     await admin.create("acme")
     async with hosting(watching(node_config(tmp_path)), MemoryMembership(registry), "n1") as host:
         volume = host._volumes[0]

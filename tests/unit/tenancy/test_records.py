@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.tenancy import records, salts
-from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.records import KEY_PREFIX, MAX_KEYS, MAX_RECORD_BYTES, KeyRecord, TenantRecord, make_key
+from kvferry.tenancy.namespace import MAX_EPOCH, Namespace
+from kvferry.tenancy.records import (
+    KEY_PREFIX,
+    MAX_KEYS,
+    MAX_RECORD_BYTES,
+    KeyRecord,
+    TenantRecord,
+    make_key,
+    next_epoch,
+)
 
 SECRET = bytes(range(32))
 
@@ -60,9 +68,26 @@ def test_the_largest_record_that_can_be_written_can_be_read() -> None:
     assert records.decode("a" * 63, records.encode(record)) == record
 
 
-def test_a_deleted_tenant_keeps_nothing_but_a_higher_epoch() -> None:
-    gone = TenantRecord(name="acme", epoch=3, keys=(key(1),)).deleted()
-    assert gone == TenantRecord(name="acme", epoch=4, is_deleted=True)
+def test_epochs_follow_the_time_and_never_go_back() -> None:
+    assert next_epoch(None, 1.5) == 1500
+    assert next_epoch(1500, 1.5) == 1501
+    assert next_epoch(7, 1.5) == 1500
+    assert next_epoch(1 << 50, 1.5) == (1 << 50) + 1
+    assert next_epoch(MAX_EPOCH, 1.5) == MAX_EPOCH
+
+
+@pytest.mark.parametrize("unix_s", [-1.0, 1e300, float("inf"), float("nan"), records.MAX_UNIX_S + 1])
+def test_times_that_are_none_are_refused(unix_s: float) -> None:
+    with pytest.raises(ValueError, match="expires"):
+        key(expires_unix_s=unix_s).check()
+    with pytest.raises(ValueError, match="created"):
+        key(created_unix_s=unix_s).check()
+    key(expires_unix_s=records.MAX_UNIX_S).check()
+
+
+@pytest.mark.parametrize("value", [b"", b"{", b"[" * 60_000, b'{"keeper_id": 1}', b"\xff"])
+def test_a_value_that_is_no_report_of_a_purge_is_none(value: bytes) -> None:
+    assert records.decode_purge(value) is None
 
 
 def test_a_key_expires() -> None:
