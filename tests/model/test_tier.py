@@ -26,6 +26,7 @@ from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import (
     CachedTokens,
     Engine,
+    EngineId,
     EngineOutput,
     EngineRequest,
     PromptSources,
@@ -39,7 +40,7 @@ from kvferry.errors import EngineDead
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import TierTerms
+from kvferry.tenancy.terms import EngineTerms, TierTerms
 from kvferry.worker.page_mirror import PageMirror
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
@@ -54,6 +55,7 @@ NUM_PAGES = 12
 PROMPT_TOKENS = NUM_PAGES * BLOCK_SIZE + 13
 NUM_TOKENS = 16
 NUM_PROMPTS = 9
+NUM_BLOCKS = 80  # of a device; six prompts
 # The CPU tiers have room for four prompts.
 OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.08, "volume": {"capacity_gib": 2.0}}
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -92,10 +94,15 @@ async def prefill(engine: Engine, prompt: Sequence[int], tier: TierHints) -> Tra
     return transfer
 
 
+class SmallEngine(VllmEngine):
+    def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
+        return {**super()._arguments(engine_id), "num_gpu_blocks_override": NUM_BLOCKS}
+
+
 def engine_of(keeper: NodeProcess, *, producer: bool) -> VllmEngine:
     folder = str(model_folder.resolve("default"))
-    model, engine = ModelConfig(path=folder), EngineConfig(threads=1)
-    return VllmEngine(
+    model, engine = ModelConfig(path=folder, max_model_len=2048), EngineConfig(threads=1)
+    return SmallEngine(
         folder,
         model,
         engine,
@@ -329,33 +336,34 @@ def is_worker(process: psutil.Process) -> bool:
         return False
 
 
-async def test_a_floor_of_the_cpu_tier_survives_a_flood_of_ten_times_the_tier(world: World) -> None:
-    hints = {
-        "gold": TierHints(Namespace("gold"), cpu=TierTerms(floor=0.5, cap=0.6)),
-        "plain": TierHints(Namespace("plain"), cpu=TierTerms(cap=0.6)),
-        "noise": TierHints(Namespace("noise"), cpu=TierTerms(cap=1.0)),
+async def test_floors_of_device_and_cpu_tier_survive_a_flood_of_ten_times_both(world: World) -> None:
+    terms = {
+        "gold": TierTerms(floor=0.5, cap=0.6),
+        "plain": TierTerms(cap=0.6),
+        "noise": TierTerms(cap=1.0),
     }
+    hints = {name: TierHints(Namespace(name), terms=EngineTerms(each, each)) for name, each in terms.items()}
     prompt = prompt_of(500)
     expected = await world.expected(prompt)
     for name in ("gold", "plain"):
         tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
         assert tokens == expected
-    num_chunks = int(OPTIONS["cpu_gib"] * (1 << 30)) // world.decode.info.page_bytes
+    num_pages = max(world.decode.info.num_pages, world.decode.info.num_cpu_pages)
     one = Sampling(max_tokens=1, temperature=0.0)
-    for i in range(10 * num_chunks // NUM_PAGES + 1):
+    for i in range(10 * num_pages // NUM_PAGES + 1):
         request = EngineRequest(
             RequestId(f"noise-{i}"), prompt_of(1000 + i), one, cache_salt="noise", tier=hints["noise"]
         )
         async for _ in world.decode.generate(request):
             pass
+    everything = NUM_PAGES * BLOCK_SIZE
+    tokens, last = await run(world.decode, prompt, cache_salt="gold", tier=hints["gold"])
+    assert (tokens, last.cached) == (expected, CachedTokens(device=everything))
+    tokens, last = await run(world.decode, prompt, cache_salt="plain", tier=hints["plain"])
+    assert (tokens, last.cached) == (expected, CachedTokens(volume=everything)), "without a floor all of it is gone"
     assert await world.decode._llm.reset_prefix_cache()
-    kept = {}
-    for name in ("gold", "plain"):
-        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
-        assert tokens == expected
-        kept[name] = last.cached
-    assert kept["gold"] == CachedTokens(cpu=NUM_PAGES * BLOCK_SIZE)
-    assert kept["plain"] == CachedTokens(volume=NUM_PAGES * BLOCK_SIZE), "without a floor all of it is gone"
+    tokens, last = await run(world.decode, prompt, cache_salt="gold", tier=hints["gold"])
+    assert (tokens, last.cached) == (expected, CachedTokens(cpu=everything))
 
 
 async def test_a_volume_that_hangs_holds_nobody_up_for_long(world: World) -> None:

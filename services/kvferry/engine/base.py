@@ -16,7 +16,7 @@ import msgspec
 from kvferry.errors import InvalidRequest
 from kvferry.pages.exchange import ExchangeFields
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
-from kvferry.tenancy.terms import TierTerms
+from kvferry.tenancy.terms import EngineTerms
 from kvferry.tracing import TraceContext
 
 RequestId = NewType("RequestId", str)
@@ -110,7 +110,7 @@ class TierHints:
     namespace: Namespace = DEFAULT_NAMESPACE
     volumes: Mapping[str, int] = field(default_factory=dict)
     load: bool = True
-    cpu: TierTerms | None = None  # what the tenant may keep in the engine's CPU tier; None: not known
+    terms: EngineTerms | None = None  # what the tenant may keep in the engine; None: not known
 
 
 @dataclass(frozen=True, slots=True)

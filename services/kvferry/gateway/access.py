@@ -13,7 +13,7 @@ from kvferry.gateway.key_file import KeyFile
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.tenancy.records import KEY_PREFIX
-from kvferry.tenancy.terms import CPU_TIER, TierTerms
+from kvferry.tenancy.terms import EngineTerms
 
 _SCHEME = "bearer"
 
@@ -61,8 +61,8 @@ class Access:
             return DEFAULT_TENANT
         shown = self._shown(authorization, client_name)
         try:
-            epoch, share, cpu = self._contract(shown)
-            return self._tenants.named(shown.tenant, epoch, shown.group, share, cpu)
+            epoch, share, terms = self._contract(shown)
+            return self._tenants.named(shown.tenant, epoch, shown.group, share, terms)
         except ValueError as error:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
@@ -76,8 +76,8 @@ class Access:
                 "metrics are also on the listener of section `metrics`"
             )
 
-    def _contract(self, shown: _Shown) -> tuple[int, float, TierTerms | None]:
-        """Return the tenant's epoch, share and terms of CPU tiers."""
+    def _contract(self, shown: _Shown) -> tuple[int, float, EngineTerms | None]:
+        """Return the tenant's epoch, share and terms in engines."""
         if self._directory is None:
             return 0, 1.0, None
         if not self._directory.is_known:
@@ -87,7 +87,7 @@ class Access:
             raise Unauthenticated("this tenant was deleted")
         if record is None and not shown.is_in_file:
             raise PermissionDenied(f"{shown.tenant[:64]!r} is no tenant of this cluster")
-        return (0, 1.0, None) if record is None else (record.epoch, record.share, record.tiers[CPU_TIER])
+        return (0, 1.0, None) if record is None else (record.epoch, record.share, record.engine_terms)
 
     def _shown(self, authorization: str | None, client_name: str | None) -> _Shown:
         if self._wants_certificate and client_name is None:

@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError, KvferryError, NotReady
 from kvferry.membership.base import RecordStore
 from kvferry.tenancy import salts
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
-from kvferry.tenancy.terms import TierTerms
+from kvferry.tenancy.terms import EngineTerms
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Tenant:
     group: str = ""
     share: float = 1.0
     has_turn: bool = False  # also the default tenant waits for its turn
-    cpu: TierTerms | None = None  # of CPU tiers
+    terms: EngineTerms | None = None
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
     cache_salt: str = field(init=False, repr=False)
     tier: TierHints | None = field(init=False)
@@ -54,8 +54,8 @@ class Tenant:
         object.__setattr__(self, "cache_salt", salt)
         has_turn = self.has_turn or self.name != DEFAULT_NAMESPACE.tenant
         object.__setattr__(self, "turn", Turn(self.name, self.share) if has_turn else None)
-        has_hints = namespace != DEFAULT_NAMESPACE or self.cpu is not None
-        object.__setattr__(self, "tier", TierHints(namespace, cpu=self.cpu) if has_hints else None)
+        has_hints = namespace != DEFAULT_NAMESPACE or self.terms is not None
+        object.__setattr__(self, "tier", TierHints(namespace, terms=self.terms) if has_hints else None)
 
     def salt_of(self, client_salt: str) -> str:
         """Return the salt of requests for which a client names one."""
@@ -83,15 +83,15 @@ class Tenants:
         self._made.cache_clear()
 
     def named(
-        self, name: str, epoch: int = 0, group: str = "", share: float = 1.0, cpu: TierTerms | None = None
+        self, name: str, epoch: int = 0, group: str = "", share: float = 1.0, terms: EngineTerms | None = None
     ) -> Tenant:
         """Raises ValueError for an invalid name, and NotReady until the secret is known."""
-        return self._made(name, epoch, group, share, cpu)
+        return self._made(name, epoch, group, share, terms)
 
-    def _make(self, name: str, epoch: int, group: str, share: float, cpu: TierTerms | None) -> Tenant:
+    def _make(self, name: str, epoch: int, group: str, share: float, terms: EngineTerms | None) -> Tenant:
         if self._secret is None:
             raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
-        return Tenant(name, epoch, group, share, self._have_turns, cpu, secret=self._secret)
+        return Tenant(name, epoch, group, share, self._have_turns, terms, secret=self._secret)
 
 
 def read_secret(file: Path) -> bytes:

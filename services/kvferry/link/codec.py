@@ -33,7 +33,7 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineError, KvferryError, by_code
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import CPU_TIER, TierTerms
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, EngineTerms, TierTerms
 from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -107,8 +107,9 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.tier.no_load = not request.tier.load
         for volume_id, num_pages in request.tier.volumes.items():
             submit.tier.volumes.add(volume_id=volume_id, num_pages=num_pages)
-        if (cpu := request.tier.cpu) is not None:
-            submit.tier.cpu.MergeFrom(pb.TierTerms(floor=cpu.floor, cap=cpu.cap))
+        if (terms := request.tier.terms) is not None:
+            submit.tier.cpu.MergeFrom(_terms_to_wire(terms.cpu))
+            submit.tier.device.MergeFrom(_terms_to_wire(terms.device))
     if request.trace is not None:
         submit.traceparent = request.trace.traceparent
         submit.tracestate = request.trace.tracestate
@@ -181,11 +182,22 @@ def _turn_from_wire(message: pb.Turn) -> Turn:
 
 def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
     volumes = {entry.volume_id: entry.num_pages for entry in message.volumes}
-    cpu = None
-    if message.HasField("cpu"):
-        cpu = TierTerms(floor=message.cpu.floor, cap=message.cpu.cap)
+    terms = None
+    if message.HasField("cpu") and message.HasField("device"):
+        cpu, device = _terms_from_wire(message.cpu), _terms_from_wire(message.device)
         cpu.check(CPU_TIER)
-    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load, cpu=cpu)
+        device.check(DEVICE_TIER)
+        terms = EngineTerms(cpu, device)
+    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load, terms=terms)
+
+
+def _terms_to_wire(terms: TierTerms) -> pb.TierTerms:
+    return pb.TierTerms(floor=terms.floor, cap=terms.cap, ttl_s=terms.ttl_s)
+
+
+def _terms_from_wire(message: pb.TierTerms) -> TierTerms:
+    ttl_s = message.ttl_s if message.HasField("ttl_s") else None
+    return TierTerms(floor=message.floor, cap=message.cap, ttl_s=ttl_s)
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:

@@ -12,7 +12,10 @@ from kvferry.tenancy.contract import DEFAULT_CAP, TierContract
 
 VOLUME_TIER: Final = "volume"
 CPU_TIER: Final = "cpu"
-TIERS: Final = (VOLUME_TIER, CPU_TIER)  # those that keep contracts
+DEVICE_TIER: Final = "device"  # an engine's own memory
+TIERS: Final = (VOLUME_TIER, CPU_TIER, DEVICE_TIER)  # those that keep contracts
+# Parts of a tier that all floors together may take. Requests that run need the rest of a device's memory.
+MAX_FLOORS: Final[Mapping[str, float]] = {VOLUME_TIER: 1.0, CPU_TIER: 1.0, DEVICE_TIER: 0.5}
 
 _DAY_S: Final = 86400.0
 MAX_TTL_S: Final = 3650 * _DAY_S
@@ -30,7 +33,7 @@ class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Raises ValueError naming the fault."""
         if tier == CPU_TIER and self.ttl_s is not None:
             raise ValueError("ttl: pages have no time to live there")
-        if tier == CPU_TIER and not self.borrow:
+        if tier in (CPU_TIER, DEVICE_TIER) and not self.borrow:
             raise ValueError("borrow: what is free there may be used")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor {self.floor}: a part of the tier, from 0 to 1")
@@ -46,6 +49,13 @@ class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return TierContract(floor=floor, cap=max(floor, int(self.cap * capacity)), borrow=self.borrow, ttl_s=self.ttl_s)
 
 
+class EngineTerms(msgspec.Struct, frozen=True):
+    """What a tenant may keep in each engine."""
+
+    cpu: TierTerms
+    device: TierTerms
+
+
 class TenantClass(msgspec.Struct, frozen=True):
     """Presets of a contract."""
 
@@ -54,7 +64,9 @@ class TenantClass(msgspec.Struct, frozen=True):
 
 
 def _class(share: float, cap: float, volume_ttl_s: float) -> TenantClass:
-    return TenantClass(share, {VOLUME_TIER: TierTerms(cap=cap, ttl_s=volume_ttl_s), CPU_TIER: TierTerms(cap=cap)})
+    in_engines = TierTerms(cap=cap)
+    tiers = {VOLUME_TIER: TierTerms(cap=cap, ttl_s=volume_ttl_s), CPU_TIER: in_engines, DEVICE_TIER: in_engines}
+    return TenantClass(share, tiers)
 
 
 # Floors are guarantees: they are given to tenants by name, for those of a class could exceed what there is.
@@ -70,22 +82,23 @@ TenantToTiers = Mapping[str, Mapping[str, TierTerms]]
 
 
 def contracts_in(tier: str, tenant_to_terms: TenantToTiers, capacity: int) -> dict[str, TierContract]:
-    """Return the contracts of a tier with `capacity` units. Floors that exceed it together are scaled down."""
+    """Return the contracts of a tier with `capacity` units. Floors that together exceed their part are scaled down."""
     terms = {tenant: tiers[tier] for tenant, tiers in tenant_to_terms.items()}
     total = math.fsum(each.floor for each in terms.values())
-    scale = 1.0 if total <= 1 else 1 / total
+    scale = min(1.0, MAX_FLOORS[tier] / total) if total else 1.0
     return {tenant: each.contract_in(capacity, scale) for tenant, each in terms.items()}
 
 
 def check_floors(tenant_to_terms: TenantToTiers) -> None:
-    """Raise ValueError where the tenants' floors in a tier exceed it."""
+    """Raise ValueError where the tenants' floors in a tier exceed their part of it."""
     for tier in TIERS:
         floors = {tenant: tiers[tier].floor for tenant, tiers in tenant_to_terms.items()}
         total = math.fsum(floors.values())
-        if total > 1 + 1e-9:
+        if total > MAX_FLOORS[tier] + 1e-9:
             largest = sorted(floors, key=lambda tenant: -floors[tenant])[:5]
             named = ", ".join(f"{tenant} {floors[tenant]:.0%}" for tenant in largest)
-            raise ValueError(f"floors in the {tier} tier sum to {total:.1%}: {named}")
+            limit = f"{MAX_FLOORS[tier]:.0%} is the limit"
+            raise ValueError(f"floors in the {tier} tier sum to {total:.1%}; {limit}: {named}")
 
 
 def describe(terms: TierTerms) -> str:

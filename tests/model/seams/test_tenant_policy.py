@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvferry.engine.base import TierHints
+from kvferry.tenancy import known_terms
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import TierTerms
+from kvferry.tenancy.terms import EngineTerms, TierTerms
 
 from .support import parameters
 
@@ -18,8 +19,14 @@ pytestmark = pytest.mark.model
 pytest.importorskip("vllm")
 
 CAPACITY = 40
-ACME = TierHints(Namespace("acme"), cpu=TierTerms(floor=0.25, cap=0.5))
-NOISE = TierHints(Namespace("noise"), cpu=TierTerms(cap=1.0))
+
+
+def hints_of(tenant: str, terms: TierTerms) -> TierHints:
+    return TierHints(Namespace(tenant), terms=EngineTerms(cpu=terms, device=TierTerms()))
+
+
+ACME = hints_of("acme", TierTerms(floor=0.25, cap=0.5))
+NOISE = hints_of("noise", TierTerms(cap=1.0))
 
 
 class State:
@@ -115,7 +122,7 @@ def test_what_is_above_the_floor_is_lent_and_a_cap_holds() -> None:
     for first in range(1000, 1400, 10):
         assert tier.store(range(first, first + 10), NOISE)
     assert tier.held(range(30)) == 10
-    capped = TierHints(Namespace("capped"), cpu=TierTerms(cap=0.25))
+    capped = hints_of("capped", TierTerms(cap=0.25))
     for first in range(2000, 2400, 10):
         assert tier.store(range(first, first + 10), capped)
     assert tier.held(range(2000, 2400)) == 10
@@ -148,25 +155,23 @@ def test_a_failed_store_leaves_no_trace_and_a_reset_none_of_all() -> None:
 
 
 def test_terms_change_with_the_next_request_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.engine.vllm.plugins import tenant_policy
-
-    monkeypatch.setattr(tenant_policy, "MAX_TENANTS", 4)
+    monkeypatch.setattr(known_terms, "MAX_KNOWN", 4)
     tier = Tier()
     tier.store(range(10), ACME)
-    tier.store(range(10, 11), TierHints(Namespace("acme"), cpu=TierTerms(floor=0.0)))
+    tier.store(range(10, 11), hints_of("acme", TierTerms(floor=0.0)))
     for first in range(1000, 1400, 8):
         tier.store(range(first, first + 8), NOISE)
     assert tier.held(range(11)) == 0
     for number in range(20):
-        tier.store(range(5000 + number, 5001 + number), TierHints(Namespace(f"t{number}"), cpu=TierTerms()))
-    assert len(tier.policy._terms) == 4
+        tier.store(range(5000 + number, 5001 + number), hints_of(f"t{number}", TierTerms()))
+    assert len(tier.policy._terms.contracts()) == 4
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_accounts_of_manager_and_policy_are_one(seed: int) -> None:
     """Random stores, failures, reads and resets, some of tenants whose terms are not known."""
     chance, tier = random.Random(seed), Tier(16)
-    everybody = [ACME, NOISE, TierHints(), TierHints(Namespace("capped"), cpu=TierTerms(floor=0.1, cap=0.2))]
+    everybody = [ACME, NOISE, TierHints(), hints_of("capped", TierTerms(floor=0.1, cap=0.2))]
     reads: list[tuple[list[Any], Any]] = []
     for _ in range(400):
         verb = chance.choices(("store", "fail", "read", "end", "reset"), (10, 2, 5, 5, 0.05))[0]

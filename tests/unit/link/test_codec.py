@@ -25,6 +25,7 @@ from kvferry.engine.base import (
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, Overloaded
 from kvferry.link import codec
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import EngineTerms, TierTerms
 from kvferry.wire.v1 import worker_pb2 as pb
 
 FULL = Sampling(
@@ -77,8 +78,13 @@ def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | N
     assert codec.submit_from_wire(message.submit) == request
 
 
+TERMS = EngineTerms(cpu=TierTerms(floor=0.25), device=TierTerms(floor=0.125, cap=0.75, ttl_s=60.0))
+
+
 @pytest.mark.parametrize(
-    "hints", [TierHints(), TierHints(Namespace("acme", 3), {"volume-a": 7, "volume-b": 0})], ids=["default", "full"]
+    "hints",
+    [TierHints(), TierHints(Namespace("acme", 3), {"volume-a": 7, "volume-b": 0}), TierHints(terms=TERMS)],
+    ids=["default", "full", "terms"],
 )
 def test_what_is_known_of_tiers_survives_the_wire(hints: TierHints) -> None:
     request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, tier=hints)
@@ -90,6 +96,14 @@ def test_a_tenant_that_is_none_cannot_be_read() -> None:
     message = codec.submit_to_wire(9, EngineRequest(RequestId("r-1"), [5], FULL, tier=TierHints()))
     message.submit.tier.tenant = "../acme"
     with pytest.raises(ValueError, match="tenant"):
+        codec.submit_from_wire(message.submit)
+
+
+@pytest.mark.parametrize(("term", "value"), [("floor", float("nan")), ("cap", 2.0), ("ttl_s", float("nan"))])
+def test_terms_that_make_no_sense_cannot_be_read(term: str, value: float) -> None:
+    message = codec.submit_to_wire(9, EngineRequest(RequestId("r-1"), [5], FULL, tier=TierHints(terms=TERMS)))
+    setattr(message.submit.tier.device, term, value)
+    with pytest.raises(ValueError, match=term.removesuffix("_s")):
         codec.submit_from_wire(message.submit)
 
 

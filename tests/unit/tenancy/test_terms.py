@@ -7,7 +7,17 @@ import pytest
 from kvferry.telemetry import EVICTION_CAUSES, EVICTION_REFUSALS
 from kvferry.tenancy.outcome import Cause, Refusal
 from kvferry.tenancy.records import TenantRecord, decode, encode
-from kvferry.tenancy.terms import CLASSES, CPU_TIER, TIERS, VOLUME_TIER, TierTerms, check_floors, contracts_in
+from kvferry.tenancy.terms import (
+    CLASSES,
+    CPU_TIER,
+    DEVICE_TIER,
+    MAX_FLOORS,
+    TIERS,
+    VOLUME_TIER,
+    TierTerms,
+    check_floors,
+    contracts_in,
+)
 
 NAN = float("nan")
 
@@ -62,7 +72,7 @@ def test_parts_become_units_of_a_tier() -> None:
 
 def test_floors_of_two_administrators_at_once_are_scaled_to_what_there_is() -> None:
     terms = {name: {VOLUME_TIER: TierTerms(floor=0.8, cap=0.9)} for name in "ab"}
-    with pytest.raises(ValueError, match=r"floors in the volume tier sum to 160\.0%: a 80%, b 80%"):
+    with pytest.raises(ValueError, match=r"floors in the volume tier sum to 160\.0%; 100% is the limit: a 80%, b 80%"):
         check_floors(terms)
     contracts = contracts_in(VOLUME_TIER, terms, 1001)
     assert [contract.floor for contract in contracts.values()] == [500, 500]
@@ -76,9 +86,20 @@ def test_an_error_of_many_floors_names_a_few() -> None:
 
 
 def test_parts_that_sum_to_one_are_accepted() -> None:
-    check_floors({f"t{number}": dict.fromkeys(TIERS, TierTerms(floor=0.1)) for number in range(10)})
+    for tier in TIERS:
+        rest = dict.fromkeys(TIERS, TierTerms())
+        check_floors({f"t{number}": {**rest, tier: TierTerms(floor=MAX_FLOORS[tier] / 10)} for number in range(10)})
 
 
 def test_metrics_name_all_causes() -> None:
     assert tuple(cause.name.lower() for cause in Cause) == EVICTION_CAUSES
     assert tuple(refusal.name.lower() for refusal in Refusal) == EVICTION_REFUSALS
+
+
+def test_half_of_a_devices_memory_is_left_to_requests_that_run() -> None:
+    terms = {name: {tier: TierTerms(floor=0.3) for tier in TIERS} for name in "ab"}
+    with pytest.raises(ValueError, match=r"floors in the device tier sum to 60\.0%; 50% is the limit"):
+        check_floors(terms)
+    contracts = contracts_in(DEVICE_TIER, terms, 1000)
+    assert sum(contract.floor for contract in contracts.values()) == 500
+    assert contracts_in(CPU_TIER, terms, 1000)["a"].floor == 300

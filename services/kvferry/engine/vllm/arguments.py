@@ -18,6 +18,7 @@ CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.cpu_tier"
 CPU_POLICY_CLASS = "TenantCachePolicy"
 CPU_POLICY_MODULE = "kvferry.engine.vllm.plugins.tenant_policy"
 CPU_TIER_CLASS = "CpuTierSpec"
+TENANT_SCHEDULER = "kvferry.engine.vllm.plugins.tenant_scheduler.tenant_scheduler"
 # Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
 NUM_REPLAYABLE = 2000
 RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
@@ -31,6 +32,7 @@ def engine_arguments(
     kv_transfer: dict[str, Any],
     events_endpoint: str,
     replay_endpoint: str,
+    has_tenants: bool = False,
 ) -> dict[str, Any]:
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
@@ -38,6 +40,7 @@ def engine_arguments(
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         # The engine needs it to apply a grammar where the reasoning ends.
         "reasoning_parser": model.reasoning_parser or None,
+        "scheduler_cls": TENANT_SCHEDULER if has_tenants else None,
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
     }
     return {

@@ -191,6 +191,7 @@ class VllmEngine:
             ),
             events_endpoint=self._events_endpoint(),
             replay_endpoint=self._replay_endpoint(),
+            has_tenants=self._has_tenants,
         )
 
     def _events_endpoint(self) -> str:
@@ -260,7 +261,8 @@ class VllmEngine:
             whole = params if continued is None else to_vllm(sampling, transfer_params=None)
             begun = self._parsers.begin(request, whole)
             parsed, options = begun.answer, dict(begun.engine_arguments)
-        if self._tier.enabled and (request.tier is not None or request.trace is not None):
+        is_hinted = self._has_tenants or self._tier.enabled
+        if is_hinted and (request.tier is not None or request.trace is not None):
             from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
 
             options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace)

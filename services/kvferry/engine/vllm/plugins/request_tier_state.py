@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import msgspec
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from kvferry.engine.base import TierHints
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import TierTerms
+from kvferry.tenancy.terms import EngineTerms
 from kvferry.tracing import TraceContext
 
 _HINT_TYPE = "kvferry.tier"
@@ -24,7 +25,7 @@ def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = 
         "epoch": hints.namespace.epoch,
         "volumes": dict(hints.volumes),
         "load": hints.load,
-        "cpu": None if hints.cpu is None else [hints.cpu.floor, hints.cpu.cap],
+        "terms": None if hints.terms is None else msgspec.to_builtins(hints.terms),
         "trace": None if trace is None else [trace.traceparent, trace.tracestate],
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
@@ -56,7 +57,7 @@ class RequestTierState:
         self._block_size = block_size
         self._keys = array("Q")
         self._tail = seed_of(request.cache_salt or "")
-        self.hints, self.trace = _hints_of(request)
+        self.hints, self.trace = hints_of(request)
         params = request.kv_transfer_params or {}
         # Read now, because vLLM changes the parameters.
         self.num_transferred_tokens = len(request.prompt_token_ids) if params.get("do_remote_prefill") else 0
@@ -102,15 +103,12 @@ class RequestTierState:
         return self._keys
 
 
-def _hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
+def hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
     for action in request.kv_hints.actions if request.kv_hints is not None else ():
         if (action.action_type, action.action_version) == (_HINT_TYPE, _HINT_VERSION):
             payload = action.payload
             namespace = Namespace(payload["tenant"], payload["epoch"])
             trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
-            cpu = None
-            if payload["cpu"] is not None:
-                floor, cap = payload["cpu"]
-                cpu = TierTerms(floor=floor, cap=cap)
-            return TierHints(namespace, payload["volumes"], load=payload["load"], cpu=cpu), trace
+            terms = msgspec.convert(payload["terms"], EngineTerms | None)
+            return TierHints(namespace, payload["volumes"], load=payload["load"], terms=terms), trace
     return TierHints(), None

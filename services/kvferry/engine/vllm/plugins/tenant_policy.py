@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -13,12 +12,11 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from kvferry.engine.base import TierHints
 from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
 from kvferry.tenancy.contract import TierSettings
+from kvferry.tenancy.known_terms import KnownTerms
 from kvferry.tenancy.outcome import Refusal
 from kvferry.tenancy.page import Page
 from kvferry.tenancy.retention import Retention
-from kvferry.tenancy.terms import CPU_TIER, TierTerms, contracts_in
-
-MAX_TENANTS = 2048  # whose terms are known; those that sent nothing for longest are forgotten first
+from kvferry.tenancy.terms import CPU_TIER
 
 
 class _Chunk(Page):
@@ -34,22 +32,18 @@ class TenantCachePolicy(CachePolicy):  # type: ignore[misc]
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._terms: OrderedDict[str, TierTerms] = OrderedDict()  # least recently seen first
+        self._terms = KnownTerms(CPU_TIER, max(1, cache_capacity))
         self._tenant = TierHints().namespace.tenant  # for which the manager stores
         self.clear()
 
     def store_for(self, hints: TierHints) -> None:
         """Let what follows be of this tenant."""
-        self._tenant = tenant = hints.namespace.tenant
-        if hints.cpu is None:
+        self._tenant = hints.namespace.tenant
+        if hints.terms is None:
             return
-        is_new = self._terms.get(tenant) != hints.cpu
-        self._terms[tenant] = hints.cpu
-        self._terms.move_to_end(tenant)
-        if len(self._terms) > MAX_TENANTS:
-            self._terms.popitem(last=False)
-        if is_new:
-            self._configure()
+        contracts = self._terms.learn(self._tenant, hints.terms.cpu)
+        if contracts is not None:
+            self._retention.configure(contracts)
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         chunk = self._chunks.get(key)
@@ -84,17 +78,13 @@ class TenantCachePolicy(CachePolicy):  # type: ignore[misc]
     def clear(self) -> None:
         self._chunks: dict[Any, _Chunk] = {}
         self._retention = Retention(TierSettings(max(1, self.cache_capacity)))
-        self._configure()
+        self._retention.configure(self._terms.contracts())
 
     def mark_evictable(self, key: OffloadKey) -> None:
         self._retention.unpin(self._chunks[key], time.monotonic())
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         self._retention.pin(self._chunks[key], time.monotonic())
-
-    def _configure(self) -> None:
-        tiers = {tenant: {CPU_TIER: terms} for tenant, terms in self._terms.items()}
-        self._retention.configure(contracts_in(CPU_TIER, tiers, max(1, self.cache_capacity)))
 
 
 def keep_contracts(primary: Any) -> None:

@@ -1,0 +1,174 @@
+"""Tenants' floors, caps and times to live in the memory of an engine's device.
+
+vLLM's scheduler is as it was; its pool learns who owns a cached page, and its queue of free pages who loses one.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvferry.engine.vllm.plugins.request_tier_state import hints_of
+from kvferry.tenancy.known_terms import KnownTerms
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
+from kvferry.tenancy.pool_pages import PoolPages
+from kvferry.tenancy.terms import DEVICE_TIER
+
+MAX_EXPIRED_PER_STEP = 1024  # about 3 ms
+_UNKNOWN = DEFAULT_NAMESPACE.tenant
+
+
+class TenantFreeQueue:
+    """Takes the place of vLLM's FreeKVCacheBlockQueue."""
+
+    def __init__(self, blocks: Sequence[KVCacheBlock], free: Sequence[KVCacheBlock]) -> None:
+        self._blocks = blocks
+        self.pages = PoolPages(len(blocks), len(free))
+        self.tenant = _UNKNOWN  # for which pages are taken
+        self.prepend_n(free)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pages.num_free
+
+    def popleft(self) -> KVCacheBlock:
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        blocks = self._blocks
+        return [blocks[page] for page in self.pages.take(n, self.tenant, time.monotonic())]
+
+    def remove(self, block: KVCacheBlock) -> None:
+        self.pages.use(block.block_id)
+
+    def append(self, block: KVCacheBlock) -> None:
+        self.append_n([block])
+
+    def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+        pages = [block.block_id for block in blocks]
+        for page in pages:
+            self.pages.claim(page, _UNKNOWN)  # all that vLLM wants kept has an owner
+        self.pages.put(pages, time.monotonic())
+
+    def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self.pages.put_blank([block.block_id for block in blocks])
+
+
+class TenantBlockPool(BlockPool):  # type: ignore[misc]
+    """Owners of cached pages. A pool of vLLM becomes one in place, because others refer to it."""
+
+    free_block_queue: TenantFreeQueue
+    num_reserved: int  # free blocks that the request whose admission is decided may not have
+    tenants: weakref.WeakKeyDictionary[Any, str]  # of requests
+    _claims_for: str
+
+    def tenant_of(self, request: Any) -> str:
+        return self.tenants.get(request, _UNKNOWN)
+
+    def cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self._claims_for = self.tenant_of(request)
+        super().cache_full_blocks(request, *args, **kwargs)
+
+    def cache_partial_block(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._claims_for = self.tenant_of(request)
+        return super().cache_partial_block(request, *args, **kwargs)
+
+    def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
+        self._claims_for = self.free_block_queue.pages.owner_of(src_block.block_id) or _UNKNOWN
+        super().move_block_hashes(src_block, dst_block)
+
+    def _insert_block_hash(self, block_hash_with_group_id: Any, block: KVCacheBlock, num_tokens: int | None) -> None:
+        super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
+        self.free_block_queue.pages.claim(block.block_id, self._claims_for)
+
+    def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[Any]:
+        self.free_block_queue.pages.forget(block.block_id)
+        removed: list[Any] = super()._remove_cached_block_hashes(block)
+        return removed
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().touch(blocks)
+        for block in blocks:
+            self.free_block_queue.pages.reuse(block.block_id)
+
+    def reset_prefix_cache(self) -> bool:
+        done: bool = super().reset_prefix_cache()
+        for block in self.blocks if done else ():
+            self.free_block_queue.pages.forget(block.block_id)
+        return done
+
+    def get_num_free_blocks(self) -> int:
+        return self.free_block_queue.num_free_blocks - self.num_reserved
+
+    def evict_expired(self) -> None:
+        for page in self.free_block_queue.pages.expired(time.monotonic(), MAX_EXPIRED_PER_STEP):
+            self._maybe_evict_cached_block(self.blocks[page])
+
+
+class _TenantScheduling:
+    kv_cache_manager: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pool = keep_tenants(self.kv_cache_manager)
+        self._pages = self._pool.free_block_queue.pages
+        self._terms = KnownTerms(DEVICE_TIER, self._pages.capacity)
+
+    def add_request(self, request: Any) -> None:
+        hints, _ = hints_of(request)
+        tenant = self._pool.tenants[request] = hints.namespace.tenant
+        if hints.terms is not None and (contracts := self._terms.learn(tenant, hints.terms.device)) is not None:
+            self._pages.configure(contracts)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._pool.evict_expired()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+
+class TenantScheduler(_TenantScheduling, Scheduler):  # type: ignore[misc]
+    pass
+
+
+class TenantAsyncScheduler(_TenantScheduling, AsyncScheduler):  # type: ignore[misc]
+    pass
+
+
+def tenant_scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """A `scheduler_cls`: vLLM decides late whether steps are scheduled ahead of their results."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (TenantAsyncScheduler if is_async else TenantScheduler)(vllm_config=vllm_config, **kwargs)
+
+
+def keep_tenants(manager: Any) -> TenantBlockPool:
+    """Make the pool of vLLM's KVCacheManager one of tenants. Raises TypeError for a pool that is not vLLM's own."""
+    pool = manager.block_pool
+    if type(pool) is not BlockPool or type(pool.free_block_queue) is not FreeKVCacheBlockQueue:
+        raise TypeError(f"floors of tenants are made for vLLM's own pool, not for {type(pool).__name__}")
+    pool.free_block_queue = queue = TenantFreeQueue(pool.blocks, pool.free_block_queue.get_all_free_blocks())
+    pool.__class__ = TenantBlockPool
+    pool.num_reserved = 0
+    pool.tenants = weakref.WeakKeyDictionary()
+    pool._claims_for = _UNKNOWN
+    allocate_slots = manager.allocate_slots
+
+    def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:
+        queue.tenant = pool.tenant_of(request)
+        # vLLM says it only for a request that waits. It is admitted where nothing else runs, so that it never waits for
+        # ever; requests that run may take what floors keep.
+        if kwargs.get("has_scheduled_reqs", False):
+            pool.num_reserved = queue.pages.reserved_for_others(queue.tenant)
+        try:
+            return allocate_slots(request, *args, **kwargs)
+        finally:
+            pool.num_reserved = 0
+
+    manager.allocate_slots = allocate
+    return pool  # type: ignore[no-any-return]

@@ -1,0 +1,341 @@
+"""engine/vllm/plugins/tenant_scheduler.py"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import re
+import time
+from typing import Any
+
+import pytest
+
+from kvferry.engine.base import TierHints
+from kvferry.tenancy.contract import TierContract
+from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.pool_pages import PoolPages
+from kvferry.tenancy.terms import EngineTerms, TierTerms
+
+from .support import parameters
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 41  # one is vLLM's null block
+
+
+class Engine:
+    """vLLM's own manager of a device's blocks, with or without our queue and pool."""
+
+    def __init__(self, contracts: dict[str, TierContract] | None = None) -> None:
+        import torch
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+        from kvferry.engine.vllm.plugins.tenant_scheduler import keep_tenants
+
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.manager = KVCacheManager(
+            KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
+            max_model_len=8192,
+            scheduler_block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            enable_kv_cache_events=True,
+        )
+        self.pool: Any = self.manager.block_pool
+        if contracts is not None:
+            self.pool = keep_tenants(self.manager)
+            self.pages.configure(contracts)
+        self.num_requests = 0
+
+    @property
+    def pages(self) -> PoolPages:
+        pages: PoolPages = self.pool.free_block_queue.pages
+        return pages
+
+    def request(self, tokens: list[int], tenant: str) -> Any:
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256_cbor
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256_cbor)
+        self.num_requests += 1
+        request = Request(
+            f"r{self.num_requests}",
+            tokens,
+            SamplingParams(max_tokens=1),
+            None,
+            cache_salt=tenant,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256_cbor),
+        )
+        if hasattr(self.pool, "tenants"):
+            self.pool.tenants[request] = tenant
+        return request
+
+    def admit(self, request: Any, *, others_run: bool = False) -> tuple[int, list[int]] | None:
+        """Return the tokens that hit and the ids of all its blocks, or None where it has to wait."""
+        computed, num_computed, _ = self.manager.get_computed_blocks(request)
+        new = self.manager.allocate_slots(
+            request,
+            len(request.all_token_ids) - num_computed,
+            num_new_computed_tokens=num_computed,
+            new_computed_blocks=computed,
+            full_sequence_must_fit=True,
+            has_scheduled_reqs=others_run,
+        )
+        if new is None:
+            return None
+        return num_computed, [block.block_id for block in self.manager.get_blocks(request.request_id).blocks[0]]
+
+    def run(self, first: int, num_blocks: int, tenant: str) -> int:
+        """Return the tokens that hit."""
+        request = self.request(prompt_of(first, num_blocks), tenant)
+        admitted = self.admit(request)
+        assert admitted is not None
+        self.manager.free(request)
+        return admitted[0]
+
+
+def prompt_of(first: int, num_blocks: int) -> list[int]:
+    return [first, *range(num_blocks * BLOCK_SIZE)]
+
+
+def test_vllm_uses_the_queue_as_we_do() -> None:
+    import vllm.v1.core.block_pool as block_pool
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
+    from kvferry.engine.vllm.plugins.tenant_scheduler import TenantFreeQueue
+
+    used = set(re.findall(r"free_block_queue\.(\w+)", inspect.getsource(block_pool)))
+    assert used == {"append_n", "num_free_blocks", "popleft", "popleft_n", "prepend_n", "remove"}
+    for name in used - {"num_free_blocks"}:
+        assert parameters(getattr(TenantFreeQueue, name)) == parameters(getattr(FreeKVCacheBlockQueue, name))
+
+
+def test_vllm_hashes_blocks_only_where_we_see_it() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    callers = {
+        name
+        for name, function in vars(BlockPool).items()
+        if inspect.isfunction(function) and "self._insert_block_hash(" in inspect.getsource(function)
+    }
+    assert callers == {"cache_full_blocks", "cache_partial_block", "move_block_hashes"}
+    forgetting = {
+        name
+        for name, function in vars(BlockPool).items()
+        if inspect.isfunction(function) and ".reset_hash()" in inspect.getsource(function)
+    }
+    assert forgetting == {"_remove_cached_block_hashes", "reset_prefix_cache"}
+
+
+def test_vllm_says_only_of_admissions_whether_others_run() -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched import scheduler
+
+    assert inspect.getsource(scheduler).count("has_scheduled_reqs=bool(self.running)") == 1
+    assert inspect.getsource(scheduler).count("has_scheduled_reqs") == 1
+    assert parameters(KVCacheManager.allocate_slots)[:3] == ["self", "request", "num_new_tokens"]
+    assert KVCacheManager.allocate_slots.__code__.co_names.count("get_num_free_blocks") == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_contracts_blocks_go_as_in_vllm(seed: int) -> None:
+    stock, ours = Engine(), Engine({})
+    ours.pages._bonus_s = 0.0
+    rng = random.Random(seed)
+    running: list[tuple[Any, Any]] = []
+    num_hits = 0
+    for _ in range(300):
+        if rng.random() < 0.6:
+            tokens = prompt_of(rng.randrange(6), rng.randint(1, 8))
+            pair = stock.request(tokens, "a"), ours.request(tokens, "a")
+            admitted = stock.admit(pair[0])
+            assert admitted == ours.admit(pair[1])
+            if admitted is not None:
+                running.append(pair)
+                num_hits += admitted[0] > 0
+        elif running:
+            pair = running.pop(rng.randrange(len(running)))
+            stock.manager.free(pair[0])
+            ours.manager.free(pair[1])
+        ours.pages.check()
+        assert stock.pool.get_num_free_blocks() == ours.pool.get_num_free_blocks()
+        assert len(stock.pool.take_events()) == len(ours.pool.take_events())
+    assert num_hits > 20
+
+
+def test_a_floor_survives_a_flood_of_ten_times_the_memory() -> None:
+    for contracts, expected in ((None, 0), ({"acme": TierContract(floor=10, cap=20)}, 40)):
+        engine = Engine(contracts)
+        assert engine.run(1, 10, "acme") == 0
+        for number in range(100):
+            engine.run(1000 + number, 4, "noise")
+        assert engine.run(1, 10, "acme") == expected
+
+
+def test_admissions_leave_floors_alone_while_others_run() -> None:
+    engine = Engine({"acme": TierContract(floor=20, cap=20)})
+    engine.run(1, 19, "acme")
+    runs = engine.request(prompt_of(2, 9), "noise")
+    assert engine.admit(runs) is not None
+    waits = engine.request(prompt_of(3, 14), "noise")
+    assert engine.admit(waits, others_run=True) is None
+    fits = engine.request(prompt_of(4, 9), "noise")
+    assert engine.admit(fits, others_run=True) is not None
+    engine.manager.free(runs)
+    engine.manager.free(fits)
+    own = engine.request(prompt_of(1, 30), "acme")
+    assert engine.admit(own, others_run=True) is not None, "a floor never holds its own tenant up"
+    engine.manager.free(own)
+    alone = engine.request(prompt_of(5, 39), "noise")
+    assert engine.admit(alone) is not None, "where nothing runs nothing would ever make room"
+    engine.pages.check()
+
+
+def test_a_running_request_may_take_what_a_floor_keeps() -> None:
+    engine = Engine({"acme": TierContract(floor=20, cap=20)})
+    engine.run(1, 19, "acme")
+    runs = engine.request(prompt_of(2, 18), "noise")
+    assert engine.admit(runs) is not None
+    runs.num_computed_tokens = runs.num_tokens
+    runs.append_output_token_ids(list(range(8 * BLOCK_SIZE)))
+    assert engine.manager.allocate_slots(runs, 8 * BLOCK_SIZE) is not None
+    engine.pages.check()
+    engine.manager.free(runs)
+    assert 0 < engine.run(1, 19, "acme") < 19 * BLOCK_SIZE
+
+
+def test_failed_loads_and_resets_leave_no_owner() -> None:
+    engine = Engine({"acme": TierContract(floor=10, cap=20)})
+    engine.run(1, 10, "acme")
+    num_cached, _, _ = engine.pages.usage_of("acme")
+    assert num_cached == 10
+    cached = [block.block_id for block in engine.pool.blocks if block.block_hash is not None]
+    engine.manager.evict_blocks(set(cached[:4]))
+    engine.pages.check()
+    assert engine.pages.usage_of("acme")[0] == 6
+    assert engine.manager.reset_prefix_cache()
+    assert engine.pages.usage_of("acme")[0] == 0
+    assert engine.pages.num_free == NUM_BLOCKS - 1
+
+
+def test_what_has_expired_is_gone_before_it_is_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine({"acme": TierContract(cap=40, ttl_s=60.0)})
+    engine.run(1, 10, "acme")
+    engine.pool.evict_expired()
+    assert engine.run(1, 10, "acme") == 40
+    engine.pool.take_events()
+    later_s = time.monotonic() + 61.0
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    engine.pool.evict_expired()
+    assert len(engine.pool.take_events()) == 10, "and gateways hear of it"
+    assert engine.run(1, 10, "acme") == 0
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvferry import model_folder
+    from kvferry.engine.vllm.arguments import TENANT_SCHEDULER
+
+    config = EngineArgs(
+        model=str(model_folder.resolve("default")),
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        scheduler_cls=TENANT_SCHEDULER,
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    return config
+
+
+class Steps:
+    """A scheduler of vLLM, whose steps answer each request with one token."""
+
+    def __init__(self, vllm_config: Any, *, is_async: bool) -> None:
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        vllm_config.scheduler_config.async_scheduling = is_async
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        make = vllm_config.scheduler_config.get_scheduler_cls()
+        self.scheduler = make(
+            vllm_config=vllm_config,
+            kv_cache_config=KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            log_stats=True,
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+        )
+        self.requests = Engine()
+        self.hits: dict[str, int] = {}  # tokens
+
+    def add(self, tokens: list[int], hints: TierHints | None) -> Any:
+        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
+
+        request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "")
+        request.kv_hints = None if hints is None else to_kv_hints("r", hints)
+        self.scheduler.add_request(request)
+        return request
+
+    def run(self) -> int:
+        """Return in how many steps all ended."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        for num_steps in range(500):
+            if not self.scheduler.has_requests():
+                return num_steps
+            output = self.scheduler.schedule()
+            self.hits |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            ids = list(output.num_scheduled_tokens)
+            sampled = [
+                [] if (request := self.scheduler.requests[each]).is_prefill_chunk else [len(request.all_token_ids)]
+                for each in ids
+            ]
+            self.scheduler.update_from_output(
+                output, ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
+            )
+            self.scheduler._pages.check()
+        raise AssertionError("requests that never end")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_either_scheduler_keeps_floors_and_learns_terms_from_requests(vllm_config: Any, is_async: bool) -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    def terms_of(floor: float, cap: float) -> EngineTerms:
+        return EngineTerms(cpu=TierTerms(), device=TierTerms(floor=floor, cap=cap, ttl_s=60.0))
+
+    acme = TierHints(Namespace("acme"), terms=terms_of(0.5, 0.5))
+    noise = TierHints(Namespace("noise"), terms=terms_of(0.0, 1.0))
+    steps = Steps(vllm_config, is_async=is_async)
+    assert isinstance(steps.scheduler, AsyncScheduler) == is_async
+    steps.add(prompt_of(1, 18), acme)
+    steps.run()
+    assert steps.scheduler._pages._contracts["acme"] == TierContract(floor=20, cap=20, ttl_s=60.0)
+    # Ten at a time want 90 blocks of 40; without bounds of admission their growth would take what the floor keeps.
+    for number in range(50):
+        steps.add(prompt_of(1000 + number, 8), noise if number % 2 else None)
+    steps.run()
+    again = steps.add(prompt_of(1, 18), acme)
+    steps.run()
+    assert steps.hits[again.request_id] == 18 * BLOCK_SIZE
+    del again
+    gc.collect()
+    assert not steps.scheduler._pool.tenants, "ended requests are forgotten"
+
+
+def test_another_pool_is_refused() -> None:
+    from kvferry.engine.vllm.plugins.tenant_scheduler import keep_tenants
+
+    engine = Engine({})
+    with pytest.raises(TypeError, match="not for TenantBlockPool"):
+        keep_tenants(engine.manager)

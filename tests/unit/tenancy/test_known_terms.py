@@ -1,0 +1,37 @@
+"""Terms that a tier learns from requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.tenancy import known_terms
+from kvferry.tenancy.known_terms import KnownTerms
+from kvferry.tenancy.terms import CPU_TIER, TierTerms
+
+
+def test_contracts_are_returned_where_terms_change() -> None:
+    known = KnownTerms(CPU_TIER, 100)
+    contracts = known.learn("a", TierTerms(floor=0.5, cap=0.75))
+    assert contracts is not None
+    assert (contracts["a"].floor, contracts["a"].cap) == (50, 75)
+    assert known.learn("a", TierTerms(floor=0.5, cap=0.75)) is None
+    assert known.learn("b", TierTerms()) == known.contracts()
+    contracts = known.learn("a", TierTerms())
+    assert contracts is not None
+    assert contracts["a"].floor == 0
+    assert contracts.keys() == {"a", "b"}
+
+
+def test_floors_that_do_not_fit_together_are_scaled() -> None:
+    known = KnownTerms(CPU_TIER, 100)
+    for name in "ab":
+        known.learn(name, TierTerms(floor=0.8, cap=1.0))
+    assert [contract.floor for contract in known.contracts().values()] == [50, 50]
+
+
+def test_tenants_that_were_not_seen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_terms, "MAX_KNOWN", 3)
+    known = KnownTerms(CPU_TIER, 100)
+    for name in "abcad":
+        known.learn(name, TierTerms())
+    assert known.contracts().keys() == {"a", "c", "d"}

@@ -1,0 +1,222 @@
+"""Pages of an engine's pool: the policy of other tiers, and room for requests that run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvferry.tenancy.contract import TierContract, TierSettings
+from kvferry.tenancy.outcome import Cause, Refusal
+from kvferry.tenancy.page import Page
+from kvferry.tenancy.pool_pages import PoolPages
+from kvferry.tenancy.retention import Retention
+
+
+def pool_of(capacity: int, **contracts: TierContract) -> PoolPages:
+    pool = PoolPages(capacity, capacity)
+    pool.configure(contracts)
+    pool.put_blank(range(capacity))
+    return pool
+
+
+def store(pool: PoolPages, tenant: str, num: int, now_s: float) -> list[int]:
+    """Cache pages and end their request."""
+    pages = pool.take(num, tenant, now_s)
+    for page in pages:
+        pool.claim(page, tenant)
+    pool.put(pages, now_s)
+    pool.check()
+    return pages
+
+
+def held(pool: PoolPages, tenant: str) -> int:
+    num_cached, _, _ = pool.usage_of(tenant)
+    return num_cached
+
+
+def test_blank_pages_go_first_and_the_one_freed_last() -> None:
+    pool = pool_of(4)
+    assert pool.take(2, "a", 0.0) == [0, 1]
+    pool.put_blank([1, 0])
+    assert pool.take(3, "a", 0.0) == [1, 0, 2]
+    assert pool.num_free == 1
+
+
+def test_a_floor_survives_a_flood_of_ten_times_the_pool() -> None:
+    pool = pool_of(40, acme=TierContract(floor=10, cap=20))
+    pages = store(pool, "acme", 10, 0.0)
+    for now_s in range(1, 101):
+        store(pool, "noise", 4, float(now_s))
+    assert held(pool, "acme") == 10
+    for page in pages:
+        pool.use(page)  # they are hit
+    pool.check()
+    assert pool.usage_of("noise")[2][Cause.OWN] > 0
+
+
+def test_what_is_above_a_floor_is_lent_and_a_tenant_over_its_cap_loses_first() -> None:
+    pool = pool_of(40, acme=TierContract(floor=10, cap=20), plain=TierContract(cap=40))
+    store(pool, "plain", 10, 0.0)
+    store(pool, "acme", 30, 1.0)
+    store(pool, "plain", 10, 2.0)
+    assert held(pool, "acme") == 20
+    assert pool.usage_of("acme")[2][Cause.OVER_CAP] == 10
+    store(pool, "plain", 25, 3.0)
+    assert held(pool, "acme") == 10
+
+
+def test_a_tenant_at_its_cap_takes_its_own() -> None:
+    pool = pool_of(40, a=TierContract(cap=10), b=TierContract(cap=40))
+    store(pool, "b", 30, 0.0)
+    store(pool, "a", 10, 1.0)
+    store(pool, "a", 10, 2.0)
+    assert (held(pool, "a"), held(pool, "b")) == (10, 30)
+
+
+def test_floors_yield_to_requests_that_run() -> None:
+    pool = pool_of(10, acme=TierContract(floor=5, cap=5))
+    store(pool, "acme", 5, 0.0)
+    assert pool.reserved_for_others("noise") == 5
+    assert pool.reserved_for_others("acme") == 0
+    assert len(pool.take(8, "noise", 1.0)) == 8
+    assert held(pool, "acme") == 2
+    pool.check()
+    assert pool.reserved_for_others("noise") == 2
+
+
+def test_pages_in_use_count_for_the_floor() -> None:
+    pool = pool_of(10, acme=TierContract(floor=4, cap=8))
+    pages = store(pool, "acme", 6, 0.0)
+    for page in pages[:3]:
+        pool.use(page)
+    assert pool.reserved_for_others("noise") == 1, "of three free ones, one is within the floor"
+
+
+def test_pages_that_leave_the_cache_stay_free() -> None:
+    pool = pool_of(4)
+    pages = store(pool, "a", 3, 0.0)
+    pool.forget(pages[1])
+    pool.forget(pages[1])
+    pool.check()
+    assert (pool.num_free, held(pool, "a"), pool.owner_of(pages[1])) == (4, 2, None)
+    pool.use(pages[0])
+    pool.forget(pages[0])  # in use
+    pool.check()
+    assert (pool.num_free, held(pool, "a")) == (3, 1)
+
+
+def test_a_reused_page_outlives_others_for_a_while() -> None:
+    pool = pool_of(2)
+    (first,) = store(pool, "a", 1, 0.0)
+    pool.use(first)
+    pool.reuse(first)
+    pool.put([first], 0.0)
+    store(pool, "a", 1, 30.0)
+    store(pool, "a", 1, 31.0)
+    assert pool.owner_of(first) == "a", "a use is worth 60 s"
+    store(pool, "a", 1, 95.0)
+    assert pool.owner_of(first) == "a"
+    store(pool, "a", 1, 96.0)
+    assert pool.owner_of(first) == "a"
+
+
+def test_pages_expire_after_their_last_use() -> None:
+    pool = pool_of(10, a=TierContract(cap=10, ttl_s=5.0), b=TierContract(cap=10))
+    first, second, third = store(pool, "a", 3, 0.0)
+    store(pool, "b", 3, 0.0)
+    pool.use(second)
+    pool.put([second], 3.0)
+    assert pool.expired(4.9, 10) == []
+    assert pool.expired(5.0, 10) == [first, third]
+    assert pool.expired(5.0, 1) == [first]
+    for page in pool.expired(5.0, 10):
+        pool.forget(page)
+    pool.check()
+    assert held(pool, "a") == 1
+    taken = pool.take(7, "b", 9.0)
+    assert second in taken, "what has expired goes before the older pages of others"
+    assert pool.usage_of("a")[2][Cause.EXPIRED] == 1
+
+
+def test_a_changed_contract_counts_at_once() -> None:
+    pool = pool_of(10, a=TierContract(floor=8, cap=10))
+    store(pool, "a", 8, 0.0)
+    assert pool.reserved_for_others("b") == 8
+    pool.configure({"a": TierContract(floor=2, cap=10)})
+    assert pool.reserved_for_others("b") == 2
+    with pytest.raises(ValueError, match="floors sum to 11"):
+        pool.configure({"a": TierContract(floor=11, cap=11)})
+
+
+def test_tenants_without_pages_are_forgotten() -> None:
+    pool = pool_of(4)
+    for number in range(1000):
+        store(pool, f"t{number}", 2, float(number))
+    assert len(pool._tenants) <= 3
+
+
+CONTRACTS = {
+    "a": TierContract(floor=6, cap=12),
+    "b": TierContract(floor=4, cap=30, weight=2.0),
+    "c": TierContract(cap=9),
+    "d": TierContract(floor=3, cap=3),
+    "e": TierContract(cap=32, ttl_s=40.0),
+}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = 32
+    pool = pool_of(capacity, **CONTRACTS)
+    tier = Retention(TierSettings(capacity, ghosts_per_page=0))
+    tier.configure(CONTRACTS)
+    pages: dict[int, Page] = {}
+    in_use: set[int] = set()
+    now_s, num_taken = 0.0, 0
+    for _ in range(400):
+        now_s += rng.choice((0.0, 0.3, 2.0, 30.0))
+        free = sorted(pages.keys() - in_use)
+        action = rng.random()
+        if action < 0.5:
+            tenant, num = rng.choice("abcdef"), rng.randint(1, 6)
+            if num > pool.num_free:
+                continue
+            num_blank = capacity - len(pages)
+            victims = tier.reserve(tenant, num, max(0, num - num_blank), now_s)
+            if isinstance(victims, Refusal):
+                continue
+            taken = pool.take(num, tenant, now_s)
+            gone = [page for page in taken if page in pages]
+            assert gone == [victim.page.key for victim in victims]
+            for page in gone:
+                del pages[page]
+            tier.release(tenant, num)
+            for page in taken:
+                pool.claim(page, tenant)
+                tier.hold(tenant, 1)
+                in_use.add(page)
+                pages[page] = Page(tenant, page, 1, now_s)
+                tier.fill(pages[page], now_s)
+                tier.pin(pages[page], now_s)
+            num_taken += len(gone)
+        elif action < 0.8 and in_use:
+            for page in rng.sample(sorted(in_use), rng.randint(1, len(in_use))):
+                in_use.remove(page)
+                pool.put([page], now_s)
+                tier.unpin(pages[page], now_s)
+        elif action < 0.95 and free:
+            page = rng.choice(free)
+            if tier.touch(pages[page], now_s):
+                tier.pin(pages[page], now_s)
+                pool.use(page)
+                pool.reuse(page)
+                in_use.add(page)
+        elif free:
+            page = rng.choice(free)
+            pool.forget(page)
+            tier.discard(pages.pop(page))
+        pool.check()
+        tier.check()
+    assert num_taken > 50, "so the test compares something"
