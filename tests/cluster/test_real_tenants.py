@@ -1,0 +1,283 @@
+"""Tenants of the whole real stack: pages, times and secrets that no other tenant sees, and a tenant's end.
+
+One cluster of one prefill and one decode worker with a volume serves all tests of this file, in order.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.local_machine import Machine, a_machine, wait_until
+from support.tier_chunks import chunk_files
+
+pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+MODEL = "SmolLM2-135M-Instruct"
+PAGE = 32
+NUM_PAIRS = 200
+PAIR_TOKENS = PAGE + 1
+MIN_P = 0.01
+WORDS = ("ferry", "river", "boat", "harbour", "morning", "bridge", "stone", "water", "night", "captain", "rope", "sail")
+
+
+@dataclass
+class World:
+    machine: Machine
+    http: httpx.Client
+    volume: Path
+    usage: Path
+    secrets: dict[str, str]  # texts that must be nowhere, by what they are
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def tenant(self, *arguments: str) -> str:
+        ran = self.machine.run("tenant", *arguments, timeout_s=60)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    def complete(self, tenant: str, prompt: str | list[int], *, apart: bool = False, **more: Any) -> dict[str, Any]:
+        """`apart` computes the prompt on the prefill worker, however short."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+        headers = {
+            "authorization": f"Bearer {self.keys[tenant]}",
+            **({"x-kvferry-debug": "disaggregate"} if apart else {}),
+        }
+        answer = self.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        values: dict[str, Any] = answer.json()
+        return values
+
+    def chunks_of(self, tenant: str) -> list[Path]:
+        return [file for file in chunk_files(self.volume) if tenant in str(file.relative_to(self.volume))]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("tenants")
+    salt_secret = secrets.token_hex(32)
+    (folder / "salt").write_text(salt_secret)
+    (folder / "salt").chmod(0o600)
+    with a_machine("vllm") as machine:
+        started = machine.up(
+            "--no-ask",
+            "--set", "gateway.tenants_in_etcd=true",
+            "--set", f"gateway.salt_secret_file={folder / 'salt'}",
+            "--set", f"gateway.usage_dir={folder / 'usage'}",
+            "--set", "tier.enabled=true",
+            "--set", f"tier.volumes=[{{path: {folder / 'volume'}, capacity_gib: 0.5}}]",
+        )  # fmt: skip
+        assert started.returncode == 0, started.stdout + started.stderr
+        kept = {"the secret of salts": salt_secret}
+        with httpx.Client(base_url=machine.url, timeout=120, trust_env=False) as http:
+            world = World(machine, http, folder / "volume", folder / "usage", kept)
+            for name in ("acme", "beta", "doomed"):
+                world.keys[name] = world.tenant("create", name, "--key", "ci").strip()
+                kept[f"the key of {name}"] = world.keys[name]
+            wait_until(
+                lambda: all(ready(world, name) for name in world.keys), timeout_s=120, what="tenants that are served"
+            )
+            yield world
+
+
+def ready(world: World, tenant: str) -> bool:
+    answer = world.http.get("/v1/models", headers={"authorization": f"Bearer {world.keys[tenant]}"})
+    return answer.status_code == 200
+
+
+def text_of(seed: int, num_words: int = 200) -> str:
+    chance = random.Random(seed)
+    return " ".join(f"{chance.choice(WORDS)} {chance.randrange(1000)}" for _ in range(num_words // 2))
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def counts(world: World) -> tuple[dict[str, float], dict[str, float]]:
+    """Return generated tokens by role, and prompt tokens that an engine's tiers had."""
+    generated: dict[str, float] = {}
+    hits: dict[str, float] = {}
+    for family in text_string_to_metric_families(world.http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == "kvferry_worker_generated_tokens_total":
+                generated[sample.labels["role"]] = sample.value
+            elif sample.name == "kvferry_worker_cached_prompt_tokens_total" and sample.labels["tier"] != "ferry":
+                hits[sample.labels["role"]] = hits.get(sample.labels["role"], 0.0) + sample.value
+    return generated, hits
+
+
+def test_another_tenants_prompt_hits_on_neither_side_and_in_no_tier(world: World) -> None:
+    prompt = text_of(10)
+
+    def hits_of(tenant: str) -> tuple[int, dict[str, float]]:
+        """Return hit tokens as the client sees them, and of both engines."""
+        generated, hits = counts(world)
+        answer = world.complete(tenant, prompt, apart=True, max_tokens=2, ignore_eos=True)
+        wait_until(
+            lambda: all(tokens > generated[role] for role, tokens in counts(world)[0].items()),
+            timeout_s=30,
+            what="the request in the counts of both workers",
+        )
+        return cached(answer), {role: tokens - hits[role] for role, tokens in counts(world)[1].items()}
+
+    assert hits_of("acme") == (0, {"prefill": 0, "decode": 0})
+    wait_until(lambda: len(world.chunks_of("acme")) > 0, timeout_s=60, what="its pages on the volume")
+    assert hits_of("beta") == (0, {"prefill": 0, "decode": 0})
+    shown, by_role = hits_of("acme")
+    assert shown >= PAGE
+    assert min(by_role.values()) >= PAGE, "the tenant itself hits on both sides"
+
+
+def test_times_do_not_tell_what_another_tenant_has(world: World) -> None:
+    """The comparison that must find nothing between tenants finds the tenant's own hits."""
+    chance = random.Random(7)
+    for repetition in range(2):
+        foreign, own = times_of_pairs(world, chance)
+        assert p_of_no_difference([second - first for first, second in own]) < 1e-6, "or the comparison sees nothing"
+        # Where nothing differs, one repetition of a hundred says that something does, and two of ten thousand.
+        if p_of_no_difference([known - unknown for known, unknown in foreign]) > MIN_P:
+            return
+        assert repetition == 0, "beta's answers differ in time by what acme has sent"
+
+
+def times_of_pairs(world: World, chance: random.Random) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return seconds of beta for a prompt that acme has sent and one that nobody has; and of acme, first and again."""
+
+    def prompt() -> list[int]:
+        return [chance.randrange(200, 40_000) for _ in range(PAIR_TOKENS)]
+
+    def seconds(tenant: str, tokens: list[int]) -> float:
+        started_s = time.perf_counter()
+        world.complete(tenant, tokens)
+        return time.perf_counter() - started_s
+
+    foreign, own = [], []
+    for _ in range(NUM_PAIRS):
+        known, unknown = prompt(), prompt()
+        first_s = seconds("acme", known)
+        if chance.random() < 0.5:
+            known_s = seconds("beta", known)
+            unknown_s = seconds("beta", unknown)
+        else:
+            unknown_s = seconds("beta", unknown)
+            known_s = seconds("beta", known)
+        foreign.append((known_s, unknown_s))
+        own.append((first_s, seconds("acme", known)))
+    return foreign, own
+
+
+def p_of_no_difference(differences: Sequence[float]) -> float:
+    """Return the two-sided p of Wilcoxon's signed-rank test, by its normal approximation."""
+    ranked = sorted(differences, key=abs)
+    num = len(ranked)
+    rank_sum = sum(rank for rank, difference in enumerate(ranked, start=1) if difference > 0)
+    mean, deviation = num * (num + 1) / 4, math.sqrt(num * (num + 1) * (2 * num + 1) / 24)
+    return math.erfc(abs(rank_sum - mean) / deviation / math.sqrt(2))
+
+
+def test_the_comparison_of_times_is_right() -> None:
+    # Of 20 values, by the table of the test: a rank sum of 52 or less has p = 0.05.
+    assert p_of_no_difference([*range(1, 10), *(-each for each in range(10, 21))]) == pytest.approx(0.0251, abs=0.001)
+    chance = random.Random(3)
+    found = [p_of_no_difference([chance.gauss(0, 1) for _ in range(200)]) < MIN_P for _ in range(2000)]
+    assert 0.004 < sum(found) / len(found) < 0.018
+    assert p_of_no_difference([chance.gauss(0.3, 1) for _ in range(200)]) < MIN_P
+
+
+def test_a_tenant_that_is_deleted_under_load_leaves_no_page_and_harms_no_other(world: World) -> None:
+    prompt = text_of(30)
+    expected = world.complete("acme", prompt, max_tokens=200, ignore_eos=True)["choices"][0]["text"]
+    world.complete("doomed", prompt)
+    wait_until(lambda: bool(world.chunks_of("doomed")), timeout_s=60, what="the tenant's pages on the volume")
+
+    def stream(tenant: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        headers = {"authorization": f"Bearer {world.keys[tenant]}"}
+        text, last = "", {}
+        with world.http.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    last = json.loads(line[6:])
+                    text += last["choices"][0]["text"] if last.get("choices") else ""
+                    begun[tenant] = True
+        return text, last
+
+    begun: dict[str, bool] = {}
+    with ThreadPoolExecutor(4) as threads:
+        doomed = [threads.submit(stream, "doomed", 4000) for _ in range(2)]
+        others = [threads.submit(stream, "acme", 200) for _ in range(2)]
+        wait_until(lambda: len(begun) == 2, timeout_s=60, what="streams of both")
+        told = world.machine.run("tenant", "delete", "doomed", "--yes", timeout_s=90)
+        assert told.returncode == 0, told.stderr
+        for ended in doomed:
+            _, last = ended.result(timeout=60)
+            assert last["error"]["code"] == "invalid_api_key", last
+        for ended in others:
+            text, last = ended.result(timeout=120)
+            assert "error" not in last
+            assert text == expected
+    assert not ready(world, "doomed")
+    wait_until(lambda: not world.chunks_of("doomed"), timeout_s=60, what="its chunks removed")
+    assert world.chunks_of("acme"), "those of others stay"
+    assert "removed" in told.stdout + told.stderr
+    again = world.keys["doomed"] = world.tenant("create", "doomed", "--key", "ci").strip()
+    world.secrets["the second key of doomed"] = again
+    wait_until(lambda: ready(world, "doomed"), timeout_s=30, what="the new tenant of the name")
+    assert cached(world.complete("doomed", prompt)) == 0
+
+
+def test_no_secret_is_in_logs_metrics_records_or_status(world: World) -> None:
+    world.machine.run("tenant", "key", "rotate", "acme", "ci", "next", timeout_s=60)
+    refused = world.http.get("/v1/models", headers={"authorization": f"Bearer {world.keys['acme']}x"})
+    assert refused.status_code == 401
+    seen = {
+        "the answer to a wrong key": refused.text,
+        "status": (status := world.machine.run("status", "--json", timeout_s=60)).stdout + status.stderr,
+        "tenant show": world.tenant("show", "acme"),
+        "tenant list": world.tenant("list", "--json"),
+        "metrics of the gateway": world.http.get("/metrics").text,
+        "usage": world.tenant("usage", "--dir", str(world.usage)),
+    }
+    for member in json.loads(status.stdout)["members"]:
+        if address := member.get("metrics_address"):
+            seen[f"metrics of {member['member_id']}"] = httpx.get(f"http://{address}/metrics", timeout=30).text
+    assert "acme" in seen["usage"]
+    assert len(seen) > 6, "workers and keepers have metrics of their own"
+    forms = {what: forms_of(secret) for what, secret in world.secrets.items()}
+    for where, text in seen.items():
+        for what, texts in forms.items():
+            assert not any(each in text.encode() for each in texts), f"{what} is in {where}"
+    num_files = 0
+    for folder in (world.machine.folder.path, world.usage, world.volume):
+        # etcd's data holds hashes of keys, and no key; the secret of salts comes from a file here.
+        for file in folder.rglob("*"):
+            if file.is_file() and file.stat().st_size < 64 << 20:
+                content = file.read_bytes()
+                num_files += 1
+                for what, texts in forms.items():
+                    assert not any(each in content for each in texts), f"{what} is in {file}"
+    assert num_files > 20
+    assert any("gateway" in file.name or "ray" in str(file) for file in world.machine.folder.path.rglob("*.log"))
+
+
+def forms_of(secret: str) -> list[bytes]:
+    plain = secret.encode()
+    forms = [plain, base64.b64encode(plain).rstrip(b"="), plain.hex().encode()]
+    if all(each in "0123456789abcdef" for each in secret):
+        raw = bytes.fromhex(secret)
+        forms += [raw, base64.b64encode(raw).rstrip(b"=")]
+    return forms
