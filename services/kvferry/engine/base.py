@@ -302,6 +302,7 @@ class Backlogs:
 class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_prompts: int = 0  # of these, prompts that wait for their turns at the worker: no streams yet
     num_pages_used: int = 0
     num_pages: int = 0
     prompt_tokens: PromptSources = PromptSources()

@@ -94,12 +94,14 @@ class WorkerCosts:
         self._price_turns(stats)
         self.handoff_ms = cost_defaults.handoff_ms + account.arriving_pages * self.kv_transfer_page_ms
         self.unreported_streams = len(account.incoming) + account.num_streams_since(candidate.reported_s)
-        streams = stats.num_running + stats.num_waiting + self.unreported_streams
+        # Prompts that wait for their turns have their price in the fair queue; they hold no place among the streams up.
+        num_waiting = max(0, stats.num_waiting - stats.num_waiting_prompts)
+        streams = stats.num_running + num_waiting + self.unreported_streams
         scale = pool.step_scale(rates, is_tried=bool(account.streams))
         self.step_ms = scale * (cost_defaults.step_ms + cost_defaults.step_ms_per_stream * (streams + 1))
         self.ms_per_step = self.step_ms + scale * cost_defaults.step_ms_per_stream * streams
         # Each waiting request waits for a stream to end; the ends of the running ones are spread over an answer's time.
-        self.wait_ms = stats.num_waiting * output_tokens * self.step_ms / max(1, stats.num_running)
+        self.wait_ms = num_waiting * output_tokens * self.step_ms / max(1, stats.num_running)
         self.compute_weight = 1.0 + cost_defaults.work_weight + cost_defaults.interference_weight * (streams + 1)
         if stats.num_pages:
             self.free_pages = cost_defaults.pages_full_share * stats.num_pages - stats.num_pages_used

@@ -338,6 +338,7 @@ class WorkerServer:
         return dataclasses.replace(
             stats,
             num_waiting=stats.num_waiting + self._turns.num_waiting,
+            num_waiting_prompts=self._turns.num_waiting_prompts,
             queued_prompt_tokens=None if tokens is None else tokens + self._turns.waiting_tokens,
             backlogs=self._turns.backlogs(),
         )

@@ -82,6 +82,10 @@ class Turns:
         return self._prompts.num_waiting + (0 if self._slots is None else self._slots.num_waiting)
 
     @property
+    def num_waiting_prompts(self) -> int:
+        return self._prompts.num_waiting
+
+    @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of requests that wait and are computed here, cached ones included."""
         return self._prompts.waiting_tokens + (0 if self._slots is None else self._slots.waiting_tokens)

@@ -287,7 +287,7 @@ def test_a_share_is_above_0_and_at_most_1(share: float) -> None:
 
 @pytest.mark.parametrize("queued", [None, 0, 15])
 def test_load_survives_the_wire(queued: int | None) -> None:
-    load = EngineStats(1, 2, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14, queued)
+    load = EngineStats(1, 2, 1, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14, queued)
     message = codec.stats_to_wire(load, draining=True)
     assert message.draining
     assert codec.stats_from_wire(pb.Load.FromString(message.SerializeToString())) == load

@@ -240,6 +240,19 @@ def test_waiting_requests_make_a_decode_worker_dear() -> None:
         assert placed(Placer(ResidencyIndex(), seed=1), fresh_request(), candidates("p", 1), decode).decode == "d1"
 
 
+def test_prompts_that_wait_for_their_turns_keep_no_stream_waiting() -> None:
+    """Forty of a flood made every decode worker too dear for a tenant whose turn comes at once."""
+    prompts = EngineStats(num_running=1, num_waiting=40, num_waiting_prompts=40)
+    streams = EngineStats(num_running=1, num_waiting=40)
+
+    def streams_ms(stats: EngineStats) -> float:
+        decision = placed(Placer(ResidencyIndex(), seed=1), fresh_request(), [], [candidate("d0", stats)])
+        return decision.price.streams_ms
+
+    assert streams_ms(prompts) == streams_ms(EngineStats(num_running=1))
+    assert streams_ms(streams) > 10 * streams_ms(prompts)
+
+
 # --- prices
 
 

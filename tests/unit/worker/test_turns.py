@@ -79,7 +79,7 @@ async def test_the_engine_gets_little_more_than_a_step_and_the_rest_waits() -> N
     clients = [Client(turns, request("a", 100_000), log) for _ in range(5)]  # 10 s each
     await settled()
     assert len(log) == 2
-    assert (turns.num_waiting, turns.waiting_tokens) == (3, 300_000)
+    assert (turns.num_waiting, turns.num_waiting_prompts, turns.waiting_tokens) == (3, 3, 300_000)
     for number, client in enumerate(clients):
         await client.begun.wait()
         times = EngineTimes(0.0, 0.0, 10.0, 10.0, prefill_share=1.0)
