@@ -336,6 +336,28 @@ def is_worker(process: psutil.Process) -> bool:
         return False
 
 
+async def test_stopping_an_engine_that_was_killed_ends_its_requests(elsewhere: Elsewhere) -> None:
+    engine, begun = elsewhere.prefill, asyncio.Event()
+    worker = worker_of(engine)
+    long = Sampling(max_tokens=1000, temperature=0.0, ignore_eos=True)
+
+    async def read() -> None:
+        async for _ in engine.generate(EngineRequest(RequestId("stopped"), prompt_of(20), long)):
+            begun.set()
+
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(60):
+        await begun.wait()
+        for process in [worker, *worker.parents()]:
+            if "VLLM::" in " ".join(process.cmdline()):
+                os.kill(process.pid, signal.SIGKILL)
+        await engine.stop()  # at once: before vLLM's client has seen the death
+        with pytest.raises(EngineDead):
+            await reading
+    with pytest.raises(EngineDead, match="stopped"):
+        await run(engine, prompt_of(20))
+
+
 async def test_floors_of_device_and_cpu_tier_survive_a_flood_of_ten_times_both(world: World) -> None:
     terms = {
         "gold": TierTerms(floor=0.5, cap=0.6),

@@ -406,7 +406,7 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """End all requests, with EngineDead or a last output ABORT. Idempotent."""
         ...
 
 

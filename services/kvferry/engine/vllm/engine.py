@@ -208,6 +208,8 @@ class VllmEngine:
         from kvferry.engine.vllm.outputs import finish_output, to_engine_output
 
         llm, request_id = self._llm, request.request_id
+        if llm is None:
+            raise EngineDead("the engine was stopped")
         transfer = _transfer_params(request)
         validate_continuation(request)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
@@ -276,7 +278,7 @@ class VllmEngine:
             await self._llm.notify_kv_transfer_request_rejected(request_id, transfer)
 
     async def abort(self, request_id: RequestId) -> None:
-        if not self._llm.errored:
+        if self._llm is not None and not self._llm.errored:
             await self._llm.abort(request_id)
 
     async def release(self, transfer_params: TransferParams) -> None:
@@ -340,10 +342,14 @@ class VllmEngine:
 
     async def stop(self) -> None:
         if self._llm is not None:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
             llm, self._llm = self._llm, None
             if self._validator is not None:
                 self._validator.close()
             await asyncio.to_thread(llm.shutdown)
+            # A shutdown ends the task that tells requests of an engine's end, perhaps before it has.
+            llm.output_processor.propagate_error(EngineDeadError())
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._engine_id is not None:
