@@ -18,7 +18,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
+.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ bench-neighbours: $(STAMP) ## Measure what the worst bodies of one client do to 
 
 bench-fairness: $(STAMP) ## Measure shares of tenants on a live cluster of simulated engines; the last line is JSON
 	@$(BIN)/python -m bench.fairness $(ARGS)
+
+bench-isolation: $(STAMP) ## Measure what one tenant's abuse takes from another's goodput; the last line is JSON
+	@$(BIN)/python -m bench.isolation $(ARGS)
 
 bench-fair-queue: $(STAMP) ## Drift of tenants in random schedules of the fair queue, and simulated clusters; the last line is JSON
 	@$(BIN)/python -m bench.fair_queue $(ARGS)
