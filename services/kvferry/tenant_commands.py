@@ -184,7 +184,7 @@ async def set_limits(admin: TenantAdmin, name: str, **limits: str | None) -> Non
 
 @tenant.command(
     name="set-tier",
-    help="Change what the tenant NAME may keep in a tier, as parts of the capacity that each node gives to it.",
+    help="Change what the tenant NAME may keep in a tier, as parts of what each node, or each engine, gives to it.",
 )
 @click.argument("name")
 @click.argument("tier", type=click.Choice(TIERS))

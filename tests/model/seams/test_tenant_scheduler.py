@@ -56,7 +56,7 @@ class Engine:
         pages: PoolPages = self.pool.free_block_queue.pages
         return pages
 
-    def request(self, tokens: list[int], tenant: str) -> Any:
+    def request(self, tokens: list[int], tenant: str, max_tokens: int = 1) -> Any:
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -67,7 +67,7 @@ class Engine:
         request = Request(
             f"r{self.num_requests}",
             tokens,
-            SamplingParams(max_tokens=1),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             None,
             cache_salt=tenant,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256_cbor),
@@ -278,32 +278,34 @@ class Steps:
         self.requests = Engine()
         self.hits: dict[str, int] = {}  # tokens
 
-    def add(self, tokens: list[int], hints: TierHints | None) -> Any:
+    def add(self, tokens: list[int], hints: TierHints | None, max_tokens: int = 1) -> Any:
         from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
 
-        request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "")
+        request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "", max_tokens)
         request.kv_hints = None if hints is None else to_kv_hints("r", hints)
         self.scheduler.add_request(request)
         return request
 
-    def run(self) -> int:
-        """Return in how many steps all ended."""
+    def step(self) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
 
-        for num_steps in range(500):
+        output = self.scheduler.schedule()
+        self.hits |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        ids = list(output.num_scheduled_tokens)
+        sampled = [
+            [] if (request := self.scheduler.requests[each]).is_prefill_chunk else [len(request.all_token_ids)]
+            for each in ids
+        ]
+        self.scheduler.update_from_output(
+            output, ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
+        )
+        self.scheduler._pages.check()
+
+    def run(self) -> None:
+        for _ in range(2000):
             if not self.scheduler.has_requests():
-                return num_steps
-            output = self.scheduler.schedule()
-            self.hits |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-            ids = list(output.num_scheduled_tokens)
-            sampled = [
-                [] if (request := self.scheduler.requests[each]).is_prefill_chunk else [len(request.all_token_ids)]
-                for each in ids
-            ]
-            self.scheduler.update_from_output(
-                output, ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
-            )
-            self.scheduler._pages.check()
+                return
+            self.step()
         raise AssertionError("requests that never end")
 
 
@@ -331,6 +333,42 @@ def test_either_scheduler_keeps_floors_and_learns_terms_from_requests(vllm_confi
     del again
     gc.collect()
     assert not steps.scheduler._pool.tenants, "ended requests are forgotten"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_accounts_are_right_whatever_requests_do(vllm_config: Any, seed: int, is_async: bool) -> None:
+    """Random requests of four tenants that preempt each other, are aborted, and whose terms change."""
+    from vllm.v1.request import RequestStatus
+
+    chance, steps = random.Random(seed), Steps(vllm_config, is_async=is_async)
+    scheduler, pages = steps.scheduler, steps.scheduler._pages
+    num_preempted = num_aborted = 0
+    living: list[Any] = []
+    for _ in range(600):
+        if len(scheduler.waiting) < 6:
+            floor = chance.choice((0.0, 0.1, 0.25))
+            device = TierTerms(floor=floor, cap=max(floor, chance.random()), ttl_s=chance.choice((None, 1.0, 60.0)))
+            tenant = Namespace(chance.choice(("a", "b", "c")))
+            hints = TierHints(tenant, terms=EngineTerms(TierTerms(), device))
+            prompt = prompt_of(chance.randrange(8), chance.randint(1, 14))
+            living.append(steps.add(prompt, hints if chance.random() < 0.8 else None, chance.randint(1, 60)))
+        if living and chance.random() < 0.1:
+            aborted = chance.choice(living)
+            scheduler.finish_requests([aborted.request_id], RequestStatus.FINISHED_ABORTED)
+            num_aborted += 1
+        steps.step()
+        living = [request for request in living if request.request_id in scheduler.requests]
+        num_preempted += sum(request.num_preemptions for request in living)
+    assert num_aborted > 5
+    assert num_preempted > 5, "so that memory was short"
+    steps.run()
+    assert pages.num_free == NUM_BLOCKS - 1
+    assert sum(sum(pages.usage_of(tenant)[:1]) for tenant in ("a", "b", "c", "default")) == len(
+        [block for block in scheduler._pool.blocks if block.block_hash is not None]
+    )
+    assert scheduler.reset_prefix_cache()
+    assert not any(pages.usage_of(tenant)[0] for tenant in ("a", "b", "c", "default"))
 
 
 def test_another_pool_is_refused() -> None:
