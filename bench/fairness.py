@@ -37,6 +37,7 @@ MODEL = "sim-model"
 TOKENS_PER_S = 10_000  # of a prefill engine
 PROMPT_TOKENS = 500
 PROMPT_S = PROMPT_TOKENS / TOKENS_PER_S
+LONG_PROMPT_TOKENS = 600, 3700
 WARM_UP_S = 3.0
 SAMPLE_S = 0.01
 START_TIMEOUT_S = 60.0
@@ -117,6 +118,7 @@ class Client:
 
     def __init__(self, gateway: GatewayHost, tenant: str, key: str, seed: int) -> None:
         self.latencies_s: list[float] = []
+        self.prompt_tokens = PROMPT_TOKENS, PROMPT_TOKENS  # from and to
         self._tenant = tenant
         self._rng = random.Random(seed)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -131,7 +133,8 @@ class Client:
         await self._http.aclose()
 
     async def send(self) -> None:
-        prompt = f"{self._tenant}-{self._rng.getrandbits(48)} " + " ".join(f"w{i}" for i in range(PROMPT_TOKENS - 1))
+        num_tokens = self._rng.randint(*self.prompt_tokens)
+        prompt = f"{self._tenant}-{self._rng.getrandbits(48)} " + " ".join(f"w{i}" for i in range(num_tokens - 1))
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
         begun_s = time.perf_counter()
         answer = await self._http.post("/v1/completions", json=body)
@@ -222,13 +225,19 @@ def p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
 
 
-async def measure_under_share(seconds: float) -> tuple[float, float]:
-    """Return p99 of a tenant that asks for a third of its share: beside a flood, and alone on its share's speed."""
+async def measure_under_share(seconds: float, prompt_tokens: tuple[int, int]) -> tuple[float, float]:
+    """Return p99 of a tenant that asks for a third of its share: beside a flood, and alone on its share's speed.
+
+    The flood has prompts of PROMPT_TOKENS. What is before a prompt that comes, a prompt inside the engine and a step of
+    the decode engine, takes the same time for long ones.
+    """
+    mean_s = sum(prompt_tokens) / 2 / TOKENS_PER_S
     found = []
     for is_flooded in (True, False):
         async with running(2, speed=1.0 if is_flooded else 0.8) as cluster:
             gold, noise = await clients_of(cluster, [("gold", 4.0, 0), ("noise", 1.0, 1)])
-            loads = [gold.at_rate(4 / PROMPT_S * 0.8 / 3)] + ([noise.flood(96)] if is_flooded else [])
+            gold.prompt_tokens = prompt_tokens
+            loads = [gold.at_rate(4 / mean_s * 0.8 / 3)] + ([noise.flood(96)] if is_flooded else [])
             await during(loads, lambda: asyncio.sleep(seconds))
             found.append(p99(gold.latencies_s[len(gold.latencies_s) // 10 :]))
             for client in (gold, noise):
@@ -273,14 +282,21 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             f"{found['idle_with_backlog']:.4f}",
         )
     console.print(table)
-    beside_s, alone_s = await measure_under_share(arguments.seconds)
-    console.print(f"a tenant at a third of its share: p99 {beside_s * 1e3:.0f} ms, alone {alone_s * 1e3:.0f} ms")
+    ratios = []
+    for prompt_tokens in ((PROMPT_TOKENS, PROMPT_TOKENS), LONG_PROMPT_TOKENS):
+        beside_s, alone_s = await measure_under_share(arguments.seconds, prompt_tokens)
+        ratios.append(round(beside_s / alone_s, 2))
+        console.print(
+            f"a tenant at a third of its share, prompts of {prompt_tokens[0]} to {prompt_tokens[1]} tokens:"
+            f" p99 {beside_s * 1e3:.0f} ms, alone {alone_s * 1e3:.0f} ms"
+        )
     flooded_s, calm_s = await measure_small_tenants(arguments.tenants, arguments.seconds)
     console.print(f"{arguments.tenants} small tenants: p99 {flooded_s * 1e3:.0f} ms, without {calm_s * 1e3:.0f} ms")
     return {
         "share_error_max": round(max(abs(each["share"] / 0.8 - 1) for each in shares), 4),
         "share_after_change_error_max": round(max(abs(each["after_change"] / 0.2 - 1) for each in shares), 4),
-        "ttft_p99_vs_alone": round(beside_s / alone_s, 2),
+        "ttft_p99_vs_alone": ratios[0],
+        "ttft_p99_vs_alone_long_prompts": ratios[1],
         "small_tenants_p99_vs_calm": round(flooded_s / calm_s, 2),
         "idle_with_backlog": round(max(each["idle_with_backlog"] for each in shares), 4),
     }
