@@ -95,7 +95,7 @@ def check_floors(tenant_to_terms: TenantToTiers) -> None:
         floors = {tenant: tiers[tier].floor for tenant, tiers in tenant_to_terms.items()}
         total = math.fsum(floors.values())
         if total > MAX_FLOORS[tier] + 1e-9:
-            largest = sorted(floors, key=lambda tenant: -floors[tenant])[:5]
+            largest = sorted(filter(floors.__getitem__, floors), key=lambda tenant: -floors[tenant])[:5]
             named = ", ".join(f"{tenant} {floors[tenant]:.0%}" for tenant in largest)
             limit = f"{MAX_FLOORS[tier]:.0%} is the limit"
             raise ValueError(f"floors in the {tier} tier sum to {total:.1%}; {limit}: {named}")

@@ -98,8 +98,9 @@ def test_metrics_name_all_causes() -> None:
 
 def test_half_of_a_devices_memory_is_left_to_requests_that_run() -> None:
     terms = {name: {tier: TierTerms(floor=0.3) for tier in TIERS} for name in "ab"}
-    with pytest.raises(ValueError, match=r"floors in the device tier sum to 60\.0%; 50% is the limit"):
-        check_floors(terms)
+    without = dict.fromkeys(TIERS, TierTerms())
+    with pytest.raises(ValueError, match=r"floors in the device tier sum to 60\.0%; 50% is the limit: a 30%, b 30%$"):
+        check_floors({**terms, "none": without})
     contracts = contracts_in(DEVICE_TIER, terms, 1000)
     assert sum(contract.floor for contract in contracts.values()) == 500
     assert contracts_in(CPU_TIER, terms, 1000)["a"].floor == 300
