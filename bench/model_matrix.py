@@ -23,6 +23,8 @@ TITLES = {
     "olmo2": "OLMo 2: grouped attention",
     "qwen3": "Qwen3: grouped attention (GQA)",
     "qwen3-tp2": "Qwen3 with `engine.tensor_parallel_size: 2`",
+    "qwen3-int8": "Qwen3, weights and inputs INT8 (compressed-tensors)",
+    "qwen3-fp8": "Qwen3, weights and inputs FP8 (compressed-tensors)",
     "mixtral": "Mixtral: experts",
     "qwen3-moe": "Qwen3-MoE: experts",
     "phi3-longrope": "Phi-3: LongRoPE",
@@ -35,6 +37,7 @@ TITLES = {
     "cohere2": "Command R7B and every other architecture",
     "falcon-h1": "Falcon-H1: Mamba beside attention",
     "qwen3-next": "Qwen3-Next: linear attention",
+    "qwen3-gptq": "Qwen3, weights quantized otherwise (GPTQ, AWQ, ...)",
 }
 
 

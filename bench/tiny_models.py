@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,6 +63,13 @@ SHOWN: Mapping[str, Callable[[], Any]] = {
             "long_factor": [2.0 + i for i in range(16)],
         },
     ),
+    "qwen3-int8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
+    "qwen3-fp8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
+}
+# Of SHOWN, those whose weights are quantized: largest value, torch's and compressed-tensors' type, and its format.
+_QUANTIZED: Mapping[str, tuple[float, str, str, str]] = {
+    "qwen3-int8": (127.0, "int8", "int", "int-quantized"),
+    "qwen3-fp8": (448.0, "float8_e4m3fn", "float", "float-quantized"),
 }
 # Models of SHOWN with other settings of both engines.
 CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwen3-tp2": ("qwen3", {"tensor_parallel_size": 2})}
@@ -104,6 +112,12 @@ REFUSED: Mapping[str, Callable[[], Any]] = {
     ),
     "cohere2": _configured("Cohere2Config", sliding_window=64),
     "qwen3-next": _configured("Qwen3NextConfig", head_dim=32, shared_expert_intermediate_size=64, **_EXPERTS),
+    "qwen3-gptq": _configured(
+        "Qwen3Config",
+        head_dim=32,
+        dtype="float16",
+        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    ),
 }
 
 
@@ -111,6 +125,8 @@ def write_config(name: str, folder: Path) -> Path:
     """Write a model's configuration, without weights."""
     config = (SHOWN | REFUSED)[name]()
     config.architectures = [f"{type(config).__name__.removesuffix('Config').removesuffix('Text')}ForCausalLM"]
+    if name in _QUANTIZED:
+        config.quantization_config = _quantization_config(name)
     config.save_pretrained(folder)
     return folder
 
@@ -125,4 +141,45 @@ def make_model(name: str, folder: Path) -> Path:
     tokenizer = model_folder.resolve(model_folder.DEFAULT_NAME)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
+    if name in _QUANTIZED:
+        _quantize(name, folder)
     return folder
+
+
+def _quantize(name: str, folder: Path) -> None:
+    """Quantize the weights of linear layers by channel; inputs are quantized by token when they are computed."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    largest, dtype, _, _ = _QUANTIZED[name]
+    file = folder / "model.safetensors"
+    tensors = {}
+    for key, weights in load_file(file).items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = weights
+            continue
+        scale = weights.abs().amax(1, keepdim=True) / largest
+        scaled = weights / scale
+        tensors[key] = (scaled.round() if dtype == "int8" else scaled).to(getattr(torch, dtype))
+        tensors[f"{key}_scale"] = scale
+    save_file(tensors, file, metadata={"format": "pt"})
+    config_file = folder / "config.json"
+    values = json.loads(config_file.read_text(encoding="utf-8"))
+    config_file.write_text(json.dumps(values | {"quantization_config": _quantization_config(name)}), encoding="utf-8")
+
+
+def _quantization_config(name: str) -> dict[str, Any]:
+    _, _, kind, tensor_format = _QUANTIZED[name]
+    bits = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**bits, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": tensor_format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }

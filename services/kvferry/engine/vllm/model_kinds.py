@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 # Tried by `make test-models`. vLLM 0.32 has 391; another one is refused until it was tried.
@@ -19,6 +20,11 @@ ARCHITECTURES = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
+
+# Of weights, by method and format, both with eight bits; vLLM's other kernels compute in half precision, where answers
+# depend on how prompts are cut.
+_QUANTIZATIONS = frozenset({("compressed-tensors", "int-quantized"), ("compressed-tensors", "float-quantized")})
+_WEIGHT_BITS = 8
 
 # Of a text configuration's `layer_types`.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -44,6 +50,7 @@ def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
         "KV pages shared by layers": bool(getattr(text, "num_kv_shared_layers", 0)),
         "ALiBi": bool(getattr(text, "alibi", False)),
         "layers of kind " + ", ".join(sorted(layer_types - {_FULL, _SLIDING})): bool(layer_types - {_FULL, _SLIDING}),
+        f"weights quantized as {_quantization(model)}": not _is_shown_quantization(model),
         f"KV pages of type {cache_dtype}": _is_quantized(cache_dtype),
         "LoRA adapters": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
@@ -60,6 +67,29 @@ def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
 def has_sliding_window(model_config: Any, layer_types: set[str]) -> bool:
     # As vLLM does, whatever `use_sliding_window` says: some models of it ignore that.
     return _SLIDING in layer_types or model_config.get_sliding_window() is not None
+
+
+def _is_shown_quantization(model_config: Any) -> bool:
+    if not model_config.quantization:
+        return True
+    values = _quantization_values(model_config)
+    groups = values.get("config_groups") or {}
+    bits = {group["weights"]["num_bits"] for group in groups.values() if group.get("weights")}
+    # With a scheme for the cache, vLLM would store pages of another type than it was told.
+    is_of_weights_alone = not values.get("kv_cache_scheme")
+    is_listed = (model_config.quantization, values.get("format")) in _QUANTIZATIONS
+    return is_listed and is_of_weights_alone and bits == {_WEIGHT_BITS}
+
+
+def _quantization(model_config: Any) -> str:
+    """For people."""
+    values = _quantization_values(model_config)
+    return " ".join(str(each)[:80] for each in (model_config.quantization, values.get("format")) if each)
+
+
+def _quantization_values(model_config: Any) -> Mapping[str, Any]:
+    values = getattr(model_config.hf_config, "quantization_config", None)
+    return values if isinstance(values, Mapping) else {}
 
 
 def _is_quantized(cache_dtype: str) -> bool:

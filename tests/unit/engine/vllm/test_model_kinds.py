@@ -21,6 +21,8 @@ def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None,
         is_encoder_decoder=False,
         hf_text_config=SimpleNamespace(**text),
         get_sliding_window=lambda: window,
+        quantization=None,
+        hf_config=SimpleNamespace(),
     )
     cache = SimpleNamespace(cache_dtype="auto")
     return SimpleNamespace(model_config=model, cache_config=cache, lora_config=None, speculative_config=None)
@@ -71,6 +73,40 @@ def test_untried_settings_are_refused(part: str, name: str, value: object, reaso
     whole = config()
     setattr(getattr(whole, part) if part else whole, name, value)
     assert reason in why_refused(whole, has_tiers=False)
+
+
+def quantized(method: str, **values: Any) -> SimpleNamespace:
+    whole = config()
+    whole.model_config.quantization = method
+    whole.model_config.hf_config.quantization_config = values
+    return whole
+
+
+INT8 = {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
+
+
+@pytest.mark.parametrize("tensor_format", ["int-quantized", "float-quantized"])
+def test_weights_of_eight_bits_are_served_in_the_formats_that_were_tried(tensor_format: str) -> None:
+    assert why_refused(quantized("compressed-tensors", format=tensor_format, **INT8), has_tiers=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "values", "reason"),
+    [
+        ("fp8", {}, "weights quantized as fp8 have"),
+        ("awq", {"bits": 4}, "weights quantized as awq have"),
+        ("compressed-tensors", {"format": "pack-quantized", **INT8}, "compressed-tensors pack-quantized"),
+        ("compressed-tensors", {"format": "int-quantized"}, "compressed-tensors int-quantized"),
+        (
+            "compressed-tensors",
+            {"format": "int-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+            "int-quantized",
+        ),
+        ("compressed-tensors", {"format": "float-quantized", "kv_cache_scheme": {"num_bits": 8}, **INT8}, "float"),
+    ],
+)
+def test_other_quantized_weights_are_refused(method: str, values: dict[str, Any], reason: str) -> None:
+    assert reason in why_refused(quantized(method, **values), has_tiers=False)
 
 
 @pytest.mark.parametrize("use", [True, False])
