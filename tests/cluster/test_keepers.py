@@ -50,13 +50,13 @@ def ask(machine: Machine, prompt: str = PROMPT) -> str:
     return text
 
 
-def cached_tokens(machine: Machine, tier: str) -> float:
+def reading(machine: Machine, metric: str, label: str = "") -> float:
     lines = httpx.get(f"{machine.url}/metrics", timeout=10, trust_env=False).text.splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith("kvferry_worker_cached_prompt_tokens_total{") and f'tier="{tier}"' in line
-    )
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{metric}{{") and label in line)
+
+
+def cached_tokens(machine: Machine, tier: str) -> float:
+    return reading(machine, "kvferry_worker_cached_prompt_tokens_total", f'tier="{tier}"')
 
 
 def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_path: Path) -> None:
@@ -84,6 +84,10 @@ def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_p
     assert_nothing_left(machine, processes, ports)
 
     up(machine, volume)
+    # A gateway is ready before it has heard of a keeper, and computes until then.
+    wait_until(
+        lambda: reading(machine, "kvferry_volume_pages") >= 6, timeout_s=60, what="chunks that the gateway knows"
+    )
     assert ask(machine) == text
     wait_until(lambda: cached_tokens(machine, "volume") >= 192, timeout_s=30, what="tokens from the volume")
 
