@@ -1,153 +1,200 @@
-"""One tenant's abuse of a gateway, in a process of its own: sends until it is ended, and prints what was answered.
-
-Run by `bench.isolation`: python -m bench.abuse KIND HOST:PORT MODEL, with the key in KVFERRY_API_KEY. The last line on
-stdout is a JSON object of counts by status.
-"""
+"""Attacks of one tenant on the others of a cluster: what its clients send, and how that was answered."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import itertools
 import os
-import signal
-import sys
+import resource
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-NUM_FLOODING: Final = 64
-NUM_TRICKLING: Final = 1024
-NUM_LONG: Final = 16
-BYTE_PAUSE_S: Final = 0.5
-NUM_CHOICES: Final = 128  # of each prompt
-NUM_PROMPTS: Final = 4
-_NICE: Final = 10
+from bench.gateway import say, told_to_end
+from bench.live_cluster import MODEL
+from bench.raw_http import Connection, post_head, post_request
 
+PATH = "/v1/completions"
+NICENESS = 19
 
-class Sender:
-    def __init__(self, address: str, model: str, key: str) -> None:
-        self.counts: Counter[str] = Counter()
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
-        self._model = model
-        self._key = key
+MOST_CHOICES = 512  # of a request
+# Half of a gateway's 1,024 minus room for what others have in flight: of more than is left for others none is admitted.
+ADMITTED_CHOICES = 448
+MAX_N = 128  # choices of one prompt
+CHOICE_TOKENS = 1024  # they hold their slots of the batch for a window
+FLOOD_CONNECTIONS = 64
+LONG_CONNECTIONS = 96  # more than its limit of choices
+LONG_PROMPT_TOKENS = 4000
+LONG_ANSWER_TOKENS = 512
+LONG_LIMITS = {"tokens_per_minute": 1_200_000.0, "max_choices": 64}
+TRICKLES = 1024
+TRICKLE_BYTE_S = 1.0  # between two bytes of a connection
+TRICKLE_BODY_BYTES = 4096
 
-    async def flood(self) -> None:
-        """Small requests, each connection's after its last."""
-        await _together(NUM_FLOODING, lambda: self._repeat(["hello"], 1, 1))
-
-    async def long(self) -> None:
-        """Long prompts and long answers."""
-        await _together(NUM_LONG, lambda: self._repeat(["word " * 4000], 400, 1))
-
-    async def choices(self) -> None:
-        """One request of 512 choices, the most that are allowed, after the other."""
-        await self._repeat([f"hello {i}" for i in range(NUM_PROMPTS)], 16, NUM_CHOICES)
-
-    async def refused(self) -> None:
-        """Requests of one choice more than is allowed."""
-        await self._repeat(["hello"], 16, NUM_CHOICES + 1)
-
-    async def trickle(self) -> None:
-        """Bodies of which a byte comes now and then."""
-        await _together(NUM_TRICKLING, self._trickle)
-
-    async def _repeat(self, prompts: list[str], max_tokens: int, num_choices: int) -> None:
-        body = json.dumps(
-            {
-                "model": self._model,
-                "prompt": prompts,
-                "max_tokens": max_tokens,
-                "n": num_choices,
-                "temperature": 1 if num_choices > 1 else 0,
-                "ignore_eos": True,
-            }
-        ).encode()
-        while True:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError, ValueError):
-                reader, writer = await asyncio.open_connection(self._host, self._port)
-                try:
-                    while True:
-                        writer.write(self._head(len(body)) + body)
-                        self.counts[await _answered(reader)] += 1
-                finally:
-                    writer.close()
-            self.counts["closed"] += 1
-            await asyncio.sleep(0.01)
-
-    async def _trickle(self) -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_connection(self._host, self._port)
-                reading = asyncio.create_task(_answered(reader))
-                try:
-                    writer.write(self._head(1 << 16))
-                    while not reading.done():
-                        writer.write(b" ")
-                        self.counts["bytes"] += 1
-                        await asyncio.wait([reading], timeout=BYTE_PAUSE_S)
-                finally:
-                    writer.close()
-                    reading.cancel()
-                    (status,) = await asyncio.gather(reading, return_exceptions=True)
-                    if isinstance(status, str):
-                        self.counts[status] += 1
-            self.counts["closed"] += 1
-            await asyncio.sleep(0.1)
-
-    def _head(self, num_bytes: int) -> bytes:
-        return (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nauthorization: Bearer {self._key}\r\n"
-            f"content-type: application/json\r\ncontent-length: {num_bytes}\r\n\r\n"
-        ).encode()
+Body = Callable[[int], Mapping[str, Any]]  # of the request with this number
 
 
-KINDS: Final[Mapping[str, Callable[[Sender], Awaitable[None]]]] = {
-    "choices": Sender.choices,
-    "refused": Sender.refused,
-    "trickle": Sender.trickle,
-    "flood": Sender.flood,
-    "long": Sender.long,
+@dataclass(frozen=True)
+class Loop:
+    """Connections that each send one request after the other, to the gateways in turn."""
+
+    label: str
+    num_connections: int
+    body: Body
+    pause_s: float = 0.0  # after a refusal
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What a tenant does for the whole time of a window. `limits` are those that its operator has set."""
+
+    shown: str
+    loops: Sequence[Loop] = ()
+    num_trickles: int = 0
+    limits: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def _completion(prompt: str | list[str], max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+def _choices(num_choices: int) -> Body:
+    def body(number: int) -> dict[str, Any]:
+        prompts = [f"{number} choices {i}" for i in range(num_choices // MAX_N + (num_choices % MAX_N > 0))]
+        return _completion(prompts, CHOICE_TOKENS, n=num_choices // len(prompts), stream=True)
+
+    return body
+
+
+def _long(number: int) -> dict[str, Any]:
+    words = " ".join(f"w{i}" for i in range(LONG_PROMPT_TOKENS - 1))
+    return _completion(f"{os.getpid()}-{number} {words}", LONG_ANSWER_TOKENS, stream=True)
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "choices": Attack(
+        f"requests of {ADMITTED_CHOICES} and {MOST_CHOICES} choices",
+        [
+            Loop(f"{ADMITTED_CHOICES} choices", 2, _choices(ADMITTED_CHOICES), 0.05),
+            Loop(f"{MOST_CHOICES} choices", 2, _choices(MOST_CHOICES), 0.05),
+            Loop(f"n={MOST_CHOICES}", 2, lambda _: _completion("one prompt", CHOICE_TOKENS, n=MOST_CHOICES), 0.05),
+        ],
+    ),
+    "trickle": Attack(f"{TRICKLES:,} bodies, a byte each {TRICKLE_BYTE_S:g} s", num_trickles=TRICKLES),
+    "flood": Attack(
+        f"small requests over {FLOOD_CONNECTIONS} connections",
+        [Loop("small", FLOOD_CONNECTIONS, lambda number: _completion(f"{number} a b c d e f g", 1))],
+    ),
+    "long": Attack(
+        f"{LONG_PROMPT_TOKENS:,} tokens of prompt, {LONG_ANSWER_TOKENS} of answer, at its limit",
+        [Loop("long", LONG_CONNECTIONS, _long, 0.1)],
+        limits=LONG_LIMITS,
+    ),
 }
 
 
-async def _answered(reader: asyncio.StreamReader) -> str:
-    """Read an answer of known length. Return its status."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    status, *lines = head.decode("latin-1").split("\r\n")
-    lengths = [line.partition(":")[2] for line in lines if line.lower().startswith("content-length:")]
-    await reader.readexactly(int(lengths[0]))
-    return status.split(" ")[1]
+class Attacker:
+    """Runs one attack until cancelled. `counts` are of what was sent by label: `sent`, answers by status, `lost`."""
+
+    def __init__(self, attack: Attack, ports: Sequence[int], key: str) -> None:
+        self.counts: dict[str, Counter[str]] = {}
+        self._attack = attack
+        self._ports = ports
+        self._key = key
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for loop in self._attack.loops:
+                counts, numbers = self.counts.setdefault(loop.label, Counter()), itertools.count()
+                for _, port in zip(range(loop.num_connections), itertools.cycle(self._ports), strict=False):
+                    tasks.create_task(self._repeat(loop, port, counts, numbers))
+            if self._attack.num_trickles:
+                tasks.create_task(self._trickle())
+
+    async def _repeat(self, loop: Loop, port: int, counts: Counter[str], numbers: itertools.count[int]) -> None:
+        with contextlib.closing(Connection(port)) as connection:
+            while True:
+                request = post_request(port, PATH, self._key, loop.body(next(numbers)))
+                counts["sent"] += 1
+                try:
+                    status = (await connection.exchange(request)).status
+                except (OSError, EOFError):
+                    counts["lost"] += 1
+                    await asyncio.sleep(0.1)
+                else:
+                    counts[str(status)] += 1
+                    if status != 200 and loop.pause_s:
+                        await asyncio.sleep(loop.pause_s)
+
+    async def _trickle(self) -> None:
+        """Send a byte over each connection in turn, evenly spread over time."""
+        counts = self.counts.setdefault("bodies", Counter())
+        ports = itertools.cycle(self._ports)
+        trickles = [Trickle(next(ports), self._key, counts) for _ in range(self._attack.num_trickles)]
+        await asyncio.gather(*(trickle.open() for trickle in trickles))
+        due_s = time.monotonic()
+        for trickle in itertools.cycle(trickles):
+            due_s += TRICKLE_BYTE_S / len(trickles)
+            if (early_s := due_s - time.monotonic()) > 0:
+                await asyncio.sleep(early_s)
+            await trickle.send_byte()
 
 
-async def _together(number: int, run: Callable[[], Awaitable[None]]) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(number):
-            tasks.create_task(_awaited(run))
+class Trickle(asyncio.Protocol):
+    """A connection whose body comes byte by byte; where it is closed another one is opened."""
+
+    def __init__(self, port: int, key: str, counts: Counter[str]) -> None:
+        self._port = port
+        self._key = key
+        self._counts = counts
+        self._transport: asyncio.WriteTransport | None = None
+
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.create_connection(lambda: self, "127.0.0.1", self._port)
+        except OSError:
+            self._counts["lost"] += 1
+            return
+        self._counts["sent"] += 1
+        self._transport = transport
+        transport.write(post_head(self._port, PATH, self._key, TRICKLE_BODY_BYTES))
+
+    async def send_byte(self) -> None:
+        if self._transport is None:
+            await self.open()
+        else:
+            self._counts["bytes"] += 1
+            self._transport.write(b" ")
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 "):
+            self._counts[data.split(b" ", 2)[1].decode()] += 1
+        self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
 
 
-async def _awaited(run: Callable[[], Awaitable[None]]) -> None:
-    await run()
-
-
-async def send(kind: str, sender: Sender) -> None:
-    sending = asyncio.ensure_future(KINDS[kind](sender))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, sending.cancel)
-    print("begun", flush=True)
+async def run_attack(name: str, ports: Sequence[int], key: str) -> None:
+    """Attack at the lowest priority until this process is told to end; then say what was sent and answered."""
+    os.nice(NICENESS)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    attacker = Attacker(ATTACKS[name], ports, key)
+    attacking = asyncio.create_task(attacker.run())
+    ending = asyncio.create_task(told_to_end())
+    say({"attack": name})
+    await asyncio.wait((attacking, ending), return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    attacking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await sending
-
-
-def main() -> int:
-    kind, address, model = sys.argv[1:]
-    # The attacker stands for another machine: what its own client computes is no harm that the service does.
-    os.nice(_NICE)
-    sender = Sender(address, model, os.environ["KVFERRY_API_KEY"])
-    asyncio.run(send(kind, sender))
-    print(json.dumps(dict(sorted(sender.counts.items()))), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        await attacking  # an attack that failed is no result
+    say(attacker.counts)

@@ -14,103 +14,21 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.table import Table
 
-from kvferry import config as configuration
-from kvferry.config import ClusterConfig
-from kvferry.engine.sim import SimEngine
+from bench.live_cluster import MODEL, TOKENS_PER_S, Cluster, config_of, running
 from kvferry.gateway.lifecycle import GatewayHost
-from kvferry.membership.base import MemberKind
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
-from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_loadtest.machine import machine_line
 
-MODEL = "sim-model"
-TOKENS_PER_S = 10_000  # of a prefill engine
 PROMPT_TOKENS = 500
 PROMPT_S = PROMPT_TOKENS / TOKENS_PER_S
 LONG_PROMPT_TOKENS = 600, 3700
 WARM_UP_S = 3.0
-SAMPLE_S = 0.01
-START_TIMEOUT_S = 60.0
-
-
-def config_of(speed: float = 1.0) -> ClusterConfig:
-    return configuration.parse(
-        {
-            "model": {"path": MODEL},
-            "engine": {"kind": "sim", "block_size": 16},
-            "prefill": {"replicas": 2},
-            "decode": {"replicas": 2},
-            "worker": {"max_requests": 2048},
-            "sim": {"step_ms": 1.0, "prefill_tokens_per_s": TOKENS_PER_S * speed},
-            "gateway": {"http_port": 0, "grpc_port": None, "tenants_in_etcd": True, "max_requests": 4096},
-        }
-    )
-
-
-@dataclass
-class Cluster:
-    registry: MemoryRegistry
-    workers: list[tuple[WorkerHost, SimEngine]] = field(default_factory=list)
-    gateways: list[GatewayHost] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.admin = TenantAdmin(MemoryMembership(self.registry))
-
-    def served_ms(self) -> dict[str, float]:
-        """Return the work of all engines by tenant."""
-        served: dict[str, float] = {}
-        for host, _ in self.workers:
-            for tenant, ms in host.server.served_ms().items():
-                served[tenant] = served.get(tenant, 0.0) + ms
-        return served
-
-    async def idle_with_backlog(self, stop: asyncio.Event) -> float:
-        """Return the part of the time in which an engine has nothing while prompts wait in its queue."""
-        num_idle = num_samples = 0
-        while not stop.is_set():
-            for host, engine in self.workers:
-                if host.server.stats().backlogs:
-                    num_samples += 1
-                    stats = engine.stats()
-                    num_idle += not (stats.num_running or stats.num_waiting)
-            await asyncio.sleep(SAMPLE_S)
-        return num_idle / max(1, num_samples)
-
-
-@asynccontextmanager
-async def running(num_gateways: int, speed: float = 1.0) -> AsyncIterator[Cluster]:
-    config = config_of(speed)
-    cluster = Cluster(MemoryRegistry())
-    try:
-        for kind in (MemberKind.PREFILL, MemberKind.PREFILL, MemberKind.DECODE, MemberKind.DECODE):
-            engine = build_engine(config, kind, MODEL)
-            assert isinstance(engine, SimEngine)
-            host = WorkerHost(config, kind, engine, MemoryMembership(cluster.registry))
-            await host.start()
-            cluster.workers.append((host, engine))
-        for _ in range(num_gateways):
-            gateway = GatewayHost(config, MODEL, MemoryMembership(cluster.registry))
-            cluster.gateways.append(gateway)
-            await gateway.start()
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not all(gateway.readiness().ready for gateway in cluster.gateways):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        yield cluster
-    finally:
-        for gateway in cluster.gateways:
-            await gateway.stop()
-        for host, _ in cluster.workers:
-            await host.stop()
 
 
 class Client:
@@ -195,7 +113,7 @@ async def share_of_gold(cluster: Cluster, seconds: float) -> float:
 
 async def measure_shares(num_gateways: int, seconds: float) -> dict[str, float]:
     """Two tenants of 4:1 that always wait; the shares are turned round at the end."""
-    async with running(num_gateways) as cluster:
+    async with running(config_of(), num_gateways) as cluster:
         others = range(1, num_gateways) if num_gateways > 1 else [0]
         clients = await clients_of(cluster, [("gold", 4.0, 0), *((f"noise{i}", 1.0 / len(others), i) for i in others)])
         stop = asyncio.Event()
@@ -234,7 +152,7 @@ async def measure_under_share(seconds: float, prompt_tokens: tuple[int, int]) ->
     mean_s = sum(prompt_tokens) / 2 / TOKENS_PER_S
     found = []
     for is_flooded in (True, False):
-        async with running(2, speed=1.0 if is_flooded else 0.8) as cluster:
+        async with running(config_of(speed=1.0 if is_flooded else 0.8), 2) as cluster:
             gold, noise = await clients_of(cluster, [("gold", 4.0, 0), ("noise", 1.0, 1)])
             gold.prompt_tokens = prompt_tokens
             loads = [gold.at_rate(4 / mean_s * 0.8 / 3)] + ([noise.flood(96)] if is_flooded else [])
@@ -249,7 +167,7 @@ async def measure_small_tenants(num_tenants: int, seconds: float) -> tuple[float
     """Return p99 of many small tenants at half of the capacity together, with and without a flood of another one."""
     found = []
     for is_flooded in (True, False):
-        async with running(2) as cluster:
+        async with running(config_of(), 2) as cluster:
             tenants = [(f"small{i}", 1.0, i % 2) for i in range(num_tenants)]
             *small, whale = await clients_of(cluster, [*tenants, ("whale", 1.0, 1)])
             rate = 4 / PROMPT_S * 0.5

@@ -1,8 +1,19 @@
-"""What one tenant's abuse takes from another's goodput.
+"""What the abuse of one tenant costs another one on a live cluster of simulated engines.
 
-A live cluster of simulated engines with two gateways, and an innocent tenant that sends at a steady rate, well below
-its share. Its goodput is the part of its requests that are answered in whole within the deadline. It is measured beside
-each attack (`bench.abuse`, a process of its own with a lower priority), and without one before and after it.
+An innocent tenant sends short streamed requests at random times, whatever is answered, through both gateways. It is
+measured alone and beside each attack in turn, so that the drift of the machine cancels. Its goodput is the part of its
+requests that were answered in full and in time (TTFT_S, WHOLE_S), of those that were due; time counts from when a
+request was due. A fall is what of the goodput alone is missing beside an attack. A window begins with the attack, and
+the attack lasts until the last request of the window had its time.
+
+The cluster, the innocent's clients and the attacker's clients are a process each. Clients stand for other machines, and
+here they share the cores with the cluster. So the attacker has the lowest priority (nice 19): it gets what the others
+leave, and the innocent has the highest that the system allows. An attacker that waits for a core sends less, never the
+others: so its number of requests is what this machine lets it send, and it is in the result. And times are limits that
+an idle machine keeps fifty-fold: goodput falls where requests are refused, starved or stuck, not where each takes some
+milliseconds longer; those are seen in the times to first token.
+
+Bodies trickle for a window only: below 30 s the gateway's time for bodies ends none of them.
 
 The last line on stdout is one JSON object; everything else goes to stderr.
 """
@@ -11,169 +22,331 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import logging
 import os
 import random
-import statistics
-import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-import httpx
+import uvloop
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from bench.abuse import KINDS
-from bench.fairness import MODEL, Cluster, running
+from bench.abuse import ATTACKS, PATH, run_attack
+from bench.gateway import Children, say, told_to_end
+from bench.live_cluster import MODEL, Cluster, config_of, running
+from bench.neighbours import set_niceness
+from bench.raw_http import Connection, post_request
 from kvferry_loadtest.machine import machine_line
 
-RATE_PER_S: Final = 20.0  # a tenth of what the engines compute
-PROMPT_TOKENS: Final = 100
-ANSWER_TOKENS: Final = 16
-DEADLINE_S: Final = 2.0  # of an answer that takes 40 ms alone
-SETTLE_S: Final = 1.0
+NUM_GATEWAYS = 2
+STEP_MS = 10.0
+NUM_PAGES = 32_768  # 512k tokens: of a model of 8B on a GPU of 80 GB
+RATE_PER_S = 20.0  # of the innocent: 4 of the 128 streams that two decode workers have
+PROMPT_TOKENS = 32
+ANSWER_TOKENS = 16
+TTFT_S = 1.0
+WHOLE_S = 3.0
+SETTLE_S = 1.0  # between windows
+FAULT_CHARS = 200
+GIVE_UP_S = 10.0  # of a request that came late
+
+
+# --- The innocent.
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of the innocent, in seconds of `time.monotonic`; `status` is 0 without a whole answer."""
+
+    due_s: float
+    sent_s: float
+    status: int = 0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    fault: str = ""  # why there is no whole answer
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.due_s
+
+    @property
+    def is_good(self) -> bool:
+        return self.status == 200 and self.ttft_s <= TTFT_S and self.ended_s - self.due_s <= WHOLE_S
 
 
 class Innocent:
-    def __init__(self, url: str, key: str, seed: int) -> None:
-        self._rng = random.Random(seed)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        headers = {"authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=DEADLINE_S, limits=limits)
+    """Open-loop clients of one tenant. Each request's outcome is a line of a file."""
 
-    async def close(self) -> None:
-        await self._http.aclose()
+    def __init__(self, ports: Sequence[int], key: str, outcomes: Path) -> None:
+        self._key = key
+        self._outcomes = outcomes.open("a", encoding="utf-8", buffering=1)
+        self._idle: dict[int, list[Connection]] = {port: [] for port in ports}
+        self._random = random.Random(7)
 
-    async def goodput(self, seconds: float) -> tuple[float, list[float]]:
-        """Return the part of requests answered in time, and the seconds of these."""
-        took: list[float | None] = []
-        ends_s = time.perf_counter() + seconds
-        due_s = time.perf_counter()
+    def close(self) -> None:
+        self._outcomes.close()
+        for connection in itertools.chain.from_iterable(self._idle.values()):
+            connection.close()
+
+    async def run(self) -> None:
+        due_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            while due_s < ends_s:
-                tasks.create_task(self._ask(due_s, took))
-                due_s += self._rng.expovariate(RATE_PER_S)
-                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        answered = [each for each in took if each is not None]
-        return len(answered) / len(took), answered
+            for number, port in enumerate(itertools.cycle(self._idle)):
+                due_s += self._random.expovariate(RATE_PER_S)
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                tasks.create_task(self._send(number, port, due_s))
 
-    async def _ask(self, due_s: float, took: list[float | None]) -> None:
-        words = " ".join(f"w{i}" for i in range(PROMPT_TOKENS - 1))
-        body = {
-            "model": MODEL,
-            "prompt": f"{self._rng.getrandbits(48)} {words}",
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        is_whole = False
+    async def _send(self, number: int, port: int, due_s: float) -> None:
+        prompt = f"innocent {number} " + " ".join(f"v{i}" for i in range(PROMPT_TOKENS - 2))
+        values = {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        idle = self._idle[port]
+        connection = idle.pop() if idle else Connection(port)
+        request = Request(due_s, time.monotonic())
         try:
-            async with asyncio.timeout(DEADLINE_S), self._http.stream("POST", "/v1/completions", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    is_whole |= line == "data: [DONE]"
-                is_whole &= answer.status_code == 200
-        except (TimeoutError, httpx.HTTPError):
-            is_whole = False
-        took.append(time.perf_counter() - due_s if is_whole else None)
+            async with asyncio.timeout(GIVE_UP_S):
+                reply = await connection.exchange(post_request(port, PATH, self._key, {**values, "stream": True}))
+        except (OSError, EOFError) as error:  # of which TimeoutError is one
+            request = replace(request, fault=type(error).__name__)
+        else:
+            if reply.status != 200 or (b"[DONE]" in reply.tail and b'"length"' in reply.tail):
+                request = replace(request, status=reply.status, first_s=reply.first_s, ended_s=reply.ended_s)
+            else:
+                request = replace(request, fault=reply.tail.decode(errors="replace")[-FAULT_CHARS:])
+        idle.append(connection)
+        self._outcomes.write(json.dumps(astuple(request)) + "\n")
 
 
-@asynccontextmanager
-async def attacking(kind: str, cluster: Cluster, key: str, counts: Counter[str]) -> AsyncIterator[None]:
-    """Attack the gateway of the innocent tenant. Add what was answered to `counts`."""
-    address = f"127.0.0.1:{cluster.gateways[0].port}"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.abuse", kind, address, MODEL,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "KVFERRY_API_KEY": key},
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        await process.stdout.readline()
+def read_outcomes(file: Path) -> list[Request]:
+    """Return requests that have ended so far. Raises OSError before the first client opened the file."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [Request(*json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+async def run_innocent(ports: Sequence[int], key: str, outcomes: Path) -> None:
+    with contextlib.closing(Innocent(ports, key, outcomes)) as innocent:
+        sending = asyncio.create_task(innocent.run())
+        say({"outcomes": str(outcomes)})
+        await told_to_end()
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+
+
+# --- Measuring.
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of time, in seconds of `time.monotonic`, with the CPU time that the cluster used in it."""
+
+    begun_s: float
+    ended_s: float
+    cpu_s: float
+
+
+@dataclass
+class Pair:
+    """One attack's windows, each beside it after one alone."""
+
+    alone: list[Window] = field(default_factory=list)
+    beside: list[Window] = field(default_factory=list)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add_counts(self, counts: dict[str, dict[str, int]]) -> None:
+        for label, each in counts.items():
+            self.counts.setdefault(label, Counter()).update(each)
+
+
+def due_in(requests: Sequence[Request], windows: Sequence[Window]) -> list[Request]:
+    return [each for each in requests if any(window.begun_s <= each.due_s < window.ended_s for window in windows)]
+
+
+def goodput(requests: Sequence[Request]) -> float:
+    """Return the part of the requests that was answered in time. Raises ValueError without any."""
+    if not requests:
+        raise ValueError("no request was due: the windows are too short")
+    return sum(each.is_good for each in requests) / len(requests)
+
+
+def fall(alone: Sequence[Request], beside: Sequence[Request]) -> float:
+    """Return what of the goodput alone is missing beside the attack, as a fraction; below 0 where there was more."""
+    if not (before := goodput(alone)):
+        raise ValueError("no request was answered in time even alone: nothing can be compared")
+    return 1 - goodput(beside) / before
+
+
+def ttft_ms(requests: Sequence[Request], part: float) -> float:
+    """Return a percentile of the times to first token of whole answers; 0 without any."""
+    times_s = sorted(each.ttft_s for each in requests if each.status == 200)
+    return 1e3 * times_s[min(len(times_s) - 1, int(len(times_s) * part))] if times_s else 0.0
+
+
+class Bench:
+    """Runs windows against one cluster; its clients are children with files in `folder`."""
+
+    def __init__(self, cluster: Cluster, folder: Path, seconds: float, only: str, console: Console) -> None:
+        self.pairs = {name: Pair() for name in ATTACKS if only in name}
+        self._folder = folder
+        self._ports = [gateway.port for gateway in cluster.gateways]
+        self._seconds = seconds
+        self._console = console
+        self._admin = cluster.admin
+        self._keys: dict[str, str] = {}
+        self._outcomes = folder / "outcomes.jsonl"
+
+    async def create_tenants(self) -> None:
+        """Create the innocent and a tenant for each attack, so that none pays for another one's."""
+        for name in ("innocent", *ATTACKS):
+            await self._admin.create(name)
+            self._keys[name] = await self._admin.add_key(name, "bench")
+        for name, attack in ATTACKS.items():
+            if attack.limits:
+                await self._admin.set_limits(name, attack.limits)
+
+    async def run(self, rounds: int) -> None:
+        innocent = Children(self._folder, "bench.isolation")
+        spec = {"ports": self._ports, "key": self._keys["innocent"], "outcomes": str(self._outcomes)}
+        try:
+            process, _ = await asyncio.to_thread(innocent.start, "innocent", spec)
+            set_niceness(process.pid, -10)
+            await asyncio.sleep(SETTLE_S)
+            for number in range(rounds):
+                for name in self.pairs:
+                    self.pairs[name].alone.append(await self._window(f"round {number + 1} of {rounds}: alone"))
+                    await self._attack(name, f"round {number + 1} of {rounds}: {ATTACKS[name].shown}")
+        finally:
+            await asyncio.to_thread(innocent.end)
+
+    async def _attack(self, name: str, shown: str) -> None:
+        attacker = Children(self._folder, "bench.isolation")
+        spec = {"attack": name, "ports": self._ports, "key": self._keys[name]}
+        try:
+            process, _ = await asyncio.to_thread(attacker.start, "attacker", spec)
+            self.pairs[name].beside.append(await self._window(shown))
+            set_niceness(process.pid, 0)  # or it would take long to end
+        finally:
+            await asyncio.to_thread(attacker.end)
+        assert process.stdout is not None
+        said = await asyncio.to_thread(process.stdout.read)
+        if not said:
+            logs = "".join(log.read_text(errors="replace")[-2000:] for log in self._folder.glob("attacker-*.log"))
+            raise SystemExit(f"the attack {name} ended: {logs}")
+        self.pairs[name].add_counts(json.loads(said))
         await asyncio.sleep(SETTLE_S)
-        yield
-    finally:
-        process.terminate()
-        told, _ = await process.communicate()
-        counts.update(json.loads(told.splitlines()[-1]))
+
+    async def _window(self, shown: str) -> Window:
+        begun_s, cpu_s = time.monotonic(), time.process_time()
+        with self._console.status(shown):
+            await asyncio.sleep(self._seconds)
+            window = Window(begun_s, begun_s + self._seconds, time.process_time() - cpu_s)
+            await asyncio.sleep(WHOLE_S)
+        requests = due_in(self.requests(), [window])
+        self._console.print(
+            f"{shown}: {goodput(requests):.1%} of {len(requests)}, TTFT p50 {ttft_ms(requests, 0.5):.0f} ms, "
+            f"p99 {ttft_ms(requests, 0.99):.0f} ms"
+        )
+        return window
+
+    def requests(self) -> list[Request]:
+        return read_outcomes(self._outcomes)
+
+
+def table(pairs: dict[str, Pair], requests: Sequence[Request]) -> Table:
+    shown = Table("attack", "goodput", "beside", "fall", "TTFT p50, p99 (ms)", "beside", "cluster's CPU", "sent")
+    for name, pair in pairs.items():
+        alone, beside = due_in(requests, pair.alone), due_in(requests, pair.beside)
+        cpu = [sum(each.cpu_s for each in windows) for windows in (pair.alone, pair.beside)]
+        wall_s = sum(each.ended_s - each.begun_s for each in pair.beside)
+        shown.add_row(
+            ATTACKS[name].shown,
+            f"{goodput(alone):.1%}",
+            f"{goodput(beside):.1%}",
+            f"{fall(alone, beside):.1%}",
+            f"{ttft_ms(alone, 0.5):.0f}, {ttft_ms(alone, 0.99):.0f}",
+            f"{ttft_ms(beside, 0.5):.0f}, {ttft_ms(beside, 0.99):.0f}",
+            f"{cpu[0] / wall_s:.0%}, {cpu[1] / wall_s:.0%}",
+            "; ".join(f"{label}: {told(counts)}" for label, counts in pair.counts.items()),
+        )
+    return shown
+
+
+def told(counts: Counter[str]) -> str:
+    answers = [f"{number:,} {'got ' if what.isdigit() else ''}{what}" for what, number in sorted(counts.items())]
+    return ", ".join(answers)
+
+
+def result_of(pairs: dict[str, Pair], requests: Sequence[Request]) -> dict[str, Any]:
+    windows = {name: (due_in(requests, pair.alone), due_in(requests, pair.beside)) for name, pair in pairs.items()}
+    falls = {name: round(fall(alone, beside), 4) for name, (alone, beside) in windows.items()}
+    everything = [each for pair in windows.values() for part in pair for each in part]
+    return {
+        "goodput_fall_max": max(falls.values()),
+        "falls": falls,
+        "attacks": {
+            name: {label: dict(counts) for label, counts in pair.counts.items()} for name, pair in pairs.items()
+        },
+        "goodput_alone": round(goodput([each for alone, _ in windows.values() for each in alone]), 4),
+        "innocent_statuses": {
+            name: dict(sorted(Counter(str(each.status) for each in beside).items()))
+            for name, (_, beside) in windows.items()
+        },
+        "innocent_faults": sorted({each.fault for each in everything if each.fault})[:3],
+        "ttft_p99_ms": {
+            name: [round(ttft_ms(alone, 0.99)), round(ttft_ms(beside, 0.99))]
+            for name, (alone, beside) in windows.items()
+        },
+        # How late the innocent's own process was: many ms tell of a machine with other work on it.
+        "client_late_max_ms": round(1e3 * max(each.sent_s - each.due_s for each in everything), 1),
+    }
 
 
 async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    calm: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    beside: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    seconds_calm: list[float] = []
-    seconds_beside: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    async with running(2) as cluster:
-        keys = {}
-        for name in ("innocent", "abuser"):
-            await cluster.admin.create(name)
-            keys[name] = await cluster.admin.add_key(name, "bench")
-        innocent = Innocent(f"http://127.0.0.1:{cluster.gateways[0].port}", keys["innocent"], 1)
-        await innocent.goodput(2.0)
-        with Progress(console=console) as progress:
-            task = progress.add_task("", total=arguments.rounds * len(KINDS))
-            for _ in range(arguments.rounds):
-                for kind in KINDS:
-                    progress.update(task, description=kind)
-                    before, took = await innocent.goodput(arguments.seconds / 2)
-                    seconds_calm += took
-                    async with attacking(kind, cluster, keys["abuser"], counts[kind]):
-                        got, took = await innocent.goodput(arguments.seconds)
-                    await asyncio.sleep(SETTLE_S)
-                    after, others = await innocent.goodput(arguments.seconds / 2)
-                    calm[kind].append((before + after) / 2)
-                    beside[kind].append(got)
-                    seconds_beside[kind] += took
-                    seconds_calm += others
-                    progress.advance(task)
-        await innocent.close()
-    table = Table("attack", "goodput", "without it", "p50 ms", "p99 ms", "answered")
-    for kind in KINDS:
-        table.add_row(
-            kind,
-            f"{statistics.mean(beside[kind]):.3f}",
-            f"{statistics.mean(calm[kind]):.3f}",
-            *_milliseconds(seconds_beside[kind]),
-            str(dict(counts[kind])),
-        )
-    console.print(table)
-    p50, p99 = _milliseconds(seconds_calm)
-    console.print(f"without an attack: p50 {p50} ms, p99 {p99} ms")
-    falls = {kind: round(fall_of(beside[kind], calm[kind]), 4) for kind in KINDS}
-    attacks = {kind: dict(counts[kind]) for kind in KINDS}
-    return {"goodput_fall_max": max(falls.values()), "falls": falls, "attacks": attacks}
+    # As many requests as a gateway takes unless it is told otherwise.
+    config = config_of(step_ms=STEP_MS, num_pages=arguments.pages, max_requests=1024)
+    with tempfile.TemporaryDirectory(prefix="bench-isolation-") as name:
+        async with running(config, NUM_GATEWAYS) as cluster:
+            bench = Bench(cluster, Path(name), arguments.seconds, arguments.only, console)
+            await bench.create_tenants()
+            await bench.run(arguments.rounds)
+        requests = bench.requests()
+    console.print(table(bench.pairs, requests))
+    return result_of(bench.pairs, requests)
 
 
-def fall_of(beside: list[float], calm: list[float]) -> float:
-    """Return the part of the goodput that is gone."""
-    return 1.0 - statistics.mean(beside) / statistics.mean(calm)
-
-
-def _milliseconds(seconds: list[float]) -> tuple[str, str]:
-    if not seconds:
-        return "-", "-"
-    ordered = sorted(seconds)
-    return f"{ordered[len(ordered) // 2] * 1e3:.0f}", f"{ordered[int(len(ordered) * 0.99)] * 1e3:.0f}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.isolation", description="Measure what abuse of one costs.")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack, and as long without it")
-    parser.add_argument("--rounds", type=int, default=2)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.isolation", description="Measure what the abuse of one tenant costs another one."
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each window")
+    parser.add_argument("--rounds", type=int, default=2, help="windows alone and beside each attack")
+    parser.add_argument("--only", default="", help="only attacks whose name contains this")
+    parser.add_argument("--pages", type=int, default=NUM_PAGES, help="of 16 tokens, in the memory of each engine")
+    roles = ("bench", "innocent", "attacker")
+    parser.add_argument("--role", choices=roles, default="bench", help=argparse.SUPPRESS)
+    parser.add_argument("--spec", type=json.loads, default={}, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    console = Console(stderr=True, width=160)
-    logging.disable(logging.WARNING)
-    console.print(machine_line())
-    result = asyncio.run(measure(arguments, console))
-    print(json.dumps(result))
-    return 0
+    spec = arguments.spec
+    if arguments.role == "innocent":
+        uvloop.run(run_innocent(spec["ports"], spec["key"], Path(spec["outcomes"])))
+    elif arguments.role == "attacker":
+        uvloop.run(run_attack(spec["attack"], spec["ports"], spec["key"]))
+    else:
+        console = Console(stderr=True, width=140)
+        logging.disable(logging.WARNING)  # links that end with the cluster
+        machine = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
+        console.print(machine)
+        result = uvloop.run(measure(arguments, console))
+        print(json.dumps({**result, "pages": arguments.pages, "machine": machine}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,95 @@
+"""A live cluster in one process: simulated engines, real gateways, workers, links and HTTP, tenants in a registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvferry import config as configuration
+from kvferry.config import ClusterConfig
+from kvferry.engine.sim import SimEngine
+from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.membership.base import MemberKind
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.worker.lifecycle import WorkerHost, build_engine
+
+MODEL = "sim-model"
+TOKENS_PER_S = 10_000  # of a prefill engine
+SAMPLE_S = 0.01
+START_TIMEOUT_S = 60.0
+
+
+def config_of(
+    speed: float = 1.0, *, step_ms: float = 1.0, num_pages: int = 4096, max_requests: int = 4096
+) -> ClusterConfig:
+    """Return two prefill and two decode workers of `num_pages` each; `max_requests` is each gateway's."""
+    return configuration.parse(
+        {
+            "model": {"path": MODEL},
+            "engine": {"kind": "sim", "block_size": 16},
+            "prefill": {"replicas": 2},
+            "decode": {"replicas": 2},
+            "worker": {"max_requests": 2048},
+            "sim": {"step_ms": step_ms, "num_pages": num_pages, "prefill_tokens_per_s": TOKENS_PER_S * speed},
+            "gateway": {"http_port": 0, "grpc_port": None, "tenants_in_etcd": True, "max_requests": max_requests},
+        }
+    )
+
+
+@dataclass
+class Cluster:
+    registry: MemoryRegistry
+    workers: list[tuple[WorkerHost, SimEngine]] = field(default_factory=list)
+    gateways: list[GatewayHost] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.admin = TenantAdmin(MemoryMembership(self.registry))
+
+    def served_ms(self) -> dict[str, float]:
+        """Return the work of all engines by tenant."""
+        served: dict[str, float] = {}
+        for host, _ in self.workers:
+            for tenant, ms in host.server.served_ms().items():
+                served[tenant] = served.get(tenant, 0.0) + ms
+        return served
+
+    async def idle_with_backlog(self, stop: asyncio.Event) -> float:
+        """Return the part of the time in which an engine has nothing while prompts wait in its queue."""
+        num_idle = num_samples = 0
+        while not stop.is_set():
+            for host, engine in self.workers:
+                if host.server.stats().backlogs:
+                    num_samples += 1
+                    stats = engine.stats()
+                    num_idle += not (stats.num_running or stats.num_waiting)
+            await asyncio.sleep(SAMPLE_S)
+        return num_idle / max(1, num_samples)
+
+
+@asynccontextmanager
+async def running(config: ClusterConfig, num_gateways: int) -> AsyncIterator[Cluster]:
+    """Start a cluster and yield it once all gateways are ready."""
+    cluster = Cluster(MemoryRegistry())
+    try:
+        for kind in (MemberKind.PREFILL, MemberKind.PREFILL, MemberKind.DECODE, MemberKind.DECODE):
+            engine = build_engine(config, kind, MODEL)
+            assert isinstance(engine, SimEngine)
+            host = WorkerHost(config, kind, engine, MemoryMembership(cluster.registry))
+            await host.start()
+            cluster.workers.append((host, engine))
+        for _ in range(num_gateways):
+            gateway = GatewayHost(config, MODEL, MemoryMembership(cluster.registry))
+            cluster.gateways.append(gateway)
+            await gateway.start()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not all(gateway.readiness().ready for gateway in cluster.gateways):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        yield cluster
+    finally:
+        for gateway in cluster.gateways:
+            await gateway.stop()
+        for host, _ in cluster.workers:
+            await host.stop()
