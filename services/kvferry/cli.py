@@ -509,6 +509,7 @@ def _print_explanation(console: Console, request: dict[str, Any]) -> None:
         f"{request['request_id']}: {request['prompt_tokens_by_source']} prompt tokens by source, "
         f"{request['ferried_pages']} pages ferried"
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
+        + (f", preempted {request['num_preemptions']} times" if request.get("num_preemptions") else "")
         + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")
         + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else "")
         + (f"\nno pages were exchanged: {request['unequal_pages']}" if request.get("unequal_pages") else "")

@@ -26,6 +26,7 @@
         Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
             TenantOverloaded
             TenantLimited
+            Preempted
         DeadlineExceeded             504  DEADLINE_EXCEEDED
         EngineError                  500  INTERNAL
             Quarantined
@@ -259,6 +260,14 @@ class TenantLimited(Overloaded):
     """A limit of the tenant's contract; the message names it."""
 
     code = "tenant_limited"
+
+
+class Preempted(Overloaded):
+    """A worker gave the request's slot to a tenant below its share. The gateway lets the request go on; clients see it
+    only where no worker takes it in time.
+    """
+
+    code = "preempted"
 
 
 class DeadlineExceeded(KvferryError):

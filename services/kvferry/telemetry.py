@@ -91,7 +91,7 @@ REFUSAL_CODES = tuple(sorted(_CODE_TO_ERROR))
 STATUSES = tuple(sorted({"200", "499", "500", *(str(kind.http_status) for kind in _CODE_TO_ERROR.values())}))
 GRAMMAR_OUTCOMES = ("ok", "refused", "cpu_time", "memory", "crashed", "late")
 SPAN_OUTCOMES = ("exported", "failed", "dropped")
-END_REASONS = ("stop", "length", "abort", "error", "refused")
+END_REASONS = ("stop", "length", "abort", "error", "refused", "preempted")
 KV_TRANSFER_FAILURES = ("transfer", "handshake", "lease_ended")
 PAGE_OUTCOMES = (
     *("ok", "missing", "gone", "corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
@@ -362,6 +362,13 @@ CONTINUED_REQUESTS = Metric(
     Exporter.GATEWAY,
     "Requests whose decode worker was lost mid-stream and that another one continued.",
 )
+PREEMPTED_REQUESTS = Metric(
+    "kvferry_preempted_requests_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Times that a decode worker gave a request's slot to a tenant below its share; the request went on afterwards.",
+)
 QUARANTINED_REQUESTS = Metric(
     "kvferry_quarantined_requests_total",
     Kind.COUNTER,
@@ -480,7 +487,12 @@ ENGINE_REQUESTS = _worker(
     Kind.COUNTER,
     "requests",
     "Requests that ended on this worker, by reason. A cancelled one is `abort`.",
-    Label("reason", "`refused`: draining, full or unreadable; the engine never saw it", END_REASONS),
+    Label(
+        "reason",
+        "`refused`: draining, full or unreadable; the engine never saw it. "
+        "`preempted`: a tenant below its share got its slot",
+        END_REASONS,
+    ),
 )
 ENGINE_PAGES = _worker("engine_kv_pages", Kind.GAUGE, "pages", "Capacity of the engine's own memory, in KV pages.")
 ENGINE_PAGES_USED = _worker("engine_kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")

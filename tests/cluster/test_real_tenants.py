@@ -31,6 +31,7 @@ PAGE = 32
 NUM_PAIRS = 200
 PAIR_TOKENS = PAGE + 1
 MIN_P = 0.01
+NUM_SLOTS = 4
 WORDS = ("ferry", "river", "boat", "harbour", "morning", "bridge", "stone", "water", "night", "captain", "rope", "sail")
 
 
@@ -60,6 +61,25 @@ class World:
         values: dict[str, Any] = answer.json()
         return values
 
+    def stream(self, tenant: str, prompt: str, max_tokens: int, begun: list[str]) -> tuple[str, dict[str, Any]]:
+        """Return the text and the last event. The first event adds the tenant to `begun`."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        headers = {"authorization": f"Bearer {self.keys[tenant]}"}
+        text, last = "", {}
+        with self.http.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    if not last:
+                        begun.append(tenant)
+                    last = json.loads(line[6:])
+                    text += last["choices"][0]["text"] if last.get("choices") else ""
+        return text, last
+
+    def metric(self, name: str) -> float:
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
     def chunks_of(self, tenant: str) -> list[Path]:
         return [file for file in chunk_files(self.volume) if tenant in str(file.relative_to(self.volume))]
 
@@ -77,6 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "--set", f"gateway.salt_secret_file={folder / 'salt'}",
             "--set", f"gateway.usage_dir={folder / 'usage'}",
             "--set", "tier.enabled=true",
+            "--set", f"decode.engine.max_num_seqs={NUM_SLOTS}",
             "--set", f"tier.volumes=[{{path: {folder / 'volume'}, capacity_gib: 0.5}}]",
         )  # fmt: skip
         assert started.returncode == 0, started.stdout + started.stderr
@@ -197,30 +218,30 @@ def test_the_comparison_of_times_is_right() -> None:
     assert p_of_no_difference([chance.gauss(0.3, 1) for _ in range(200)]) < MIN_P
 
 
+def test_streams_above_a_share_give_way_and_go_on_without_a_difference(world: World) -> None:
+    prompts = [text_of(40 + number, 60) for number in range(NUM_SLOTS + 2)]
+    alone = [world.complete("acme", prompt, max_tokens=80, ignore_eos=True)["choices"][0]["text"] for prompt in prompts]
+    begun: list[str] = []
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        streams = [threads.submit(world.stream, "acme", prompt, 80, begun) for prompt in prompts]
+        wait_until(lambda: len(begun) >= NUM_SLOTS, timeout_s=60, what="streams in all slots")
+        world.complete("beta", text_of(60, 20), max_tokens=2)
+        assert not any(each.done() for each in streams), "beta did not wait for an end of acme's"
+        for text, each in zip(alone, streams, strict=True):
+            assert each.result(timeout=120)[0] == text
+    assert world.metric("kvferry_preempted_requests_total") >= 1
+
+
 def test_a_tenant_that_is_deleted_under_load_leaves_no_page_and_harms_no_other(world: World) -> None:
     prompt = text_of(30)
     expected = world.complete("acme", prompt, max_tokens=200, ignore_eos=True)["choices"][0]["text"]
     world.complete("doomed", prompt)
     wait_until(lambda: bool(world.chunks_of("doomed")), timeout_s=60, what="the tenant's pages on the volume")
-
-    def stream(tenant: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        headers = {"authorization": f"Bearer {world.keys[tenant]}"}
-        text, last = "", {}
-        with world.http.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as answer:
-            assert answer.status_code == 200
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    last = json.loads(line[6:])
-                    text += last["choices"][0]["text"] if last.get("choices") else ""
-                    begun[tenant] = True
-        return text, last
-
-    begun: dict[str, bool] = {}
+    begun: list[str] = []
     with ThreadPoolExecutor(4) as threads:
-        doomed = [threads.submit(stream, "doomed", 4000) for _ in range(2)]
-        others = [threads.submit(stream, "acme", 200) for _ in range(2)]
-        wait_until(lambda: len(begun) == 2, timeout_s=60, what="streams of both")
+        doomed = [threads.submit(world.stream, "doomed", prompt, 4000, begun) for _ in range(2)]
+        others = [threads.submit(world.stream, "acme", prompt, 200, begun) for _ in range(2)]
+        wait_until(lambda: len(set(begun)) == 2, timeout_s=60, what="streams of both")
         told = world.machine.run("tenant", "delete", "doomed", "--yes", timeout_s=90)
         assert told.returncode == 0, told.stderr
         for ended in doomed:

@@ -139,6 +139,7 @@ class EngineRequest:
     deadline_s: float | None = None  # of `time.monotonic` in this process
     is_suspect: bool = False  # an engine was lost under it before its first token
     is_resumed: bool = False  # it has given tokens, and lost its worker
+    is_preemptible: bool = False  # its worker may give its slot to a tenant below its share
     turn: Turn | None = None  # None where tenants have no shares
 
 

@@ -130,6 +130,7 @@ class OpenAI:
                 **record_values(record),
                 "error_code": record.error_code or None,
                 "unequal_pages": record.unequal_pages or None,
+                "num_preemptions": record.num_preemptions,
                 "choices": [explain(placement) for placement in record.placements],
             }
             for record in self._dispatcher.recent(answer_id)

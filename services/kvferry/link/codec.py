@@ -119,6 +119,8 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.suspect = True
     if request.is_resumed:
         submit.resumed = True
+    if request.is_preemptible:
+        submit.preemptible = True
     if request.turn is not None:
         turn_to_wire(request.turn, submit.turn)
     return message
@@ -164,6 +166,7 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         deadline_s=time.monotonic() + message.timeout_ms / 1000.0 if message.HasField("timeout_ms") else None,
         is_suspect=message.suspect,
         is_resumed=message.resumed,
+        is_preemptible=message.preemptible,
         turn=_turn_from_wire(message.turn) if message.HasField("turn") else None,
     )
 

@@ -26,6 +26,7 @@ from kvferry.errors import (
     EngineDead,
     KvferryError,
     Overloaded,
+    Preempted,
     Quarantined,
     RequestError,
     UnavailableError,
@@ -36,7 +37,7 @@ from kvferry.link.quarantine import QUARANTINE_S, Quarantine, to_wire
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
-from kvferry.router.answer import AnswerSoFar, replayable
+from kvferry.router.answer import AnswerSoFar, may_be_preempted, replayable
 from kvferry.router.engine_losses import EngineLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Placement
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 NUM_RECENT = 2048  # requests that `kvferry explain` can ask for
 MIN_STEPS = 8  # fewer say little about the time of a step
+MAX_PREEMPTIONS = 8  # of one request
 
 _NO_HINTS = TierHints()
 
@@ -127,7 +129,9 @@ class Dispatcher:
         try:
             router.refuse_quarantined(request)
             answer = AnswerSoFar(replayable(request), on_output, record, on_text)
-            await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
+            run = _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated)
+            run.num_preemptions_left = MAX_PREEMPTIONS if may_be_preempted(request) else 0
+            await run.run()
         except KvferryError as error:
             record.error_code = error.code or ""
             if isinstance(error, Quarantined) and record.lost_workers:
@@ -160,6 +164,7 @@ class _RequestRun:
         self._answer = answer
         self._record = record
         self._placer = RequestPlacer(router, answer, record, may_be_aggregated=may_be_aggregated)
+        self.num_preemptions_left = 0
 
     async def run(self) -> None:
         try:
@@ -175,9 +180,10 @@ class _RequestRun:
         request = self._answer.next_request(self._placer.workers_replay_grammars)
         if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
             router.losses.adopt_blame(self._placer.digest, losses)
-        if losses.is_suspect or self._answer.token_ids:
+        is_resumed, is_preemptible = bool(self._answer.token_ids), self.num_preemptions_left > 0
+        if losses.is_suspect or is_resumed or is_preemptible:
             request = dataclasses.replace(
-                request, is_suspect=losses.is_suspect, is_resumed=bool(self._answer.token_ids)
+                request, is_suspect=losses.is_suspect, is_resumed=is_resumed, is_preemptible=is_preemptible
             )
         attempt = await self._placer.place(request)
         try:
@@ -341,6 +347,9 @@ class _RequestRun:
                 attempt.num_generated = len(self._answer.token_ids)
                 if span is not None:
                     set_answer_attributes(span, attempt.num_generated, last)
+        except Preempted as error:
+            self._note_preempted(decode, error)
+            return False
         except (UnavailableError, Overloaded) as error:
             if remote is None:
                 raise
@@ -401,6 +410,15 @@ class _RequestRun:
             num_streams=max(1, decode.stats.num_running),
             durations=last.durations,
         )
+
+    def _note_preempted(self, decode: WorkerLink, error: Preempted) -> None:
+        self.num_preemptions_left -= 1
+        # Its engine may have pulled the pages.
+        self._placer.kept = None
+        self._placer.failed.forgive(decode)
+        self._placer.last_error = error
+        self._record.num_preemptions += 1
+        self._router.metrics.preempted_requests.inc()
 
     def _note_failed_decode(self, decode: WorkerLink, error: UnavailableError | Overloaded) -> None:
         if not isinstance(error, (WorkerDraining, Overloaded)):

@@ -9,6 +9,7 @@ from kvferry.telemetry import (
     DECODE_RETRIES,
     PLACEMENT_SECONDS,
     PLACEMENTS,
+    PREEMPTED_REQUESTS,
     PREFILL_FALLBACKS,
     PREFILL_SECONDS,
     QUARANTINED_REQUESTS,
@@ -26,6 +27,7 @@ class RouterMetrics:
         self.prefill_seconds = exposition.histogram(PREFILL_SECONDS)
         self.prefill_fallbacks = exposition.counter(PREFILL_FALLBACKS)
         self.continued_requests = exposition.counter(CONTINUED_REQUESTS)
+        self.preempted_requests = exposition.counter(PREEMPTED_REQUESTS)
         self.quarantined = exposition.counter(QUARANTINED_REQUESTS)
         self.decode_retries = exposition.counter(DECODE_RETRIES)
         self.transferred_pages = exposition.counter(TRANSFERRED_PAGES)

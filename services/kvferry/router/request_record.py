@@ -32,7 +32,10 @@ class RequestRecord:
     transferred_bytes: int = 0
     lost_workers: list[MemberId] = field(default_factory=list)  # whose engine or link was lost under the request
     error_code: str = ""  # of the error that ended it, if one did
-    continued_after: list[int] = field(default_factory=list)  # tokens given when a decode worker was lost
+    continued_after: list[int] = field(
+        default_factory=list
+    )  # tokens given when a decode worker was lost, or preempted it
+    num_preemptions: int = 0
     placements: list[Placement] = field(default_factory=list)  # every decision about it, the last few
     trace: Span | None = None  # of the whole request, where it is traced: what is done for it are its children
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason
+from kvferry.errors import Preempted
 from kvferry.tracing import Clock, Span, Tracing, error_type
 
 
@@ -69,7 +70,8 @@ class InstrumentedRequest:
     def failed(self, error: BaseException) -> None:
         """Called without a last output: cancelled, or with an error."""
         if self._instrumentation.metrics is not None:
-            self._instrumentation.metrics.count("error" if isinstance(error, Exception) else "abort")
+            reason = "preempted" if isinstance(error, Preempted) else "error"
+            self._instrumentation.metrics.count(reason if isinstance(error, Exception) else "abort")
         if self.span is not None:
             self.span.fail(error_type(error))
             self.span.end()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvferry.engine.base import Backlogs, EngineOutput, EngineRequest, Turn
-from kvferry.errors import Overloaded
+from kvferry.errors import Overloaded, Preempted
 from kvferry.tenancy.debts import Debts
 from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
 from kvferry.tenancy.fair_wait import BacklogCurve
@@ -24,7 +24,11 @@ from kvferry.tenancy.tenant_queue import Slice
 # Of the prompts inside an engine, how much is left when the next one follows: enough that it never waits, also for
 # several short prompts in a step. All of it is added to the time to first token of a tenant that returns.
 DEPTH_MS: Final = 30.0
-RESERVED_SHARE: Final = 1 / 32  # of the batch's slots, for tenants below their share
+# Of the batch's slots, for tenants below their share: so much always, and up to so much as they lately wanted.
+RESERVED_SHARE: Final = 1 / 32
+MAX_RESERVED_SHARE: Final = 1 / 8
+# A stream that is preempted computes again what is no longer cached, so it has its slot for so long at least.
+MIN_GENERATING_S: Final = 0.25
 
 MAX_NAMED: Final = 64  # tenants in a report
 MAX_KNOWN: Final = 2048  # tenants whose work is counted; those that sent nothing for longest are forgotten first
@@ -40,6 +44,7 @@ _FIXED_MS: Final = 1.0  # of a prompt that is wholly cached
 _GAIN: Final = 0.2
 _MIN_PAUSE_MS: Final = 2.0
 _MIN_TOKENS: Final = 32  # fewer say nothing about the rate
+_LOOK_AGAIN_S: Final = 0.05  # for a stream that may be preempted
 
 
 @dataclass(slots=True)
@@ -52,16 +57,24 @@ class TenantTimes:
 class OnEngine:
     """One request on the engine. Tell it every output until the first with tokens."""
 
-    __slots__ = ("_end_prompt", "is_computing")
+    __slots__ = ("_end_prompt", "_stream", "is_computing")
 
-    def __init__(self, end_prompt: Callable[[EngineOutput | None], None] | None = None) -> None:
-        self.is_computing = end_prompt is not None
+    def __init__(
+        self, end_prompt: Callable[[EngineOutput | None], None] | None = None, stream: _Stream | None = None
+    ) -> None:
+        self.is_computing = end_prompt is not None or stream is not None
         self._end_prompt = end_prompt
+        self._stream = stream
 
     def note(self, output: EngineOutput | None) -> None:
         """End the prompt's turn; None for a request that ends without an output."""
-        if self._end_prompt is not None and (output is None or output.token_ids or output.finish_reason is not None):
-            end_prompt, self._end_prompt, self.is_computing = self._end_prompt, None, False
+        if not self.is_computing or not (output is None or output.token_ids or output.finish_reason is not None):
+            return
+        self.is_computing = False
+        if self._stream is not None:
+            self._stream.may_end_s = _now_s() + MIN_GENERATING_S
+        if self._end_prompt is not None:
+            end_prompt, self._end_prompt = self._end_prompt, None
             end_prompt(output)
 
 
@@ -107,16 +120,22 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, request: EngineRequest) -> AsyncIterator[OnEngine]:
-        """Enter when the engine may have the request, and leave when it is gone. Raises Overloaded."""
+        """Enter when the engine may have the request, and leave when it is gone.
+
+        Raises Overloaded, and Preempted when a tenant below its share needs the slot of a request that allows it.
+        """
         turn = request.turn or _NO_TURN
         self._note(turn.tenant)
         async with contextlib.AsyncExitStack() as stack:
+            stream: _Stream | None = None
             if self._slots is not None:
-                await stack.enter_async_context(self._slots.slot(turn, request))
+                stream = await stack.enter_async_context(self._slots.slot(turn, request))
             if request.transfer_params is not None:
-                yield OnEngine()
+                yield OnEngine(stream=stream)
                 return
-            on_engine = await self._prompts.begin(turn, request)
+            if stream is not None:
+                stream.may_end_s = -math.inf  # it has computed nothing yet
+            on_engine = await self._prompts.begin(turn, request, stream)
             try:
                 yield on_engine
             finally:
@@ -197,7 +216,7 @@ class _Prompts:
         others = BacklogCurve.of(backlog for tenant, backlog in waiting.items() if tenant not in named)
         return Backlogs(named, others.buckets)
 
-    async def begin(self, turn: Turn, request: EngineRequest) -> OnEngine:
+    async def begin(self, turn: Turn, request: EngineRequest, stream: _Stream | None) -> OnEngine:
         num_tokens = len(request.prompt_token_ids)
         self._queue.set_weight(turn.tenant, turn.share)
         waiting = _Waiting(request, turn, lambda: self._ms_per_token)
@@ -221,7 +240,9 @@ class _Prompts:
         times = self._times_of(turn.tenant)
         times.num_waits += 1
         times.waited_s += begun_s - added_s
-        return OnEngine(lambda output: self._end_prompt(piece, begun_s, output))
+        if stream is not None:
+            stream.may_end_s = math.inf
+        return OnEngine(lambda output: self._end_prompt(piece, begun_s, output), stream)
 
     def _end_prompt(self, piece: Slice[_Waiting], begun_s: float, output: EngineOutput | None) -> None:
         now_s = _now_s()
@@ -296,11 +317,60 @@ class _Prompts:
         return sum(inside_ms) < MAX_UNCACHED_DEPTHS * most_ms
 
 
+class _Stream:
+    # One request that waits for a slot or has one.
+    __slots__ = ("_is_preempted", "_is_preemptible", "_task", "granted", "may_end_s")
+
+    def __init__(self, *, is_preemptible: bool) -> None:
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.may_end_s = math.inf  # preempted from then on
+        self._is_preemptible = is_preemptible
+        self._is_preempted = False
+        self._task: asyncio.Task[object] | None = None
+
+    @contextlib.asynccontextmanager
+    async def preemptible(self) -> AsyncIterator[None]:
+        """Raises Preempted once `preempt` was called, unless the task is cancelled for another reason too."""
+        self._task = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._is_preempted and not self._uncancel():
+                raise Preempted("a tenant below its share needs the slot") from None
+            raise
+        finally:
+            if self._is_preempted:
+                self._uncancel()
+
+    def may_end(self) -> bool:
+        # A second cancel would hit the engine while it takes the request out.
+        return (
+            self._is_preemptible
+            and _now_s() >= self.may_end_s
+            and self._task is not None
+            and not self._task.cancelling()
+        )
+
+    def preempt(self) -> None:
+        assert self._task is not None
+        self._is_preempted = True
+        self._task.cancel()
+
+    def _uncancel(self) -> int:
+        """Return how often the task is cancelled for other reasons."""
+        assert self._task is not None
+        self._is_preempted = False
+        return self._task.uncancel()
+
+
 class _Slots:
     # Each slot of the batch goes to the tenant with the fewest streams for its share.
     def __init__(self, num_slots: int) -> None:
-        self._slots: DecodeSlots[asyncio.Future[None]] = DecodeSlots(num_slots, int(num_slots * RESERVED_SHARE))
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+        num_reserved, max_reserved = int(num_slots * RESERVED_SHARE), int(num_slots * MAX_RESERVED_SHARE)
+        self._slots: DecodeSlots[_Stream] = DecodeSlots(num_slots, num_reserved, max_reserved)
+        self._lines: dict[str, deque[_Stream]] = {}
+        self._preempted: _Stream | None = None  # until it has left its slot
+        self._timer: asyncio.TimerHandle | None = None
         self.waiting_tokens = 0
 
     def __repr__(self) -> str:
@@ -314,20 +384,20 @@ class _Slots:
         self._slots.forget(tenant)
 
     @contextlib.asynccontextmanager
-    async def slot(self, turn: Turn, request: EngineRequest) -> AsyncIterator[None]:
+    async def slot(self, turn: Turn, request: EngineRequest) -> AsyncIterator[_Stream]:
         tenant = turn.tenant
         num_tokens = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
         self._slots.set_weight(tenant, turn.share)
-        stream: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stream = _Stream(is_preemptible=request.is_preemptible)
         line = self._lines.setdefault(tenant, deque())
         (line.appendleft if request.is_resumed else line.append)(stream)
         self._slots.wait(tenant, _now_s())
         self.waiting_tokens += num_tokens
         self._feed()
         try:
-            await stream
+            await stream.granted
         except asyncio.CancelledError:
-            if not stream.cancelled():
+            if not stream.granted.cancelled():
                 self._end(tenant, stream)
             elif stream in self._lines.get(tenant, ()):
                 self._lines[tenant].remove(stream)
@@ -337,11 +407,14 @@ class _Slots:
         finally:
             self.waiting_tokens -= num_tokens
         try:
-            yield
+            async with stream.preemptible():
+                yield stream
         finally:
             self._end(tenant, stream)
 
-    def _end(self, tenant: str, stream: asyncio.Future[None]) -> None:
+    def _end(self, tenant: str, stream: _Stream) -> None:
+        if stream is self._preempted:
+            self._preempted = None
         self._slots.end(tenant, stream, _now_s())
         self._feed()
 
@@ -349,13 +422,28 @@ class _Slots:
         now_s = _now_s()
         while (tenant := self._slots.next_tenant(now_s)) is not None:
             stream = self._lines[tenant].popleft()
-            if stream.cancelled():  # as above
+            if stream.granted.cancelled():  # as above
                 self._leave(tenant)
                 continue
             self._slots.begin(tenant, stream, now_s)
             if not self._lines[tenant]:
                 del self._lines[tenant]
-            stream.set_result(None)
+            stream.granted.set_result(None)
+        if self._preempted is None and self._slots.is_short(now_s):
+            self._preempt(now_s)
+
+    def _preempt(self, now_s: float) -> None:
+        # One at a time: the slot of the last one may be all that is missing.
+        victim = self._slots.victim(now_s, _Stream.may_end)
+        if victim is not None:
+            _, self._preempted = victim
+            self._preempted.preempt()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._feed()
 
     def _leave(self, tenant: str) -> None:
         self._slots.leave(tenant)

@@ -62,6 +62,56 @@ def test_tenants_seen_lately_keep_the_reserve_free() -> None:
     assert fill(slots, 30.0) == "nn"  # p was not seen for 30 s
 
 
+def slots_after(demand: int, num_free_s: float) -> DecodeSlots[int]:
+    """Return 32 slots, of which up to 8 are kept for `p`, which wanted so many at once and has none since."""
+    slots: DecodeSlots[int] = DecodeSlots(32, 1, 8)
+    for _ in range(demand):
+        slots.wait("p", 0.0)
+    assert fill(slots) == "p" * demand
+    for stream in range(demand):
+        slots.end("p", stream, 0.1)
+    for _ in range(60):
+        slots.wait("n", num_free_s)
+    return slots
+
+
+@pytest.mark.parametrize(("demand", "num_kept"), [(1, 1), (3, 3), (8, 8), (20, 8)])
+def test_as_many_slots_are_kept_as_a_tenant_lately_wanted(demand: int, num_kept: int) -> None:
+    slots = slots_after(demand, 1.0)
+    assert fill(slots, 1.0) == "n" * (32 - num_kept)
+    for _ in range(demand):
+        slots.wait("p", 1.0)
+    assert fill(slots, 1.0) == "p" * num_kept
+
+
+def test_a_reserve_that_is_not_used_goes_within_ten_seconds() -> None:
+    slots = slots_after(6, 4.0)
+    assert fill(slots, 4.0) == "n" * 26
+    assert fill(slots, 10.5) == "n" * 5, "one slot is kept for 30 s"
+
+
+def test_no_slots_are_kept_for_those_that_have_theirs() -> None:
+    slots: DecodeSlots[int] = DecodeSlots(32, 1, 8)
+    for _ in range(4):
+        slots.wait("p", 0.0)
+    for _ in range(60):
+        slots.wait("n", 0.0)
+    order = fill(slots, 0.0)
+    assert (order.count("p"), order.count("n")) == (4, 27)
+
+
+def test_many_tenants_with_small_shares_claim_slots_together() -> None:
+    slots: DecodeSlots[int] = DecodeSlots(64, 2, 8)
+    for number in range(64):
+        slots.wait(f"small{number}", 0.0)
+        slots.begin(f"small{number}", number, 0.0)
+    for number in range(64):
+        slots.end(f"small{number}", number, 0.1)
+    for _ in range(100):
+        slots.wait("whale", 1.0)
+    assert fill(slots, 1.0) == "whale" * 56
+
+
 def test_many_light_tenants_get_into_the_reserve() -> None:
     slots: DecodeSlots[int] = DecodeSlots(10, 2)
     for number in range(100):
@@ -81,7 +131,10 @@ def test_the_oldest_stream_of_the_tenant_furthest_above_its_share_is_preempted()
     fill(slots)
     assert slots.victim(0.0) is None  # no tenant below its share waits
     slots.wait("p", 0.0)
+    assert slots.is_short(0.0)
     assert slots.victim(0.0) == ("n", 0)
+    assert slots.victim(0.0, lambda stream: stream >= 3) == ("n", 3)
+    assert slots.victim(0.0, lambda stream: stream > 9) is None
     slots.end("n", 0, 0.0)
     assert slots.victim(0.0) is None  # a slot is free
     assert fill(slots) == "p"
@@ -109,10 +162,12 @@ def test_weights_of_deleted_tenants_go() -> None:
     assert slots._weights == {}
 
 
-@pytest.mark.parametrize(("num_slots", "num_reserved"), [(4, 4), (4, -1)])
-def test_an_unusable_reserve_is_refused(num_slots: int, num_reserved: int) -> None:
+@pytest.mark.parametrize(
+    ("num_slots", "num_reserved", "max_reserved"), [(4, 4, None), (4, -1, None), (4, 2, 1), (4, 1, 4)]
+)
+def test_an_unusable_reserve_is_refused(num_slots: int, num_reserved: int, max_reserved: int | None) -> None:
     with pytest.raises(ValueError, match="in reserve"):
-        DecodeSlots(num_slots, num_reserved)
+        DecodeSlots(num_slots, num_reserved, max_reserved)
 
 
 def test_an_unusable_weight_is_refused() -> None:
@@ -126,7 +181,7 @@ TENANTS = st.sampled_from("abc")
 class SlotsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.slots: DecodeSlots[int] = DecodeSlots(6, 2)
+        self.slots: DecodeSlots[int] = DecodeSlots(6, 1, 3)
         self.streams: list[tuple[str, int]] = []
         self.waiting: list[str] = []
         self.now_s = 0.0
@@ -146,7 +201,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         tenant = self.slots.next_tenant(self.now_s)
         if tenant is None:
-            assert not self.waiting or len(self.streams) >= 4  # beside the reserve every slot is given
+            assert not self.waiting or len(self.streams) >= 3  # beside the reserve every slot is given
             return
         self.waiting.remove(tenant)
         self.number += 1

@@ -17,6 +17,7 @@ from kvferry.engine.base import (
     Sampling,
     Turn,
 )
+from kvferry.errors import Preempted
 from kvferry.tenancy.outcome import OTHER
 from kvferry.worker import turns as turns_module
 from kvferry.worker.turns import OnEngine, Turns
@@ -219,6 +220,96 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now_s = [100.0]
     monkeypatch.setattr(turns_module, "_now_s", lambda: now_s[0])
     return now_s
+
+
+def noise_of(turns: Turns, log: list[str], number: int, **fields: object) -> list[Client]:
+    options: dict[str, object] = {"transferred": True, "is_preemptible": True, **fields}
+    return [Client(turns, request("noise", **options), log) for _ in range(number)]  # type: ignore[arg-type]
+
+
+async def end_all(turns: Turns, *clients: Client) -> None:
+    for client in clients:
+        client.leave.set()
+    await asyncio.gather(*(client.task for client in clients), return_exceptions=True)
+    assert turns.num_waiting == 0
+    assert turns._slots is not None
+    assert turns._slots._slots.num_streams == 0
+    turns._slots._slots.check()
+    turns._prompts._queue.check()
+
+
+async def test_a_tenant_below_its_share_gets_the_slot_of_a_stream_that_gave_tokens(clock: list[float]) -> None:
+    turns, log = Turns(4, depth_ms=1e9), []
+    noise = noise_of(turns, log, 6)
+    await settled()
+    assert len(log) == 4
+    for client in noise[1:3]:
+        client.first_token()
+    clock[0] += turns_module.MIN_GENERATING_S
+    gold = Client(turns, request("gold", transferred=True), log)
+    await settled()
+    assert gold.begun.is_set()
+    with pytest.raises(Preempted):
+        await noise[1].task
+    assert not any(client.task.done() for client in (noise[0], *noise[2:])), "one is enough"
+    await end_all(turns, gold, *noise)
+
+
+@pytest.mark.parametrize("why", ["not allowed", "computing", "too early"])
+async def test_a_stream_that_may_not_be_preempted_keeps_its_slot(clock: list[float], why: str) -> None:
+    turns, log = Turns(4, depth_ms=1e9), []
+    noise = noise_of(turns, log, 4, is_preemptible=why != "not allowed", transferred=why != "computing")
+    await settled()
+    if why != "computing":
+        for client in noise:
+            client.first_token()
+        clock[0] += turns_module.MIN_GENERATING_S if why == "not allowed" else 0.0
+    gold = Client(turns, request("gold", transferred=True), log)
+    await settled()
+    assert not gold.begun.is_set()
+    assert not any(client.task.done() for client in noise)
+    if why == "too early":
+        clock[0] += turns_module.MIN_GENERATING_S
+        await asyncio.wait_for(gold.begun.wait(), 5)
+    await end_all(turns, *noise, gold)
+
+
+async def test_a_prompt_that_waits_for_its_turn_gives_its_slot_at_once() -> None:
+    turns, log = Turns(4, depth_ms=1.0), []
+    noise = noise_of(turns, log, 4, transferred=False, num_tokens=2000)
+    await settled()
+    assert len(log) == 1
+    gold = Client(turns, request("gold", transferred=True), log)
+    await asyncio.wait_for(gold.begun.wait(), 5)
+    assert [client.task.done() for client in noise] == [False, True, False, False]
+    assert turns.num_waiting_prompts == 2
+    with pytest.raises(Preempted):
+        await noise[1].task
+    for client in noise:
+        client.task.cancel()
+    await end_all(turns, gold, *noise)
+
+
+async def test_a_stream_that_is_cancelled_and_preempted_ends_as_cancelled(clock: list[float]) -> None:
+    for cancels_first in (True, False):
+        turns, log = Turns(4, depth_ms=1e9), []
+        noise = noise_of(turns, log, 4)
+        await settled()
+        for client in noise:
+            client.first_token()
+        clock[0] += turns_module.MIN_GENERATING_S
+        if cancels_first:
+            noise[0].task.cancel()
+        gold = Client(turns, request("gold", transferred=True), log)
+        await asyncio.sleep(0)  # gold is in line
+        assert noise[0].task.cancelling() == 1
+        assert not any(client.task.cancelling() for client in noise[1:])
+        if not cancels_first:
+            noise[0].task.cancel()
+        await settled()
+        assert noise[0].task.cancelled()
+        assert gold.begun.is_set()
+        await end_all(turns, gold, *noise)
 
 
 async def cancelled(client: Client) -> None:

@@ -123,7 +123,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed", "turn")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed", "turn", "preemptible")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class Submit(_message.Message):
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -156,7 +157,8 @@ class Submit(_message.Message):
     suspect: bool
     resumed: bool
     turn: Turn
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+    preemptible: bool
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., preemptible: _Optional[bool] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("tenant", "share", "missing_tokens")
