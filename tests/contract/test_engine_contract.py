@@ -226,12 +226,21 @@ async def test_outputs_are_deltas_that_end_with_a_reason(engine_pair: EnginePair
         assert output.transfer_params is None
 
 
+async def token_by_token(engine_pair: EnginePair, prompt: list[int], sampling: Sampling) -> Outcome:
+    """Return an answer that came so; on a machine that is busy, vLLM gives the tokens of two steps at once."""
+    for _ in range(10):
+        whole = await run(engine_pair.decode, prompt, sampling)
+        if all(len(output.token_ids) <= 1 for output in whole.outputs):
+            break
+    return whole
+
+
 @pytest.mark.parametrize("stop", [False, True], ids=["to-the-end", "across-a-stop-string"])
 @pytest.mark.parametrize("num_given", [1, 7, 18])
 async def test_an_answer_goes_on_in_another_engine(engine_pair: EnginePair, num_given: int, stop: bool) -> None:
     """Tokens and text as if it had not been interrupted; the other engine here is the prefill engine."""
     prompt = fresh_prompt(engine_pair, 40)
-    whole = await run(engine_pair.decode, prompt, greedy(20))
+    whole = await token_by_token(engine_pair, prompt, greedy(20))
     sampling = greedy(20)
     if stop:
         # Begins before the interruption and is complete after it, so that text is held back in between.
@@ -241,7 +250,7 @@ async def test_an_answer_goes_on_in_another_engine(engine_pair: EnginePair, num_
         while whole.text.find(whole.text[begin:end]) < begin:  # a model that repeats itself says it before, too
             begin -= 1
         sampling = structs.replace(sampling, stop=(whole.text[begin:end],))
-        whole = await run(engine_pair.decode, prompt, sampling)
+        whole = await token_by_token(engine_pair, prompt, sampling)
     delivered = Outcome()
     for output in whole.outputs[:num_given]:
         delivered.add(output)

@@ -61,6 +61,7 @@ OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.08, "volume": {"cap
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 ACME = TierHints(Namespace("acme", 3))
 SALT = "acme's"
+STEP_TOKENS = 256
 
 _fresh = itertools.count()
 
@@ -101,7 +102,10 @@ class SmallEngine(VllmEngine):
 
 def engine_of(keeper: NodeProcess, *, producer: bool) -> VllmEngine:
     folder = str(model_folder.resolve("default"))
-    model, engine = ModelConfig(path=folder, max_model_len=2048), EngineConfig(threads=1)
+    model, engine = (
+        ModelConfig(path=folder, max_model_len=2048),
+        EngineConfig(threads=1, max_num_batched_tokens=STEP_TOKENS),
+    )
     return SmallEngine(
         folder,
         model,
@@ -386,6 +390,28 @@ async def test_floors_of_device_and_cpu_tier_survive_a_flood_of_ten_times_both(w
     assert await world.decode._llm.reset_prefix_cache()
     tokens, last = await run(world.decode, prompt, cache_salt="gold", tier=hints["gold"])
     assert (tokens, last.cached) == (expected, CachedTokens(cpu=everything))
+
+
+async def test_a_prompt_that_is_due_first_passes_a_long_one_and_both_are_as_alone(world: World) -> None:
+    chance = random.Random(77)
+    long, short = ([chance.randrange(200, 40_000) for _ in range(num)] for num in (6 * STEP_TOKENS, 40))
+    expected = [await world.expected(prompt) for prompt in (long, short)]
+    first_s: dict[str, float] = {}
+
+    async def answer(name: str, prompt: Sequence[int], due_ms: float) -> list[int]:
+        tokens: list[int] = []
+        request = EngineRequest(RequestId(name), prompt, GREEDY, cache_salt=name, due_ms=due_ms)
+        async for output in world.decode.generate(request):
+            first_s.setdefault(name, asyncio.get_running_loop().time())
+            tokens += output.token_ids
+        return tokens
+
+    num_steps = world.decode.stats().num_steps
+    answers = [asyncio.create_task(answer("long", long, 1000.0))]
+    await until(lambda: world.decode.stats().num_steps > num_steps, what="a step of the long prompt")
+    answers.append(asyncio.create_task(answer("short", short, 10.0)))
+    assert await asyncio.gather(*answers) == expected
+    assert first_s["short"] < first_s["long"], "it did not wait for the steps that the long one still had"
 
 
 async def test_a_volume_that_hangs_holds_nobody_up_for_long(world: World) -> None:

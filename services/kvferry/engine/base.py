@@ -140,6 +140,8 @@ class EngineRequest:
     is_suspect: bool = False  # an engine was lost under it before its first token
     is_resumed: bool = False  # it has given tokens, and lost its worker
     is_preemptible: bool = False  # its worker may give its slot to a tenant below its share
+    # When the fair queue expects its prompt to be done, in virtual ms: an engine computes the earliest first.
+    due_ms: float = 0.0
     turn: Turn | None = None  # None where tenants have no shares
 
 
@@ -303,7 +305,9 @@ class Backlogs:
 class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
-    num_waiting_prompts: int = 0  # of these, prompts that wait for their turns at the worker: no streams yet
+    num_prompts: int = (
+        0  # of both, those whose prompts are not computed yet: no streams. 0 where tenants have no shares
+    )
     num_pages_used: int = 0
     num_pages: int = 0
     prompt_tokens: PromptSources = PromptSources()

@@ -410,7 +410,7 @@ def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> p
     message = pb.Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        num_waiting_prompts=load.num_waiting_prompts,
+        num_prompts=load.num_prompts,
         num_pages_used=load.num_pages_used,
         num_pages=load.num_pages,
         draining=draining,
@@ -443,7 +443,7 @@ def stats_from_wire(message: pb.Load) -> EngineStats:
     return EngineStats(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
-        num_waiting_prompts=message.num_waiting_prompts,
+        num_prompts=message.num_prompts,
         num_pages_used=message.num_pages_used,
         num_pages=message.num_pages,
         prompt_tokens=sources_from_wire(message.prompt_tokens),

@@ -66,6 +66,7 @@ class InstrumentedRequest(Protocol):
 
 class OnEngine(Protocol):
     is_computing: bool
+    due_ms: float  # of the request on this engine
 
     def note(self, output: EngineOutput) -> None: ...
 
@@ -313,7 +314,11 @@ class GatewaySession:
             async with (
                 asyncio.timeout_at(self._deadline(request)),
                 self._worker.turn(request) as on_engine,
-                contextlib.aclosing(self._worker.engine.generate(request)) as outputs,  # type: ignore[type-var]
+                contextlib.aclosing(  # type: ignore[type-var]
+                    self._worker.engine.generate(
+                        dataclasses.replace(request, due_ms=on_engine.due_ms) if on_engine.due_ms else request
+                    )
+                ) as outputs,
             ):
                 async for output in outputs:
                     if on_engine.is_computing:

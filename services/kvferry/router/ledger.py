@@ -15,20 +15,22 @@ _ENDS_TOGETHER_S = 0.02
 _NUM_ENDS = 64
 # How old a report may be when it is first looked at: a worker sends one 50 to 120 ms after a change.
 _REPORT_AGE_S = 0.15
+_UNREPORTED_S = 0.01  # until a worker that reports knows of a prompt
 
 
 class WorkerAccount:
     """Requests of this gateway on one worker."""
 
     __slots__ = (
-        "arriving_pages", "head_since_s", "incoming", "member_id", "prefills", "prompt_ends", "prompt_tokens",
-        "queued_tokens", "streams",
+        "arriving_pages", "begins_s", "head_since_s", "incoming", "member_id", "prefills", "prompt_ends",
+        "prompt_tokens", "queued_tokens", "streams",
     )  # fmt: skip
 
     def __init__(self, member_id: MemberId) -> None:
         self.member_id = member_id
         # Prompts being computed here, first come first: request -> tokens. `queued_tokens` is their sum.
         self.prefills: dict[RequestId, int] = {}
+        self.begins_s: dict[RequestId, float] = {}  # of these
         self.queued_tokens = 0
         self.prompt_tokens = 0  # of `prefills`, cached ones included
         self.prompt_ends: deque[tuple[float, int, float]] = deque(maxlen=_NUM_ENDS)  # (last end, tokens, first end)
@@ -74,6 +76,15 @@ class WorkerAccount:
                 break
             num_streams += 1
         return num_streams
+
+    def unreported_ms(self, reported_s: float, ms_per_token: float, fixed_ms: float) -> float:
+        """Return the time of prompts that a report of then may not know. O(their number)."""
+        since_s, ms = reported_s - _UNREPORTED_S, 0.0
+        for request_id, begin_s in reversed(self.begins_s.items()):
+            if begin_s <= since_s:
+                break
+            ms += fixed_ms + self.prefills[request_id] * ms_per_token
+        return ms
 
     def queue_ms(self, ms_per_token: float, fixed_ms: float, now_s: float) -> float:
         """Return the time of prompts before a new one. There must be one."""
@@ -148,6 +159,7 @@ class Ledger:
         if not computing.prefills:
             computing.head_since_s = now_s
         computing.prefills[request_id] = missing_tokens
+        computing.begins_s[request_id] = now_s
         computing.queued_tokens += missing_tokens
         computing.prompt_tokens += num_tokens
         if prefill is None:
@@ -209,6 +221,7 @@ class Ledger:
         for account in self._accounts.values():
             computed = prefills.get(id(account), set())
             assert account.prefills.keys() == computed, f"{account} computes for requests not in flight"
+            assert account.begins_s.keys() == computed
             assert account.queued_tokens == sum(account.prefills.values()), f"{account} has {account.prefills}"
             assert account.prompt_tokens == prompt_tokens[id(account)], f"{account} has prompts of other lengths"
             assert account.arriving_pages == arriving[id(account)], f"{account} waits for pages that nobody sends"
@@ -223,6 +236,7 @@ class Ledger:
             if next(iter(account.prefills)) == request_id:
                 account.head_since_s = now_s
             account.queued_tokens -= account.prefills.pop(request_id)
+            del account.begins_s[request_id]
             account.prompt_tokens -= flight.num_tokens
             account.note_prompt_end(flight.num_tokens, now_s)
             self._note_change(account)

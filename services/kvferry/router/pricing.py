@@ -296,7 +296,7 @@ class Pricer:
             # An engine computes the last token whatever it holds.
             missing_tokens = num_tokens - held * block_size or 1
             if costs.backlogs is not None and request.turn is not None:
-                queue_ms = costs.fair_queue_ms(queue_ms, request.turn, fixed_ms + missing_tokens * ms_per_token)
+                queue_ms = costs.fair_queue_ms(request.turn, fixed_ms + missing_tokens * ms_per_token, fixed_ms)
             if missing_tokens > costs.free_tokens:
                 # Without room for its pages the prompt waits until kept ones have been pulled.
                 queue_ms += (missing_tokens - costs.free_tokens) * costs.full_ms_per_token
@@ -353,7 +353,7 @@ class Pricer:
             missing_tokens = num_tokens - held * block_size or 1
             compute_ms = fixed_ms + missing_tokens * ms_per_token
             if costs.backlogs is not None and request.turn is not None:
-                queue_ms = costs.fair_queue_ms(queue_ms, request.turn, compute_ms)
+                queue_ms = costs.fair_queue_ms(request.turn, compute_ms, fixed_ms)
             quote = DecodeQuote()
             quote.worker = costs
             quote.queue_ms = queue_ms

@@ -51,7 +51,6 @@ class WorkerCosts:
         "step_ms",
         "unreported_streams",
         "wait_ms",
-        "waiting_ms",
     )
 
     def __init__(self, account: WorkerAccount, pages: WorkerPages, rates: WorkerRates) -> None:
@@ -75,7 +74,6 @@ class WorkerCosts:
         self.compute_weight = 0.0  # what a ms of compute here costs the request and the streams
         self.unreported_streams = 0  # that the report does not count
         self.backlogs: BacklogCurve | None = None  # of prompts that wait for their turns there
-        self.waiting_ms = 0.0  # of these
         self.free_pages = 0.0  # before memory gets tight
         self.full_ms_per_page = 0.0
         self.free_tokens = 0.0  # the same in tokens, without the prompts that are queued
@@ -94,9 +92,9 @@ class WorkerCosts:
         self._price_turns(stats)
         self.handoff_ms = cost_defaults.handoff_ms + account.arriving_pages * self.kv_transfer_page_ms
         self.unreported_streams = len(account.incoming) + account.num_streams_since(candidate.reported_s)
-        # Prompts that wait for their turns have their price in the fair queue; they hold no place among the streams up.
-        num_waiting = max(0, stats.num_waiting - stats.num_waiting_prompts)
-        streams = stats.num_running + num_waiting + self.unreported_streams
+        # Prompts without a first token have their price in the fair queue, and are no streams.
+        num_waiting = max(0, stats.num_waiting - stats.num_prompts)
+        streams = max(0, stats.num_running + stats.num_waiting - stats.num_prompts) + self.unreported_streams
         scale = pool.step_scale(rates, is_tried=bool(account.streams))
         self.step_ms = scale * (cost_defaults.step_ms + cost_defaults.step_ms_per_stream * (streams + 1))
         self.ms_per_step = self.step_ms + scale * cost_defaults.step_ms_per_stream * streams
@@ -114,15 +112,14 @@ class WorkerCosts:
         self.free_tokens = self.free_pages * block_size - account.queued_tokens
         self.full_ms_per_token = self.full_ms_per_page / block_size
 
-    def fair_queue_ms(self, queue_ms: float, turn: Turn, prompt_ms: float) -> float:
-        """Return how long a prompt waits behind `queue_ms` of others, of which some wait for turns of their tenants."""
-        stats = self.candidate.stats if self.candidate is not None else None
-        if self.backlogs is None or stats is None or stats.backlogs is None:
-            return queue_ms
-        own_ms, _ = stats.backlogs.by_tenant.get(turn.tenant, (0.0, 0.0))
-        # What the report does not know of may be inside the engine, before everything that waits.
-        inside_ms = max(0.0, queue_ms - self.waiting_ms)
-        return min(queue_ms, inside_ms + self.backlogs.wait_ms(own_ms, prompt_ms, turn.share))
+    def fair_queue_ms(self, turn: Turn, prompt_ms: float, fixed_ms: float) -> float:
+        """Return how long a prompt waits where tenants' prompts take turns. There must be backlogs."""
+        assert self.backlogs is not None
+        assert self.candidate is not None
+        assert self.candidate.stats.backlogs is not None
+        own_ms, _ = self.candidate.stats.backlogs.by_tenant.get(turn.tenant, (0.0, 0.0))
+        unreported_ms = self.account.unreported_ms(self.candidate.reported_s, self.ms_per_token, fixed_ms)
+        return unreported_ms + self.backlogs.wait_ms(own_ms, prompt_ms, turn.share)
 
     def _price_foreign_prompts(self, candidate: Candidate) -> None:
         account, stats = self.account, candidate.stats
@@ -138,12 +135,11 @@ class WorkerCosts:
 
     def _price_turns(self, stats: EngineStats) -> None:
         if stats.backlogs is None:
-            self.backlogs, self.waiting_ms = None, 0.0
+            self.backlogs = None
             return
         self.backlogs = BacklogCurve(stats.backlogs.others)
         for ms, share in stats.backlogs.by_tenant.values():
             self.backlogs.add(ms, share)
-        self.waiting_ms = sum(ms for ms, _ in self.backlogs.buckets.values())
 
     def _learn_computed_share(self, prompt_tokens: PromptSources) -> None:
         before, self.prompt_tokens = self.prompt_tokens, prompt_tokens

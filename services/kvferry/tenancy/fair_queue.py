@@ -27,6 +27,7 @@ class QueueParameters:
     slice_ms: float = 51.2  # one engine step: 512 tokens at 0.1 ms
     depth_ms: float = 60.0  # inside the engine, so that it is never idle between steps
     idle_s: float = 1.0  # after which lags are forgiven
+    is_ordered: bool = False  # the engine computes what is inside by `due_ms`, and not in the order in which it came
     max_tenants: int = 16_384
     max_requests: int = 65_536
 
@@ -110,8 +111,11 @@ class FairQueue(Generic[Request]):
         return True
 
     def next_slice(self, done_ms: float = 0.0) -> Slice[Request] | None:
-        """Return None while the engine has enough; it has done `done_ms` of what is inside."""
-        if self.inside_ms - done_ms >= self.parameters.depth_ms or not self.num_requests:
+        """Return None while the engine has enough; it has done `done_ms` of the slice that it computes."""
+        if not self.num_requests:
+            return None
+        is_full = self.inside_ms - done_ms >= self.parameters.depth_ms
+        if is_full and not (self.parameters.is_ordered and self._has_little_before(done_ms)):
             return None
         if self._turn is None or not self._turn.queue or self._turn_left_ms <= 0:
             self._begin_turn()
@@ -124,7 +128,21 @@ class FairQueue(Generic[Request]):
         self.inside_ms += ms
         tenant.num_inside += 1
         self._charge(tenant, ms, piece.factor)
+        piece.due_ms = tenant.virtual_ms
         return piece
+
+    def _has_little_before(self, done_ms: float) -> bool:
+        """Return whether the next slice would wait for less than the depth inside the engine."""
+        tenant, first = self._turn, self._waiting.first()
+        if tenant is None or not tenant.queue:
+            tenant = None
+        if first is not None and (tenant is None or (self._turn_left_ms <= 0 and first[0] < tenant.virtual_ms)):
+            tenant = self._tenants[first[1]]
+        assert tenant is not None
+        factor = self.debts.factor(tenant.name)
+        due_ms = tenant.virtual_ms + factor * min(tenant.queue.next_ms(), self.parameters.slice_ms) / tenant.weight
+        before_ms = sum(piece.ms for piece in self._inside if piece.due_ms <= due_ms)
+        return before_ms - done_ms < self.parameters.depth_ms
 
     def measured(self, piece: Slice[Request], ms: float, now_s: float) -> None:
         """Correct the charge of a slice that left the engine. Raises ValueError for unknown ones."""
@@ -153,6 +171,9 @@ class FairQueue(Generic[Request]):
             known.virtual_ms = self._virtual_ms + ahead * known.weight / weight
             known.weight = weight
             self._update_keys(known)
+
+    def weight_of(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
 
     def forget(self, tenant: str) -> None:
         self._weights.pop(tenant, None)

@@ -46,6 +46,7 @@ class Slice(Generic[Request]):
     ms: float  # estimated
     is_last: bool
     factor: float  # of the charge, from debts
+    due_ms: float = 0.0  # virtual time of its tenant when it is done, as estimated
 
 
 class TenantQueue(Generic[Request]):
@@ -104,6 +105,11 @@ class TenantQueue(Generic[Request]):
         self._left_ms[request] = left_ms - slice_ms
         self.backlog_ms -= slice_ms
         return request, slice_ms, False
+
+    def next_ms(self) -> float:
+        """Return about how long the next request takes: the oldest one's estimate."""
+        request = self._begun or next(iter(self._continued or self._new))
+        return self._left_ms[request]
 
     def check(self) -> None:
         begun = [] if self._begun is None else [self._begun]

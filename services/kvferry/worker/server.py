@@ -332,13 +332,13 @@ class WorkerServer:
             stats = self._engine.stats()
         except KvferryError:
             return EngineStats()
-        if self._turns is None or not self._turns.num_waiting:
+        if self._turns is None or not (self._turns.num_waiting or self._turns.num_prompts):
             return stats
         tokens = stats.queued_prompt_tokens
         return dataclasses.replace(
             stats,
             num_waiting=stats.num_waiting + self._turns.num_waiting,
-            num_waiting_prompts=self._turns.num_waiting_prompts,
+            num_prompts=self._turns.num_prompts,
             queued_prompt_tokens=None if tokens is None else tokens + self._turns.waiting_tokens,
             backlogs=self._turns.backlogs(),
         )

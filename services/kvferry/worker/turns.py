@@ -57,11 +57,15 @@ class TenantTimes:
 class OnEngine:
     """One request on the engine. Tell it every output until the first with tokens."""
 
-    __slots__ = ("_end_prompt", "_stream", "is_computing")
+    __slots__ = ("_end_prompt", "_stream", "due_ms", "is_computing")
 
     def __init__(
-        self, end_prompt: Callable[[EngineOutput | None], None] | None = None, stream: _Stream | None = None
+        self,
+        end_prompt: Callable[[EngineOutput | None], None] | None = None,
+        stream: _Stream | None = None,
+        due_ms: float = 0.0,
     ) -> None:
+        self.due_ms = due_ms  # for the engine: EngineRequest.due_ms
         self.is_computing = end_prompt is not None or stream is not None
         self._end_prompt = end_prompt
         self._stream = stream
@@ -95,8 +99,9 @@ class Turns:
         return self._prompts.num_waiting + (0 if self._slots is None else self._slots.num_waiting)
 
     @property
-    def num_waiting_prompts(self) -> int:
-        return self._prompts.num_waiting
+    def num_prompts(self) -> int:
+        """Prompts that wait here, or are on the engine and not computed yet."""
+        return self._prompts.num_waiting + self._prompts.num_inside
 
     @property
     def waiting_tokens(self) -> int:
@@ -179,11 +184,12 @@ class _Waiting:
 class _Prompts:
     def __init__(self, depth_ms: float) -> None:
         # Prompts are not cut, so a turn is the quantum by which debts are measured.
-        parameters = QueueParameters(slice_ms=math.inf, depth_ms=depth_ms)
+        parameters = QueueParameters(slice_ms=math.inf, depth_ms=depth_ms, is_ordered=True)
         self._queue: FairQueue[_Waiting] = FairQueue(parameters, _num_cached, Debts(parameters.turn_ms))
         self._ms_per_token = _FIRST_MS_PER_TOKEN
-        self._last_end_s = 0.0  # of a prompt
-        self._inside: dict[Slice[_Waiting], float] = {}  # and when they went in, oldest first
+        # Prompts inside, oldest first, and how long each was computed: the engine computes the one that is due first.
+        self._inside: dict[Slice[_Waiting], float] = {}
+        self._noted_s = 0.0  # until then
         self._uncached_ms: dict[Slice[_Waiting], float] = {}  # of those inside
         self._timer: asyncio.TimerHandle | None = None
         self.waiting_tokens = 0
@@ -197,6 +203,10 @@ class _Prompts:
         return self._queue.num_requests
 
     @property
+    def num_inside(self) -> int:
+        return len(self._inside)
+
+    @property
     def served_ms(self) -> Mapping[str, float]:
         return self._queue.served_ms
 
@@ -207,9 +217,13 @@ class _Prompts:
         self._queue.forget(tenant)
 
     def backlogs(self) -> Backlogs | None:
-        if not self._queue.num_requests:
+        if not (self._queue.num_requests or self._inside):
             return None
+        self._note_computed()
         waiting = self._queue.backlogs()
+        for piece, computed_ms in self._inside.items():
+            ms, share = waiting.get(piece.tenant, (0.0, self._queue.weight_of(piece.tenant)))
+            waiting[piece.tenant] = (ms + max(0.0, piece.ms - computed_ms), share)
         if len(waiting) <= MAX_NAMED:
             return Backlogs(waiting)
         named = dict(heapq.nlargest(MAX_NAMED, waiting.items(), key=lambda item: item[1][0]))
@@ -242,25 +256,25 @@ class _Prompts:
         times.waited_s += begun_s - added_s
         if stream is not None:
             stream.may_end_s = math.inf
-        return OnEngine(lambda output: self._end_prompt(piece, begun_s, output), stream)
+        return OnEngine(lambda output: self._end_prompt(piece, output), stream, piece.due_ms)
 
-    def _end_prompt(self, piece: Slice[_Waiting], begun_s: float, output: EngineOutput | None) -> None:
-        now_s = _now_s()
-        elapsed_ms = (now_s - max(begun_s, self._last_end_s)) * 1e3
+    def _end_prompt(self, piece: Slice[_Waiting], output: EngineOutput | None) -> None:
         if output is None:  # cancelled, or failed
-            # The engine computes the oldest, and perhaps some of those behind it in the same steps.
-            is_oldest = next(iter(self._inside), None) is piece
-            self._end(piece, min(elapsed_ms, self._uncached_ms[piece] if is_oldest else piece.ms))
-            if is_oldest:
-                self._last_end_s = now_s
+            self._note_computed()
+            ms = min(self._inside[piece], self._uncached_ms[piece])
+            rest_ms = self._inside.pop(piece) - ms
+            if (computed := self._computed()) is not None:
+                self._inside[computed] += rest_ms
+            self._end(piece, ms)
             return
+        self._note_computed(piece)
+        elapsed_ms = self._inside[piece]
         durations = output.times.durations() if output.times is not None else None
         if durations is not None and durations.prefill_ms is not None and durations.prefill_share is not None:
             ms = durations.prefill_ms * durations.prefill_share
         else:
             # The engine tells its own times at the end of an answer. It computes prompts one after another.
             ms = min(elapsed_ms, MAX_RATE_CHANGE * self._uncached_ms[piece])
-        self._last_end_s = now_s
         num_computed = output.sources.local_compute if output.sources is not None else piece.request.num_missing
         if num_computed >= _MIN_TOKENS:
             rate = self._ms_per_token
@@ -275,17 +289,26 @@ class _Prompts:
         self._queue.measured(piece, ms, _now_s())
         self._feed()
 
+    def _note_computed(self, ended: Slice[_Waiting] | None = None) -> None:
+        """Give the time since the last call to the prompt that has `ended`, or to the one that is due first."""
+        now_s = _now_s()
+        if (computed := ended or self._computed()) is not None:
+            self._inside[computed] += (now_s - self._noted_s) * 1e3
+        self._noted_s = now_s
+
+    def _computed(self) -> Slice[_Waiting] | None:
+        return min(self._inside, key=lambda piece: piece.due_ms, default=None)
+
     def _done_ms(self) -> float:
-        """Return how much of the oldest prompt inside should be done."""
-        if not self._inside:
-            return 0.0
-        piece, begun_s = next(iter(self._inside.items()))
-        return min(piece.ms, (_now_s() - max(begun_s, self._last_end_s)) * 1e3)
+        """Return how much of the prompt that the engine computes should be done."""
+        piece = self._computed()
+        return 0.0 if piece is None else min(piece.ms, self._inside[piece])
 
     def _feed(self) -> None:
         self._feed_now()
         if self._timer is None and self._queue.num_requests and self._inside:
             # The engine is to have the next prompt before it has done all others.
+            self._note_computed()
             left_ms = self._queue.inside_ms - self._done_ms() - self._queue.parameters.depth_ms
             self._timer = asyncio.get_running_loop().call_later(max(_MIN_PAUSE_MS, left_ms) / 1e3, self._feed_later)
 
@@ -294,8 +317,9 @@ class _Prompts:
         self._feed()
 
     def _feed_now(self) -> None:
+        self._note_computed()
         while self._may_take_more() and (piece := self._queue.next_slice(self._done_ms())) is not None:
-            self._inside[piece] = _now_s()
+            self._inside[piece] = 0.0
             self._uncached_ms[piece] = piece.request.uncached_ms
             if piece.request.granted.cancelled():  # in this turn of the loop: its task has not run yet
                 del self._inside[piece], self._uncached_ms[piece]

@@ -251,6 +251,7 @@ def vllm_config() -> Any:
         max_num_batched_tokens=64,
         max_model_len=512,
         scheduler_cls=TENANT_SCHEDULER,
+        scheduling_policy="priority",
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     return config
@@ -278,15 +279,17 @@ class Steps:
         self.requests = Engine()
         self.hits: dict[str, int] = {}  # tokens
 
-    def add(self, tokens: list[int], hints: TierHints | None, max_tokens: int = 1) -> Any:
+    def add(self, tokens: list[int], hints: TierHints | None, max_tokens: int = 1, *, due: int = 0) -> Any:
         from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
 
         request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "", max_tokens)
         request.kv_hints = None if hints is None else to_kv_hints("r", hints)
+        request.priority = due
         self.scheduler.add_request(request)
         return request
 
-    def step(self) -> None:
+    def step(self) -> dict[str, int]:
+        """Return the tokens that each request got."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         output = self.scheduler.schedule()
@@ -300,6 +303,8 @@ class Steps:
             output, ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
         )
         self.scheduler._pages.check()
+        num_scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
+        return num_scheduled_tokens
 
     def run(self) -> None:
         for _ in range(2000):
@@ -352,7 +357,8 @@ def test_the_accounts_are_right_whatever_requests_do(vllm_config: Any, seed: int
             tenant = Namespace(chance.choice(("a", "b", "c")))
             hints = TierHints(tenant, terms=EngineTerms(TierTerms(), device))
             prompt = prompt_of(chance.randrange(8), chance.randint(1, 14))
-            living.append(steps.add(prompt, hints if chance.random() < 0.8 else None, chance.randint(1, 60)))
+            hints_or_none = hints if chance.random() < 0.8 else None
+            living.append(steps.add(prompt, hints_or_none, chance.randint(1, 60), due=chance.randrange(100)))
         if living and chance.random() < 0.1:
             aborted = chance.choice(living)
             scheduler.finish_requests([aborted.request_id], RequestStatus.FINISHED_ABORTED)
@@ -369,6 +375,84 @@ def test_the_accounts_are_right_whatever_requests_do(vllm_config: Any, seed: int
     )
     assert scheduler.reset_prefix_cache()
     assert not any(pages.usage_of(tenant)[0] for tenant in ("a", "b", "c", "default"))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_prompt_that_is_due_first_passes_one_that_has_begun(vllm_config: Any, is_async: bool) -> None:
+    steps = Steps(vllm_config, is_async=is_async)
+    stream = steps.add(prompt_of(9, 1), None, max_tokens=40).request_id
+    steps.step()
+    long = steps.add([1] * 100, None, due=100).request_id
+    assert steps.step() == {stream: 1, long: 63}
+    short = steps.add([2] * 30, None, due=50).request_id
+    later = steps.add([3] * 4, None, due=200).request_id
+    assert steps.step() == {stream: 1, short: 30, long: 33}
+    assert steps.step() == {stream: 1, long: 4, later: 4}
+    steps.run()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_that_has_begun_is_left_out_for_steps_and_goes_on(vllm_config: Any, is_async: bool) -> None:
+    steps = Steps(vllm_config, is_async=is_async)
+    long = steps.add([1] * 66, None, due=100).request_id
+    assert steps.step() == {long: 64}
+    first = steps.add([2] * 70, None, due=50).request_id
+    assert steps.step() == {first: 64}
+    assert steps.step() == {first: 6, long: 2}
+    steps.run()
+    assert steps.scheduler.max_num_active_reqs == vllm_config.scheduler_config.max_num_seqs
+    assert vllm_config.scheduler_config.long_prefill_token_threshold == 0
+
+
+def test_none_is_left_out_for_one_that_does_not_fit(vllm_config: Any) -> None:
+    steps = Steps(vllm_config, is_async=False)
+    long = steps.add([1] * 100, None, due=100).request_id
+    assert steps.step() == {long: 64}
+    first = steps.add([2] * 120, None, due=50).request_id  # 30 blocks, and 40 - 25 are free
+    assert steps.step() == {long: 36}
+    assert steps.step() == {first: 64}
+    steps.run()
+
+
+def test_a_step_in_vain_is_the_only_one(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that seemed to fit does not begin: what it was let pass for goes on in the next step."""
+    steps = Steps(vllm_config, is_async=False)
+    long = steps.add([1] * 100, None, due=100).request_id
+    steps.step()
+    monkeypatch.setattr(type(steps.scheduler), "_num_free", lambda self: 1000)
+    first = steps.add([2] * 120, None, due=50).request_id
+    assert steps.step() == {}
+    assert steps.step() == {long: 36}
+    assert steps.step() == {first: 64}
+    steps.run()
+
+
+def test_only_begun_requests_are_left_out_and_none_is_forgotten(vllm_config: Any) -> None:
+    """Long and short prompts whose order has nothing to do with when they came."""
+    chance, steps = random.Random(5), Steps(vllm_config, is_async=False)
+    num_passed = 0
+    ended: list[Any] = []
+    for _ in range(400):
+        if len(steps.scheduler.requests) < 5:
+            tokens = [chance.randrange(9)] * chance.choice((3, 20, 60, 90))
+            ended.append(steps.add(tokens, None, chance.randint(1, 5), due=chance.randrange(1000)))
+        begun = {request.request_id for request in steps.scheduler.running if request.is_prefill_chunk}
+        num_passed += not begun <= steps.step().keys()
+    steps.run()
+    assert num_passed > 10
+    assert len(ended) > 100
+    assert all(request.num_output_tokens == request.max_tokens for request in ended)
+
+
+def test_vllm_schedules_by_what_we_change() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("self.max_num_active_reqs") == 1
+    assert source.count("self.adaptive_long_prefill_threshold") == 1
+    assert source.count("self.scheduler_config.long_prefill_token_threshold") == 1
+    assert "request_queue = self.kv_holding_waiting\n" in source
+    assert "while req_index < len(self.running) and token_budget > 0:" in source
 
 
 def test_another_pool_is_refused() -> None:

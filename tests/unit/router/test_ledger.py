@@ -44,6 +44,19 @@ def test_an_aggregated_request_is_a_stream_from_its_beginning() -> None:
     ledger.check()
 
 
+def test_prompts_that_a_report_may_not_know_are_told_apart() -> None:
+    ledger = Ledger()
+    begin(ledger, A, P, D, 100, 1.0)
+    begin(ledger, B, P, D, 1000, 2.0)
+    account = ledger.account(P)
+    assert account.unreported_ms(0.5, 0.1, 2.0) == pytest.approx(12.0 + 102.0)
+    assert account.unreported_ms(1.5, 0.1, 2.0) == pytest.approx(102.0)
+    assert account.unreported_ms(3.0, 0.1, 2.0) == 0.0
+    ledger.prefilled(B, 3.0)
+    assert account.unreported_ms(0.5, 0.1, 2.0) == pytest.approx(12.0)
+    ledger.check()
+
+
 def test_the_queue_is_what_is_left_of_the_first_prompt_and_all_others() -> None:
     ledger = Ledger()
     begin(ledger, A, P, D, 1000, 0.0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from msgspec import structs
 
-from kvferry.engine.base import EngineStats, RequestId
+from kvferry.engine.base import Backlogs, EngineStats, RequestId, Turn
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
@@ -242,7 +242,7 @@ def test_waiting_requests_make_a_decode_worker_dear() -> None:
 
 def test_prompts_that_wait_for_their_turns_keep_no_stream_waiting() -> None:
     """Forty of a flood made every decode worker too dear for a tenant whose turn comes at once."""
-    prompts = EngineStats(num_running=1, num_waiting=40, num_waiting_prompts=40)
+    prompts = EngineStats(num_running=1, num_waiting=40, num_prompts=40)
     streams = EngineStats(num_running=1, num_waiting=40)
 
     def streams_ms(stats: EngineStats) -> float:
@@ -251,6 +251,31 @@ def test_prompts_that_wait_for_their_turns_keep_no_stream_waiting() -> None:
 
     assert streams_ms(prompts) == streams_ms(EngineStats(num_running=1))
     assert streams_ms(streams) > 10 * streams_ms(prompts)
+
+
+def test_the_wait_is_that_of_the_fair_queue_and_of_what_the_report_does_not_know() -> None:
+    """A tenant waits for a part of a flood's forty prompts, by its share, and for all of its own."""
+    request = with_turn(fresh_request(1000), "gold", 4.0)
+    (decode,) = candidates("d", 1)
+    placer = Placer(ResidencyIndex(), dataclasses.replace(PRIORS, interference_weight=100.0), seed=1)
+    prompt_ms = PRIORS.prefill_fixed_ms + 1000 * PRIORS.prefill_ms_per_token
+    noise = Backlogs({"noise": (40 * prompt_ms, 1.0)})
+
+    def queue_ms(backlogs: Backlogs) -> float:
+        stats = EngineStats(num_running=1, num_waiting=39, queued_prompt_tokens=40_000, backlogs=backlogs)
+        return placed(placer, request, [candidate("p0", stats, reported_s=0.0)], [decode]).price.queue_ms
+
+    alone = queue_ms(noise)
+    assert alone == pytest.approx(prompt_ms / 4, rel=0.25)
+    own = queue_ms(Backlogs({**noise.by_tenant, "gold": (prompt_ms, 4.0)}))
+    assert own == pytest.approx(prompt_ms + 2 * prompt_ms / 4, rel=0.25)
+    sent = with_turn(fresh_request(1000), "gold", 4.0)
+    placer.began(sent, placed(placer, sent, [candidate("p0", reported_s=0.0)], [decode]), 1.0)
+    assert queue_ms(noise) == pytest.approx(alone + prompt_ms, rel=0.05)
+
+
+def with_turn(request: PlacementRequest, tenant: str, share: float) -> PlacementRequest:
+    return dataclasses.replace(request, turn=Turn(tenant, share))
 
 
 # --- prices

@@ -286,3 +286,44 @@ def test_debts_end_also_where_no_worker_tells_any_more() -> None:
     assert piece is not None
     queue.measured(piece, piece.ms, 300.0)
     assert queue.debts.factor("a") == 1.0
+
+
+ORDERED = QueueParameters(turn_ms=200.0, slice_ms=1e9, depth_ms=30.0, is_ordered=True)
+
+
+def inside(queue: FairQueue[Prompt], done_ms: float = 0.0) -> list[Slice[Prompt]]:
+    pieces = []
+    while (piece := queue.next_slice(done_ms)) is not None:
+        pieces.append(piece)
+        queue.check()
+    return pieces
+
+
+def test_a_prompt_that_is_due_before_what_is_inside_follows_at_once() -> None:
+    queue = queue_of(*[Prompt("noise") for _ in range(9)], parameters=ORDERED)
+    queue.set_weight("gold", 4.0)
+    assert [piece.due_ms for piece in inside(queue)] == [50.0]
+    assert queue.add(Prompt("gold"), 0.0) is None
+    assert queue.add(Prompt("gold"), 0.0) is None
+    (gold,) = inside(queue)
+    assert (gold.tenant, gold.due_ms) == ("gold", 12.5)
+    assert inside(queue) == [], "the second one is due before noise's, and waits for the first"
+    queue.measured(gold, 50.0, 0.0)
+    assert [piece.tenant for piece in inside(queue)] == ["gold"]
+
+
+def test_a_prompt_that_is_due_later_waits_until_little_is_left_before_it() -> None:
+    queue = queue_of(Prompt("long", 500.0), Prompt("short", 5.0), Prompt("longer", 900.0), parameters=ORDERED)
+    assert tenants(inside(queue)) == "longshort"
+    assert tenants(inside(queue, done_ms=474.0)) == ""
+    assert tenants(inside(queue, done_ms=476.0)) == "longer"
+
+
+def test_what_is_inside_has_a_bound_whatever_comes() -> None:
+    queue = queue_of(Prompt("noise", 1000.0), parameters=ORDERED)
+    num_inside = len(inside(queue))
+    for number in range(500):
+        assert queue.add(Prompt(f"small{number}", 5.0), 0.0) is None
+        num_inside += len(inside(queue))
+    assert queue.inside_ms <= 1000.0 + 30.0 + 5.0
+    assert num_inside <= 8

@@ -96,8 +96,8 @@ class Scheduler:
 
     def plan(self) -> Plan:
         plan: Plan = []
-        budget = self._plan_running(plan, self._chunk_tokens)
-        self._plan_waiting(plan, budget)
+        prompts = self._plan_running(plan)
+        self._plan_prompts(plan, prompts)
         return plan
 
     def check(self) -> None:
@@ -108,8 +108,10 @@ class Scheduler:
         assert num_queued == len(self._id_to_sequence), "a sequence is known and not queued, or queued and unknown"
         assert not any(sequence.pages for sequence in self._waiting), "a waiting sequence holds pages"
 
-    def _plan_running(self, plan: Plan, budget: int) -> int:
+    def _plan_running(self, plan: Plan) -> list[TokenSequence]:
+        """Plan a token of each sequence that generates. Return those that compute their prompts."""
         running, pool = self._running, self._pool
+        prompts: list[TokenSequence] = []
         i = 0
         while i < len(running):
             sequence = running[i]
@@ -123,35 +125,41 @@ class Scheduler:
                     self._preempt(running[-1])
             if sequence.phase is not Phase.RUNNING:
                 break
-            num_left = sequence.num_tokens - sequence.num_computed
-            if num_left == 1:
+            if sequence.num_tokens - sequence.num_computed == 1:
                 plan.append((sequence, 1))
-            elif budget > 0:
-                num_now = min(num_left, budget)
-                budget -= num_now
-                plan.append((sequence, num_now))
-        return budget
+            else:
+                prompts.append(sequence)
+        return [sequence for sequence in prompts if sequence.phase is Phase.RUNNING]
 
-    def _plan_waiting(self, plan: Plan, budget: int) -> None:
+    def _plan_prompts(self, plan: Plan, prompts: list[TokenSequence]) -> None:
+        """Give the step's tokens to prompts that have begun, and to waiting ones that are due before them."""
+        budget = self._chunk_tokens
         being_filled = self._being_filled() if self._waiting else frozenset()
-        i = 0
-        while budget > 0 and i < len(self._waiting) and len(self._running) + len(self._fetching) < self._max_num_seqs:
-            sequence = self._waiting[i]
-            if being_filled and self._first_missing(sequence) in being_filled:
+        has_room = True
+        sequences = [*prompts, *self._waiting]
+        if any(sequence.request.due_ms for sequence in sequences):
+            sequences.sort(key=lambda sequence: sequence.request.due_ms)
+        for sequence in sequences:
+            if budget <= 0:
+                break
+            if sequence.phase is Phase.WAITING:
+                has_room = has_room and len(self._running) + len(self._fetching) < self._max_num_seqs
                 # vLLM finds pages from the moment they are scheduled, and computes none of them twice. Here pages are
                 # found once they are computed, so the sequence lets others pass until then.
-                i += 1
-                continue
-            if not self._place(sequence):
-                break
-            del self._waiting[i]
-            if sequence.phase is Phase.RUNNING:
+                if not has_room or (being_filled and self._first_missing(sequence) in being_filled):
+                    continue
+                has_room = self._place(sequence)
+                if not has_room:
+                    continue
+                self._waiting.remove(sequence)
+                if sequence in self._fetching:
+                    being_filled = being_filled.union(sequence.loading)
+                else:
+                    being_filled = being_filled.union(sequence.chain.page_hashes[sequence.num_stored :])
+            if sequence not in self._fetching:
                 num_now = min(sequence.num_tokens - sequence.num_computed, budget)
                 budget -= num_now
                 plan.append((sequence, num_now))
-                being_filled = being_filled.union(sequence.chain.page_hashes[sequence.num_stored :])
-            elif sequence.loading:
-                being_filled = being_filled.union(sequence.loading)
 
     def _being_filled(self) -> frozenset[PageHash]:
         computed = (

@@ -41,6 +41,7 @@ def engine_arguments(
         # The engine needs it to apply a grammar where the reasoning ends.
         "reasoning_parser": model.reasoning_parser or None,
         "scheduler_cls": TENANT_SCHEDULER if has_tenants else None,
+        "scheduling_policy": "priority" if has_tenants else None,
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
     }
     return {

@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 # A finished request's pages are kept from the next step on; a release may come earlier.
 _RELEASE_TRIES = 20
 _RELEASE_PAUSE_S = 0.05
+_MAX_PRIORITY = 2**62  # a number of 64 bits
 
 
 class VllmEngine:
@@ -259,10 +260,13 @@ class VllmEngine:
         )
         parsed = None
         options: dict[str, Any] = {}
+        if self._has_tenants:
+            options["priority"] = min(round(request.due_ms * 1e3), _MAX_PRIORITY)  # the lowest first
         if request.parse is not None:
             whole = params if continued is None else to_vllm(sampling, transfer_params=None)
             begun = self._parsers.begin(request, whole)
-            parsed, options = begun.answer, dict(begun.engine_arguments)
+            parsed = begun.answer
+            options |= begun.engine_arguments
         is_hinted = self._has_tenants or self._tier.enabled
         if is_hinted and (request.tier is not None or request.trace is not None):
             from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints

@@ -462,7 +462,7 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens", "backlogs", "other_backlogs", "num_waiting_prompts", "served")
+    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens", "backlogs", "other_backlogs", "num_prompts", "served")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -477,7 +477,7 @@ class Load(_message.Message):
     QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BACKLOGS_FIELD_NUMBER: _ClassVar[int]
     OTHER_BACKLOGS_FIELD_NUMBER: _ClassVar[int]
-    NUM_WAITING_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SERVED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -493,9 +493,9 @@ class Load(_message.Message):
     queued_prompt_tokens: int
     backlogs: _containers.RepeatedCompositeFieldContainer[TenantBacklog]
     other_backlogs: _containers.RepeatedCompositeFieldContainer[BacklogBucket]
-    num_waiting_prompts: int
+    num_prompts: int
     served: _containers.RepeatedCompositeFieldContainer[TenantWork]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[TenantBacklog, _Mapping]]] = ..., other_backlogs: _Optional[_Iterable[_Union[BacklogBucket, _Mapping]]] = ..., num_waiting_prompts: _Optional[int] = ..., served: _Optional[_Iterable[_Union[TenantWork, _Mapping]]] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[TenantBacklog, _Mapping]]] = ..., other_backlogs: _Optional[_Iterable[_Union[BacklogBucket, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., served: _Optional[_Iterable[_Union[TenantWork, _Mapping]]] = ...) -> None: ...
 
 class TenantWork(_message.Message):
     __slots__ = ("tenant", "ms", "num_requests", "num_tokens", "num_running")

@@ -1,27 +1,35 @@
-"""Tenants' floors, caps and times to live in the memory of an engine's device.
+"""Tenants in an engine: floors, caps and times to live in the memory of its device, and the order of their prompts.
 
-vLLM's scheduler is as it was; its pool learns who owns a cached page, and its queue of free pages who loses one.
+vLLM's pool learns who owns a cached page, and its queue of free pages who loses one. Its scheduler, of the policy
+`priority`, is as it was; where a prompt that waits is due before one that has begun, the one that has begun is left out
+of a step or gets a part of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import math
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from kvferry.engine.vllm.plugins.request_tier_state import hints_of
 from kvferry.tenancy.known_terms import KnownTerms
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 from kvferry.tenancy.pool_pages import PoolPages
+from kvferry.tenancy.step_order import Candidate, StepOrder, step_order
 from kvferry.tenancy.terms import DEVICE_TIER
 
 MAX_EXPIRED_PER_STEP = 1024  # about 3 ms
+MAX_FIRST = 8  # waiting prompts that are looked at for a step
 _UNKNOWN = DEFAULT_NAMESPACE.tenant
 
 
@@ -66,6 +74,7 @@ class TenantBlockPool(BlockPool):  # type: ignore[misc]
 
     free_block_queue: TenantFreeQueue
     num_reserved: int  # free blocks that the request whose admission is decided may not have
+    has_paused: bool  # requests run that this step leaves out
     tenants: weakref.WeakKeyDictionary[Any, str]  # of requests
     _claims_for: str
 
@@ -114,12 +123,21 @@ class TenantBlockPool(BlockPool):  # type: ignore[misc]
 
 class _TenantScheduling:
     kv_cache_manager: Any
+    block_size: int
+    running: list[Any]
+    waiting: Any
+    kv_holding_waiting: Any
+    scheduler_config: Any
+    adaptive_long_prefill_threshold: bool
+    max_num_active_reqs: int
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pool = keep_tenants(self.kv_cache_manager)
         self._pages = self._pool.free_block_queue.pages
         self._terms = KnownTerms(DEVICE_TIER, self._pages.capacity)
+        self._is_in_vain = False  # the last step left out a prompt, and nothing began in its place
 
     def add_request(self, request: Any) -> None:
         hints, _ = hints_of(request)
@@ -130,7 +148,72 @@ class _TenantScheduling:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._pool.evict_expired()
-        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        order: StepOrder[Any] = StepOrder() if self._is_in_vain else self._order()
+        self._is_in_vain = False
+        with self._in(order):
+            num_waiting = len(self.waiting)
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            self._is_in_vain = bool(order.paused) and len(self.waiting) == num_waiting
+        return output
+
+    def _order(self) -> StepOrder[Any]:
+        prompts = [request for request in self.running if request.is_prefill_chunk]
+        if not prompts or not (self.waiting or self.kv_holding_waiting):
+            return StepOrder()
+        last = max(prompts)
+        first = heapq.nsmallest(MAX_FIRST, (each for each in self.waiting if _may_begin(each) and each < last))
+        # Of prompts whose pages are on their way, a token is computed once they are there.
+        first += [each for each in self.kv_holding_waiting if each < last]
+        candidates = [Candidate(each, each.priority, self._num_left(each), has_begun=True) for each in sorted(prompts)]
+        candidates += [Candidate(each, each.priority, self._num_left(each), has_begun=False) for each in first]
+        if sum(-(-each.num_tokens // self.block_size) for each in candidates if not each.has_begun) > self._num_free():
+            return StepOrder()
+        return step_order(candidates, self.max_num_scheduled_tokens - (len(self.running) - len(prompts)))
+
+    def _num_left(self, request: Any) -> int:
+        """Return the tokens of its prompt that are still to be computed here."""
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return 1
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return 1
+        num_computed: int = request.num_computed_tokens
+        if not num_computed:
+            num_computed = self.kv_cache_manager.get_computed_blocks(request)[1]
+        num_tokens: int = request.num_tokens
+        return max(1, num_tokens - num_computed)
+
+    def _num_free(self) -> int:
+        num_free: int = self._pool.get_num_free_blocks() - self._pages.reserved_for_others(_UNKNOWN)
+        return num_free
+
+    @contextlib.contextmanager
+    def _in(self, order: StepOrder[Any]) -> Iterator[None]:
+        if not order.paused and order.max_tokens is None:
+            yield
+            return
+        config, running = self.scheduler_config, self.running
+        threshold, is_adaptive = config.long_prefill_token_threshold, self.adaptive_long_prefill_threshold
+        paused = set(order.paused)
+        if order.max_tokens is not None:
+            config.long_prefill_token_threshold = min(order.max_tokens, threshold or math.inf)
+            self.adaptive_long_prefill_threshold = False
+        if paused:
+            self.running = [request for request in running if request not in paused]
+            self.max_num_active_reqs -= len(paused)
+            self._pool.has_paused = True
+        try:
+            yield
+        finally:
+            config.long_prefill_token_threshold = threshold
+            self.adaptive_long_prefill_threshold = is_adaptive
+            if paused:
+                self.running.extend(order.paused)
+                self.max_num_active_reqs += len(paused)
+                self._pool.has_paused = False
+
+
+def _may_begin(request: Any) -> bool:
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class TenantScheduler(_TenantScheduling, Scheduler):  # type: ignore[misc]
@@ -155,6 +238,7 @@ def keep_tenants(manager: Any) -> TenantBlockPool:
     pool.free_block_queue = queue = TenantFreeQueue(pool.blocks, pool.free_block_queue.get_all_free_blocks())
     pool.__class__ = TenantBlockPool
     pool.num_reserved = 0
+    pool.has_paused = False
     pool.tenants = weakref.WeakKeyDictionary()
     pool._claims_for = _UNKNOWN
     allocate_slots = manager.allocate_slots
@@ -163,7 +247,7 @@ def keep_tenants(manager: Any) -> TenantBlockPool:
         queue.tenant = pool.tenant_of(request)
         # vLLM says it only for a request that waits. It is admitted where nothing else runs, so that it never waits for
         # ever; requests that run may take what floors keep.
-        if kwargs.get("has_scheduled_reqs", False):
+        if kwargs.get("has_scheduled_reqs", False) or (pool.has_paused and "has_scheduled_reqs" in kwargs):
             pool.num_reserved = queue.pages.reserved_for_others(queue.tenant)
         try:
             return allocate_slots(request, *args, **kwargs)
