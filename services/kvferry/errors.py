@@ -263,9 +263,7 @@ class TenantLimited(Overloaded):
 
 
 class Preempted(Overloaded):
-    """A worker gave the request's slot to a tenant below its share. The gateway lets the request go on; clients see it
-    only where no worker takes it in time.
-    """
+    """Its slot went to a tenant below its share. Clients see it only where it cannot go on in time."""
 
     code = "preempted"
 

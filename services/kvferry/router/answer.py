@@ -136,10 +136,7 @@ def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Samplin
 
 
 def may_be_preempted(request: EngineRequest) -> bool:
-    """Return whether its answer may stop on one engine and go on without a difference that a client could complain of.
-
-    A sampled answer with a seed would not be repeatable, and one that is computed again would cost too much.
-    """
+    """A sampled answer with a seed would not be repeatable, and one that is computed again would cost too much."""
     sampling = request.sampling
     is_repeatable = sampling.seed is not None and sampling.temperature > 0
     return request.turn is not None and not is_repeatable and not _restarts(request, lambda: True)

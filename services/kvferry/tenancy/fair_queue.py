@@ -132,7 +132,6 @@ class FairQueue(Generic[Request]):
         return piece
 
     def _has_little_before(self, done_ms: float) -> bool:
-        """Return whether the next slice would wait for less than the depth inside the engine."""
         tenant, first = self._turn, self._waiting.first()
         if tenant is None or not tenant.queue:
             tenant = None

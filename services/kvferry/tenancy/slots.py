@@ -30,11 +30,10 @@ class _Tenant(Generic[Stream]):
 
     @property
     def filled(self) -> float:
-        """How much of its claim it has, in slots."""
         return min(len(self.streams), self.claim)
 
     def peak(self, now_s: float) -> int:
-        """Return the most requests that it had or wanted at once, lately; to be asked before each change."""
+        """To be asked before each change."""
         period, demand = int(now_s / _PEAK_PERIOD_S), len(self.streams) + self.num_waiting
         if period != self._period:
             self._peak_before = self._peak if period == self._period + 1 else demand
@@ -49,7 +48,6 @@ class DecodeSlots(Generic[Stream]):
     """
 
     def __init__(self, num_slots: int, num_reserved: int, max_reserved: int | None = None) -> None:
-        """`max_reserved` is `num_reserved` unless given."""
         max_reserved = num_reserved if max_reserved is None else max_reserved
         if not 0 <= num_reserved <= max_reserved < num_slots:
             raise ValueError(f"{num_reserved} to {max_reserved} of {num_slots} slots are in reserve")

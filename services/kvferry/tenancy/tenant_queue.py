@@ -107,7 +107,7 @@ class TenantQueue(Generic[Request]):
         return request, slice_ms, False
 
     def next_ms(self) -> float:
-        """Return about how long the next request takes: the oldest one's estimate."""
+        """Estimated from the oldest."""
         request = self._begun or next(iter(self._continued or self._new))
         return self._left_ms[request]
 

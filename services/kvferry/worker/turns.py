@@ -300,7 +300,6 @@ class _Prompts:
         return min(self._inside, key=lambda piece: piece.due_ms, default=None)
 
     def _done_ms(self) -> float:
-        """Return how much of the prompt that the engine computes should be done."""
         piece = self._computed()
         return 0.0 if piece is None else min(piece.ms, self._inside[piece])
 
@@ -381,7 +380,6 @@ class _Stream:
         self._task.cancel()
 
     def _uncancel(self) -> int:
-        """Return how often the task is cancelled for other reasons."""
         assert self._task is not None
         self._is_preempted = False
         return self._task.uncancel()

@@ -132,7 +132,6 @@ class Scheduler:
         return [sequence for sequence in prompts if sequence.phase is Phase.RUNNING]
 
     def _plan_prompts(self, plan: Plan, prompts: list[TokenSequence]) -> None:
-        """Give the step's tokens to prompts that have begun, and to waiting ones that are due before them."""
         budget = self._chunk_tokens
         being_filled = self._being_filled() if self._waiting else frozenset()
         has_room = True

@@ -171,7 +171,6 @@ class _TenantScheduling:
         return step_order(candidates, self.max_num_scheduled_tokens - (len(self.running) - len(prompts)))
 
     def _num_left(self, request: Any) -> int:
-        """Return the tokens of its prompt that are still to be computed here."""
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return 1
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
