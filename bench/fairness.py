@@ -21,22 +21,24 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.live_cluster import MODEL, TOKENS_PER_S, Cluster, config_of, running
+from bench.live_cluster import TOKENS_PER_S, Cluster, config_of, real_config, running
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry_loadtest.machine import machine_line
 
 PROMPT_TOKENS = 500
 PROMPT_S = PROMPT_TOKENS / TOKENS_PER_S
 LONG_PROMPT_TOKENS = 600, 3700
+REAL_PROMPT_WORDS = 20, 100
 WARM_UP_S = 3.0
 
 
 class Client:
     """Requests of one tenant through one gateway: prompts that nobody sent before, one token each."""
 
-    def __init__(self, gateway: GatewayHost, tenant: str, key: str, seed: int) -> None:
+    def __init__(self, gateway: GatewayHost, model: str, tenant: str, key: str, seed: int) -> None:
         self.latencies_s: list[float] = []
         self.prompt_tokens = PROMPT_TOKENS, PROMPT_TOKENS  # from and to
+        self._model = model
         self._tenant = tenant
         self._rng = random.Random(seed)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -53,7 +55,7 @@ class Client:
     async def send(self) -> None:
         num_tokens = self._rng.randint(*self.prompt_tokens)
         prompt = f"{self._tenant}-{self._rng.getrandbits(48)} " + " ".join(f"w{i}" for i in range(num_tokens - 1))
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
         begun_s = time.perf_counter()
         answer = await self._http.post("/v1/completions", json=body)
         if answer.status_code != 200:
@@ -84,7 +86,7 @@ async def clients_of(cluster: Cluster, tenants: Sequence[tuple[str, float, int]]
         await cluster.admin.create(name)
         await cluster.admin.set_contract(name, share=share)
         key = await cluster.admin.add_key(name, "bench")
-        clients.append(Client(cluster.gateways[gateway], name, key, number))
+        clients.append(Client(cluster.gateways[gateway], cluster.model, name, key, number))
     return clients
 
 
@@ -141,6 +143,18 @@ async def measure_shares(num_gateways: int, seconds: float) -> dict[str, float]:
 
 def p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
+
+
+async def measure_real_shares(seconds: float) -> float:
+    """Return the share of gold of one prefill and one decode engine of vLLM, through two gateways."""
+    async with running(real_config(), 2) as cluster:
+        clients = await clients_of(cluster, [("gold", 4.0, 0), ("noise", 1.0, 1)])
+        for client in clients:
+            client.prompt_tokens = REAL_PROMPT_WORDS
+        share: float = await during([client.flood(12) for client in clients], lambda: share_of_gold(cluster, seconds))
+        for client in clients:
+            await client.close()
+        return share
 
 
 async def measure_under_share(seconds: float, prompt_tokens: tuple[int, int]) -> tuple[float, float]:
@@ -223,12 +237,17 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fairness", description="Measure shares of tenants.")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
+    parser.add_argument("--real", action="store_true", help="shares of two real engines, and nothing else")
     parser.add_argument("--tenants", type=int, default=1000, help="small ones beside a flood")
     arguments = parser.parse_args()
     console = Console(stderr=True, width=140)
     logging.disable(logging.WARNING)  # links that end with each cluster
     console.print(machine_line())
-    result = asyncio.run(measure(arguments, console))
+    if arguments.real:
+        share = asyncio.run(measure_real_shares(arguments.seconds))
+        result = {"share": round(share, 4), "share_error": round(abs(share / 0.8 - 1), 4)}
+    else:
+        result = asyncio.run(measure(arguments, console))
     print(json.dumps(result))
     return 0
 

@@ -1,4 +1,7 @@
-"""A live cluster in one process: simulated engines, real gateways, workers, links and HTTP, tenants in a registry."""
+"""A live cluster in one process: real gateways, workers, links and HTTP, tenants in a registry.
+
+Engines are simulated, or vLLM in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvferry import config as configuration
+from kvferry import model_folder
 from kvferry.config import ClusterConfig
-from kvferry.engine.sim import SimEngine
+from kvferry.engine.base import Engine
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
@@ -39,10 +44,24 @@ def config_of(
     )
 
 
+def real_config() -> ClusterConfig:
+    """Return a prefill and a decode worker of the default model on the CPU."""
+    return configuration.parse(
+        {
+            "model": {"path": str(model_folder.resolve("default")), "max_model_len": 2048},
+            "engine": {"kind": "vllm", "threads": 1, "max_num_batched_tokens": 256},
+            "prefill": {"replicas": 1},
+            "decode": {"replicas": 1},
+            "gateway": {"http_port": 0, "grpc_port": None, "tenants_in_etcd": True},
+        }
+    )
+
+
 @dataclass
 class Cluster:
     registry: MemoryRegistry
-    workers: list[tuple[WorkerHost, SimEngine]] = field(default_factory=list)
+    model: str
+    workers: list[tuple[WorkerHost, Engine]] = field(default_factory=list)
     gateways: list[GatewayHost] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,16 +91,16 @@ class Cluster:
 @asynccontextmanager
 async def running(config: ClusterConfig, num_gateways: int) -> AsyncIterator[Cluster]:
     """Start a cluster and yield it once all gateways are ready."""
-    cluster = Cluster(MemoryRegistry())
+    cluster = Cluster(MemoryRegistry(), Path(config.model.path).name)
     try:
-        for kind in (MemberKind.PREFILL, MemberKind.PREFILL, MemberKind.DECODE, MemberKind.DECODE):
-            engine = build_engine(config, kind, MODEL)
-            assert isinstance(engine, SimEngine)
+        roles = {MemberKind.PREFILL: config.prefill, MemberKind.DECODE: config.decode}
+        for kind in (kind for kind, role in roles.items() for _ in range(role.replicas)):
+            engine = build_engine(config, kind, config.model.path)
             host = WorkerHost(config, kind, engine, MemoryMembership(cluster.registry))
             await host.start()
             cluster.workers.append((host, engine))
         for _ in range(num_gateways):
-            gateway = GatewayHost(config, MODEL, MemoryMembership(cluster.registry))
+            gateway = GatewayHost(config, config.model.path, MemoryMembership(cluster.registry))
             cluster.gateways.append(gateway)
             await gateway.start()
         async with asyncio.timeout(START_TIMEOUT_S):
