@@ -15,12 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.table import Table
 
+from bench.fair_hits import measure_hits
 from bench.live_cluster import TOKENS_PER_S, Cluster, config_of, real_config, running
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry_loadtest.machine import machine_line
@@ -223,6 +225,8 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             f" p99 {beside_s * 1e3:.0f} ms, alone {alone_s * 1e3:.0f} ms"
         )
     flooded_s, calm_s = await measure_small_tenants(arguments.tenants, arguments.seconds)
+    hits, plain_hits = await measure_hits(arguments.trace, arguments.requests)
+    console.print(f"hits of prompt tokens: {hits:.1%}, without tenants {plain_hits:.1%}")
     console.print(f"{arguments.tenants} small tenants: p99 {flooded_s * 1e3:.0f} ms, without {calm_s * 1e3:.0f} ms")
     return {
         "share_error_max": round(max(abs(each["share"] / 0.8 - 1) for each in shares), 4),
@@ -230,6 +234,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         "ttft_p99_vs_alone": ratios[0],
         "ttft_p99_vs_alone_long_prompts": ratios[1],
         "small_tenants_p99_vs_calm": round(flooded_s / calm_s, 2),
+        "hits_vs_locality_points": round(100 * (hits - plain_hits), 2),
         "idle_with_backlog": round(max(each["idle_with_backlog"] for each in shares), 4),
     }
 
@@ -239,6 +244,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
     parser.add_argument("--real", action="store_true", help="shares of two real engines, and nothing else")
     parser.add_argument("--tenants", type=int, default=1000, help="small ones beside a flood")
+    parser.add_argument("--trace", type=Path, help="of hits, as Mooncake's; else conversations made from a seed")
+    parser.add_argument("--requests", type=int, default=2000, help="of it")
     arguments = parser.parse_args()
     console = Console(stderr=True, width=140)
     logging.disable(logging.WARNING)  # links that end with each cluster

@@ -28,7 +28,12 @@ START_TIMEOUT_S = 60.0
 
 
 def config_of(
-    speed: float = 1.0, *, step_ms: float = 1.0, num_pages: int = 4096, max_requests: int = 4096
+    speed: float = 1.0,
+    *,
+    step_ms: float = 1.0,
+    num_pages: int = 4096,
+    max_requests: int = 4096,
+    has_tenants: bool = True,
 ) -> ClusterConfig:
     """Return two prefill and two decode workers of `num_pages` each; `max_requests` is each gateway's."""
     return configuration.parse(
@@ -39,7 +44,12 @@ def config_of(
             "decode": {"replicas": 2},
             "worker": {"max_requests": 2048},
             "sim": {"step_ms": step_ms, "num_pages": num_pages, "prefill_tokens_per_s": TOKENS_PER_S * speed},
-            "gateway": {"http_port": 0, "grpc_port": None, "tenants_in_etcd": True, "max_requests": max_requests},
+            "gateway": {
+                "http_port": 0,
+                "grpc_port": None,
+                "tenants_in_etcd": has_tenants,
+                "max_requests": max_requests,
+            },
         }
     )
 
