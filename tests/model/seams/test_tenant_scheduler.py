@@ -427,6 +427,29 @@ def test_a_step_in_vain_is_the_only_one(vllm_config: Any, monkeypatch: pytest.Mo
     steps.run()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_that_does_not_fit_holds_up_only_tenants_that_hold_as_much(vllm_config: Any, is_async: bool) -> None:
+    steps = Steps(vllm_config, is_async=is_async)
+    noise, gold = TierHints(Namespace("noise")), TierHints(Namespace("gold"))
+    running = steps.add([1] * 60, noise, max_tokens=30).request_id
+    small = steps.add([2] * 4, gold, max_tokens=30).request_id
+    steps.step()
+    stuck = steps.add([3] * 120, noise).request_id  # 30 blocks, and 40 - 17 are free
+    steps.add([4] * 40, noise)
+    assert steps.step() == {running: 1, small: 1}
+    passing = steps.add([5] * 8, gold).request_id
+    assert steps.step() == {running: 1, small: 1, passing: 8}
+    assert next(request.request_id for request in steps.scheduler.waiting) == stuck
+    big = steps.add([6] * 60, gold, max_tokens=2).request_id
+    steps.step()  # the one that is stuck is tried again
+    steps.step()
+    assert big in {request.request_id for request in steps.scheduler.running}
+    later = steps.add([7] * 4, gold).request_id
+    for _ in range(4):
+        assert later not in steps.step() or big not in steps.scheduler.requests, "gold holds as much as noise"
+    steps.run()
+
+
 def test_only_begun_requests_are_left_out_and_none_is_forgotten(vllm_config: Any) -> None:
     """Long and short prompts whose order has nothing to do with when they came."""
     chance, steps = random.Random(5), Steps(vllm_config, is_async=False)

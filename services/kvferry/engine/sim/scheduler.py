@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 
 from kvferry.engine.base import CachedTokens, PromptSources, RequestId
 from kvferry.engine.sim.block_pool import BlockPool, PageHash
@@ -134,7 +135,7 @@ class Scheduler:
     def _plan_prompts(self, plan: Plan, prompts: list[TokenSequence]) -> None:
         budget = self._chunk_tokens
         being_filled = self._being_filled() if self._waiting else frozenset()
-        has_room = True
+        has_slots, blocked = True, _Blocked(self._running, self._fetching)
         sequences = [*prompts, *self._waiting]
         if any(sequence.request.due_ms for sequence in sequences):
             sequences.sort(key=lambda sequence: sequence.request.due_ms)
@@ -142,13 +143,15 @@ class Scheduler:
             if budget <= 0:
                 break
             if sequence.phase is Phase.WAITING:
-                has_room = has_room and len(self._running) + len(self._fetching) < self._max_num_seqs
+                has_slots = has_slots and len(self._running) + len(self._fetching) < self._max_num_seqs
                 # vLLM finds pages from the moment they are scheduled, and computes none of them twice. Here pages are
                 # found once they are computed, so the sequence lets others pass until then.
-                if not has_room or (being_filled and self._first_missing(sequence) in being_filled):
+                if not has_slots or (being_filled and self._first_missing(sequence) in being_filled):
                     continue
-                has_room = self._place(sequence)
-                if not has_room:
+                if blocked.blocks(tenant_of(sequence)):
+                    continue
+                if not self._place(sequence):
+                    blocked.add(tenant_of(sequence))
                     continue
                 self._waiting.remove(sequence)
                 if sequence in self._fetching:
@@ -213,3 +216,26 @@ class Scheduler:
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
+
+
+def tenant_of(sequence: TokenSequence) -> str:
+    return sequence.request.turn.tenant if sequence.request.turn is not None else ""
+
+
+class _Blocked:
+    # Tenants whose next sequence does not fit into memory. They hold up their own and those that hold as many pages.
+    def __init__(self, *holders: Iterable[TokenSequence]) -> None:
+        self._holders = holders
+        self._num_held: Counter[str] | None = None
+        self._fewest = 0
+
+    def blocks(self, tenant: str) -> bool:
+        return self._num_held is not None and self._num_held[tenant] >= self._fewest
+
+    def add(self, tenant: str) -> None:
+        is_first = self._num_held is None
+        if self._num_held is None:
+            self._num_held = Counter()
+            for sequence in itertools.chain(*self._holders):
+                self._num_held[tenant_of(sequence)] += len(sequence.pages)
+        self._fewest = self._num_held[tenant] if is_first else min(self._fewest, self._num_held[tenant])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.config import SimConfig
-from kvferry.engine.base import EngineRequest, RequestId, Sampling
+from kvferry.engine.base import EngineRequest, RequestId, Sampling, Turn
 from kvferry.engine.sim.admission import to_sequence
 from kvferry.engine.sim.block_pool import BlockPool
 from kvferry.engine.sim.scheduler import Scheduler
@@ -18,9 +18,9 @@ class Steps:
             BlockPool(num_pages, 4), max_num_seqs=8, chunk_tokens=STEP_TOKENS, start_fetch=lambda sequence, first: False
         )
 
-    def add(self, name: str, num_tokens: int, due_ms: float = 0.0) -> None:
+    def add(self, name: str, num_tokens: int, due_ms: float = 0.0, tenant: str = "a") -> None:
         tokens = [len(self.scheduler) + 1] * num_tokens
-        request = EngineRequest(RequestId(name), tokens, Sampling(max_tokens=9), due_ms=due_ms)
+        request = EngineRequest(RequestId(name), tokens, Sampling(max_tokens=9), due_ms=due_ms, turn=Turn(tenant, 1.0))
         sequence = to_sequence(
             request, SimConfig(), SimTokenizer(), block_size=4, max_tokens_total=num_tokens + 9, seed=1
         )
@@ -60,3 +60,17 @@ def test_one_that_does_not_fit_lets_what_has_begun_go_on() -> None:
     steps.add("first", 28, due_ms=5.0)
     assert [steps.step() for _ in range(2)] == [{"long": 10}, {"long": 10}]
     assert steps.step() == {"first": 10}
+
+
+def test_one_that_does_not_fit_holds_up_only_tenants_that_hold_as_much() -> None:
+    steps = Steps(num_pages=12)
+    steps.add("running", 9, tenant="noise")
+    assert steps.step() == {"running": 9}, "it has three pages"
+    steps.add("running", 15, tenant="noise")
+    steps.add("stuck", 36, tenant="noise")
+    steps.add("its next", 4, tenant="noise")
+    steps.add("another's", 4, tenant="gold")
+    assert steps.step() == {"running": 10}
+    assert steps.step() == {"running": 5, "another's": 4}
+    assert steps.step() == {"stuck": 10}
+    assert [steps.step() for _ in range(3)][-1] == {"stuck": 6, "its next": 4}

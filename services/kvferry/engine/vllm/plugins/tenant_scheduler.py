@@ -12,6 +12,7 @@ import heapq
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -138,6 +139,7 @@ class _TenantScheduling:
         self._pages = self._pool.free_block_queue.pages
         self._terms = KnownTerms(DEVICE_TIER, self._pages.capacity)
         self._is_in_vain = False  # the last step left out a prompt, and nothing began in its place
+        self._stuck: Any = None  # the first request that waits, if the last step had tokens left for it
 
     def add_request(self, request: Any) -> None:
         hints, _ = hints_of(request)
@@ -150,11 +152,47 @@ class _TenantScheduling:
         self._pool.evict_expired()
         order: StepOrder[Any] = StepOrder() if self._is_in_vain else self._order()
         self._is_in_vain = False
-        with self._in(order):
-            num_waiting = len(self.waiting)
+        with self._in(order), self._without(self._held_up()):
+            first, num_waiting = self._first_waiting(), len(self.waiting)
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            has_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+            # One that was held up is tried again in the next step.
+            self._stuck = first if has_left and first is self._first_waiting() else None
             self._is_in_vain = bool(order.paused) and len(self.waiting) == num_waiting
         return output
+
+    def _first_waiting(self) -> Any:
+        return self.waiting.peek_request() if self.waiting else None
+
+    def _held_up(self) -> list[Any]:
+        """Return requests that do not fit into memory, before one that does of a tenant that holds fewer pages."""
+        stuck = self._stuck
+        if stuck is None or stuck is not self._first_waiting() or len(self.waiting) < 2 or not _may_begin(stuck):
+            return []
+        num_held = Counter[str]()
+        for request in (*self.running, *self.kv_holding_waiting):
+            blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks
+            num_held[self._pool.tenant_of(request)] += sum(map(len, blocks))
+        held_up: list[Any] = []
+        fewest = num_held[self._pool.tenant_of(stuck)]
+        for request in heapq.nsmallest(MAX_FIRST, self.waiting):
+            num_blocks = num_held[self._pool.tenant_of(request)]
+            if request is not stuck and num_blocks < fewest and _may_begin(request):
+                if -(-request.num_tokens // self.block_size) <= self._num_free():
+                    return held_up
+                fewest = num_blocks
+            held_up.append(request)
+        return []
+
+    @contextlib.contextmanager
+    def _without(self, held_up: list[Any]) -> Iterator[None]:
+        if held_up:
+            self.waiting.remove_requests(held_up)
+        try:
+            yield
+        finally:
+            for request in reversed(held_up):
+                self.waiting.prepend_request(request)
 
     def _order(self) -> StepOrder[Any]:
         prompts = [request for request in self.running if request.is_prefill_chunk]
