@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from array import array
 
 import pytest
@@ -418,3 +419,48 @@ async def test_times_of_tenants_are_counted_for_a_limited_number(
     assert turns.counts["a"].waited_s == 0.0
     assert turns.counts["b"].waited_s == pytest.approx(0.1)
     assert (turns.counts[OTHER].num_waits, turns.counts[OTHER].waited_s) == (2, pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_happens_to_requests_nothing_is_left(seed: int, clock: list[float]) -> None:
+    """Random tenants, streams that are preempted, cancelled, end early or never give a token."""
+    chance, turns, log = random.Random(seed), Turns(8, depth_ms=20.0), []
+    clients: list[Client] = []
+    num_preempted = 0
+    for _ in range(3000):
+        clock[0] += chance.choice((0.0, 0.01, 0.3))
+        tenant, share = chance.choice((*[("a", 1.0)] * 20, ("b", 4.0), ("c", 0.25)))
+        if len(clients) < 30:
+            options: dict[str, object] = {
+                "transferred": chance.random() < 0.5,
+                "is_preemptible": chance.random() < 0.8,
+                "is_resumed": chance.random() < 0.2,
+            }
+            one = request(tenant, chance.choice((1, 100, 3000)), share=share, **options)  # type: ignore[arg-type]
+            clients.append(Client(turns, one, log))
+        client = chance.choice(clients)
+        match chance.choices(range(4), (12, 1, 1, 2))[0]:
+            case 0 if client.on_engine is not None:
+                client.first_token()
+            case 1:
+                client.leave.set()
+            case 2:
+                client.task.cancel()
+        for _ in range(chance.randrange(3)):
+            await asyncio.sleep(0)
+        num_preempted += sum(
+            client.task.done() and not client.task.cancelled() and isinstance(client.task.exception(), Preempted)
+            for client in clients
+        )
+        clients = [client for client in clients if not client.task.done()]
+        assert turns._slots is not None
+        turns._slots._slots.check()
+    assert num_preempted >= 2
+    for client in clients:
+        client.task.cancel()
+    await asyncio.gather(*(client.task for client in clients), return_exceptions=True)
+    await settled()
+    assert (turns.num_waiting, turns.num_prompts, turns.waiting_tokens) == (0, 0, 0)
+    assert turns._slots._slots.num_streams == 0
+    assert turns._slots._preempted is None
+    turns._prompts._queue.check()
