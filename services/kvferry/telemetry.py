@@ -531,6 +531,21 @@ ENGINE_TENANT_WAITS = _worker(
     "How long a tenant's prompts waited for their turns, with tenants_in_etcd.",
     _OF_TENANT_SEEN,
 )
+ENGINE_TENANT_PROMPT_TOKENS = _worker(
+    "engine_tenant_prompt_tokens_total",
+    Kind.COUNTER,
+    "tokens",
+    "Prompt tokens of a tenant's requests that ended on this worker, with tenants_in_etcd.",
+    _OF_TENANT_SEEN,
+)
+ENGINE_TENANT_CACHED = _worker(
+    "engine_tenant_cached_prompt_tokens_total",
+    Kind.COUNTER,
+    "tokens",
+    "Those of them that this worker did not compute, by the tier that had them.",
+    _OF_TENANT_SEEN,
+    _CACHE_TIER,
+)
 ENGINE_PREFILL_SECONDS = _worker(
     "engine_prefill_seconds",
     Kind.HISTOGRAM,

@@ -181,6 +181,11 @@ async def test_prometheus_sees_every_documented_metric(
     await until_value('sum(kvferry_tier_breaker_state{state="closed"})', 2)
     await until_value(f'sum(kvferry_tenant_requests_total{{tenant="{TENANT}",outcome="ok"}})', NUM_REQUESTS)
     await until_value(f'sum(kvferry_engine_tenant_wait_seconds_count{{tenant="{TENANT}"}})', NUM_REQUESTS)
+    prompts = f'sum(kvferry_engine_tenant_prompt_tokens_total{{tenant="{TENANT}"}})'
+    await until_value(f"{prompts} - sum(kvferry_engine_prompt_tokens_total)", 0)
+    ferried = f'sum(kvferry_engine_tenant_cached_prompt_tokens_total{{tenant="{TENANT}",tier="ferry"}})'
+    await until_value(f'{ferried} - sum(kvferry_engine_cached_prompt_tokens_total{{tier="ferry"}})', 0)
+    await until_value(f"{ferried} > bool 0", 1)
     kept = f'sum(kvferry_tier_tenant_used_bytes{{tenant="{TENANT}"}})'
     await until_value(f"{kept} - sum(kvferry_tier_used_bytes)", 0)
 

@@ -69,6 +69,7 @@ class OnEngine(Protocol):
     due_ms: float  # of the request on this engine
 
     def note(self, output: EngineOutput) -> None: ...
+    def finished(self, last: EngineOutput) -> None: ...
 
 
 class RequestInstrumentation(Protocol):
@@ -327,7 +328,8 @@ class GatewaySession:
                     num_generated += len(output.token_ids)
                     if request.is_suspect:
                         self._worker.end_trial((self, number))
-            assert output is not None
+                assert output is not None
+                on_engine.finished(output)
             instrumented.finished(output)
         except TimeoutError:
             late = DeadlineExceeded("the request's deadline passed on its worker")

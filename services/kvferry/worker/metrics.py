@@ -27,6 +27,8 @@ _READ = (
     telemetry.WORKER_SPANS,
     telemetry.ENGINE_TENANT_PROMPTS,
     telemetry.ENGINE_TENANT_WAITS,
+    telemetry.ENGINE_TENANT_PROMPT_TOKENS,
+    telemetry.ENGINE_TENANT_CACHED,
 )
 
 
@@ -101,4 +103,7 @@ class WorkerMetrics:
         for tenant, times in server.tenant_times.items():
             yield Reading(telemetry.ENGINE_TENANT_PROMPTS, (tenant,), times.charged_s)
             yield Reading(telemetry.ENGINE_TENANT_WAITS, (tenant,), times.num_waits, times.waited_s)
+            yield Reading(telemetry.ENGINE_TENANT_PROMPT_TOKENS, (tenant,), times.num_prompt_tokens)
+            for tier, tokens in times.cached.by_tier().items():
+                yield Reading(telemetry.ENGINE_TENANT_CACHED, (tenant, tier), tokens)
         yield from read_spans(telemetry.WORKER_SPANS, self._read_span_counts())

@@ -8,10 +8,10 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from kvferry.engine.base import Backlogs, EngineOutput, EngineRequest, Turn
+from kvferry.engine.base import Backlogs, CachedTokens, EngineOutput, EngineRequest, Turn
 from kvferry.errors import Overloaded, Preempted
 from kvferry.tenancy.debts import Debts
 from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
@@ -52,20 +52,24 @@ class TenantTimes:
     charged_s: float = 0.0
     num_waits: int = 0
     waited_s: float = 0.0
+    num_prompt_tokens: int = 0  # of requests that ended
+    cached: CachedTokens = field(default_factory=CachedTokens)  # of these
 
 
 class OnEngine:
     """One request on the engine. Tell it every output until the first with tokens."""
 
-    __slots__ = ("_end_prompt", "_stream", "due_ms", "is_computing")
+    __slots__ = ("_end_prompt", "_stream", "_times", "due_ms", "is_computing")
 
     def __init__(
         self,
         end_prompt: Callable[[EngineOutput | None], None] | None = None,
         stream: _Stream | None = None,
         due_ms: float = 0.0,
+        times: TenantTimes | None = None,
     ) -> None:
         self.due_ms = due_ms  # for the engine: EngineRequest.due_ms
+        self._times = times
         self.is_computing = end_prompt is not None or stream is not None
         self._end_prompt = end_prompt
         self._stream = stream
@@ -80,6 +84,11 @@ class OnEngine:
         if self._end_prompt is not None:
             end_prompt, self._end_prompt = self._end_prompt, None
             end_prompt(output)
+
+    def finished(self, last: EngineOutput) -> None:
+        if self._times is not None and last.sources is not None:
+            self._times.num_prompt_tokens += last.sources.total
+            self._times.cached += last.cached or CachedTokens()
 
 
 class Turns:
@@ -136,7 +145,7 @@ class Turns:
             if self._slots is not None:
                 stream = await stack.enter_async_context(self._slots.slot(turn, request))
             if request.transfer_params is not None:
-                yield OnEngine(stream=stream)
+                yield OnEngine(stream=stream, times=self._prompts.times_of(turn.tenant))
                 return
             if stream is not None:
                 stream.may_end_s = -math.inf  # it has computed nothing yet
@@ -251,12 +260,12 @@ class _Prompts:
         finally:
             self.waiting_tokens -= num_tokens
         begun_s = _now_s()
-        times = self._times_of(turn.tenant)
+        times = self.times_of(turn.tenant)
         times.num_waits += 1
         times.waited_s += begun_s - added_s
         if stream is not None:
             stream.may_end_s = math.inf
-        return OnEngine(lambda output: self._end_prompt(piece, output), stream, piece.due_ms)
+        return OnEngine(lambda output: self._end_prompt(piece, output), stream, piece.due_ms, times)
 
     def _end_prompt(self, piece: Slice[_Waiting], output: EngineOutput | None) -> None:
         if output is None:  # cancelled, or failed
@@ -285,7 +294,7 @@ class _Prompts:
     def _end(self, piece: Slice[_Waiting], ms: float) -> None:
         self._inside.pop(piece, None)
         self._uncached_ms.pop(piece, None)
-        self._times_of(piece.tenant).charged_s += ms / 1e3
+        self.times_of(piece.tenant).charged_s += ms / 1e3
         self._queue.measured(piece, ms, _now_s())
         self._feed()
 
@@ -326,7 +335,7 @@ class _Prompts:
             else:
                 piece.request.granted.set_result(piece)
 
-    def _times_of(self, tenant: str) -> TenantTimes:
+    def times_of(self, tenant: str) -> TenantTimes:
         times = self.counts.get(tenant)
         if times is None:
             times = self.counts[OTHER]

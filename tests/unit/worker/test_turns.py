@@ -9,6 +9,7 @@ from array import array
 import pytest
 
 from kvferry.engine.base import (
+    CachedTokens,
     EngineOutput,
     EngineRequest,
     EngineTimes,
@@ -464,3 +465,23 @@ async def test_whatever_happens_to_requests_nothing_is_left(seed: int, clock: li
     assert turns._slots._slots.num_streams == 0
     assert turns._slots._preempted is None
     turns._prompts._queue.check()
+
+
+async def test_hits_are_counted_by_tenant_and_tier() -> None:
+    turns, log = Turns(4, depth_ms=1e9), []
+    clients = [
+        Client(turns, request("a", transferred=True), log),
+        Client(turns, request("a"), log),
+        Client(turns, request("b"), log),
+    ]
+    await settled()
+    cached = CachedTokens(device=16, volume=32)
+    for client in clients:
+        assert client.on_engine is not None
+        client.on_engine.finished(
+            EngineOutput([1], "a", FinishReason.LENGTH, sources=PromptSources(52, 48, 0), cached=cached)
+        )
+        client.on_engine.finished(EngineOutput([1], "a", FinishReason.ABORT))  # nothing is known of it
+    assert (turns.counts["a"].num_prompt_tokens, turns.counts["a"].cached) == (200, cached + cached)
+    assert (turns.counts["b"].num_prompt_tokens, turns.counts["b"].cached) == (100, cached)
+    await end_all(turns, *clients)
