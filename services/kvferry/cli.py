@@ -432,7 +432,8 @@ def purge(path: Path, as_json: bool, tenant: str, epoch: int | None) -> None:
     from kvferry.store import fsck as checking
 
     num_chunks = checking.purge(path, tenant, epoch)
-    click.echo(json.dumps({"removed": num_chunks}) if as_json else f"removed {num_chunks} chunks of {tenant}")
+    told = f"removed {num_chunks} chunks of {tenant}" if num_chunks else f"no chunks of {tenant} are in {path}"
+    click.echo(json.dumps({"removed": num_chunks}) if as_json else told)
 
 
 def _listed(found: FoundChunk) -> dict[str, Any]:
@@ -504,10 +505,18 @@ def _print_first_answer(console: Console, answer: Any) -> None:
 _PRICE_COLUMNS = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", "streams_ms", "total_ms")
 
 
+def _sources(request: dict[str, Any]) -> str:
+    sources = request["prompt_tokens_by_source"]
+    return (
+        f"prompt tokens of which {sources['local_compute']} were computed by the decode worker, "
+        f"{sources['local_cache_hit']} cached in its engine, {sources['external_kv_transfer']} brought by "
+        + ("a KV transfer" if request["ferried_pages"] else "its CPU tier or a volume")
+    )
+
+
 def _print_explanation(console: Console, request: dict[str, Any]) -> None:
     console.print(
-        f"{request['request_id']}: {request['prompt_tokens_by_source']} prompt tokens by source, "
-        f"{request['ferried_pages']} pages ferried"
+        f"{request['request_id']}: {_sources(request)}, {request['ferried_pages']} pages ferried"
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
         + (f", preempted {request['num_preemptions']} times" if request.get("num_preemptions") else "")
         + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")

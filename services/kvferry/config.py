@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvferry.addresses import AUTO, require_loopback
 from kvferry.errors import ConfigError
+from kvferry.plain_yaml import doubled_key
 
 ENV_PREFIX = "KVFERRY__"
 DEFAULT_NAME = "kvferry"
@@ -525,7 +526,10 @@ def parse(values: Mapping[str, Any]) -> ClusterConfig:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        if (key := doubled_key(text)) is not None:
+            raise ConfigError(f"{file}: the key {key[:64]!r} is there twice in one section")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     except yaml.YAMLError as error:

@@ -35,11 +35,35 @@ def load(content: bytes) -> Any:
     try:
         # libyaml builds values recursively in C, and ends the process at some depth; it finds events in a loop.
         _check_events(content)
+        if doubled_key(content) is not None:
+            raise _Refused("a key that is there twice")
         return yaml.load(content, Loader=_Loader)
     except _Refused as error:
         raise ValueError(str(error)) from None
     except Exception:  # constructors raise all that int(), float() and datetime raise, with the text in it
         raise ValueError("not YAML") from None
+
+
+def doubled_key(content: bytes | str) -> str | None:
+    """Return a key that one mapping has twice: PyYAML would take the last. Raises YAMLError."""
+    mappings: list[set[str] | None] = [None]  # around the event, and their keys; None for a list
+    is_key = [False]
+    for event in yaml.parse(content, Loader=_Loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            mappings.pop(), is_key.pop()
+        elif isinstance(event, yaml.NodeEvent):
+            keys = mappings[-1]
+            if keys is not None:
+                is_key[-1] = not is_key[-1]
+                if not is_key[-1] and isinstance(event, yaml.ScalarEvent):
+                    if event.value in keys:
+                        return str(event.value)
+                    keys.add(event.value)
+            if isinstance(event, yaml.CollectionStartEvent):
+                is_mapping = isinstance(event, yaml.MappingStartEvent)
+                mappings.append(set() if is_mapping else None)
+                is_key.append(is_mapping)
+    return None
 
 
 class _Refused(Exception):

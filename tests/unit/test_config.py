@@ -178,7 +178,11 @@ def test_a_flag_below_a_value_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("- a\n- b\n", "expected a mapping of sections, found list"), ("a: [1\n", "not YAML")],
+    [
+        ("- a\n- b\n", "expected a mapping of sections, found list"),
+        ("a: [1\n", "not YAML"),
+        ("tier:\n  enabled: true\n  enabled: false\n", "the key 'enabled' is there twice"),
+    ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "cluster.yaml"

@@ -33,12 +33,20 @@ def test_plain_values_are_loaded() -> None:
         (b"a: " + b"1" * 5000, "5000 characters; 4096"),
         (b"[" * 17 + b"]" * 17, "deeper than 16"),
         (b"? " * 40, "deeper than 16"),
+        (b"secret: 1\na: [{b: 1}, {b: 2}]\nsecret: 2", "twice"),
+        (b"a:\n- secret: 1\n  b: {c: 1}\n  secret: 2", "twice"),
+        (b'a: {secret: 1, "secret": 2}', "twice"),
     ],
 )
 def test_other_content_is_refused_and_not_quoted(content: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said) as refused:
         plain_yaml.load(content)
     assert "secret" not in str(refused.value)
+
+
+def test_equal_keys_of_different_mappings_are_no_double() -> None:
+    content = b"a: {b: 1}\nc: [{b: 1}, {b: [a, a]}, b, b]\nb: b\n? {b: 1}\n: a\n"
+    assert plain_yaml.doubled_key(content) is None
 
 
 def test_the_depth_has_its_limit() -> None:

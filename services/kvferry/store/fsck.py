@@ -219,6 +219,10 @@ def purge(path: Path, tenant: str, epoch: int | None = None) -> int:
     """
     folder.read_description(path)
     try:
+        Namespace(tenant)
+    except ValueError as error:
+        raise TierError(str(error)) from None
+    try:
         return folder.remove_namespaces(
             path, lambda namespace: namespace.tenant == tenant and epoch in (None, namespace.epoch)
         )

@@ -24,6 +24,7 @@ MAX_SECRETS = 8  # of a tenant
 MAX_TENANTS = 65_536
 _MIN_SECRET_BYTES = 32
 _MAX_FILE_BYTES = 64 << 20
+_MAX_TOLD = 256
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 class SecretsKeyring:
     def __init__(self, tenant_to_secrets: Mapping[str, bytes | Sequence[bytes]]) -> None:
         """Raises ValueError with an entry's number: a tenant may be a secret by mistake."""
+        if not tenant_to_secrets:
+            raise ValueError(f'no tenant; "{ANY_TENANT}" stands for all')
         if len(tenant_to_secrets) > MAX_TENANTS:
             raise ValueError(f"{len(tenant_to_secrets)} tenants; at most {MAX_TENANTS}")
         self._tenant_to_secrets: dict[str, tuple[bytes, ...]] = {}
@@ -77,12 +80,17 @@ class SealingKeyFile:
         self._seen = file_signature(file)
         self._keyring = load_keyring(file)
         self._fault = ""
+        self._without_secret: set[str] = set()  # tenants, of which the log has told
 
     def __repr__(self) -> str:
         return f"<SealingKeyFile {self._file}: {self._keyring!r}>"
 
     def keys(self, namespace: Namespace, volume_id: str) -> tuple[bytes, ...]:
-        return self._keyring.keys(namespace, volume_id)
+        keys = self._keyring.keys(namespace, volume_id)
+        if not keys and namespace.tenant not in self._without_secret and len(self._without_secret) < _MAX_TOLD:
+            self._without_secret.add(namespace.tenant)
+            log.warning("%s has no secret for tenant %s: its chunks are not kept", self._file, namespace.tenant)
+        return keys
 
     def refresh(self) -> None:
         """Read the file again if it changed. One that cannot be used changes nothing."""
@@ -101,6 +109,13 @@ class SealingKeyFile:
             log.info("sealing keys are read again: %s", self._file)
 
 
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a tenant is there twice")
+    return values
+
+
 def load_keyring(file: Path) -> SecretsKeyring:
     """Raises ConfigError for an absent, malformed or not private file."""
     try:
@@ -112,7 +127,7 @@ def load_keyring(file: Path) -> SecretsKeyring:
             refused = 0o077 if status.st_uid == os.geteuid() else 0o027
             if stat.S_IMODE(status.st_mode) & refused:
                 raise ConfigError(f"{file}: others may read these secrets; allow it to its owner only (chmod 600)")
-            secrets = json.loads(opened.read(_MAX_FILE_BYTES))
+            secrets = json.loads(opened.read(_MAX_FILE_BYTES), object_pairs_hook=_without_doubles)
         if not isinstance(secrets, dict):
             raise ValueError("not an object from tenant to secrets")
         return SecretsKeyring(

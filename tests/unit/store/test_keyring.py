@@ -38,11 +38,21 @@ def test_a_tenant_without_a_secret_has_no_key() -> None:
     assert not keyring.keys(Namespace("other"), "v")
 
 
+def test_a_tenant_without_a_secret_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = SealingKeyFile(saved(tmp_path, json.dumps({"bank": SECRET})))
+    for _ in range(3):
+        assert keys.keys(Namespace("bank"), "v")
+        assert not keys.keys(Namespace("other"), "v")
+    assert [record.message.partition(": ")[0].endswith("for tenant other") for record in caplog.records] == [True]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "not JSON"),
         ("[]", "not an object"),
+        ("{}", "no tenant"),
+        (f'{{"a": "{SECRET}", "b": "{SECRET}", "a": "{SECRET}"}}', "a tenant is there twice"),
         ('{"a": 5}', "hexadecimal"),
         ('{"a": "xyz"}', "hexadecimal"),
         (json.dumps({"a": [SECRET, 5]}), "hexadecimal"),

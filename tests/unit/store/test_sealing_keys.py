@@ -203,5 +203,8 @@ def test_commands(opened: Opened, tmp_path: Path) -> None:
     assert OLD.hex() not in run("keys", where, "--keys", str(keys))
     assert "removed 2 chunks of acme" in run("purge", where, "--tenant", "acme")
     assert json.loads(run("purge", where, "--tenant", "acme", "--json")) == {"removed": 0}
+    assert "no chunks of acme" in run("purge", where, "--tenant", "acme")
+    with pytest.raises(TierError, match="'Bad/Name': lower-case"):
+        fsck.purge(Path(where), "Bad/Name")
     with pytest.raises(TierError):
         fsck.purge(tmp_path, "acme")
