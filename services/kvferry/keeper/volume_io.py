@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 # How often the changes of other nodes to a shared volume are looked for.
 _RESCAN_PERIOD_S = 30.0
 _ALIVE_PERIOD_S = 60.0  # during a rescan
+_PURGE_PERIOD_S = 1.0  # between looks for purges by others
 # Outcomes that say nothing of the drive.
 _NEUTRAL = frozenset(
     {
@@ -98,6 +99,7 @@ class VolumeIo:
         self._is_full = False
         self._rescan_at_s = now_s + _RESCAN_PERIOD_S
         self._alive_at_s = math.inf
+        self._purge_at_s = now_s
         self._needs_rescan = self._is_shared
         self._loop = loop
         self._is_rescanning = False
@@ -225,6 +227,9 @@ class VolumeIo:
             # Others would take over the chunks of a writer whose rescan is long.
             self._alive_at_s = now_s + _ALIVE_PERIOD_S
             self._submit_task(self._say_alive)
+        if now_s >= self._purge_at_s and self.is_readable:
+            self._purge_at_s = math.inf
+            self.submit(Operation(Kind.TASK, 0, self._look_for_purge, self._end_look_for_purge))
         if now_s >= self._rescan_at_s and not self._is_rescanning:
             self._alive_at_s = now_s + _ALIVE_PERIOD_S
             self._rescan()
@@ -348,6 +353,16 @@ class VolumeIo:
         self.volume.say_alive()
         return Outcome.OK
 
+    def _look_for_purge(self) -> str:
+        with contextlib.suppress(OSError):
+            return Outcome.GONE if self.volume.was_purged() else Outcome.OK
+        return Outcome.IO_ERROR
+
+    def _end_look_for_purge(self, outcome: str) -> None:
+        self._purge_at_s = self._clock() + _PURGE_PERIOD_S
+        if outcome == Outcome.GONE:
+            self._rescan_at_s, self._needs_rescan = self._clock(), True
+
     def _remove_unreadable(self) -> None:
         unreadable, self._unreadable = self._unreadable, []
         for layout, chunk in unreadable:
@@ -365,6 +380,7 @@ class VolumeIo:
         is_readable, needs_rescan = self.is_readable, self._needs_rescan
 
         def run() -> None:
+            is_needed_still = is_readable and needs_rescan
             try:
                 if is_readable:
                     self.volume.record()
@@ -372,12 +388,13 @@ class VolumeIo:
                     self.volume.say_alive()
                 if is_readable and needs_rescan:
                     self.volume.rescan()
+                is_needed_still = False
             except TierError as error:
                 log.warning("%s", error.message)
             except Exception:
                 log.exception("volume %s: a rescan failed", self.volume_id)
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._end_rescan)
+                self._loop.call_soon_threadsafe(self._end_rescan, is_needed_still)
 
         try:
             threading.Thread(target=run, name=f"rescan-{self.volume_id}", daemon=True).start()
@@ -390,8 +407,9 @@ class VolumeIo:
         self._rescan_at_s = math.inf
         self._num_unfinished += 1
 
-    def _end_rescan(self) -> None:
+    def _end_rescan(self, is_needed_still: bool) -> None:
         self._is_rescanning = False
+        self._needs_rescan |= is_needed_still
         self._rescan_at_s = min(self._rescan_at_s, self._clock() + _RESCAN_PERIOD_S)
         self._count_finished()
 

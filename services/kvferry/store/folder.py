@@ -285,13 +285,36 @@ def remove_namespaces(path: Path, is_wanted: Callable[[Namespace], bool]) -> int
     """Return the number of chunks. Raises OSError, and TierError if new ones are found again and again."""
     num_chunks = num_clean = 0
     for _ in range(_MAX_PASSES):
-        num_found, num_removed = _remove_once(path, is_wanted)
+        num_found = 1
+        try:
+            num_found, num_removed = _remove_once(path, is_wanted)
+        finally:
+            if num_found:
+                _mark_purge(path)
         num_chunks += num_removed
         num_clean = 0 if num_found else num_clean + 1
         # A keeper may take over a chunk while a pass is between the two writers. The next pass finds it.
         if num_clean == 2:
             return num_chunks
     raise TierError(f"volume {path}: chunks were still written or moved while they were removed; try again")
+
+
+def purge_mark(path: Path) -> tuple[int, int] | None:
+    """Return what each purge changes, None before the first. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        status = (path / paths.PURGED).lstat()
+        return status.st_ino, status.st_mtime_ns
+    return None
+
+
+def _mark_purge(path: Path) -> None:
+    # A new file: another user may own the old one.
+    draft = path / f".{paths.PURGED}-{secrets.token_hex(4)}"
+    try:
+        draft.touch(mode=0o600)
+        draft.rename(path / paths.PURGED)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _remove_once(path: Path, is_wanted: Callable[[Namespace], bool]) -> tuple[int, int]:

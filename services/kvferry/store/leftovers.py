@@ -19,6 +19,16 @@ class Leftovers:
         with self._lock:
             self._space.add_quarantined(file)
 
+    @property
+    def quarantined(self) -> list[File]:
+        with self._lock:
+            return self._space.quarantined
+
+    def forget_quarantined(self, file: File) -> None:
+        """Idempotent; the file is gone."""
+        with self._lock:
+            self._space.forget_quarantined(file)
+
     def withdraw_quarantined(self, namespace: Namespace) -> list[File]:
         part = f"/{namespace}/"
         with self._lock:

@@ -10,6 +10,7 @@ from kvferry.tenancy.namespace import Namespace
 
 # volume.json                    description, with the volume's id
 # volume.lock                    locked by every keeper that serves it
+# purged                         replaced by each purge, for keepers to see
 # layouts/<layout digest>.json   descriptions of layouts
 # pages/<writer>/<layout digest>/<tenant>.<epoch>/<2 hex>/<chunk key>-<route key>.page
 # quarantine/<writer>/<layout digest>/<tenant>.<epoch>/<chunk key>-<route key>.page.<outcome>.<nanoseconds>
@@ -20,6 +21,7 @@ from kvferry.tenancy.namespace import Namespace
 # writer has its own folders, so that nodes that mount the same volume need not agree on evictions.
 DESCRIPTION = "volume.json"
 LOCK = "volume.lock"
+PURGED = "purged"
 LAYOUTS = "layouts"
 CHUNKS = "pages"
 QUARANTINE = "quarantine"

@@ -62,6 +62,9 @@ class SpaceLedger:
         self._quarantined_bytes += file.num_bytes - self._quarantined.pop(file.path, 0)
         self._quarantined[file.path] = file.num_bytes
 
+    def forget_quarantined(self, file: File) -> None:
+        self._quarantined_bytes -= self._quarantined.pop(file.path, 0)
+
     def withdraw(self, file: File) -> None:
         """The caller counts the file's bytes from now on."""
         if file.path in self._abandoned:

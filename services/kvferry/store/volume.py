@@ -85,6 +85,7 @@ class Volume:
         self.path = path
         self.volume_id = ""
         self.on_change: Listener = _ignore_change
+        self._purge_mark: tuple[int, int] | None = None
         self._writer = paths.validate_writer(writer)
         self._shared = shared
         self._clock = clock
@@ -117,6 +118,7 @@ class Volume:
             self._lock_folder()
             self._files.io.probe(Path(self._files.temporary))
             self._seal_counts.load()
+            self._purge_mark = folder.purge_mark(self.path)
             with _no_garbage_collection():
                 self._scan()
             self._index.changes.begin()
@@ -267,8 +269,16 @@ class Volume:
         """Tell other nodes, which may not see this writer's lock. `record` does too."""
         self._files.say_alive()
 
+    def was_purged(self) -> bool:
+        """Return whether a purge has removed files since the last call: `rescan` then. Raises OSError."""
+        mark = folder.purge_mark(self.path)
+        if mark in (None, self._purge_mark):
+            return False
+        self._purge_mark = mark
+        return True
+
     def rescan(self) -> None:
-        """Index other writers' changes. Raises TierError, changing nothing, for an unreadable folder."""
+        """Index changes by others. Raises TierError, changing nothing, for an unreadable folder."""
         before = self._index.next_number()
         now_s = self._clock()
         used: list[FoundChunk] = []  # of ours, of late, perhaps by others
@@ -296,6 +306,9 @@ class Volume:
             path = self._index.path_of(entry)
             if path not in seen and entry.number < before and self._files.inode_at(path) == NO_INODE:
                 self._index.forget(entry)
+        for file in self._index.leftovers.quarantined:
+            if self._files.inode_at(file.path) == NO_INODE:
+                self._index.leftovers.forget_quarantined(file)
         self._index.add(map(self._entry_of, added), now_s)
         for found in sorted(used, key=_used_s):
             self._index.touch(found.layout, [found.chunk.key], now_s, is_recorded=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from kvferry.errors import TierError
 from kvferry.keeper import volume_io
 from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.io_threads import Kind, Operation
@@ -222,3 +223,32 @@ async def test_a_failed_read_removes_no_file_of_another_writer(tmp_path: Path) -
         for volume in (other, ours):
             outcomes = [volume.read(LAYOUT.digest, chunk(number), empty()) for number in (1, 2, 3)]
             assert outcomes == [Outcome.OK, Outcome.OK, Outcome.MISSING]
+
+
+async def test_a_purge_is_seen_although_the_first_rescan_after_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_begun = 0
+
+    def fail() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        raise TierError("the drive is away")
+
+    local = Rescans(tmp_path, shared=False)
+    local.volume.may_end.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(local.volume, "rescan", fail)
+        (local.volume.path / "purged").touch()
+        local.after(volume_io._PURGE_PERIOD_S)
+        await until(lambda: local.io._rescan_at_s <= local.now_s)
+        local.after(0)
+        await until(lambda: num_begun == 1 and not local.io._is_rescanning)
+    local.after(volume_io._RESCAN_PERIOD_S)
+    await until(lambda: local.volume.num_begun == 1 and not local.io._is_rescanning)
+    for _ in range(3):
+        local.after(volume_io._RESCAN_PERIOD_S)
+        await until(lambda: not local.io._is_rescanning)
+    assert local.volume.num_begun == 1
+    assert await local.io.stop(10)
+    local.volume.close()

@@ -37,6 +37,11 @@ def tenants_of(folder: Path) -> list[str]:
     return sorted(chunk.chunk.namespace.tenant for chunk in fsck.list_chunks(folder / "v0"))
 
 
+def damage_one_chunk(folder: Path, namespace: Namespace) -> None:
+    path = next(each.path for each in fsck.list_chunks(folder) if each.chunk.namespace == namespace)
+    Path(path).write_bytes(bytes(chunk_file_bytes(8192)))
+
+
 async def test_a_deleted_tenants_chunks_go_and_it_can_store_no_more(tmp_path: Path) -> None:
     registry = MemoryRegistry()
     admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
@@ -184,6 +189,34 @@ async def test_chunks_that_were_not_used_for_their_time_leave_the_drive(
             await until(lambda: tenants_of(tmp_path) == ["beta"] * 2, what="the chunks to expire")
             await a.misses(range(3))
             assert host._volumes[0].usages()["acme"].evicted[Cause.EXPIRED] == 3
+
+
+async def test_a_purge_from_outside_frees_the_room_of_its_chunks(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
+    await admin.create("acme")
+    await admin.create("beta")
+    async with hosting(watching(node_config(tmp_path, volume=SMALL)), MemoryMembership(registry), "n1") as host:
+        volume = host._volumes[0]
+        await until(lambda: "beta" in volume.usages())
+        with rows_of(16, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            for first in range(0, 48, 16):
+                assert len((await a.store(range(first, first + 16), ACME)).succeeded) == 16
+            assert len((await a.store(range(48, 64), BETA)).succeeded) == 16
+            damage_one_chunk(volume.path, ACME)
+            for first in range(0, 48, 16):
+                await a.load(range(first, first + 16), namespace=ACME)
+            assert volume.stats.quarantined == 1
+            assert fsck.purge(volume.path, "acme") == 47
+            await until(lambda: volume.stats.bytes_used == 16 * chunk_file_bytes(8192), what="the keeper to know")
+            assert volume.usages()["acme"].used == 0
+            await a.misses(range(48))
+            for first in range(100, 148, 16):
+                assert len((await a.store(range(first, first + 16), ACME)).succeeded) == 16
+            assert volume.stats.evicted == 0
+            assert len((await a.load(range(48, 64), namespace=BETA)).succeeded) == 16
+        volume.check()
 
 
 async def test_terms_of_a_living_tenant_change_without_a_restart(tmp_path: Path) -> None:
