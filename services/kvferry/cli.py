@@ -116,6 +116,7 @@ def up(config: ClusterConfig, ask: bool, timeout_s: float | None) -> None:
     """Start a cluster on this machine and leave it running."""
     from kvferry.local import cluster
     from kvferry.local.progress import ConsoleProgress
+    from kvferry.local.status import status as look
 
     console = Console()
     running = cluster.up(config, ConsoleProgress(console), with_first_answer=ask, timeout_s=timeout_s)
@@ -131,7 +132,14 @@ def up(config: ClusterConfig, ask: bool, timeout_s: float | None) -> None:
     click.echo(f"  curl {running.url}/v1/chat/completions{options} \\\n    -d '{json.dumps(body)}'")
     if gateway.tenants_in_etcd:
         click.echo("\nMake a tenant with a key: kvferry tenant create NAME --key NAME")
+    if config.tier.volumes:
+        _print_warnings(look(running.folder).warnings)
     click.echo("\nEnd it with: make down   (or: kvferry down)")
+
+
+def _print_warnings(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        click.echo(f"kvferry: warning: {warning}", err=True)
 
 
 @main.command()
@@ -173,6 +181,7 @@ def status(name: str | None, as_json: bool) -> None:
         facts = (member.kind, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
         table.add_row(*map(escape, (*facts, *numbers)))
     _print_wide(table)
+    _print_warnings(seen.warnings)
 
 
 @main.command()

@@ -587,6 +587,12 @@ KEEPER_REGIONS = _keeper(
     "regions",
     "CPU tiers that are mapped; more than engines where one that left is still being read or written.",
 )
+KEEPER_UNUSABLE_VOLUMES = _keeper(
+    "keeper_unusable_volumes",
+    Kind.GAUGE,
+    "volumes",
+    "Configured volumes that the keeper cannot open; its log and `kvferry status` name each with its cause.",
+)
 KEEPER_JOB_SECONDS = _keeper(
     "keeper_job_seconds", Kind.SUMMARY, "seconds", "Loads and stores of engines that ended, and their duration.", _JOB
 )

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.config import TierConfig
+from kvferry.config import TierConfig, VolumeConfig
 from kvferry.errors import TierError
 from kvferry.keeper import messages
 from kvferry.keeper.engine_listener import EngineListener
@@ -75,7 +75,8 @@ class KeeperStats:
 class Keeper:
     """Serves engines on a Unix socket. Belongs to one event loop.
 
-    The caller opens the volumes, in the order of `config.volumes`, and closes them after `stop` returned True.
+    The caller opens volumes, in the order of `config.volumes` or one by one for `add`, and closes them after `stop`
+    returned True.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Keeper:
         keeper_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if len(volumes) != len(config.volumes):
+        if volumes and len(volumes) != len(config.volumes):
             raise ValueError(f"{len(volumes)} volumes for {len(config.volumes)} in the configuration")
         self._config = config
         self._volumes = tuple(volumes)
@@ -114,7 +115,7 @@ class Keeper:
 
     @property
     def volume_ids(self) -> tuple[str, ...]:
-        return tuple(volume.volume_id for volume in self._volumes)
+        return tuple(volume.volume_id for volume in self._volume_set)
 
     @property
     def socket_path(self) -> Path:
@@ -154,36 +155,45 @@ class Keeper:
 
     async def start(self) -> None:
         """Raises TierError without a usable socket, if another keeper serves there, or for a volume and its copy."""
-        loop = asyncio.get_running_loop()
         path = self._socket_path = socket_path(self._config)
         make_private(path.parent)
         lock_fd = folder.lock(path.with_name(LOCK), shared=False)
         if lock_fd is None:
             raise TierError(f"another keeper serves at {path}")
         self._lock_fd = lock_fd
-        for volume, volume_config in zip(self._volumes, self._config.volumes, strict=True):
-            volume_io = VolumeIo(
-                volume,
-                self._config,
-                volume_config,
-                loop,
-                on_readable_changed=self._on_readable_changed,
-                clock=self._clock,
-            )
-            self._volume_set.add(volume_io)
-            feed = self._volume_feeds[volume.volume_id] = VolumeFeed(volume_io.state)
-            await asyncio.to_thread(volume_io.load_layouts)
-            # Before I/O starts, so that nothing changes between setting the listener and reading the keys.
-            volume.on_change = _in_loop(loop, self._on_change, volume_io)
-            for layout in volume.layouts():
-                feed.load(volume.keys(layout))
-            volume_io.start()
+        for volume, volume_config in zip(self._volumes, self._config.volumes, strict=False):
+            await self.add(volume, volume_config)
         self._listener = EngineListener(str(path), self._accept)
         try:
             self._listener.start()
         except OSError as error:
             raise TierError(f"tier.socket_dir: {path}: {error.strerror}") from error
         self._maintenance = asyncio.create_task(self._maintain())
+
+    async def add(self, volume: Volume, volume_config: VolumeConfig) -> None:
+        """Raises TierError for a copy of another volume."""
+        loop = asyncio.get_running_loop()
+        volume_io = VolumeIo(
+            volume,
+            self._config,
+            volume_config,
+            loop,
+            on_readable_changed=self._on_readable_changed,
+            clock=self._clock,
+        )
+        self._volume_set.add(volume_io)
+        feed = self._volume_feeds[volume.volume_id] = VolumeFeed(volume_io.state)
+        await asyncio.to_thread(volume_io.load_layouts)
+        # Before I/O starts, so that nothing changes between setting the listener and reading the keys.
+        volume.on_change = _in_loop(loop, self._on_change, volume_io)
+        for layout in volume.layouts():
+            feed.load(volume.keys(layout))
+        volume_io.start()
+        for session in self._sessions:
+            if session.layout is not None:
+                volume_io.add_layout(session.layout)
+        for key_feed in self._key_feeds.values():
+            key_feed.begin_snapshots()
 
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> bool:
         """Refuse new jobs, finish running I/O, and say Bye to the engines. Idempotent.
@@ -201,8 +211,8 @@ class Keeper:
             session.refuse("the keeper stops")
         is_idle = all(await asyncio.gather(*(volume.stop(grace_s) for volume in self._volume_set)))
         is_idle &= await self._runner.finish_remote(grace_s)
-        for volume in self._volumes:
-            volume.on_change = _ignore_change
+        for each in self._volume_set:
+            each.volume.on_change = _ignore_change
         for volume_feed in self._volume_feeds.values():
             volume_feed.close()
         for key_feed in self._key_feeds.values():

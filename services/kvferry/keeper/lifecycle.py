@@ -15,7 +15,7 @@ import grpc
 
 from kvferry import __version__, mutual_tls
 from kvferry.addresses import NODE_NAME_VARIABLE, is_loopback, join_host_port
-from kvferry.config import ClusterConfig
+from kvferry.config import ClusterConfig, VolumeConfig
 from kvferry.errors import TierError
 from kvferry.exposition import SpanCounts
 from kvferry.grpc_options import CHANNEL_OPTIONS
@@ -39,6 +39,7 @@ from kvferry.tracing import Tracing, start_tracing
 log = logging.getLogger(__name__)
 
 _KEYS_PERIOD_S = 1.0
+_REOPEN_PERIOD_S = 5.0
 _STOP_GRACE_S = 5.0
 
 
@@ -62,32 +63,28 @@ class KeeperHost:
             SealingKeyFile(tier.encryption_keys_file) if tier.encryption_keys_file is not None else None
         )
         self._watching_keys: asyncio.Task[None] | None = None
-        machine = os.environ.get(NODE_NAME_VARIABLE) or self._node
-        writer = re.sub(r"[^A-Za-z0-9._-]", "-", machine).lstrip("._-")[:MAX_WRITER_CHARS] or "node"
-        has_tenants = config.gateway.tenants_in_etcd
-        self._volumes = [
-            Volume(
-                volume.path,
-                capacity_bytes=(capacity_bytes := int(volume.capacity_gib * (1 << 30))),
-                shared=volume.shared,
-                writer=folder.free_writer(volume.path, writer) if volume.shared else "local",
-                eviction=TenantRetention(capacity_bytes) if has_tenants else None,
-                keyring=keyring,
-            )
-            for volume in tier.volumes
-        ]
+        self._reopening: asyncio.Task[None] | None = None
+        self._volumes = [self._make_volume(each) for each in tier.volumes]
+        self._volume_faults: dict[int, str] = {}  # by place in the configuration
+        self._started_unix_s = 0.0
         self._agent = NixlAgent(self.keeper_id)
         self.remote = RemoteReader(
             self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.load_limit_s
         )
-        self.keeper = Keeper(tier, self._volumes, remote=self.remote, keeper_id=self.keeper_id)
+        self.keeper = Keeper(tier, (), remote=self.remote, keeper_id=self.keeper_id)
         self._tenants: VolumeTenants | None = None
-        if has_tenants:
+        if config.gateway.tenants_in_etcd:
             self._tenants = VolumeTenants(membership, self.keeper, self._volumes)
         self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.load_limit_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)
         self._tracing: Tracing | None = None
-        self.metrics = KeeperMetrics(self.keeper, self.remote, self.lender, read_span_counts=self._span_counts)
+        self.metrics = KeeperMetrics(
+            self.keeper,
+            self.remote,
+            self.lender,
+            read_span_counts=self._span_counts,
+            read_volume_faults=lambda: tuple(self._volume_faults.values()),
+        )
         self._listener = MetricsListener(config.metrics, config.metrics.keeper_port, self.metrics.render)
 
     def __repr__(self) -> str:
@@ -104,22 +101,22 @@ class KeeperHost:
             node=self._node,
             pid=os.getpid(),
             volumes=self.keeper.volume_ids,
+            volume_faults=tuple(self._volume_faults.values()),
             socket_path=str(self.keeper.socket_path),
             metrics_address=self._listener.address,
-            started_unix_s=time.time(),
+            started_unix_s=self._started_unix_s,
         )
 
     async def start(self) -> None:
-        """Raises TierError for an unusable volume or socket, UnavailableError without the registry."""
+        """Raises TierError for an unusable socket, UnavailableError without the registry."""
         self._prepare_environment()
-        for volume in self._volumes:
-            begin_s = time.monotonic()
-            await asyncio.to_thread(volume.open)
-            log.info("%r found in %.2f s", volume, time.monotonic() - begin_s)
+        self._started_unix_s = time.time()
         self._tracing = self.keeper.tracing = self.server.tracing = start_tracing(
             self._config.tracing, service=MemberKind.KEEPER.value, instance=self.keeper_id
         )
         await self.keeper.start()
+        for place in range(len(self._volumes)):
+            await self._open(place)
         await self._listener.start()
         await self.server.start(
             self._config.tier.host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None
@@ -130,6 +127,7 @@ class KeeperHost:
         if self._key_file is not None:
             self._watching_keys = asyncio.create_task(self._watch_keys(self._key_file))
         self._registration = await self._membership.register(self.member)
+        self._reopening = asyncio.create_task(self._reopen())
         log.info("%s serves %s", self.keeper_id, ", ".join(self.keeper.volume_ids) or "no volumes")
 
     async def check_health(self) -> None:
@@ -143,7 +141,7 @@ class KeeperHost:
         await self._follower.close()
         if self._tenants is not None:
             await self._tenants.close()
-        tasks = [task for task in (self._warming, self._watching_keys) if task is not None]
+        tasks = [task for task in (self._warming, self._watching_keys, self._reopening) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -164,6 +162,48 @@ class KeeperHost:
         if self._tracing is not None:
             await self._tracing.close()
         await self._membership.close()
+
+    def _make_volume(self, volume: VolumeConfig) -> Volume:
+        machine = os.environ.get(NODE_NAME_VARIABLE) or self._node
+        writer = re.sub(r"[^A-Za-z0-9._-]", "-", machine).lstrip("._-")[:MAX_WRITER_CHARS] or "node"
+        capacity_bytes = int(volume.capacity_gib * (1 << 30))
+        return Volume(
+            volume.path,
+            capacity_bytes=capacity_bytes,
+            shared=volume.shared,
+            writer=folder.free_writer(volume.path, writer) if volume.shared else "local",
+            eviction=TenantRetention(capacity_bytes) if self._config.gateway.tenants_in_etcd else None,
+            keyring=self._key_file,
+        )
+
+    async def _open(self, place: int) -> None:
+        volume, volume_config = self._volumes[place], self._config.tier.volumes[place]
+        begin_s = time.monotonic()
+        try:
+            await asyncio.to_thread(volume.open)
+            await self.keeper.add(volume, volume_config)
+        except TierError as error:
+            await asyncio.to_thread(volume.close)
+            self._volumes[place] = await asyncio.to_thread(self._make_volume, volume_config)
+            if self._volume_faults.get(place) != error.message:
+                log.error("a volume is not used, and is tried again: %s", error.message)
+            self._volume_faults[place] = error.message
+            return
+        self._volume_faults.pop(place, None)
+        log.info("%r found in %.2f s", volume, time.monotonic() - begin_s)
+
+    async def _reopen(self) -> None:
+        assert self._registration is not None
+        while self._volume_faults:
+            await asyncio.sleep(_REOPEN_PERIOD_S)
+            before = self.member
+            for place in list(self._volume_faults):
+                await self._open(place)
+            if self.member == before:
+                continue
+            if self._tenants is not None:
+                self._tenants.begin_anew()
+            await self._registration.update(self.member)
 
     def _span_counts(self) -> SpanCounts:
         return self._tracing.counts if self._tracing is not None else SpanCounts()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvferry import telemetry
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
@@ -16,7 +16,7 @@ _READ = (
     *(telemetry.KEEPER_ENGINES, telemetry.KEEPER_REGIONS, telemetry.KEEPER_JOB_SECONDS, telemetry.KEEPER_PAGES),
     *(telemetry.KEEPER_BYTES, telemetry.KEEPER_REMOTE_PAGES, telemetry.KEEPER_REMOTE_BYTES),
     *(telemetry.KEEPER_REMOTE_SECONDS, telemetry.KEEPER_LENT, telemetry.KEEPER_EXPIRED, telemetry.KEEPER_SPANS),
-    telemetry.KEEPER_UNCANCELLED,
+    *(telemetry.KEEPER_UNCANCELLED, telemetry.KEEPER_UNUSABLE_VOLUMES),
     *(telemetry.TIER_PAGES, telemetry.TIER_USED, telemetry.TIER_CAPACITY, telemetry.TIER_QUEUE),
     *(telemetry.TIER_RUNNING, telemetry.TIER_OVERDUE, telemetry.TIER_OPERATIONS, telemetry.TIER_BYTES),
     *(telemetry.TIER_SECONDS, telemetry.TIER_READ_RATE, telemetry.TIER_VERIFICATION_FAILURES),
@@ -34,11 +34,13 @@ class KeeperMetrics:
         lender: ChunkLender,
         *,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
+        read_volume_faults: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._keeper = keeper
         self._remote = remote
         self._lender = lender
         self._read_span_counts = read_span_counts
+        self._read_volume_faults = read_volume_faults
         self.exposition = Exposition(Exporter.KEEPER, {"keeper": keeper.keeper_id})
         self.exposition.read(_READ, self._read)
 
@@ -49,6 +51,7 @@ class KeeperMetrics:
         stats, remote, lender = self._keeper.stats, self._remote.stats, self._lender
         yield Reading(telemetry.KEEPER_ENGINES, (), len(stats.engines))
         yield Reading(telemetry.KEEPER_REGIONS, (), stats.num_regions_mapped)
+        yield Reading(telemetry.KEEPER_UNUSABLE_VOLUMES, (), len(self._read_volume_faults()))
         yield Reading(telemetry.KEEPER_JOB_SECONDS, ("load",), stats.ended_load_jobs, stats.load_job_s)
         yield Reading(telemetry.KEEPER_JOB_SECONDS, ("store",), stats.ended_store_jobs, stats.store_job_s)
         for job, outcomes in (("load", stats.loads), ("store", stats.stores)):

@@ -43,6 +43,12 @@ class VolumeTenants:
         duties = (self._follow(), self._configure_for_ever(), self._purge_for_ever(), self._expire_for_ever())
         self._tasks = [asyncio.create_task(duty) for duty in duties]
 
+    def begin_anew(self) -> None:
+        """Call for a volume that is opened late."""
+        self._to_report = {**self._lowest}
+        self._changed.set()
+        self._wanted.set()
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -105,7 +111,7 @@ class VolumeTenants:
                 pass
             self._wanted.clear()
             reports, self._to_report = self._to_report, {}
-            for volume in self._volumes if self._lowest else ():
+            for volume in [each for each in self._volumes if each.is_open] if self._lowest else ():
                 await self._purge(volume, reports)
 
     async def _purge(self, volume: Volume, reports: Mapping[str, int]) -> None:

@@ -54,6 +54,7 @@ class MemberStatus:
     load: WorkerLoad | None
     fault: str = ""
     metrics_address: str = ""  # host:port where it answers Prometheus
+    volume_faults: tuple[str, ...] = ()  # path and cause of each volume that a keeper cannot use
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ class ClusterStatus:
     etcd_endpoints: tuple[str, ...]
     members: tuple[MemberStatus, ...]
     fault: str = ""  # why members could not be listed
+
+    @property
+    def warnings(self) -> list[str]:
+        return [f"{member.member_id} does not use {fault}" for member in self.members for fault in member.volume_faults]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,6 +134,7 @@ async def _look_at(member: Member, tls: TlsConfig, now_unix_s: float) -> MemberS
         load=load,
         fault=fault,
         metrics_address=member.metrics_address,
+        volume_faults=member.volume_faults,
     )
 
 

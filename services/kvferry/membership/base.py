@@ -43,6 +43,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     exchange: ExchangeFields = ()  # what decides the meaning of its pages' bytes; empty: not known
     exchange_digest: str = ""
     volumes: tuple[str, ...] = ()  # ids of the volumes that a keeper serves
+    volume_faults: tuple[str, ...] = ()  # path and cause of each volume that it cannot use
     socket_path: str = ""  # where engines connect to the keeper of their node
     metrics_address: str = ""  # host:port where it answers Prometheus
     started_unix_s: float = 0.0

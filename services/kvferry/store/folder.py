@@ -121,9 +121,9 @@ def free_writer(path: Path, name: str) -> str:
     names = [name, *(f"{name}.{number}" for number in range(2, MAX_KEEPERS_OF_A_MACHINE + 1))]
     for each in names:
         file = path / paths.TEMPORARY / f"{each}.lock"
-        if not file.exists():
-            return each
         with contextlib.suppress(OSError):
+            if not file.exists():
+                return each
             held = lock(file, shared=False)
             if held is not None:
                 os.close(held)

@@ -141,6 +141,10 @@ class Volume:
     # Queries
 
     @property
+    def is_open(self) -> bool:
+        return bool(self._locks)
+
+    @property
     def writer(self) -> str:
         return self._writer
 
@@ -364,7 +368,8 @@ class Volume:
         for file, shared in ((self.path / paths.LOCK, self._shared), (self._files.writer_lock, False)):
             fd = _lock_within(patience_s, file, shared=shared)
             if fd is None:
-                raise TierError(f"volume {self.path} is in use: another process holds {file.name}")
+                hint = "" if self._shared else "; several keepers of a volume each need `shared: true`"
+                raise TierError(f"volume {self.path} is in use: another process holds {file.name}{hint}")
             self._locks.append(fd)
         # Before the scan: nodes that do not see the lock may be about to take over what it finds.
         self._files.say_alive()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -56,15 +58,46 @@ async def test_it_is_registered_while_it_serves(tmp_path: Path) -> None:
     await host.stop()
 
 
-async def test_a_volume_that_is_taken_is_named(tmp_path: Path) -> None:
+async def test_a_volume_that_is_taken_is_named_and_used_once_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.keeper.lifecycle._REOPEN_PERIOD_S", 0.02)
     config = node_config(tmp_path)
     registry = MemoryRegistry()
-    async with hosting(config, MemoryMembership(registry), "n1"):
-        host = KeeperHost(beside(config, tmp_path), MemoryMembership(registry))
-        with pytest.raises(TierError, match="v0"):
-            await host.start()
-        await host.stop()
-        assert len(registry.members()) == 1
+    async with contextlib.AsyncExitStack() as stack:
+        async with hosting(config, MemoryMembership(registry), "n1") as first:
+            volume_id = first.keeper.volume_ids[0]
+            second = await stack.enter_async_context(
+                hosting(beside(config, tmp_path), MemoryMembership(registry), "n2")
+            )
+            rows = stack.enter_context(rows_of(8, 8192))
+            a = stack.enter_context(engine(second.keeper.socket_path, rows, layout_of()))
+            await a.connected()
+            (fault,) = second.member.volume_faults
+            assert str(tmp_path / "v0") in fault
+            assert "shared: true" in fault
+            assert re.search(rb"kvferry_keeper_unusable_volumes{[^}]*} 1", await second.metrics.render())
+        await until(lambda: [each.volumes for each in registry.members()] == [(volume_id,)])
+        assert [each.volume_faults for each in registry.members()] == [()]
+        assert len((await a.store(range(8))).succeeded) == 8
+        await a.sees(range(8))
+        await asyncio.to_thread(a.client.stop)
+
+
+async def test_a_volume_that_cannot_be_opened_leaves_the_others(tmp_path: Path) -> None:
+    config = node_config(tmp_path, num_volumes=2)
+    (tmp_path / "v0").write_text("a file")
+    registry = MemoryRegistry()
+    async with hosting(config, MemoryMembership(registry), "n1") as host:
+        (member,) = registry.members()
+        assert len(member.volumes) == 1
+        (fault,) = member.volume_faults
+        assert fault == f"volume {tmp_path}/v0: {tmp_path}/v0/layouts: Not a directory"
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            assert len((await a.store(range(8))).succeeded) == 8
+            await asyncio.to_thread(a.client.stop)
+        assert list((tmp_path / "v1" / "pages").rglob("*.page"))
 
 
 async def test_volumes_are_closed_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

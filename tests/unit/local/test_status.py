@@ -1,0 +1,35 @@
+"""What `kvferry status` and `kvferry up` say of a cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry import cli
+from kvferry.config import TlsConfig
+from kvferry.local.status import ClusterStatus, _look_at
+from kvferry.membership.base import Member, MemberId, MemberKind
+
+
+async def test_volumes_that_a_keeper_cannot_use_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    keeper = Member(
+        kind=MemberKind.KEEPER,
+        member_id=MemberId("keeper-1"),
+        address="127.0.0.1:1",
+        model="m",
+        version="0",
+        volumes=("v-2",),
+        volume_faults=("volume /a: /a: Not a directory",),
+    )
+    seen = ClusterStatus(
+        name="c",
+        url="",
+        alive=True,
+        uptime_s=1.0,
+        engine="sim",
+        model="m",
+        etcd_endpoints=(),
+        members=(await _look_at(keeper, TlsConfig(), 0.0),),
+    )
+    cli._print_warnings(seen.warnings)
+    assert capsys.readouterr().err == "kvferry: warning: keeper-1 does not use volume /a: /a: Not a directory\n"
+    assert seen.as_json()["members"][0]["volume_faults"] == keeper.volume_faults
