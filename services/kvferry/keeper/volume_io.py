@@ -317,9 +317,12 @@ class VolumeIo:
         if outcome == Outcome.NO_SPACE:
             # Each further write on the full drive might evict a chunk only to recycle its file.
             self._no_space_until_s = now_s + self._retry_s
+            if not self._is_full:
+                log.warning("volume %s at %s: the drive is full", self.volume_id, self.volume.path)
             self._is_full = True
             self._drop(lambda other: other.kind is Kind.WRITE, Outcome.NO_SPACE)
-        if operation.kind is Kind.WRITE and outcome == Outcome.OK:
+        if operation.kind is Kind.WRITE and outcome == Outcome.OK and self._is_full and now_s >= self._no_space_until_s:
+            log.warning("volume %s at %s: the drive has room again", self.volume_id, self.volume.path)
             self._is_full = False
         if outcome in _NEUTRAL:
             # It tells nothing of the drive, which perhaps was not asked. A trial is repeated.

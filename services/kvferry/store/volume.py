@@ -122,6 +122,7 @@ class Volume:
             with _no_garbage_collection():
                 self._scan()
             self._index.changes.begin()
+            _warn_if_larger_than_drive(self.path, self._index.capacity_bytes)
         except TierError:
             self.close()
             raise
@@ -450,6 +451,13 @@ class Volume:
 
 def _chunks(files: Iterable[FoundChunk | ForeignFile]) -> Iterator[FoundChunk]:
     return (file for file in files if isinstance(file, FoundChunk))
+
+
+def _warn_if_larger_than_drive(path: Path, capacity_bytes: int) -> None:
+    drive = os.statvfs(path)
+    if 0 < (drive_bytes := drive.f_blocks * drive.f_frsize) < capacity_bytes:
+        capacity_gib, drive_gib = capacity_bytes / (1 << 30), drive_bytes / (1 << 30)
+        logger.warning("volume %s: capacity_gib is %.4g, its drive has %.4g GiB", path, capacity_gib, drive_gib)
 
 
 @contextlib.contextmanager

@@ -131,6 +131,26 @@ async def test_a_probe_that_has_no_key_closes_no_breaker(tmp_path: Path) -> None
             assert node.io.stats().breaker == "open"
 
 
+async def test_a_drive_is_full_until_a_write_after_the_pause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Writes that other threads began before may still succeed."""
+    async with running(tmp_path) as node:
+        for outcome in (Outcome.NO_SPACE, Outcome.OK, Outcome.NO_SPACE, Outcome.OK):
+            await node.do(Kind.WRITE, lambda outcome=outcome: outcome)  # type: ignore[misc]
+            assert node.io.state().full
+            assert not node.io.state().is_writable
+            assert not node.io.accepts_writes(node.now_s)
+        node.now_s += 60
+        assert node.io.accepts_writes(node.now_s)
+        assert node.io.state().full, "nothing was written since"
+        await node.do(Kind.WRITE, lambda: Outcome.OK)
+        assert node.io.state().is_writable
+        path = node.volume.path
+    assert [record.getMessage().partition(" at ")[2] for record in caplog.records] == [
+        f"{path}: the drive is full",
+        f"{path}: the drive has room again",
+    ]
+
+
 async def test_a_want_of_threads_ends_no_maintenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(volume_io, "_RESCAN_PERIOD_S", 0.05)
     config = tier_config(tmp_path, volume={"shared": True})

@@ -810,3 +810,13 @@ def test_only_a_drives_own_errors_are_its_errors(
     fault.clear()
     assert volume.read(DIGEST, chunk(1), into) is Outcome.OK, "the chunk is where it was"
     assert volume.stats.quarantined == 0
+
+
+def test_a_capacity_beyond_the_drive_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drive = os.statvfs(tmp_path)
+    for capacity_bytes in (1 << 20, 2 * drive.f_blocks * drive.f_frsize):
+        volume = Volume(tmp_path / "v", capacity_bytes=capacity_bytes)
+        volume.open()
+        volume.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"volume {tmp_path}/v: capacity_gib is ")
