@@ -209,8 +209,9 @@ class VolumeIo:
             self._outcomes[operation.kind.value, Cause.TIMEOUT] += 1
         if any(operation.kind is not Kind.TASK for operation in overdue):
             log.error(
-                "volume %s: %d operations hang for %g s; the volume is not used",
+                "volume %s at %s: %d operations hang for %g s; the volume is not used",
                 self.volume_id,
+                self.volume.path,
                 len(overdue),
                 self._timeout_s,
             )
@@ -330,13 +331,19 @@ class VolumeIo:
                 breaker.trip(now_s)
         elif outcome != Outcome.IO_ERROR:
             if breaker.succeeded() and breaker is self._read_breaker:
-                log.warning("volume %s is used again", self.volume_id)
+                log.warning("volume %s at %s is used again", self.volume_id, self.volume.path)
                 self._rescan_at_s, self._needs_rescan = now_s, True
                 self._on_readable_changed(self)
             if operation.kind is Kind.READ and outcome == Outcome.OK:
                 self._remove_unreadable()
         elif breaker.failed(now_s):
-            log.error("volume %s: too many failed %ss; it is not used", self.volume_id, operation.kind.value)
+            log.error(
+                "volume %s at %s: too many failed %ss; it is not used: %s",
+                self.volume_id,
+                self.volume.path,
+                operation.kind.value,
+                self.volume.last_error or "cause unknown",
+            )
             if breaker is self._read_breaker:
                 self._hide()
             else:

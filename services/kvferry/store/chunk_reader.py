@@ -175,6 +175,7 @@ class ChunkReader:
                 # A symbolic link is never a chunk's file, wherever it leads.
                 return Outcome.TRUNCATED, files.inode_at(path) or inode
             outcome = outcome_of(error)
+            files.last_error = str(error)
             return (Outcome.IO_ERROR if outcome is Outcome.NO_SPACE else outcome), inode
         return self._verify(header, payload, entry, opened, keys), inode
 

@@ -124,6 +124,7 @@ class ChunkWriter:
             is_left = is_begun and not files.remove(temporary)
             self._index.roll_back(reservation, File(temporary, reservation.chunk_bytes) if is_left else None)
             outcome = outcome_of(error)
+            files.last_error = str(error)
             # Nothing that a write needs may be absent, but on NFS a handle may be stale.
             return Outcome.IO_ERROR if outcome is Outcome.GONE else outcome
         self._index.commit(reservation, self._clock())

@@ -146,6 +146,10 @@ class Volume:
         return bool(self._locks)
 
     @property
+    def last_error(self) -> str:
+        return self._files.last_error
+
+    @property
     def writer(self) -> str:
         return self._writer
 

@@ -43,6 +43,7 @@ class VolumeFiles:
         self.temporary = f"{self.root}/{paths.TEMPORARY}/{writer}"
         self.volume_id = ""  # known once the volume is open
         self.writer_lock = Path(f"{self.temporary}.lock")
+        self.last_error = ""  # with path and errno
         self.locks: list[int] = []  # held while the volume is open
         self._temporary_numbers = itertools.count()
 
@@ -91,7 +92,10 @@ class VolumeFiles:
         try:
             status = os.lstat(path)
         except OSError as error:
-            return NO_INODE if self.is_absent(error) else None
+            if self.is_absent(error):
+                return NO_INODE
+            self.last_error = str(error)
+            return None
         return (status.st_dev, status.st_ino)
 
     def spare_descriptor(self) -> int:

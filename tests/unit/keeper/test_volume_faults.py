@@ -131,6 +131,22 @@ async def test_a_probe_that_has_no_key_closes_no_breaker(tmp_path: Path) -> None
             assert node.io.stats().breaker == "open"
 
 
+@pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])
+async def test_a_breaker_that_opens_names_folder_and_cause(
+    tmp_path: Path, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path) as node:
+        node.put(*range(5))
+        node.is_dead = True
+        for number in range(3):
+            run = (lambda n=number: node.get(n)) if kind is Kind.READ else (lambda n=number: node.put(100 + n))  # type: ignore[misc]
+            await node.do(kind, run)
+        path = node.volume.path
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert f"at {path}: too many failed {kind.value}s" in line
+    assert "[Errno 5] Input/output error" in line
+
+
 async def test_a_drive_is_full_until_a_write_after_the_pause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Writes that other threads began before may still succeed."""
     async with running(tmp_path) as node:
