@@ -93,11 +93,32 @@ GRAMMAR_OUTCOMES = ("ok", "refused", "cpu_time", "memory", "crashed", "late")
 SPAN_OUTCOMES = ("exported", "failed", "dropped")
 END_REASONS = ("stop", "length", "abort", "error", "refused", "preempted")
 KV_TRANSFER_FAILURES = ("transfer", "handshake", "lease_ended")
-PAGE_OUTCOMES = (
-    *("ok", "missing", "gone", "corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
-    *("truncated", "undecryptable", "unreadable", "io_error", "no_resources", "no_space", "refused", "exists"),
-    *("timeout", "unavailable", "queue_full", "engine_gone", "epoch_over", "fault"),
-)
+_PAGE_OUTCOME_TO_MEANING = {
+    "ok": "read or written",
+    "missing": "not on the volume",
+    "gone": "removed meanwhile",
+    "corrupt_header": "the header's checksum is wrong",
+    "corrupt_payload": "the payload's checksum is wrong",
+    "wrong_key": "a whole chunk, of another key",
+    "wrong_layout": "of another model or engine setting",
+    "wrong_namespace": "of another tenant or epoch",
+    "truncated": "a file of the wrong size",
+    "undecryptable": "sealed with a key that is not there, or not sealed",
+    "unreadable": "a file that this process may not read",
+    "io_error": "the drive failed",
+    "no_resources": "no memory or file descriptor",
+    "no_space": "the drive is full",
+    "refused": "no room that the tenant may take, or no key to seal with",
+    "exists": "stored already",
+    "timeout": "waited or ran too long",
+    "unavailable": "no volume takes it: a breaker is open, a drive is full, or the keeper does not have the volume",
+    "queue_full": "`tier.queue_mib` of writes wait",
+    "budget": "`write_gib_per_day` is spent",
+    "engine_gone": "the engine left meanwhile",
+    "epoch_over": "the tenant was deleted, or its pages reset",
+    "fault": "a bug of the keeper, see its log",
+}
+PAGE_OUTCOMES = tuple(_PAGE_OUTCOME_TO_MEANING)
 # Outcomes of chunks whose bytes were read and did not verify.
 VERIFICATION_FAILURES = (
     *("corrupt_header", "corrupt_payload", "wrong_key", "wrong_layout", "wrong_namespace"),
@@ -128,7 +149,11 @@ _OF_VOLUME_SEEN = (_VOLUME, Label("keeper", "the keeper that serves it"))
 _SPAN_OUTCOME = Label("outcome", "`dropped`: too many waited; `failed`: the collector did not take them", SPAN_OUTCOMES)
 _DIRECTION = Label("direction", "of the I/O", DIRECTIONS)
 _JOB = Label("operation", "what the engine asked for", JOBS)
-_OUTCOME = Label("outcome", "how it ended", PAGE_OUTCOMES)
+_OUTCOME = Label(
+    "outcome",
+    "; ".join(f"`{value}`: {meaning}" for value, meaning in _PAGE_OUTCOME_TO_MEANING.items()),
+    PAGE_OUTCOMES,
+)
 
 
 def _spans(exporter: Exporter, prefix: str) -> Metric:

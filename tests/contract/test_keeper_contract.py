@@ -616,10 +616,10 @@ async def test_the_write_budget_refuses_and_fills_up_again(tmp_path: Path, rows:
     async with keeping(config, clock=lambda: now_s[0]) as keeper, engine_of(keeper, rows) as a:
         done = await a.store(CHUNKS)
         assert len(done.succeeded) == 2
-        assert set(done.failed.values()) == {Outcome.REFUSED}
+        assert set(done.failed.values()) == {Cause.BUDGET}
         now_s[0] += 3600
         assert len((await a.store(CHUNKS)).succeeded) == 4, "two are there already"
-        assert keeper.stats.stores == {Outcome.OK: 4, Outcome.EXISTS: 2, Outcome.REFUSED: 26}
+        assert keeper.stats.stores == {Outcome.OK: 4, Outcome.EXISTS: 2, Cause.BUDGET: 26}
 
 
 async def test_the_queue_is_bounded_and_reads_go_first(tmp_path: Path, rows: Rows) -> None:

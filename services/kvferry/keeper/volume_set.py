@@ -9,7 +9,6 @@ from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.volume_io import VolumeIo
 from kvferry.store import paths
 from kvferry.store.layout import ChunkKey, LayoutDigest
-from kvferry.store.outcome import Outcome
 
 
 class VolumeSet:
@@ -57,14 +56,14 @@ class VolumeSet:
         holders = [volume for volume in self if volume.is_readable and volume.volume.contains(layout, key)]
         return min(holders, key=lambda volume: volume.queued_bytes, default=None)
 
-    def for_new_chunk(self, num_bytes: int) -> VolumeIo | Cause | Outcome:
+    def for_new_chunk(self, num_bytes: int) -> VolumeIo | Cause:
         now_s = self._clock()
         volumes = [volume for volume in self if volume.accepts_writes(now_s)]
         if not volumes:
             return Cause.UNAVAILABLE
         volumes = [volume for volume in volumes if volume.budget.allows(now_s)]
         if not volumes:
-            return Outcome.REFUSED
+            return Cause.BUDGET
         if sum(volume.queued_write_bytes for volume in self) + num_bytes > self._max_queued_write_bytes:
             return Cause.QUEUE_FULL
         if len(volumes) == 1:

@@ -23,7 +23,7 @@ class Outcome(enum.StrEnum):
     IO_ERROR = "io_error"  # the drive's or the file system's
     NO_RESOURCES = "no_resources"  # this process, or its machine, has no descriptor or memory for it
     NO_SPACE = "no_space"
-    REFUSED = "refused"  # by the write budget, the eviction policy, or a capacity below one chunk
+    REFUSED = "refused"  # by the eviction policy, a capacity below one chunk, or for lack of a key
     EXISTS = "exists"  # in the volume already, or being written by another thread
 
 
