@@ -138,5 +138,19 @@ def test_a_volume_that_cannot_be_used_costs_only_its_pages(machine: Machine, tmp
     (tmp_path / "volume").write_text("a file")
     up(machine, tmp_path / "volume", "--set", "gateway.replicas=1")
     assert ask(machine)
-    assert members(machine, "keeper") == []
+    (keeper,) = members(machine, "keeper")
+    assert len(keeper["volume_faults"]) == 1
     assert ask(machine, PROMPT + " more")
+
+
+def test_a_volume_that_cannot_be_used_is_named_and_the_other_is_used(machine: Machine, tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    bad.write_text("a file")
+    volumes = ", ".join(f"{{path: {path}, capacity_gib: 0.1}}" for path in (bad, good))
+    started = machine.up("--set", "tier.enabled=true", "--set", f"tier.volumes=[{volumes}]")
+    assert started.returncode == 0, started.stdout + started.stderr
+    fault = f"does not use volume {bad}: {bad}/layouts: Not a directory"
+    assert fault in started.stderr
+    assert fault in machine.run("status", timeout_s=60).stderr
+    ask(machine)
+    wait_until(lambda: bool(chunk_files(good)), timeout_s=30, what="pages on the other volume")

@@ -18,7 +18,7 @@ from kvferry.membership.base import Membership
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 5.0  # after a start that failed, such as on a volume that another keeper still has open
+RETRY_S = 5.0  # after a start that failed, such as on the socket of another keeper
 HEALTH_PERIOD_S = 1.0
 # The actor looks this often whether the application is still deployed, and ends after so many misses in a row.
 DEPLOYED_PERIOD_S = 10.0

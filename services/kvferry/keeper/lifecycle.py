@@ -39,7 +39,9 @@ from kvferry.tracing import Tracing, start_tracing
 log = logging.getLogger(__name__)
 
 _KEYS_PERIOD_S = 1.0
-_REOPEN_PERIOD_S = 5.0
+# Pauses before a volume is tried again: each may scan a million chunks.
+_REOPEN_FIRST_S = 5.0
+_REOPEN_MOST_S = 60.0
 _STOP_GRACE_S = 5.0
 
 
@@ -194,8 +196,10 @@ class KeeperHost:
 
     async def _reopen(self) -> None:
         assert self._registration is not None
+        pause_s = _REOPEN_FIRST_S
         while self._volume_faults:
-            await asyncio.sleep(_REOPEN_PERIOD_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _REOPEN_MOST_S)
             before = self.member
             for place in list(self._volume_faults):
                 await self._open(place)

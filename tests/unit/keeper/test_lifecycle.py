@@ -61,7 +61,7 @@ async def test_it_is_registered_while_it_serves(tmp_path: Path) -> None:
 async def test_a_volume_that_is_taken_is_named_and_used_once_it_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.keeper.lifecycle._REOPEN_PERIOD_S", 0.02)
+    monkeypatch.setattr("kvferry.keeper.lifecycle._REOPEN_FIRST_S", 0.02)
     config = node_config(tmp_path)
     registry = MemoryRegistry()
     async with contextlib.AsyncExitStack() as stack:
