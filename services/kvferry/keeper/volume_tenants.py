@@ -96,10 +96,13 @@ class VolumeTenants:
         for volume in self._volumes:
             volume.configure(contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes))
 
+    def _open_volumes(self) -> list[Volume]:
+        return [volume for volume in self._volumes if volume.is_open]
+
     async def _expire_for_ever(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_PERIOD_S)
-            for volume in self._volumes:
+            for volume in self._open_volumes():
                 await asyncio.to_thread(volume.expire)
 
     async def _purge_for_ever(self) -> None:
@@ -111,7 +114,7 @@ class VolumeTenants:
                 pass
             self._wanted.clear()
             reports, self._to_report = self._to_report, {}
-            for volume in [each for each in self._volumes if each.is_open] if self._lowest else ():
+            for volume in self._open_volumes() if self._lowest else ():
                 await self._purge(volume, reports)
 
     async def _purge(self, volume: Volume, reports: Mapping[str, int]) -> None:

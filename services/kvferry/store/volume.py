@@ -84,6 +84,7 @@ class Volume:
             raise ValueError(f"a capacity of {capacity_bytes} bytes")
         self.path = path
         self.volume_id = ""
+        self.is_open = False
         self.on_change: Listener = _ignore_change
         self._purge_mark: tuple[int, int] | None = None
         self._writer = paths.validate_writer(writer)
@@ -129,9 +130,11 @@ class Volume:
         except OSError as error:
             self.close()
             raise self._unusable(error) from error
+        self.is_open = True
 
     def close(self) -> None:
         """Idempotent. No other method may be running."""
+        self.is_open = False
         if self._locks:
             self.record()
         if len(self._locks) > 1:  # the writer's, too
@@ -140,10 +143,6 @@ class Volume:
             os.close(self._locks.pop())
 
     # Queries
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._locks)
 
     @property
     def last_error(self) -> str:

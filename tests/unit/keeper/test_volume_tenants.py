@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.config import ClusterConfig
-from kvferry.keeper import failure_cause, volume_tenants
+from kvferry.keeper import failure_cause, lifecycle, volume_tenants
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store import fsck
@@ -217,6 +217,34 @@ async def test_a_purge_from_outside_frees_the_room_of_its_chunks(tmp_path: Path)
             assert volume.stats.evicted == 0
             assert len((await a.load(range(48, 64), namespace=BETA)).succeeded) == 16
         volume.check()
+
+
+async def test_a_volume_that_is_opened_late_gets_terms_and_purges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_REOPEN_FIRST_S", 0.02)
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
+    await admin.create("acme")
+    config = node_config(tmp_path)
+    async with hosting(config, MemoryMembership(registry), "n1") as first:
+        with rows_of(8, 8192) as rows, engine(first.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(3), ACME)
+    config = watching(config)
+    (tmp_path / "v0").rename(tmp_path / "away")
+    (tmp_path / "v0").touch()
+    async with hosting(config, MemoryMembership(registry), "n1") as host:
+        record = await admin.raise_epoch("acme")
+        assert host.member.volume_faults
+        (tmp_path / "v0").unlink()
+        (tmp_path / "away").rename(tmp_path / "v0")
+        await until(lambda: not host.member.volume_faults)
+        await until(lambda: tenants_of(tmp_path) == [])
+        await until(lambda: "acme" in host._volumes[0].usages())
+
+        while (await admin.purges(record))[1]:
+            pass
 
 
 async def test_terms_of_a_living_tenant_change_without_a_restart(tmp_path: Path) -> None:
