@@ -148,10 +148,10 @@ def _print_warnings(warnings: Sequence[str]) -> None:
 @_reported
 def status(name: str | None, as_json: bool) -> None:
     """Show members, roles and load."""
-    from kvferry.local.run_folder import run_folder
+    from kvferry.local.run_folder import named_folder
     from kvferry.local.status import status as look
 
-    seen = look(run_folder(_name(name)))
+    seen = look(named_folder(name, _name(name)))
     if as_json:
         click.echo(json.dumps(seen.as_json(), indent=2))
         return
@@ -195,9 +195,9 @@ def explain(request_id: str, name: str | None, as_json: bool) -> None:
     REQUEST_ID is the id of an answer, or its x-request-id header.
     """
     from kvferry.local.explain import explain as ask
-    from kvferry.local.run_folder import run_folder
+    from kvferry.local.run_folder import named_folder
 
-    requests = ask(run_folder(_name(name)), request_id)
+    requests = ask(named_folder(name, _name(name)), request_id)
     if as_json:
         click.echo(json.dumps(requests, indent=2))
         return
@@ -214,9 +214,9 @@ def down(name: str | None) -> None:
     """End the cluster on this machine and remove all it left, in whatever state it is."""
     from kvferry.local import cluster
     from kvferry.local.progress import ConsoleProgress
-    from kvferry.local.run_folder import run_folder
+    from kvferry.local.run_folder import named_folder
 
-    cleaned = cluster.down(run_folder(_name(name)), ConsoleProgress(Console()))
+    cleaned = cluster.down(named_folder(name, _name(name)), ConsoleProgress(Console()))
     if not cleaned.anything:
         click.echo("nothing was running")
         return

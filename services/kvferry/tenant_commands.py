@@ -80,14 +80,14 @@ def _waiting(command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _membership(cluster: str | None, file: Path | None, settings: list[str], etcd: Sequence[str]) -> MembershipConfig:
-    from kvferry.local.run_folder import run_folder
+    from kvferry.local.run_folder import named_folder
 
     if etcd:
         settings.append(f"membership.endpoints={json.dumps(list(etcd))}")
     config = configuration.load(file, flags=settings)
     if config.membership.endpoints:
         return config.membership
-    record = run_folder(cluster or config.name).record()
+    record = named_folder(cluster, config.name).record()
     if record is None:
         raise ConfigError("no cluster runs on this machine; name another one's etcd with --etcd or --config")
     return configuration.parse(record.config).membership
@@ -355,6 +355,8 @@ async def _print_purges(admin: TenantAdmin, record: TenantRecord, wait_s: float)
     while left and time.monotonic() < ends_s:
         await asyncio.sleep(_POLL_S)
         done, left = await admin.purges(record)
+    if not (done or left):
+        click.echo("no keeper serves a volume now; chunks that volumes have are removed when one does", err=True)
     for purge in done:
         click.echo(f"{purge.keeper_id} removed {purge.num_chunks} chunks from volume {purge.volume_id}")
     for keeper_id, volume_id in left:
@@ -365,7 +367,7 @@ def seconds_of(age: str) -> float:
     """Return the seconds of a text such as 90d. Raises ConfigError."""
     match = re.fullmatch(r"(\d{1,6})([smhd])", age)
     if match is None:
-        raise ConfigError(f"{age!r}: expected a number with s, m, h or d, such as 90d")
+        raise ConfigError(f"{age!r}: expected a number of up to 6 digits with s, m, h or d, such as 90d")
     return int(match[1]) * _UNITS_S[match[2]]
 
 

@@ -51,6 +51,13 @@ async def test_names_that_are_no_tenants_are_refused(site: Site, name: str) -> N
     assert (await admin.tenants()).records == {}
 
 
+async def test_the_name_of_the_sum_of_others_is_refused(site: Site) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match="tenant 'other': metrics"):
+        await admin_of(site).create("other")
+    with pytest.raises(ConfigError, match="tenant 'other': metrics"):
+        await admin_of(site).apply([TenantRecord(name="other")], prune=False)
+
+
 async def test_changes_that_make_no_sense_are_refused_by_name(site: Site) -> None:  # noqa: F811
     admin = admin_of(site)
     for change in (admin.get("acme"), admin.delete("acme"), admin.add_key("acme", "ci"), admin.raise_epoch("acme")):

@@ -115,4 +115,4 @@ class Access:
                 return _Shown(tenant, record.group, record.operator)
             if not self._directory.is_known:
                 raise NotReady("this gateway is starting: it waits for etcd to read the tenants")
-        raise Unauthenticated("this API key is not known here")
+        raise Unauthenticated("this API key is not known here, or has expired")

@@ -239,6 +239,18 @@ def run_folder(name: str, environ: Mapping[str, str] = os.environ) -> RunFolder:
     return RunFolder(path)
 
 
+def named_folder(given: str | None, configured: str) -> RunFolder:
+    """Return the folder of the cluster that was `given`, or is configured.
+
+    Raises LocalError where $KVFERRY_RUN_DIR has a cluster of another name than was given.
+    """
+    folder = run_folder(given or configured)
+    record = folder.record()
+    if given is not None and record is not None and record.name != given:
+        raise LocalError(f"{RUN_DIR_VARIABLE}: {str(folder.path)!r} has the cluster {record.name!r}, and not {given!r}")
+    return folder
+
+
 def _default_root() -> Path:
     return Path("/tmp").resolve() / f"kvferry-{os.getuid()}"
 

@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, LocalError
 from kvferry.local import run_folder as module
 from kvferry.local.processes import ProcessIdentity
-from kvferry.local.run_folder import PATH_LIMIT_BYTES, ClusterBusy, ClusterRecord, RunFolder, run_folder
+from kvferry.local.run_folder import (
+    PATH_LIMIT_BYTES,
+    ClusterBusy,
+    ClusterRecord,
+    RunFolder,
+    named_folder,
+    run_folder,
+)
 
 
 @pytest.fixture
@@ -61,6 +68,18 @@ def holder(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_variable_chooses_the_folder() -> None:
     assert run_folder("x", {"KVFERRY_RUN_DIR": "/tmp/chosen"}).path == Path("/tmp/chosen").resolve()
+
+
+def test_a_name_that_is_given_is_that_of_the_chosen_folders_cluster(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_RUN_DIR", str(folder.path))
+    assert named_folder("anything", "kvferry") == folder, "no cluster is there"
+    folder.prepare()
+    folder.write_record(RECORD)
+    assert named_folder("kvferry", "kvferry") == named_folder(None, "other") == folder
+    with pytest.raises(LocalError, match="has the cluster 'kvferry', and not 'nope'"):
+        named_folder("nope", "kvferry")
 
 
 def test_the_default_is_below_tmp_by_user_and_name() -> None:
