@@ -562,6 +562,14 @@ def _put(into: dict[str, Any], path: Sequence[str], text: str, *, source: str) -
     here[path[-1]] = value
 
 
+_TYPE_TO_WORDS = {
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping of settings",
+}
+
+
 def _explain(fault: Any, values: Mapping[str, Any]) -> str:
     """Describe one fault in one line: key, value, what is allowed."""
     path = [str(part) for part in fault["loc"]]
@@ -572,6 +580,8 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
         hint = f"; did you mean {close[0]!r}?" if close else "."
         return f"{key}: unknown key (value {fault['input']!r}){hint} Allowed here: {', '.join(allowed)}"
     message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] in _TYPE_TO_WORDS:
+        message = f"expected {_TYPE_TO_WORDS[fault['type']]}"
     return f"{key}: {message}, not {fault['input']!r}" if not isinstance(fault["input"], dict) else f"{key}: {message}"
 
 

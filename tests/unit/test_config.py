@@ -356,3 +356,16 @@ def test_a_request_waits_for_its_pages_as_long_as_they_may_wait_and_be_read() ->
     ):
         tier = TierConfig(**given)
         assert (tier.queue_limit_s, tier.load_limit_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("tier.volumes=5", "tier.volumes: expected a list, not 5"),
+        ("tier.volumes=[3]", "tier.volumes.0: expected a mapping of settings, not 3"),
+        ("decode.resources=[1]", r"decode.resources: expected a mapping, not \[1\]"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(environ={}, flags=[flag])
