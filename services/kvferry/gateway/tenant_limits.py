@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kvferry.errors import TenantLimited
+from kvferry.errors import InvalidRequest, TenantLimited
 from kvferry.tenancy.limits import LimitName, Limits, TenantLimits
 
 _NONE: Final = Limits()
@@ -24,10 +24,13 @@ class GatewayLimits:
         return f"<GatewayLimits of {len(self._by_tenant)} tenants>"
 
     def admit(self, tenant: str, num_choices: int, num_tokens: int) -> bool:
-        """Return whether `end` must follow. Raises TenantLimited."""
+        """Return whether `end` must follow. Raises TenantLimited, and InvalidRequest for more than is ever admitted."""
         known = self._known(tenant)
         if known is None:
             return False
+        most = known.limits.max_choices
+        if most is not None and num_choices > most:
+            raise InvalidRequest(f"{num_choices} choices are too many: this tenant's max_choices is {most}", param="n")
         refusal = known.admit(num_choices, num_tokens, self._clock())
         if refusal is None:
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import TenantLimited
+from kvferry.errors import InvalidRequest, TenantLimited
 from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.tenancy.limits import Limits
 
@@ -30,6 +30,13 @@ def test_the_error_names_the_limit_and_when_to_come_back() -> None:
     gateway.admit("acme", 2, 10)
     with pytest.raises(TenantLimited, match="max_choices is 3: 2 choices of it are in flight, and this request has 2"):
         gateway.admit("acme", 2, 10)
+
+
+def test_a_request_of_more_choices_than_are_ever_admitted_is_refused_for_good() -> None:
+    limits = GatewayLimits({"acme": Limits(max_choices=2)}.get, lambda: 0.0)
+    with pytest.raises(InvalidRequest, match="3 choices are too many: this tenant's max_choices is 2"):
+        limits.admit("acme", 3, 1)
+    assert limits.admit("acme", 2, 1)
 
 
 def test_tenants_without_limits_leave_no_trace() -> None:
