@@ -110,18 +110,19 @@ async def create(admin: TenantAdmin, name: str, key_name: str | None) -> None:
 
 
 @tenant.command(name="list", help="List all tenants.")
+@click.option("--deleted", is_flag=True, help="Those that were deleted and are not forgotten instead.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @_administering
-async def list_tenants(admin: TenantAdmin, as_json: bool) -> None:
+async def list_tenants(admin: TenantAdmin, deleted: bool, as_json: bool) -> None:
     tenants = await admin.tenants()
     for name, fault in tenants.faults.items():
         click.echo(f"kvferry: the record of tenant {name[:64]!r} cannot be read: {fault}", err=True)
-    living = [record for record in tenants.records.values() if not record.is_deleted]
+    listed = [record for record in tenants.records.values() if record.is_deleted == deleted]
     if as_json:
-        click.echo(json.dumps([_shown(record) for record in living], indent=2))
+        click.echo(json.dumps([_shown(record) for record in listed], indent=2))
         return
     table = _table("tenant", "class", "share", "epoch", "keys")
-    for record in living:
+    for record in listed:
         facts = (record.name, record.class_name, f"{record.share:g}", str(record.epoch))
         table.add_row(*facts, escape(", ".join(key.name for key in record.keys)) or "none")
     _print(table)

@@ -92,7 +92,10 @@ def test_a_tenants_life(run: Run) -> None:
     assert run("show", "acme").exit_code == 0, "it was asked and answered no"
     assert run("delete", "acme", "--yes").exit_code == 0
     assert json.loads(run("list", "--json").stdout) == []
+    assert "acme" in run("list", "--deleted").stdout
+    assert "acme" not in run("list").stdout
     assert run("forget", "acme").stdout == "forgot tenant acme\n"
+    assert "acme" not in run("list", "--deleted").stdout
     assert run("forget", "acme").exit_code == 2
     assert run("create", "acme").exit_code == 0
     assert json.loads(run("show", "acme", "--json").stdout)["epoch"] > epoch
