@@ -253,6 +253,7 @@ async def reset_pages(admin: TenantAdmin, name: str, wait_s: float) -> None:
 async def forget(admin: TenantAdmin, name: str) -> None:
     await admin.forget(name)
     click.echo(f"forgot tenant {name}")
+    click.echo("keys that a key file of gateways has for it count again", err=True)
 
 
 @tenant.command(

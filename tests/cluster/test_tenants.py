@@ -102,7 +102,7 @@ async def test_a_tenant_that_is_deleted_under_load_ends_with_401_and_harms_no_ot
         httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
     ):
         assert cluster.gateway is not None
-        doomed, other = await tenant_with_key(cluster, "doomed"), await tenant_with_key(cluster, "other")
+        doomed, other = await tenant_with_key(cluster, "doomed"), await tenant_with_key(cluster, "bystander")
         begun: asyncio.Queue[None] = asyncio.Queue()
 
         async def stream(key: str, max_tokens: int) -> dict[str, Any]:
