@@ -60,8 +60,7 @@ class Sampling(msgspec.Struct, frozen=True):
     structured_outputs: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Continued:
+class Continued(msgspec.Struct, frozen=True):
     """The part of an answer that a lost engine generated: the prompt's last `num_tokens` ids.
 
     `num_chars` characters of their text were delivered. Limits, penalties and stop strings apply to the whole answer.
@@ -71,8 +70,7 @@ class Continued:
     num_chars: int
 
 
-@dataclass(frozen=True, slots=True)
-class Parse:
+class Parse(msgspec.Struct, frozen=True):
     """Asks for an answer parsed into content, reasoning and tool calls.
 
     `request` is private to renderer and engine. If the answer is computed again, its first `num_tokens_before` tokens
@@ -100,21 +98,19 @@ class AnswerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TierHints:
+class TierHints(msgspec.Struct, frozen=True):
     """Namespace of a request's pages, and how many prompt pages, from the start, a volume may have.
 
     Missing pages are computed. `load` is False where computing costs less.
     """
 
     namespace: Namespace = DEFAULT_NAMESPACE
-    volumes: Mapping[str, int] = field(default_factory=dict)
+    volumes: Mapping[str, int] = msgspec.field(default_factory=dict)
     load: bool = True
     terms: EngineTerms | None = None  # what the tenant may keep in the engine; None: not known
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """Whose turn a request waits for at a worker."""
 
     tenant: str
@@ -122,8 +118,7 @@ class Turn:
     missing_tokens: int | None = None  # of the prompt, that the worker is expected to compute; None: not known
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
+class EngineRequest(msgspec.Struct, frozen=True):
     """`keep_for_transfer` and `transfer_params` exclude each other."""
 
     request_id: RequestId
@@ -165,8 +160,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSources:
+class PromptSources(msgspec.Struct, frozen=True):
     """vLLM's `prompt_tokens_by_source`. The sum is the prompt's length."""
 
     local_compute: int = 0
@@ -185,8 +179,10 @@ class PromptSources:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CachedTokens:
+NO_SOURCES = PromptSources()
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
     """vLLM's `prompt_tokens_cached_by_source`, counted at admission."""
 
     device: int = 0  # in the engine's own memory
@@ -206,8 +202,10 @@ class CachedTokens:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineDurations:
+NO_CACHED_TOKENS = CachedTokens()
+
+
+class EngineDurations(msgspec.Struct, frozen=True):
     """Time that the parts of one request took in its engine. None: unknown, or there was no such part.
 
     A share, above 0 and at most 1, is the part of that time spent on this request, where the engine computed other
@@ -222,8 +220,7 @@ class EngineDurations:
     kv_transfer_share: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTimes:
+class EngineTimes(msgspec.Struct, frozen=True):
     """Seconds of `time.monotonic`. `kv_transfer` and `load` are begin and end of waiting for pages.
 
     The shares are those of EngineDurations.
@@ -258,8 +255,7 @@ def _elapsed_ms(interval: tuple[float, float] | None) -> float | None:
     return max(0.0, interval[1] - interval[0]) * 1e3 if interval is not None else None
 
 
-@dataclass(slots=True)
-class EngineOutput:
+class EngineOutput(msgspec.Struct):
     """What one step added to one request.
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then alternatives, most likely first. `text` may
@@ -310,8 +306,8 @@ class EngineStats:
     )
     num_pages_used: int = 0
     num_pages: int = 0
-    prompt_tokens: PromptSources = PromptSources()
-    cached_tokens: CachedTokens = CachedTokens()
+    prompt_tokens: PromptSources = NO_SOURCES
+    cached_tokens: CachedTokens = NO_CACHED_TOKENS
     transferred_bytes: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0  # finished; does not grow while the engine hangs

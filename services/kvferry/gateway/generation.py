@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -256,7 +255,7 @@ def record_values(record: RequestRecord) -> dict[str, Any]:
         "continued_after": record.continued_after,
         "ferried_pages": record.transferred_pages,
         "ferried_bytes": record.transferred_bytes,
-        "prompt_tokens_by_source": dataclasses.asdict(record.sources),
+        "prompt_tokens_by_source": structs.asdict(record.sources),
     }
 
 

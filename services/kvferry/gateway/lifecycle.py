@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import itertools
 import logging
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
+from msgspec import structs
 
 from kvferry import __version__
 from kvferry.addresses import join_host_port, reachable_host
@@ -383,7 +383,7 @@ class GatewayHost:
                 num_waiting=link.stats.num_waiting,
                 num_pages_used=link.stats.num_pages_used,
                 num_pages=link.stats.num_pages,
-                prompt_tokens_by_source=dataclasses.asdict(link.stats.prompt_tokens),
+                prompt_tokens_by_source=structs.asdict(link.stats.prompt_tokens),
                 cached_tokens_by_tier=link.stats.cached_tokens.by_tier(),
                 transferred_bytes=link.stats.transferred_bytes,
                 num_generated_tokens=link.stats.num_generated_tokens,

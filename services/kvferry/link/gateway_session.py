@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
+from msgspec import structs
 
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, TransferParams
 from kvferry.errors import (
@@ -306,7 +306,7 @@ class GatewaySession:
     async def _run(self, number: int, request: EngineRequest) -> None:
         instrumented = self._worker.instrumentation.begin(request)
         if instrumented.span is not None:
-            request = dataclasses.replace(request, trace=instrumented.span.context)
+            request = structs.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
         num_generated = 0
         self._tenants.begin(request)
@@ -317,7 +317,7 @@ class GatewaySession:
                 self._worker.turn(request) as on_engine,
                 contextlib.aclosing(  # type: ignore[type-var]
                     self._worker.engine.generate(
-                        dataclasses.replace(request, due_ms=on_engine.due_ms) if on_engine.due_ms else request
+                        structs.replace(request, due_ms=on_engine.due_ms) if on_engine.due_ms else request
                     )
                 ) as outputs,
             ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from array import array
 from collections import Counter
@@ -66,7 +65,7 @@ class AnswerSoFar:
         if not num_tokens:
             self._num_chars_repeated = self._num_chars
             return self._from_prompt(request_id)
-        return dataclasses.replace(
+        return structs.replace(
             request,
             request_id=request_id,
             prompt_token_ids=array("I", [*request.prompt_token_ids, *given[:num_tokens]]),
@@ -77,8 +76,8 @@ class AnswerSoFar:
     def _from_prompt(self, request_id: RequestId) -> EngineRequest:
         parse = self.request.parse
         if parse is not None:
-            parse = dataclasses.replace(parse, num_tokens_before=len(self.token_ids), num_chars_before=self._num_chars)
-        return dataclasses.replace(self.request, request_id=request_id, parse=parse)
+            parse = structs.replace(parse, num_tokens_before=len(self.token_ids), num_chars_before=self._num_chars)
+        return structs.replace(self.request, request_id=request_id, parse=parse)
 
     def on_output(self, output: EngineOutput) -> None:
         if self._on_first_output is not None:
@@ -107,7 +106,7 @@ class AnswerSoFar:
         self._position += num_tokens
         num_chars = min(self._num_chars_repeated, len(output.text))
         self._num_chars_repeated -= num_chars
-        return dataclasses.replace(
+        return structs.replace(
             output,
             token_ids=output.token_ids[num_tokens:],
             text=output.text[num_chars:],
@@ -147,4 +146,4 @@ def replayable(request: EngineRequest) -> EngineRequest:
     sampling = request.sampling
     if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
         return request
-    return dataclasses.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))
+    return structs.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
@@ -15,9 +14,9 @@ from msgspec import structs
 
 from kvferry.config import GatewayConfig
 from kvferry.engine.base import (
+    NO_SOURCES,
     EngineOutput,
     EngineRequest,
-    PromptSources,
     Sampling,
     TierHints,
     Turn,
@@ -182,7 +181,7 @@ class _RequestRun:
             router.losses.adopt_blame(self._placer.digest, losses)
         is_resumed, is_preemptible = bool(self._answer.token_ids), self.num_preemptions_left > 0
         if losses.is_suspect or is_resumed or is_preemptible:
-            request = dataclasses.replace(
+            request = structs.replace(
                 request, is_suspect=losses.is_suspect, is_resumed=is_resumed, is_preemptible=is_preemptible
             )
         attempt = await self._placer.place(request)
@@ -213,7 +212,7 @@ class _RequestRun:
     async def _prefill(self, attempt: Attempt, request: EngineRequest) -> KeptPages | None:
         worker = attempt.placement.prefill
         assert worker is not None
-        prompt = dataclasses.replace(
+        prompt = structs.replace(
             request,
             sampling=prompt_only(request.sampling),
             keep_for_transfer=True,
@@ -224,7 +223,7 @@ class _RequestRun:
         )
         span = self._record.begin_span("prefill", worker)
         if span is not None:
-            prompt = dataclasses.replace(prompt, trace=span.context)
+            prompt = structs.replace(prompt, trace=span.context)
         with end_after(span):
             return await self._prefill_on(worker, attempt, prompt, span)
 
@@ -265,7 +264,7 @@ class _RequestRun:
             self._note_fallback("no_transfer", "the prefill engine kept nothing", prompt, span)
             return None
         record.prefill_worker = worker
-        record.prefill_sources = last.sources or PromptSources()
+        record.prefill_sources = last.sources or NO_SOURCES
         now_s = router.clock()
         router.metrics.prefill_seconds.observe(now_s - began_s)
         router.policy.prefilled(attempt.id, now_s)
@@ -328,7 +327,7 @@ class _RequestRun:
         self._answer.begin_attempt(lambda: self._on_first_output(attempt))
         span = self._record.begin_span("decode", decode.member.member_id)
         if span is not None:
-            request = dataclasses.replace(request, trace=span.context)
+            request = structs.replace(request, trace=span.context)
         remote: RemoteRequest | None = None
         try:
             with end_after(span):
@@ -370,13 +369,13 @@ class _RequestRun:
 
     def _decode_request(self, attempt: Attempt, request: EngineRequest) -> EngineRequest:
         if self._placer.kept is not None:
-            return dataclasses.replace(request, transfer_params=self._placer.kept.params)
+            return structs.replace(request, transfer_params=self._placer.kept.params)
         if attempt.placement.prefill is not None:
             return request
         hints, turn = tier_hints(attempt.placement, request.tier), turn_at(attempt.placement, request.turn)
         if hints is request.tier and turn is request.turn:
             return request
-        return dataclasses.replace(request, tier=hints, turn=turn)
+        return structs.replace(request, tier=hints, turn=turn)
 
     def _on_first_output(self, attempt: Attempt) -> None:
         attempt.first_output_s = self._router.clock()
@@ -458,7 +457,7 @@ def turn_at(placement: Placement, known: Turn | None) -> Turn | None:
     """Return the turn with the tokens that the placement expects to be computed."""
     if known is None or not isinstance(placement, Decision) or placement.missing_tokens == known.missing_tokens:
         return known
-    return dataclasses.replace(known, missing_tokens=placement.missing_tokens)
+    return structs.replace(known, missing_tokens=placement.missing_tokens)
 
 
 def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | None:
@@ -466,8 +465,8 @@ def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | Non
         return known
     load = placement.load
     if load.volume:
-        return dataclasses.replace(known or _NO_HINTS, volumes={volume_of(load.volume): load.num_pages})
-    return dataclasses.replace(known or _NO_HINTS, load=False) if load.skipped_pages else known
+        return structs.replace(known or _NO_HINTS, volumes={volume_of(load.volume): load.num_pages})
+    return structs.replace(known or _NO_HINTS, load=False) if load.skipped_pages else known
 
 
 def prompt_only(sampling: Sampling) -> Sampling:

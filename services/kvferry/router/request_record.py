@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass, field
 
-from kvferry.engine.base import EngineOutput, PromptSources
+from msgspec import structs
+
+from kvferry.engine.base import NO_SOURCES, EngineOutput, PromptSources
 from kvferry.link.remote_request import transferred_pages
 from kvferry.membership.base import Member, MemberId
 from kvferry.router.placement import Placement
@@ -26,8 +27,8 @@ class RequestRecord:
     decode_worker: MemberId | None = None
     prefill_failure: str = ""
     unequal_pages: str = ""  # what keeps prefill workers from exchanging pages with the decode worker
-    prefill_sources: PromptSources = field(default_factory=PromptSources)
-    sources: PromptSources = field(default_factory=PromptSources)
+    prefill_sources: PromptSources = NO_SOURCES
+    sources: PromptSources = NO_SOURCES
     transferred_pages: int = 0
     transferred_bytes: int = 0
     lost_workers: list[MemberId] = field(default_factory=list)  # whose engine or link was lost under the request
@@ -74,7 +75,7 @@ class RequestRecord:
 
 
 def set_answer_attributes(span: Span, num_generated: int, last: EngineOutput) -> None:
-    sources = dataclasses.asdict(last.sources or PromptSources())
+    sources = structs.asdict(last.sources or NO_SOURCES)
     span.set(
         {
             "gen_ai.usage.output_tokens": num_generated,

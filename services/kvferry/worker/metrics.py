@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from msgspec import structs
 
 from kvferry import telemetry
 from kvferry.engine.base import Engine, EngineStats, EngineTimes, KvTransferStats
@@ -91,7 +92,7 @@ class WorkerMetrics:
         yield Reading(telemetry.ENGINE_PAGES_USED, (), stats.num_pages_used)
         yield Reading(telemetry.ENGINE_CPU_PAGES, (), num_cpu_pages)
         yield Reading(telemetry.ENGINE_STEPS, (), stats.num_steps)
-        for source, tokens in dataclasses.asdict(stats.prompt_tokens).items():
+        for source, tokens in structs.asdict(stats.prompt_tokens).items():
             yield Reading(telemetry.ENGINE_PROMPT_TOKENS, (source,), tokens)
         for tier, tokens in stats.cached_tokens.by_tier().items():
             yield Reading(telemetry.ENGINE_CACHED_TOKENS, (tier,), tokens)

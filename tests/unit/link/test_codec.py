@@ -270,7 +270,7 @@ def test_durations_are_the_times_of_one_engine_without_its_clock() -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_durations_that_no_clock_gives_are_unknown(value: float) -> None:
-    names = EngineDurations.__dataclass_fields__
+    names = EngineDurations.__struct_fields__
     finished = pb.Finished(reason=pb.FINISH_REASON_STOP, durations=pb.Durations(**dict.fromkeys(names, value)))
     ((_, end),) = codec.ends_of(pb.Step(finished=[finished]))
     assert isinstance(end, EngineOutput)

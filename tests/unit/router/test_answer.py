@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 
 import pytest
+from msgspec import structs
 
 from kvferry.engine.base import (
     AnswerDelta,
@@ -92,7 +92,7 @@ def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
     client.give(1, 2)
     client.give(3, text="")  # held back
     again = client.answer.next_request()
-    assert again == dataclasses.replace(
+    assert again == structs.replace(
         client.asked,
         request_id="r-c1",
         prompt_token_ids=array("I", [*PROMPT, 1, 2, 3]),

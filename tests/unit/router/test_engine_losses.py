@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -130,15 +129,13 @@ REQUEST = EngineRequest(RequestId("r"), [1, 2, 3], Sampling(max_tokens=5, seed=1
 
 
 def test_a_digest_is_of_tenant_prompt_and_parameters() -> None:
-    same = dataclasses.replace(
-        REQUEST, request_id=RequestId("other"), sampling=structs.replace(REQUEST.sampling, seed=2)
-    )
+    same = structs.replace(REQUEST, request_id=RequestId("other"), sampling=structs.replace(REQUEST.sampling, seed=2))
     assert digest_of(same) == digest_of(REQUEST)
     others = [
-        dataclasses.replace(REQUEST, cache_salt="other"),
-        dataclasses.replace(REQUEST, prompt_token_ids=[1, 2]),
-        dataclasses.replace(REQUEST, sampling=structs.replace(REQUEST.sampling, structured_outputs="{}")),
-        dataclasses.replace(REQUEST, parse=Parse(b"x")),
+        structs.replace(REQUEST, cache_salt="other"),
+        structs.replace(REQUEST, prompt_token_ids=[1, 2]),
+        structs.replace(REQUEST, sampling=structs.replace(REQUEST.sampling, structured_outputs="{}")),
+        structs.replace(REQUEST, parse=Parse(b"x")),
     ]
     assert len({digest_of(each) for each in (REQUEST, *others)}) == 5
 
