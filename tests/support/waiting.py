@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
 async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
+        await asyncio.sleep(0.002)
+
+
+async def until_async(condition: Callable[[], Awaitable[bool]], *, within_s: float = 30.0, what: str = "") -> None:
+    """`until` for a condition that is awaited, which may not give way to other tasks by itself."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not await condition():
         assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
         await asyncio.sleep(0.002)
 

@@ -19,7 +19,7 @@ from kvferry.tenancy.outcome import Cause
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import layout_of, rows_of
-from support.waiting import until
+from support.waiting import until, until_async
 
 ACME, BETA = Namespace("acme"), Namespace("beta")
 
@@ -68,8 +68,7 @@ async def test_a_deleted_tenants_chunks_go_and_it_can_store_no_more(tmp_path: Pa
                 done, left = await admin.purges(record)
                 return not left and [purge.num_chunks for purge in done] == [3]
 
-            while not await reported():
-                pass
+            await until_async(reported)
         assert tenants_of(tmp_path) == ["acme"] * 2 + ["beta"] * 2
 
 
@@ -243,8 +242,10 @@ async def test_a_volume_that_is_opened_late_gets_terms_and_purges(
         await until(lambda: tenants_of(tmp_path) == [])
         await until(lambda: "acme" in host._volumes[0].usages())
 
-        while (await admin.purges(record))[1]:
-            pass
+        async def reported() -> bool:
+            return not (await admin.purges(record))[1]
+
+        await until_async(reported)
 
 
 async def test_terms_of_a_living_tenant_change_without_a_restart(tmp_path: Path) -> None:
