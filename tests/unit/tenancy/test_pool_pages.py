@@ -165,8 +165,9 @@ CONTRACTS = {
 }
 
 
+@pytest.mark.parametrize("with_hints", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
+def test_the_same_pages_go_as_in_other_tiers(seed: int, with_hints: bool) -> None:
     rng = random.Random(seed)
     capacity = 32
     pool = pool_of(capacity, **CONTRACTS)
@@ -174,7 +175,7 @@ def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
     tier.configure(CONTRACTS)
     pages: dict[int, Page] = {}
     in_use: set[int] = set()
-    now_s, num_taken = 0.0, 0
+    now_s, num_taken, num_hints = 0.0, 0, 0
     for _ in range(400):
         now_s += rng.choice((0.0, 0.3, 2.0, 30.0))
         free = sorted(pages.keys() - in_use)
@@ -201,6 +202,15 @@ def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
                 tier.fill(pages[page], now_s)
                 tier.pin(pages[page], now_s)
             num_taken += len(gone)
+        elif action < 0.6 and in_use and with_hints:
+            page, ttl_s = rng.choice(sorted(in_use)), rng.choice((0.0, 0.0, 20.0, 60.0, 300.0))
+            if ttl_s:
+                pool.want([page], ttl_s, now_s)
+                tier.want(pages[page], ttl_s, now_s)
+                num_hints += 1
+            else:
+                pool.end(page)
+                tier.end(pages[page])
         elif action < 0.8 and in_use:
             for page in rng.sample(sorted(in_use), rng.randint(1, len(in_use))):
                 in_use.remove(page)
@@ -220,3 +230,4 @@ def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
         pool.check()
         tier.check()
     assert num_taken > 50, "so the test compares something"
+    assert num_hints > 5 or not with_hints
