@@ -111,6 +111,8 @@ class TierHints:
     volumes: Mapping[str, int] = field(default_factory=dict)
     load: bool = True
     terms: EngineTerms | None = None  # what the tenant may keep in the engine; None: not known
+    # For how long the client wants the pages after this use, up to MAX_WANTED_S; 0: its session ends. None: no hint.
+    wanted_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,8 +254,8 @@ class HintedPages(Generic[T]):
 def first_private(reuses: Sequence[int]) -> int:
     """Return the index of the first page that only one line of conversation used.
 
-    `reuses` are those of a prompt's pages, in order. Each turn of a conversation uses all pages before it, so that their
-    counts fall by one at its end; where they fall by more, conversations part, and share what comes before.
+    `reuses` are those of a prompt's pages, in order. Each turn of a conversation uses all pages before it, so that
+    counts fall by one where a turn ends. Where they fall by more, conversations part, and share what is before.
     """
     for index in range(len(reuses) - 1, -1, -1):
         following = reuses[index + 1] if index + 1 < len(reuses) else 0

@@ -152,10 +152,9 @@ class PoolPages:
                 most = max(owner.contract.floor, owner.limit // 2)
                 owner.hints().want(page, 1, self._now_s + ttl_s, most)
 
-    def end_session(self, pages: Sequence[int]) -> None:
-        """End the pages of a prompt and its answer, in order, that no other conversation shares."""
-        for page in pages[first_private([self._reuses[page] for page in pages]) :]:
-            self.end(page)
+    def first_private(self, pages: Sequence[int]) -> int:
+        """Return the index of the first of a prompt's pages that no other conversation shares."""
+        return first_private([self._reuses[page] for page in pages])
 
     def end(self, page: int) -> None:
         """Let a page go first once it is free, unless it is wanted or a hit follows."""

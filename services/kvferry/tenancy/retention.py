@@ -212,9 +212,19 @@ class Retention:
             tenant.end(page)
             self._order.update(tenant)
 
+    def hint(self, pages: Sequence[Page], wanted_s: float, now_s: float) -> None:
+        """Note for how long a client wants the pages of a prompt and its answer, in order; 0: its session ends."""
+        if not wanted_s:
+            self.end_session(pages)
+            return
+        for page in pages:
+            self.want(page, wanted_s, now_s)
+
     def end_session(self, pages: Sequence[Page]) -> None:
         """End the pages of a prompt and its answer, in order, that no other conversation shares."""
-        for page in pages[first_private([page.reuses for page in pages]) :]:
+        # Tiers of this policy count the end of the request that stored a page, too.
+        reuses = [max(0, page.reuses - 1) for page in pages]
+        for page in pages[first_private(reuses) :]:
             self.end(page)
 
     # Room

@@ -71,7 +71,7 @@ class TenantPages:
         if isinstance(home, PageList):
             home.remove(page)
             return home
-        assert self._hinted is not None and home is self._hinted, "the page is in no list"
+        assert self._hinted is not None, "the page is in no list"
         spot = self._hinted.unlink(page)
         assert spot is not None, "the page is in no list"
         return spot
