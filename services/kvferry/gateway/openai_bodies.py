@@ -119,7 +119,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def wanted_s(self) -> float | None:
-        """For how long the client wants the pages, 0 where its session ends; None without a hint."""
+        # As in `TierHints`.
         if self.cache_ttl_s is None and self.prompt_cache_retention == "24h":
             return MAX_WANTED_S
         return self.cache_ttl_s

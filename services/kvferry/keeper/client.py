@@ -163,7 +163,7 @@ class KeeperClient:
         self._submit(message, keys)
 
     def touch(self, keys: Iterable[ChunkKey], wanted_s: float | None = None) -> None:
-        """A hint, which may be lost. With `wanted_s` the keys are in the order of the prompt."""
+        """A hint, which may be lost. With `wanted_s` in the order of the prompt."""
         if self._jobs.submit_touch(messages.Touch(messages.pack_chunk_keys(keys), wanted_s)):
             self._thread.wake()
 

@@ -95,7 +95,6 @@ class ChunkIndex(ChunkTable):
                     self._uses.note(entry)
 
     def hint(self, layout: LayoutDigest, keys: Iterable[ChunkKey], wanted_s: float, now_s: float) -> None:
-        """Note for how long chunks are wanted, in the order of their prompt; 0: their session ends."""
         with self._lock:
             self._eviction.hint(list(self._found(layout, keys)), wanted_s, now_s)
 

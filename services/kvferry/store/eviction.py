@@ -63,10 +63,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def hint(self, chunks: Sequence[EvictableChunk], wanted_s: float, now_s: float) -> None:
-        """Note for how long chunks are wanted, in the order of their prompt; 0: their session ends.
-
-        Ignores unknown chunks.
-        """
+        """Want chunks in the order of their prompt; 0: their session ends. Ignores unknown chunks."""
         ...
 
     def discard(self, chunk: EvictableChunk) -> None:

@@ -187,14 +187,13 @@ class Volume:
         folder.save_layout(self.path, layout)
 
     def touch(self, layout: LayoutDigest, keys: Sequence[ChunkKey], wanted_s: float | None = None) -> None:
-        """Note a use, and with `wanted_s` a client's hint, for which the keys are in the order of the prompt."""
+        """With `wanted_s` the keys are in the order of the prompt."""
         now_s = self._clock()
         self._index.touch(layout, keys, now_s)
         if wanted_s is not None:
             self._index.hint(layout, keys, wanted_s, now_s)
 
     def hint(self, layout: LayoutDigest, keys: Sequence[ChunkKey], wanted_s: float) -> None:
-        """Note for how long chunks are wanted; 0: their session ends."""
         self._index.hint(layout, keys, wanted_s, self._clock())
 
     # Reading and writing

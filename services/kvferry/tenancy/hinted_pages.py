@@ -1,8 +1,7 @@
-"""The pages of one tenant for which clients gave hints, for all tiers.
+"""The pages of one tenant for which clients gave hints, in all tiers."""
 
-A hint says which of its tenant's pages goes, and not when the tenant loses one: a wanted page that is due leaves its
-place in the order to the page that goes instead of it, and takes that page's place.
-"""
+# A hint says which of its tenant's pages goes, and not when the tenant loses one: a wanted page that is due leaves its
+# place in the order to the page that goes instead of it, and takes that page's place.
 
 from __future__ import annotations
 
@@ -18,15 +17,11 @@ NEVER: Final = float("inf")
 
 
 class Place(NamedTuple):
-    """Where a page is in the order of its tenant."""
-
     used_s: float
     level: int  # number of reuses, at most MAX_REUSES
 
 
 class Spot(NamedTuple, Generic[T]):
-    """Where an unlinked page was."""
-
     heap: IndexedHeap[T]
     key: tuple[float, int]
 
@@ -43,7 +38,7 @@ class _Want:
 
 
 class HintedPages(Generic[T]):
-    """Wanted pages, those of ended sessions, and those that were wanted and have been used since."""
+    """Wanted pages, those of ended sessions, and those that were wanted."""
 
     __slots__ = (
         "_deadlines",
@@ -74,7 +69,7 @@ class HintedPages(Generic[T]):
         return page in self._wants or self.num_units + size <= most
 
     def want(self, page: T, size: int, until_s: float, most: int) -> bool:
-        """Note the longest hint of a page, in use or linked as a wanted one; or return False beyond `most` units."""
+        """Note the longest hint, for a page in use or a wanted one; return False beyond `most` units."""
         if not self.may_want(page, size, most):
             return False
         want = self._wants.get(page)
@@ -94,7 +89,7 @@ class HintedPages(Generic[T]):
             self._ending.add(page)
 
     def use(self, page: T) -> None:
-        """Note a use, without a hint so far, of a page in use."""
+        # Without a hint, of a page in use.
         self._ending.discard(page)
         if (want := self._wants.get(page)) is not None:
             want.is_used_since = True
@@ -108,7 +103,7 @@ class HintedPages(Generic[T]):
     # Which pages are linked
 
     def link(self, page: T, last_use: Place, ttl_s: float | None) -> bool:
-        """Take a page that is not in use any more, or return False for one without hints."""
+        """Take a page that is in use no more, or return False for one without hints."""
         want = self._wants.get(page)
         if want is not None:
             want.until_s = min(want.until_s, last_use.used_s + (NEVER if ttl_s is None else ttl_s))
@@ -140,14 +135,13 @@ class HintedPages(Generic[T]):
         return None
 
     def put_back(self, page: T, spot: Spot[T]) -> None:
-        """Undo `unlink`."""
         spot.heap.put(page, spot.key)
         if (want := self._wants.get(page)) is not None:
             self._deadlines.put(page, (want.until_s, want.number))
             self.num_free += want.size
 
     def move(self, page: T, place: Place) -> Place:
-        """Give a linked wanted page another place; return the one that it had."""
+        """Give a wanted page another place; return its old one."""
         want = self._wants[page]
         old, want.place = want.place, place
         self._places[old.level].remove(page)
@@ -155,16 +149,14 @@ class HintedPages(Generic[T]):
         return old
 
     def place_of(self, page: T) -> Place | None:
-        """Return the place of a wanted page."""
         want = self._wants.get(page)
         return None if want is None else want.place
 
     def used_s(self, page: T) -> float:
-        """Return the last use of a linked page that is not wanted."""
+        # Of a linked, unwanted page.
         return next(float(key[0]) for heap in (self._ended, *self._lapsed) if (key := heap.key_of(page)) is not None)
 
     def shorten(self, ttl_s: float | None) -> None:
-        """Let no linked page be wanted for longer than the tier's time to live."""
         for page in list(self._deadlines) if ttl_s is not None else ():
             want = self._wants[page]
             want.until_s = min(want.until_s, want.last_use.used_s + (ttl_s or NEVER))
@@ -178,7 +170,7 @@ class HintedPages(Generic[T]):
         return NEVER if first is None else float(first[0][0])
 
     def end_due(self, now_s: float, max_pages: int) -> int:
-        """End the hints of pages that were wanted until now, and return their number."""
+        """Return the number of hints that ended."""
         for num_ended in range(max_pages):
             first = self._deadlines.first
             if first is None or first[0][0] > now_s:
@@ -198,15 +190,15 @@ class HintedPages(Generic[T]):
         return None if first is None else (first[0][0], first[1])
 
     def oldest(self) -> tuple[float, T] | None:
-        """Return the least recently used of the pages that are not wanted."""
+        """Return the least recently used unwanted page."""
         firsts = [heap.first for heap in (self._ended, *self._lapsed)]
         found = min((first[0] for first in firsts if first is not None), default=None)
         return next(((first[0][0], first[1]) for first in firsts if first is not None and first[0] == found), None)
 
     def choose(self, found: tuple[float, T] | None, bonus_s: float) -> tuple[float, T, T | None] | None:
-        """Return the lowest score of all places, the page that goes there, and the wanted page whose place it is.
+        """Return the lowest score, the page that goes, and the wanted page whose place it is.
 
-        `found` is the lowest score among the tenant's other pages, with its page.
+        `found` is the lowest among the tenant's other pages.
         """
         lapsed, due = _lowest(self._lapsed, bonus_s), _lowest(self._places, bonus_s)
         if lapsed is not None and (found is None or lapsed[0] < found[0]):
@@ -221,7 +213,7 @@ class HintedPages(Generic[T]):
         return score, first[1], None if first[1] == wanted else wanted
 
     def used_before(self, used_s: float) -> list[T]:
-        """Return the pages that are not wanted and were last used then at the latest."""
+        # The unwanted ones.
         heaps = (self._ended, *self._lapsed)
         return [page for heap in heaps for page in heap if (key := heap.key_of(page)) is not None and key[0] <= used_s]
 
@@ -252,11 +244,9 @@ class HintedPages(Generic[T]):
 
 
 def first_private(reuses: Sequence[int]) -> int:
-    """Return the index of the first page that only one line of conversation used.
-
-    `reuses` are those of a prompt's pages, in order. Each turn of a conversation uses all pages before it, so that
-    counts fall by one where a turn ends. Where they fall by more, conversations part, and share what is before.
-    """
+    """Return the index of the first page that only one conversation used; `reuses` are in a prompt's order."""
+    # Each turn of a conversation uses all pages before it, so that counts fall by one where a turn ends. Where they
+    # fall by more, conversations part, and share what is before.
     for index in range(len(reuses) - 1, -1, -1):
         following = reuses[index + 1] if index + 1 < len(reuses) else 0
         if reuses[index] >= min(following + 2, MAX_COUNTED_REUSES):

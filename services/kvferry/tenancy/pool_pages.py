@@ -39,27 +39,34 @@ class _Tenant:
         self.levels = tuple(OrderedDict[int, float]() for _ in range(MAX_REUSES + 1))
         self.hinted: HintedPages[int] | None = None  # made with the first hint
 
+    def lowest(self) -> tuple[float, int]:
+        """Return the lowest score of pages without hints, and its level."""
+        best, best_level = NEVER, 0
+        for reuses, level in enumerate(self.levels):
+            if level:
+                score = next(iter(level.values())) + self.bonus_s * (reuses + 1)
+                if score < best:
+                    best, best_level = score, reuses
+        return best, best_level
+
     def next_out(self) -> _Next:
         """Return the page that goes next; there must be a free one."""
         if self.hinted is not None and (ended := self.hinted.ended()) is not None:
             return _Next(Cause.ENDED, *ended)
-        best, best_page = NEVER, None
-        for reuses, level in enumerate(self.levels):
-            if level:
-                page, used_s = next(iter(level.items()))
-                score = used_s + self.bonus_s * (reuses + 1)
-                if score < best:
-                    best, best_page = score, page
         cause = Cause.OVER_CAP if self.num_cached > self.limit else Cause.BORROWED
+        score, reuses = self.lowest()
+        found = None if score == NEVER else (score, next(iter(self.levels[reuses])))
         if self.hinted is not None:
-            found = self.hinted.choose(None if best_page is None else (best, best_page), self.bonus_s)
-            assert found is not None, "no page is free"
-            return _Next(cause, *found)
-        assert best_page is not None, "no page is free"
-        return _Next(cause, best, best_page)
+            chosen = self.hinted.choose(found, self.bonus_s)
+            assert chosen is not None, "no page is free"
+            return _Next(cause, *chosen)
+        assert found is not None, "no page is free"
+        return _Next(cause, *found)
 
     def key(self) -> tuple[Cause, float, str]:
         """Return the place in the order in which tenants lose pages to others."""
+        if self.hinted is None:
+            return Cause.OVER_CAP if self.num_cached > self.limit else Cause.BORROWED, self.lowest()[0], self.name
         following = self.next_out()
         return following.cause, following.score, self.name
 
@@ -144,7 +151,7 @@ class PoolPages:
     # Hints, of pages in use
 
     def want(self, pages: Sequence[int], ttl_s: float, now_s: float) -> None:
-        """Let cached pages go after their tenant's others until then, as `Retention.want`."""
+        """As `Retention.want`."""
         self._advance(now_s)
         for page in pages:
             if (owner := self._owners[page]) is not None:
@@ -153,11 +160,10 @@ class PoolPages:
                 owner.hints().want(page, 1, self._now_s + ttl_s, most)
 
     def first_private(self, pages: Sequence[int]) -> int:
-        """Return the index of the first of a prompt's pages that no other conversation shares."""
         return first_private([self._reuses[page] for page in pages])
 
     def end(self, page: int) -> None:
-        """Let a page go first once it is free, unless it is wanted or a hit follows."""
+        """As `Retention.end`."""
         if (owner := self._owners[page]) is not None:
             self._hinting.add(owner)
             owner.hints().end(page)
@@ -277,6 +283,15 @@ class PoolPages:
         limit = None if (following := self._by_key.first) is None else following[0]
         ttl_s = tenant.contract.ttl_s
         while len(taken) < num and tenant.num_free and tenant.num_cached > tenant.contract.floor:
+            if tenant.hinted is None:
+                score, level = tenant.lowest()
+                cause = Cause.OVER_CAP if tenant.num_cached > tenant.limit else Cause.BORROWED
+                if limit is not None and (cause, score, tenant.name) > limit:
+                    return
+                self._evict_oldest(tenant, level, Cause.OWN if tenant is own else cause, taken)
+                if ttl_s is not None:
+                    return  # the next may have expired
+                continue
             found = tenant.next_out()
             if limit is not None and (found.cause, found.score, tenant.name) > limit:
                 return
@@ -284,6 +299,14 @@ class PoolPages:
             self._evict(tenant, found._replace(cause=Cause.OWN) if is_own else found, taken)
             if ttl_s is not None:
                 return  # the next may have expired
+
+    def _evict_oldest(self, tenant: _Tenant, level: int, cause: Cause, taken: list[int]) -> None:
+        # Of a tenant without hints.
+        page, _ = tenant.levels[level].popitem(last=False)
+        tenant.num_free -= 1
+        tenant.num_evicted[cause] += 1
+        self._disown(page, tenant)
+        taken.append(page)
 
     def _evict_own(self, own: _Tenant, taken: list[int]) -> None:
         expires_s, page = own.expiry()

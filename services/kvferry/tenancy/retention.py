@@ -190,10 +190,9 @@ class Retention:
     # Hints
 
     def want(self, page: Page, ttl_s: float, now_s: float) -> bool:
-        """Let a page go after its tenant's others until then, at most until its time to live; the longest hint counts.
+        """Let a page go after its tenant's others until then, and first afterwards unless it was used since.
 
-        Afterwards it goes first, unless a request without a hint has used it since. Returns False for a page that is
-        evicted or expired, and beyond the floor or half of what the tenant may hold.
+        The longest hint counts. Returns False for a page that is gone, and beyond the floor or half of the limit.
         """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise ValueError(f"ttl_s {ttl_s} is no positive number of seconds")
@@ -213,7 +212,7 @@ class Retention:
             self._order.update(tenant)
 
     def hint(self, pages: Sequence[Page], wanted_s: float, now_s: float) -> None:
-        """Note for how long a client wants the pages of a prompt and its answer, in order; 0: its session ends."""
+        """Want a request's pages, in order; 0: its session ends."""
         if not wanted_s:
             self.end_session(pages)
             return
@@ -221,7 +220,7 @@ class Retention:
             self.want(page, wanted_s, now_s)
 
     def end_session(self, pages: Sequence[Page]) -> None:
-        """End the pages of a prompt and its answer, in order, that no other conversation shares."""
+        """End pages of a request, in order, unless other conversations share them."""
         # Tiers of this policy count the end of the request that stored a page, too.
         reuses = [max(0, page.reuses - 1) for page in pages]
         for page in pages[first_private(reuses) :]:

@@ -87,7 +87,6 @@ class TenantPages:
             self._hinted.put_back(page, home)
 
     def use(self, page: Page) -> None:
-        """Note a use; `page.used_s` is its time."""
         is_linked = page.home is not None
         if is_linked:
             self.unlink(page)
@@ -114,7 +113,6 @@ class TenantPages:
         return True
 
     def end(self, page: Page) -> None:
-        """Let a page go first, unless it is wanted."""
         hinted = self._hints()
         if hinted.place_of(page) is not None:
             return
@@ -124,12 +122,11 @@ class TenantPages:
             self._link_hinted(page)
 
     def forget(self, page: Page) -> None:
-        """Forget the hints of a page that is not linked."""
         if self._hinted is not None:
             self._hinted.forget(page)
 
     def trade_places(self, wanted: Page, page: Page) -> Place | None:
-        """Give a wanted page the place of one that goes instead. Return the place that it had, for `take_place`."""
+        """Give a wanted page the place of one that goes instead; return its old one, for `take_place`."""
         assert self._hinted is not None
         if wanted.size != page.size:
             return None  # the tenant would lose less, or more
@@ -200,7 +197,7 @@ class TenantPages:
         return None if self._hinted is None else self._hinted.ended()
 
     def _next(self) -> tuple[float, Page, Page | None] | None:
-        """Return the lowest score of all places, the page that goes there, and the wanted page whose place it is."""
+        # As `HintedPages.choose`.
         best: Page | None = None
         lowest = NEVER
         for reuses, level in enumerate(self._levels):

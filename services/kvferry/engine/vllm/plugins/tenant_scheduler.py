@@ -119,7 +119,7 @@ class TenantBlockPool(BlockPool):  # type: ignore[misc]
         return self.free_block_queue.num_free_blocks - self.num_reserved
 
     def note_end(self, request: Any, groups: Sequence[Sequence[KVCacheBlock]]) -> None:
-        """Keep or end the pages of a request that has ended, as its client asked, before they are free."""
+        """Apply a client's hint to the pages of its ended request, before they are free."""
         wanted_s = self.wanted_s.get(request)
         if wanted_s is None:
             return
