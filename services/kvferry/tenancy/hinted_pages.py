@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from kvferry.tenancy.indexed_heap import IndexedHeap
 from kvferry.tenancy.page import MAX_COUNTED_REUSES, MAX_REUSES
+from kvferry.tenancy.page_heap import Key, PageHeap
 
 T = TypeVar("T")
 
@@ -22,8 +22,8 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple, Generic[T]):
-    heap: IndexedHeap[T]
-    key: tuple[float, int]
+    heap: PageHeap[T]
+    key: Key
 
 
 class _Want:
@@ -57,10 +57,10 @@ class HintedPages(Generic[T]):
         self.num_free = 0  # those of them that are not in use
         self._wants: dict[T, _Want] = {}
         self._ending: set[T] = set()  # pages in use that go first afterwards
-        self._deadlines: IndexedHeap[T] = IndexedHeap()
-        self._places = tuple(IndexedHeap[T]() for _ in range(MAX_REUSES + 1))  # of wanted pages, by last use
-        self._lapsed = tuple(IndexedHeap[T]() for _ in range(MAX_REUSES + 1))
-        self._ended: IndexedHeap[T] = IndexedHeap()
+        self._deadlines: PageHeap[T] = PageHeap()
+        self._places = tuple(PageHeap[T]() for _ in range(MAX_REUSES + 1))  # of wanted pages, by last use
+        self._lapsed = tuple(PageHeap[T]() for _ in range(MAX_REUSES + 1))
+        self._ended: PageHeap[T] = PageHeap()
         self._last_number = 0
 
     # Hints
@@ -254,7 +254,7 @@ def first_private(reuses: Sequence[int]) -> int:
     return 0
 
 
-def _lowest(heaps: Sequence[IndexedHeap[T]], bonus_s: float) -> tuple[float, T] | None:
+def _lowest(heaps: Sequence[PageHeap[T]], bonus_s: float) -> tuple[float, T] | None:
     best: tuple[float, T] | None = None
     for level, heap in enumerate(heaps):
         if (first := heap.first) is not None:

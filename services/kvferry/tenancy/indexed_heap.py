@@ -23,13 +23,6 @@ class IndexedHeap(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._item_to_index)
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._item_to_index
-
-    def key_of(self, item: T) -> Any | None:
-        index = self._item_to_index.get(item)
-        return None if index is None else self._entries[index][0]
-
     @property
     def first(self) -> tuple[Any, T] | None:
         return self._entries[0] if self._entries else None
