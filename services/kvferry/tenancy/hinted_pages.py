@@ -63,6 +63,10 @@ class HintedPages(Generic[T]):
         self._ended: PageHeap[T] = PageHeap()
         self._last_number = 0
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self._wants or self._ending or self._ended or any(map(len, self._lapsed)))
+
     # Hints
 
     def may_want(self, page: T, size: int, most: int) -> bool:

@@ -341,6 +341,9 @@ class PoolPages:
 
     def _refresh(self) -> None:
         for tenant in self._changed:
+            if tenant.hinted is not None and tenant.hinted.is_empty:
+                tenant.hinted = None
+                self._hinting.discard(tenant)
             floor = tenant.contract.floor
             self._reserved -= tenant.reserved
             tenant.reserved = max(0, min(tenant.num_free, floor - (tenant.num_cached - tenant.num_free)))

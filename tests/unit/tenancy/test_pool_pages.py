@@ -156,6 +156,23 @@ def test_tenants_without_pages_are_forgotten() -> None:
     assert len(pool._tenants) <= 3
 
 
+def test_a_tenant_whose_hints_are_over_costs_as_before() -> None:
+    pool = pool_of(8, a=TierContract(cap=8))
+    pages = pool.take(4, "a", 0.0)
+    for page in pages:
+        pool.claim(page, "a")
+    pool.want(pages[:2], 10.0, 0.0)
+    pool.end(pages[2])
+    pool.put(pages, 1.0)
+    pool.check()
+    assert len(pool._hinting) == 1
+    assert store(pool, "a", 5, 2.0)[-1] == pages[2], "the first to go, after four that are free"
+    store(pool, "a", 7, 30.0)
+    pool.check()
+    assert not pool._hinting
+    assert pool._tenants["a"].hinted is None
+
+
 CONTRACTS = {
     "a": TierContract(floor=6, cap=12),
     "b": TierContract(floor=4, cap=30, weight=2.0),
