@@ -124,8 +124,6 @@ class AuditedTier:
         elif page.tenant != demander:
             assert self.used[page.tenant] > contract.floor, "a tenant at or under its floor lost a page"
             assert self.used[page.tenant] - page.size >= contract.floor, "a tenant fell under its floor"
-            wanted = self.policy.usage_of(page.tenant).wanted
-            assert page.wanted_s is None or wanted >= contract.floor, "another tenant evicted a wanted page"
         self.used[page.tenant] -= page.size
 
     def _touch(self) -> None:

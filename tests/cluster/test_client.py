@@ -112,6 +112,7 @@ async def test_every_call(cluster: SimCluster, kind: str) -> None:
         ({"text": "x", "max_tokens": "many"}, "max_tokens: 'many' cannot be sent"),
         ({"text": "x", "stop": "q"}, "stop: 'q' cannot be sent"),
         ({"text": "x", "cache_salt": 7}, "cache_salt: 7 cannot be sent"),
+        ({"text": "x", "cache_ttl_s": "1h"}, "cache_ttl_s: '1h' cannot be sent"),
         ({"text": "x", "no_such": 1}, "no_such: 1 cannot be sent"),
         ({"token_ids": [-1]}, r"ids: \[-1\] cannot be sent"),
         ({"text": "x", "num_choices": 0}, "num_choices: expected a number from 1, not 0"),

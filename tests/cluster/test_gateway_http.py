@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
+from kvferry.client import AsyncClient
+from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.engine.sim import SimEngine
 from kvferry.membership.base import MemberKind
 from support.waiting import until
 
@@ -250,6 +254,42 @@ async def test_metrics_tell_what_happened(cluster: SimCluster, http: httpx.Async
     assert 'kvferry_placements_total{reason="disaggregated"} 1.0' in seen
     assert 'kvferry_prefill_fallbacks_total{cause="timeout"} 0.0' in seen
     assert "kvferry_time_to_first_token_seconds_count 1.0" in seen
+
+
+async def test_how_long_pages_are_wanted_reaches_every_worker_and_is_counted(
+    cluster: SimCluster, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[float | None] = []
+    generate = SimEngine.generate
+
+    def record(self: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        said.append(None if request.tier is None else request.tier.wanted_s)
+        return generate(self, request)
+
+    monkeypatch.setattr(SimEngine, "generate", record)
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", {**CHAT, "max_tokens": 2})):
+        for fields in ({"cache_ttl_s": 90}, {"cache_ttl_s": 0}, {"prompt_cache_retention": "24h"}, {}):
+            prompt = {"prompt": f"{fields} one two"} if "prompt" in body else {}
+            assert (await http.post(path, json={**body, **prompt, **fields})).status_code == 200
+    assert cluster.gateway is not None
+    async with AsyncClient(f"localhost:{cluster.gateway.grpc.port}") as client:
+        await client.generate("one two three", max_tokens=2, cache_ttl_s=45.5)
+    assert {45.5, 90.0, 0.0, 86400.0, None} == set(said)
+    assert said.count(90.0) >= 3, "prefill and decode worker of a prompt"
+    seen = (await http.get("/metrics")).text
+    assert 'kvferry_hinted_requests_total{hint="wanted"} 5.0' in seen
+    assert 'kvferry_hinted_requests_total{hint="end"} 2.0' in seen
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("value", ["-1", "86400.5", "1e999", "NaN", '"1h"', "[0]", "true"])
+async def test_a_time_that_no_page_may_be_wanted_for_is_refused(http: httpx.AsyncClient, path: str, value: str) -> None:
+    body = CHAT if path.endswith("chat/completions") else COMPLETION
+    raw = json.dumps(body)[:-1] + f', "cache_ttl_s": {value}}}'
+    answer = await http.post(path, content=raw)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "cache_ttl_s" or "not valid JSON" in error["message"]
 
 
 async def test_choices_of_a_cold_prompt_report_no_cached_tokens(http: httpx.AsyncClient) -> None:

@@ -327,6 +327,8 @@ async def test_rows_that_are_given_back_are_never_written_again(tmp_path: Path, 
         (messages.Load(1, "../..", 0, key_of(0), [0], {}), "tenant"),
         (messages.Load(1, "default", -1, key_of(0), [0], {}), "epoch"),
         (messages.Load(1, "default", 0, bytes(35), [0], {}), "35 bytes"),
+        (messages.Touch(key_of(0), -1.0), "wanted for -1.0 s"),
+        (messages.Store(1, "default", 0, key_of(0), [0], [0], 1e9), "wanted for"),
         (messages.Hello(messages.PROTOCOL, "e", b"", 1, 4096), "Hello twice"),
     ],
 )

@@ -97,12 +97,15 @@ class Engine:
     num_jobs: int = 0
     done: dict[int, JobDone] = field(default_factory=dict)
 
-    def submit_store(self, chunks: Sequence[int], namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+    def submit_store(
+        self, chunks: Sequence[int], namespace: Namespace = DEFAULT_NAMESPACE, wanted_s: float | None = None
+    ) -> int:
         self.num_jobs += 1
         num_rows = self.rows.region.num_rows
         for i in chunks:
             self.rows.fill(i % num_rows, i)
-        self.client.store(self.num_jobs, namespace, [(key_of(i), route_key_of(i), i % num_rows) for i in chunks])
+        named = [(key_of(i), route_key_of(i), i % num_rows) for i in chunks]
+        self.client.store(self.num_jobs, namespace, named, wanted_s)
         return self.num_jobs
 
     def submit_load(
@@ -133,8 +136,10 @@ class Engine:
         await until(lambda: job in self.collect(), within_s=within_s, what=f"the end of job {job}")
         return self.done[job]
 
-    async def store(self, chunks: Sequence[int], namespace: Namespace = DEFAULT_NAMESPACE) -> JobDone:
-        return await self.end_of(self.submit_store(chunks, namespace))
+    async def store(
+        self, chunks: Sequence[int], namespace: Namespace = DEFAULT_NAMESPACE, wanted_s: float | None = None
+    ) -> JobDone:
+        return await self.end_of(self.submit_store(chunks, namespace, wanted_s))
 
     async def load(self, chunks: Sequence[int], **options: Any) -> JobDone:
         return await self.end_of(self.submit_load(chunks, **options))

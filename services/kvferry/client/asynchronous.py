@@ -102,6 +102,7 @@ class AsyncClient:
         num_choices: int = 1,
         return_token_ids: bool = False,
         cache_salt: str | None = None,
+        cache_ttl_s: float | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> pb.GenerateResponse:
@@ -119,6 +120,7 @@ class AsyncClient:
             num_choices=num_choices,
             return_token_ids=return_token_ids,
             cache_salt=cache_salt,
+            cache_ttl_s=cache_ttl_s,
             sampling=sampling,
         )
         try:
@@ -139,6 +141,7 @@ class AsyncClient:
         num_choices: int = 1,
         return_token_ids: bool = False,
         cache_salt: str | None = None,
+        cache_ttl_s: float | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncAnswerStream:
@@ -154,6 +157,7 @@ class AsyncClient:
             num_choices=num_choices,
             return_token_ids=return_token_ids,
             cache_salt=cache_salt,
+            cache_ttl_s=cache_ttl_s,
             sampling=sampling,
         )
         return AsyncAnswerStream(self._stream(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata))

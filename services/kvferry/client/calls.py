@@ -49,6 +49,7 @@ def generate_request(
     num_choices: int,
     return_token_ids: bool,
     cache_salt: str | None,
+    cache_ttl_s: float | None,
     sampling: SamplingOptions,
 ) -> pb.GenerateRequest:
     _require_one_prompt({"text": text, "messages": messages, "token_ids": token_ids})
@@ -58,6 +59,8 @@ def generate_request(
     request.num_choices = _checked("num_choices", num_choices)
     if cache_salt is not None:
         _put(request, "cache_salt", cache_salt)
+    if cache_ttl_s is not None:
+        _put(request, "cache_ttl_s", cache_ttl_s)
     if messages is not None:
         request.conversation.CopyFrom(_conversation(messages))
         request.conversation.tools.extend(tools)

@@ -101,6 +101,7 @@ class Client:
         num_choices: int = 1,
         return_token_ids: bool = False,
         cache_salt: str | None = None,
+        cache_ttl_s: float | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> pb.GenerateResponse:
@@ -118,6 +119,7 @@ class Client:
             num_choices=num_choices,
             return_token_ids=return_token_ids,
             cache_salt=cache_salt,
+            cache_ttl_s=cache_ttl_s,
             sampling=sampling,
         )
         try:
@@ -138,6 +140,7 @@ class Client:
         num_choices: int = 1,
         return_token_ids: bool = False,
         cache_salt: str | None = None,
+        cache_ttl_s: float | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
@@ -153,6 +156,7 @@ class Client:
             num_choices=num_choices,
             return_token_ids=return_token_ids,
             cache_salt=cache_salt,
+            cache_ttl_s=cache_ttl_s,
             sampling=sampling,
         )
         return AnswerStream(self._stream(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata))

@@ -108,6 +108,8 @@ class TierHints(msgspec.Struct, frozen=True):
     volumes: Mapping[str, int] = msgspec.field(default_factory=dict)
     load: bool = True
     terms: EngineTerms | None = None  # what the tenant may keep in the engine; None: not known
+    # For how long the client wants the pages after this use, up to MAX_WANTED_S; 0: its session ends. None: no hint.
+    wanted_s: float | None = None
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -10,7 +10,15 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RenderedPrompt, RequestId, TokenLogprob
+from kvferry.engine.base import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    RenderedPrompt,
+    RequestId,
+    TierHints,
+    TokenLogprob,
+)
 from kvferry.errors import EngineError, ModelNotFound
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
@@ -49,6 +57,7 @@ def _requests_of(
     n: int,
     tenant: Tenant,
     cache_salt: str | None,
+    wanted_s: float | None,
     deadline_s: float | None,
 ) -> list[EngineRequest]:
     """Return `n` requests per prompt in OpenAI's order, with different seeds.
@@ -57,6 +66,9 @@ def _requests_of(
     """
     requests: list[EngineRequest] = []
     salt = tenant.cache_salt if cache_salt is None else tenant.salt_of(cache_salt)
+    tier = tenant.tier
+    if wanted_s is not None:
+        tier = structs.replace(tier or TierHints(), wanted_s=wanted_s)
     for prompt in rendered:
         token_ids = prompt.token_ids if isinstance(prompt.token_ids, array) else array("I", prompt.token_ids)
         for i in range(n):
@@ -70,7 +82,7 @@ def _requests_of(
                     sampling,
                     cache_salt=salt,
                     parse=prompt.parse,
-                    tier=tenant.tier,
+                    tier=tier,
                     deadline_s=deadline_s,
                     turn=tenant.turn,
                 )
@@ -94,16 +106,19 @@ class Generation:
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
         cache_salt: str | None = None,
+        wanted_s: float | None = None,
         deadline_s: float | None = None,
     ) -> None:
         """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts.
 
-        `cache_salt` and `deadline_s`, of `time.monotonic`, are the client's own; without the latter,
-        `gateway.request_timeout_s` is the limit.
+        `cache_salt`, `wanted_s` (`TierHints`) and `deadline_s`, of `time.monotonic`, are the client's own; without the
+        last, `gateway.request_timeout_s` is the limit.
         """
         if deadline_s is None:
             deadline_s = time.monotonic() + dispatcher.request_timeout_s
-        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, deadline_s)
+        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s)
+        if wanted_s is not None:
+            metrics.hinted_requests.labels("wanted" if wanted_s else "end").inc()
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:

@@ -35,6 +35,7 @@ _FIELDS: Mapping[str, str] = {
     "model": "model",
     "n": "num_choices",
     "cache_salt": "cache_salt",
+    "cache_ttl_s": "cache_ttl_s",
     "messages": "conversation.messages",
     "tools": "conversation.tools",
     "tool_choice": "conversation.tool_choice",
@@ -70,6 +71,10 @@ def read_generate(raw: bytes) -> tuple[pb.GenerateRequest, ChatBody | Completion
     values = {"model": message.model, "n": message.num_choices or None, **_sampling(message.sampling)}
     if message.HasField("cache_salt"):
         values["cache_salt"] = message.cache_salt
+    if message.HasField("cache_ttl_s"):
+        if math.isnan(message.cache_ttl_s):
+            raise InvalidRequest("cache_ttl_s: not a number", param="cache_ttl_s")
+        values["cache_ttl_s"] = message.cache_ttl_s
     if message.HasField("structured_output"):
         values["structured_outputs"] = _structure(message.structured_output)
     kind = message.WhichOneof("prompt")

@@ -97,6 +97,7 @@ class Inference:
             may_be_aggregated=not disaggregate,
             trace=trace,
             cache_salt=body.cache_salt,
+            wanted_s=body.wanted_s,
             deadline_s=deadline_s,
         )
         claim.work = generation

@@ -18,6 +18,7 @@ from kvferry.telemetry import (
     GATEWAY_SPANS,
     GENERATED_TOKENS,
     GRAMMAR_CHECKS,
+    HINTED_REQUESTS,
     INTER_TOKEN,
     PROMPT_TOKENS,
     PROMPT_TOKENS_IN_FLIGHT,
@@ -110,6 +111,7 @@ class GatewayMetrics(RouterMetrics):
         self.inter_token = exposition.histogram(INTER_TOKEN)
         self.prompt_tokens = exposition.counter(PROMPT_TOKENS)
         self.generated_tokens = exposition.counter(GENERATED_TOKENS)
+        self.hinted_requests = exposition.counter(HINTED_REQUESTS)
         self.slow_clients = exposition.counter(SLOW_CLIENTS)
         exposition.read((QUEUED_REQUESTS,), lambda: [Reading(QUEUED_REQUESTS, (), float(read_num_queued()))])
         exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])

@@ -15,12 +15,13 @@ from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
 from kvferry.gateway.json_text import decode_json, json_type, object_of, require_few_values, surrogate_fault
 from kvferry.gateway.long_texts import LONG_BYTES, decode_in_steps
+from kvferry.tenancy.terms import MAX_WANTED_S
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
 IGNORED = frozenset(
     {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction",
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+        "reasoning_effort", "verbosity", "prediction",
     }
 )  # fmt: skip
 
@@ -113,6 +114,15 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    cache_ttl_s: Annotated[float, Meta(ge=0, le=MAX_WANTED_S)] | None = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def wanted_s(self) -> float | None:
+        # As in `TierHints`.
+        if self.cache_ttl_s is None and self.prompt_cache_retention == "24h":
+            return MAX_WANTED_S
+        return self.cache_ttl_s
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -171,7 +181,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
 
 
 # Settled by the gateway: the renderer never sees them.
-_GATEWAY_ONLY = ("model", "stream", "stream_options", "n", "cache_salt")
+_GATEWAY_ONLY = ("model", "stream", "stream_options", "n", "cache_salt", "cache_ttl_s", "prompt_cache_retention")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

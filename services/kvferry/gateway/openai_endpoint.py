@@ -163,6 +163,7 @@ class OpenAI:
             may_be_aggregated=not debug.disaggregate,
             trace=trace,
             cache_salt=body.cache_salt,
+            wanted_s=body.wanted_s,
         )
         return Answer(
             answer_id,

@@ -102,8 +102,14 @@ class KeeperClient:
         self._jobs.stats.misses += 1
         return False
 
-    def store(self, job: int, namespace: Namespace, chunks: Sequence[tuple[ChunkKey, int, int]]) -> None:
-        """Store chunks: (key, route key, row) each.
+    def store(
+        self,
+        job: int,
+        namespace: Namespace,
+        chunks: Sequence[tuple[ChunkKey, int, int]],
+        wanted_s: float | None = None,
+    ) -> None:
+        """Store chunks: (key, route key, row) each. `wanted_s`: as in `TierHints`.
 
         Raises ValueError for an unfinished job's number, a row outside the region, or an invalid key.
         """
@@ -112,7 +118,15 @@ class KeeperClient:
         self._validate(keys, rows)
         route_keys = [route_key for _, route_key, _ in chunks]
         self._submit(
-            messages.Store(job, namespace.tenant, namespace.epoch, messages.pack_chunk_keys(keys), route_keys, rows),
+            messages.Store(
+                job,
+                namespace.tenant,
+                namespace.epoch,
+                messages.pack_chunk_keys(keys),
+                route_keys,
+                rows,
+                wanted_s,
+            ),
             keys,
         )
 
@@ -148,9 +162,9 @@ class KeeperClient:
         )
         self._submit(message, keys)
 
-    def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """A hint, which may be lost."""
-        if self._jobs.submit_touch(messages.Touch(messages.pack_chunk_keys(keys))):
+    def touch(self, keys: Iterable[ChunkKey], wanted_s: float | None = None) -> None:
+        """A hint, which may be lost. With `wanted_s` in the order of the prompt."""
+        if self._jobs.submit_touch(messages.Touch(messages.pack_chunk_keys(keys), wanted_s)):
             self._thread.wake()
 
     def finished(self) -> list[JobDone]:

@@ -148,18 +148,27 @@ class JobRunner:
             if holder is not None:
                 # The write returns EXISTS without I/O, or replaces a chunk of another namespace.
                 if holder.accepts_writes(self._clock()):
-                    self._write(job, i, holder, layout.digest, chunk, row, is_new=False)
+                    self._write(job, i, holder, layout.digest, chunk, row, message.wanted_s, is_new=False)
                 else:
                     self._jobs.end_chunk(job, i, Outcome.EXISTS)
                 continue
             choice = self._volumes.for_new_chunk(region.row_bytes)
             if isinstance(choice, VolumeIo):
-                self._write(job, i, choice, layout.digest, chunk, row, is_new=True)
+                self._write(job, i, choice, layout.digest, chunk, row, message.wanted_s, is_new=True)
             else:
                 self._jobs.end_chunk(job, i, choice)
 
     def _write(
-        self, job: Job, index: int, volume: VolumeIo, layout: LayoutDigest, chunk: ChunkId, row: int, *, is_new: bool
+        self,
+        job: Job,
+        index: int,
+        volume: VolumeIo,
+        layout: LayoutDigest,
+        chunk: ChunkId,
+        row: int,
+        wanted_s: float | None,
+        *,
+        is_new: bool,
     ) -> None:
         region, _ = _region_and_layout(job)
         num_bytes = region.row_bytes
@@ -176,6 +185,8 @@ class JobRunner:
                 volume.budget.refund(num_bytes)
             elif not is_new and outcome == Outcome.OK:
                 volume.budget.spend(num_bytes)
+            if wanted_s is not None and outcome == Outcome.OK:
+                volume.volume.hint(layout, [chunk.key], wanted_s)
             self._jobs.end_chunk(job, index, outcome)
             region.release()
 

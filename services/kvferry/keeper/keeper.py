@@ -293,9 +293,10 @@ class Keeper:
     def on_request(self, session: EngineSession, message: messages.Store | messages.Load | messages.Touch) -> None:
         assert session.layout is not None
         keys = messages.unpack_chunk_keys(message.keys)
+        messages.check_wanted(message)
         if isinstance(message, messages.Touch):
             for volume in self._volume_set:
-                volume.volume.touch(session.layout.digest, keys)
+                volume.volume.touch(session.layout.digest, keys, message.wanted_s)
             return
         assert session.region is not None
         if len(message.rows) != len(keys):

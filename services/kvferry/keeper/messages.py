@@ -16,8 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey
+from kvferry.tenancy.terms import MAX_WANTED_S
 
-# Increased with every change of the protocol. Both ends come from one wheel; a difference is an unfinished upgrade.
+# Increased with every change that an older end reads wrongly; it skips fields that were added at a message's end. Both
+# ends come from one wheel; a difference is an unfinished upgrade.
 PROTOCOL = 2
 
 # A snapshot of a million keys is 36 MB; nothing else comes near a megabyte.
@@ -58,6 +60,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     keys: bytes  # packed
     route_keys: list[int]
     rows: list[int]
+    wanted_s: float | None = None  # for which the client wants them; 0: its session ends
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
@@ -72,7 +75,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class Touch(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
-    keys: bytes  # packed
+    keys: bytes  # packed, in the order of the prompt
+    wanted_s: float | None = None  # as in Store
 
 
 # From the keeper
@@ -143,6 +147,13 @@ def decode_to_engine(payload: bytes) -> ToEngine:
         return _to_engine.decode(payload)
     except ValueError as error:  # msgspec's, or UnicodeDecodeError
         raise ProtocolError(f"a message that cannot be read: {error}") from None
+
+
+def check_wanted(message: Store | Load | Touch) -> None:
+    """Raises ProtocolError for a time that no client may name."""
+    wanted_s = None if isinstance(message, Load) else message.wanted_s
+    if wanted_s is not None and not 0 <= wanted_s <= MAX_WANTED_S:
+        raise ProtocolError(f"chunks that are wanted for {wanted_s} s; from 0 to {MAX_WANTED_S:g} s are allowed")
 
 
 class FrameReader:

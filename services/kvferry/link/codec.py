@@ -33,7 +33,7 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineError, KvferryError, by_code
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, EngineTerms, TierTerms
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_WANTED_S, EngineTerms, TierTerms
 from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -110,6 +110,8 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         if (terms := request.tier.terms) is not None:
             submit.tier.cpu.MergeFrom(_terms_to_wire(terms.cpu))
             submit.tier.device.MergeFrom(_terms_to_wire(terms.device))
+        if request.tier.wanted_s is not None:
+            submit.tier.wanted_s = request.tier.wanted_s
     if request.trace is not None:
         submit.traceparent = request.trace.traceparent
         submit.tracestate = request.trace.tracestate
@@ -191,7 +193,10 @@ def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
         cpu.check(CPU_TIER)
         device.check(DEVICE_TIER)
         terms = EngineTerms(cpu, device)
-    return TierHints(Namespace(message.tenant, message.epoch), volumes, load=not message.no_load, terms=terms)
+    wanted_s = message.wanted_s if message.HasField("wanted_s") else None
+    if wanted_s is not None and not 0 <= wanted_s <= MAX_WANTED_S:
+        raise ValueError(f"pages that are wanted for {wanted_s} s; from 0 to {MAX_WANTED_S:g} s are allowed")
+    return TierHints(Namespace(message.tenant, message.epoch), volumes, not message.no_load, terms, wanted_s)
 
 
 def _terms_to_wire(terms: TierTerms) -> pb.TierTerms:

@@ -94,6 +94,10 @@ class ChunkIndex(ChunkTable):
                 if not is_recorded:
                     self._uses.note(entry)
 
+    def hint(self, layout: LayoutDigest, keys: Iterable[ChunkKey], wanted_s: float, now_s: float) -> None:
+        with self._lock:
+            self._eviction.hint(list(self._found(layout, keys)), wanted_s, now_s)
+
     def take_uses(self) -> list[IndexEntry]:
         with self._lock:
             return self._uses.take()

@@ -62,6 +62,10 @@ class EvictionPolicy(Protocol):
         """Ignores unknown chunks."""
         ...
 
+    def hint(self, chunks: Sequence[EvictableChunk], wanted_s: float, now_s: float) -> None:
+        """Want chunks in the order of their prompt; 0: their session ends. Ignores unknown chunks."""
+        ...
+
     def discard(self, chunk: EvictableChunk) -> None:
         """Idempotent."""
         ...
@@ -133,6 +137,9 @@ class Lru:
         if chunk in self._chunks:
             self._chunks.move_to_end(chunk)
 
+    def hint(self, chunks: Sequence[EvictableChunk], wanted_s: float, now_s: float) -> None:
+        pass  # of a tenant, which it does not know
+
     def discard(self, chunk: EvictableChunk) -> None:
         self._chunks.pop(chunk, None)
 
@@ -197,6 +204,10 @@ class TenantRetention:
     def touch(self, chunk: EvictableChunk, now_s: float) -> None:
         if isinstance(chunk.handle, _ChunkPage):
             self._retention.touch(chunk.handle, now_s)
+
+    def hint(self, chunks: Sequence[EvictableChunk], wanted_s: float, now_s: float) -> None:
+        pages = [chunk.handle for chunk in chunks if isinstance(chunk.handle, _ChunkPage)]
+        self._retention.hint(pages, wanted_s, now_s)
 
     def discard(self, chunk: EvictableChunk) -> None:
         if isinstance(chunk.handle, _ChunkPage):

@@ -186,8 +186,15 @@ class Volume:
         self._layout_to_payload_bytes[layout.digest] = layout.payload_bytes
         folder.save_layout(self.path, layout)
 
-    def touch(self, layout: LayoutDigest, keys: Sequence[ChunkKey]) -> None:
-        self._index.touch(layout, keys, self._clock())
+    def touch(self, layout: LayoutDigest, keys: Sequence[ChunkKey], wanted_s: float | None = None) -> None:
+        """With `wanted_s` the keys are in the order of the prompt."""
+        now_s = self._clock()
+        self._index.touch(layout, keys, now_s)
+        if wanted_s is not None:
+            self._index.hint(layout, keys, wanted_s, now_s)
+
+    def hint(self, layout: LayoutDigest, keys: Sequence[ChunkKey], wanted_s: float) -> None:
+        self._index.hint(layout, keys, wanted_s, self._clock())
 
     # Reading and writing
 

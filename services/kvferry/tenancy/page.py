@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from kvferry.tenancy.indexed_heap import IndexedHeap
-
-MAX_REUSES = 4
+MAX_REUSES = 4  # that count in the order of pages
+MAX_COUNTED_REUSES = 255
 
 
 class Page:
     """A tier's handle of a page or chunk; only the policy writes its fields."""
 
     __slots__ = (
-        "home", "is_ended", "is_resident", "key", "next", "num_pins", "previous", "reuses", "size", "tenant", "used_s",
-        "wanted_s",
+        "home", "is_resident", "key", "next", "num_pins", "previous", "reuses", "size", "tenant", "used_s",
     )  # fmt: skip
 
     def __init__(self, tenant: str, key: Hashable, size: int, used_s: float, reuses: int = 0) -> None:
@@ -23,12 +21,14 @@ class Page:
         self.size = size
         self.used_s = used_s
         self.reuses = reuses
-        self.wanted_s: float | None = None  # protected within the floor for this long after each use
         self.num_pins = 0
-        self.is_ended = False
         self.is_resident = True
-        self.home: PageList | IndexedHeap[Page] | None = None  # None while pinned
+        self.home: object = None  # the list or the hinted pages that have it; None while pinned
         self.previous = self.next = self
+
+    @property
+    def level(self) -> int:
+        return min(self.reuses, MAX_REUSES)
 
     def __repr__(self) -> str:
         return f"<Page {self.key!r} of {self.tenant}, used at {self.used_s:g}, {self.reuses} reuses>"

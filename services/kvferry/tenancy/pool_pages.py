@@ -2,25 +2,29 @@
 
 A pool hands its pages out, and cached pages that no request uses are free all the same: they go when others are
 needed. A floor therefore keeps pages from other tenants' admissions, and yields to requests that already run.
-There are no ghosts and no wishes here; otherwise the order is that of `Retention`, as a test compares.
+There are no ghosts here; otherwise the order is that of `Retention`, as a test compares.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvferry.tenancy.contract import TierContract, check_floors
+from kvferry.tenancy.hinted_pages import NEVER, HintedPages, Place, first_private
 from kvferry.tenancy.indexed_heap import IndexedHeap
 from kvferry.tenancy.outcome import Cause
-from kvferry.tenancy.page import MAX_REUSES
+from kvferry.tenancy.page import MAX_COUNTED_REUSES, MAX_REUSES
 
 _DEFAULT = TierContract()
-_NEVER = float("inf")
+_ENDS_PER_CALL = 64  # as `Retention`
 
 
 class _Tenant:
-    __slots__ = ("bonus_s", "contract", "levels", "limit", "name", "num_cached", "num_evicted", "num_free", "reserved")
+    __slots__ = (
+        "bonus_s", "contract", "hinted", "levels", "limit", "name", "num_cached", "num_evicted", "num_free", "reserved",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -33,10 +37,11 @@ class _Tenant:
         self.num_evicted: Counter[Cause] = Counter()
         # Times of last use by page, oldest first, for each number of reuses.
         self.levels = tuple(OrderedDict[int, float]() for _ in range(MAX_REUSES + 1))
+        self.hinted: HintedPages[int] | None = None  # made with the first hint
 
     def lowest(self) -> tuple[float, int]:
-        """Return the lowest score and its level; there must be a free page."""
-        best, best_level = _NEVER, 0
+        """Return the lowest score of pages without hints, and its level."""
+        best, best_level = NEVER, 0
         for reuses, level in enumerate(self.levels):
             if level:
                 score = next(iter(level.values())) + self.bonus_s * (reuses + 1)
@@ -44,17 +49,49 @@ class _Tenant:
                     best, best_level = score, reuses
         return best, best_level
 
-    def key(self) -> tuple[bool, float, str]:
+    def next_out(self) -> _Next:
+        """Return the page that goes next; there must be a free one."""
+        if self.hinted is not None and (ended := self.hinted.ended()) is not None:
+            return _Next(Cause.ENDED, *ended)
+        cause = Cause.OVER_CAP if self.num_cached > self.limit else Cause.BORROWED
+        score, reuses = self.lowest()
+        found = None if score == NEVER else (score, next(iter(self.levels[reuses])))
+        if self.hinted is not None:
+            chosen = self.hinted.choose(found, self.bonus_s)
+            assert chosen is not None, "no page is free"
+            return _Next(cause, *chosen)
+        assert found is not None, "no page is free"
+        return _Next(cause, *found)
+
+    def key(self) -> tuple[Cause, float, str]:
         """Return the place in the order in which tenants lose pages to others."""
-        return self.num_cached <= self.limit, self.lowest()[0], self.name
+        if self.hinted is None:
+            return Cause.OVER_CAP if self.num_cached > self.limit else Cause.BORROWED, self.lowest()[0], self.name
+        following = self.next_out()
+        return following.cause, following.score, self.name
 
     def expiry(self) -> tuple[float, int]:
-        """Return when the first page expires, and its level."""
+        """Return when the first page expires, and the page."""
         ttl_s = self.contract.ttl_s
         if ttl_s is None or not self.num_free:
-            return _NEVER, 0
-        used_s, reuses = min((next(iter(level.values())), reuses) for reuses, level in enumerate(self.levels) if level)
-        return used_s + ttl_s, reuses
+            return NEVER, 0
+        heads = [next(iter(level.items())) for level in self.levels if level]
+        used_s, page = min(((used_s, page) for page, used_s in heads), key=lambda head: head[0], default=(NEVER, 0))
+        if self.hinted is not None and (oldest := self.hinted.oldest()) is not None and oldest[0] < used_s:
+            used_s, page = oldest
+        return used_s + ttl_s, page
+
+    def hints(self) -> HintedPages[int]:
+        if self.hinted is None:
+            self.hinted = HintedPages()
+        return self.hinted
+
+
+class _Next(NamedTuple):
+    cause: Cause
+    score: float
+    page: int
+    instead_of: int | None = None  # the wanted page whose place it is
 
 
 class PoolPages:
@@ -77,7 +114,9 @@ class PoolPages:
         self._by_expiry: IndexedHeap[_Tenant] = IndexedHeap()
         self._changed: set[_Tenant] = set()
         self._reserved = 0
-        self._now_s = -_NEVER
+        self._hinting: set[_Tenant] = set()  # tenants with hinted pages
+        self._due_s = NEVER  # no hint ends before
+        self._now_s = -NEVER
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         """Replace all contracts. Raises ValueError if their floors exceed the capacity."""
@@ -109,6 +148,26 @@ class PoolPages:
             self._blank[page] = None
         self._disown(page, owner)
 
+    # Hints, of pages in use
+
+    def want(self, pages: Sequence[int], ttl_s: float, now_s: float) -> None:
+        """As `Retention.want`."""
+        self._advance(now_s)
+        for page in pages:
+            if (owner := self._owners[page]) is not None:
+                self._hinting.add(owner)
+                most = max(owner.contract.floor, owner.limit // 2)
+                owner.hints().want(page, 1, self._now_s + ttl_s, most)
+
+    def first_private(self, pages: Sequence[int]) -> int:
+        return first_private([self._reuses[page] for page in pages])
+
+    def end(self, page: int) -> None:
+        """As `Retention.end`."""
+        if (owner := self._owners[page]) is not None:
+            self._hinting.add(owner)
+            owner.hints().end(page)
+
     # Free pages
 
     def put_blank(self, pages: Sequence[int]) -> None:
@@ -120,11 +179,17 @@ class PoolPages:
 
     def put(self, pages: Sequence[int], now_s: float) -> None:
         """Free cached pages; the first goes first."""
-        self._now_s = now_s = max(self._now_s, now_s)
+        self._advance(now_s)
+        now_s = self._now_s
         for page in pages:
             owner = self._owners[page]
             assert owner is not None, "a page that is not cached"
-            owner.levels[self._reuses[page]][page] = now_s
+            level = min(self._reuses[page], MAX_REUSES)
+            hinted = owner.hinted
+            if hinted is None or not hinted.link(page, Place(now_s, level), owner.contract.ttl_s):
+                owner.levels[level][page] = now_s
+            elif hinted.due_s < self._due_s:
+                self._due_s = hinted.due_s
             owner.num_free += 1
             self._is_free[page] = 1
             self._changed.add(owner)
@@ -142,13 +207,17 @@ class PoolPages:
 
     def reuse(self, page: int) -> None:
         """Count a hit of a page in use."""
-        if self._owners[page] is not None and self._reuses[page] < MAX_REUSES:
+        if (owner := self._owners[page]) is None:
+            return
+        if self._reuses[page] < MAX_COUNTED_REUSES:
             self._reuses[page] += 1
+        if owner.hinted is not None:
+            owner.hinted.use(page)
 
     def take(self, num: int, tenant: str, now_s: float) -> list[int]:
         """Take `num` free pages for a tenant: blank ones, and others that are no longer cached then."""
         assert num <= self.num_free, "more pages than are free"
-        self._now_s = max(self._now_s, now_s)
+        self._advance(now_s)
         taken = [self._blank.popitem()[0] for _ in range(min(num, len(self._blank)))]
         if len(taken) < num:
             self._take_cached(taken, num, self._tenant(tenant))
@@ -159,16 +228,18 @@ class PoolPages:
 
     def expired(self, now_s: float, max_pages: int) -> list[int]:
         """Return free pages whose time to live has ended, which `forget` is to remove."""
-        self._now_s = max(self._now_s, now_s)
+        self._advance(now_s)
         self._refresh()
         found: list[int] = []
         for tenant in list(self._by_expiry):
-            ttl_s = tenant.contract.ttl_s or _NEVER
+            ttl_s = tenant.contract.ttl_s or NEVER
             for level in tenant.levels:
                 for page, used_s in level.items():
                     if used_s + ttl_s > self._now_s or len(found) == max_pages:
                         break
                     found.append(page)
+            if tenant.hinted is not None and tenant.expiry()[0] <= self._now_s:
+                found += tenant.hinted.used_before(self._now_s - ttl_s)[: max_pages - len(found)]
         return found
 
     def reserved_for_others(self, tenant: str) -> int:
@@ -188,20 +259,20 @@ class PoolPages:
         # The new pages count from here on: they are what lifts their tenant above its floor, or its cap.
         own.num_cached += num
         for _ in range(min(num - len(taken), max(0, own.num_cached - own.limit), own.num_free)):
-            self._evict(own, own.lowest()[1], Cause.OWN, taken)
+            self._evict_own(own, taken)
         self._changed.add(own)
         while len(taken) < num:
             self._refresh()
             if (due := self._by_expiry.first) is not None and due[0][0] <= self._now_s:
-                self._evict(due[1], due[1].expiry()[1], Cause.EXPIRED, taken)
+                self._evict(due[1], _Next(Cause.EXPIRED, 0.0, due[1].expiry()[1]), taken)
             elif (first := self._by_key.first) is not None:
                 self._take_from(first[1], own, taken, num)
             elif own.num_free:
-                self._evict(own, own.lowest()[1], Cause.OWN, taken)
+                self._evict_own(own, taken)
             else:
                 # Floors yield to requests that run.
-                lender = min((each for each in self._tenants.values() if each.num_free), key=_Tenant.lowest)
-                self._evict(lender, lender.lowest()[1], Cause.BORROWED, taken)
+                lender = min((each for each in self._tenants.values() if each.num_free), key=_loss)
+                self._evict(lender, lender.next_out()._replace(cause=Cause.BORROWED), taken)
         own.num_cached -= num
         self._changed.add(own)
 
@@ -212,28 +283,57 @@ class PoolPages:
         limit = None if (following := self._by_key.first) is None else following[0]
         ttl_s = tenant.contract.ttl_s
         while len(taken) < num and tenant.num_free and tenant.num_cached > tenant.contract.floor:
-            score, level = tenant.lowest()
-            within_limit = tenant.num_cached <= tenant.limit
-            if limit is not None and (within_limit, score, tenant.name) > limit:
+            if tenant.hinted is None:
+                score, level = tenant.lowest()
+                cause = Cause.OVER_CAP if tenant.num_cached > tenant.limit else Cause.BORROWED
+                if limit is not None and (cause, score, tenant.name) > limit:
+                    return
+                self._evict_oldest(tenant, level, Cause.OWN if tenant is own else cause, taken)
+                if ttl_s is not None:
+                    return  # the next may have expired
+                continue
+            found = tenant.next_out()
+            if limit is not None and (found.cause, found.score, tenant.name) > limit:
                 return
-            cause = Cause.OWN if tenant is own else Cause.BORROWED if within_limit else Cause.OVER_CAP
-            self._evict(tenant, level, cause, taken)
+            is_own = tenant is own and found.cause is not Cause.ENDED
+            self._evict(tenant, found._replace(cause=Cause.OWN) if is_own else found, taken)
             if ttl_s is not None:
                 return  # the next may have expired
 
-    def _evict(self, tenant: _Tenant, level: int, cause: Cause, taken: list[int]) -> None:
+    def _evict_oldest(self, tenant: _Tenant, level: int, cause: Cause, taken: list[int]) -> None:
+        # Of a tenant without hints.
         page, _ = tenant.levels[level].popitem(last=False)
         tenant.num_free -= 1
         tenant.num_evicted[cause] += 1
         self._disown(page, tenant)
         taken.append(page)
 
+    def _evict_own(self, own: _Tenant, taken: list[int]) -> None:
+        expires_s, page = own.expiry()
+        found = _Next(Cause.EXPIRED, 0.0, page) if expires_s <= self._now_s else own.next_out()
+        self._evict(own, found if found.cause <= Cause.ENDED else found._replace(cause=Cause.OWN), taken)
+
+    def _evict(self, tenant: _Tenant, found: _Next, taken: list[int]) -> None:
+        page = found.page
+        if found.instead_of is not None and (hinted := tenant.hinted) is not None:
+            level = min(self._reuses[page], MAX_REUSES)
+            used_s = tenant.levels[level].get(page)
+            place = hinted.place_of(page) or Place(hinted.used_s(page) if used_s is None else used_s, level)
+            hinted.move(found.instead_of, place)
+        self._unlink(page, tenant)
+        tenant.num_evicted[found.cause] += 1
+        self._disown(page, tenant)
+        taken.append(page)
+
     def _unlink(self, page: int, owner: _Tenant) -> None:
-        del owner.levels[self._reuses[page]][page]
+        if owner.levels[min(self._reuses[page], MAX_REUSES)].pop(page, None) is None and owner.hinted is not None:
+            owner.hinted.unlink(page)
         owner.num_free -= 1
         self._changed.add(owner)
 
     def _disown(self, page: int, owner: _Tenant) -> None:
+        if owner.hinted is not None:
+            owner.hinted.forget(page)
         self._owners[page] = None
         self._reuses[page] = 0
         owner.num_cached -= 1
@@ -241,6 +341,9 @@ class PoolPages:
 
     def _refresh(self) -> None:
         for tenant in self._changed:
+            if tenant.hinted is not None and tenant.hinted.is_empty:
+                tenant.hinted = None
+                self._hinting.discard(tenant)
             floor = tenant.contract.floor
             self._reserved -= tenant.reserved
             tenant.reserved = max(0, min(tenant.num_free, floor - (tenant.num_cached - tenant.num_free)))
@@ -249,13 +352,24 @@ class PoolPages:
                 self._by_key.put(tenant, tenant.key())
             else:
                 self._by_key.remove(tenant)
-            if (expires_s := tenant.expiry()[0]) < _NEVER:
+            if (expires_s := tenant.expiry()[0]) < NEVER:
                 self._by_expiry.put(tenant, (expires_s, tenant.name))
             else:
                 self._by_expiry.remove(tenant)
             if not tenant.num_cached and tenant.name not in self._contracts:
                 del self._tenants[tenant.name]
+                self._hinting.discard(tenant)
         self._changed.clear()
+
+    def _advance(self, now_s: float) -> None:
+        self._now_s = now_s = max(self._now_s, now_s)
+        num_left = _ENDS_PER_CALL
+        while num_left and self._due_s <= now_s:
+            first = min(self._hinting, key=_due, default=None)
+            self._due_s = NEVER if first is None or first.hinted is None else first.hinted.due_s
+            if self._due_s <= now_s and first is not None and first.hinted is not None:
+                num_left -= first.hinted.end_due(now_s, num_left)
+                self._changed.add(first)
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
@@ -269,6 +383,9 @@ class PoolPages:
         tenant.contract = contract
         tenant.limit = contract.cap_in(self.capacity) if contract.borrow else contract.floor
         tenant.bonus_s = self._bonus_s * contract.weight
+        if tenant.hinted is not None:
+            tenant.hinted.shorten(contract.ttl_s)
+            self._due_s = min(self._due_s, tenant.hinted.due_s)
         self._changed.add(tenant)
 
     def check(self) -> None:
@@ -278,9 +395,13 @@ class PoolPages:
         listed = list(self._blank)
         for tenant in self._tenants.values():
             pages = [page for level in tenant.levels for page in level]
+            if tenant.hinted is not None:
+                tenant.hinted.check()
+                assert self._due_s <= tenant.hinted.due_s, "a hint that ends unnoticed"
+                pages += tenant.hinted.linked()
             assert all(self._owners[page] is tenant for page in pages), "a page of another tenant"
-            assert all(page in level for level in tenant.levels for page in level)
-            assert all(self._reuses[page] == reuses for reuses, level in enumerate(tenant.levels) for page in level)
+            for reuses, level in enumerate(tenant.levels):
+                assert all(min(self._reuses[page], MAX_REUSES) == reuses for page in level), "a page in a wrong level"
             assert all(list(level.values()) == sorted(level.values()) for level in tenant.levels), "out of order"
             assert tenant.num_free == len(pages), "free pages of a tenant"
             assert tenant.num_cached == sum(owner is tenant for owner in self._owners), "pages of a tenant"
@@ -290,3 +411,11 @@ class PoolPages:
         assert self._reserved == sum(tenant.reserved for tenant in self._tenants.values()), "reserved pages"
         self._by_key.check()
         self._by_expiry.check()
+
+
+def _loss(tenant: _Tenant) -> tuple[float, str]:
+    return tenant.next_out().score, tenant.name
+
+
+def _due(tenant: _Tenant) -> tuple[float, str]:
+    return NEVER if tenant.hinted is None else tenant.hinted.due_s, tenant.name

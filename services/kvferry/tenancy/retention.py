@@ -1,7 +1,8 @@
 """Eviction in a cache tier of many tenants, one policy for GPU pages, CPU pages and NVMe chunks.
 
 A page's score is its last use + 60 s x weight x uses (at most 5; ghosts remember them). First go expired pages, then
-those of ended sessions, of tenants above their cap, and the lowest score of all tenants above their floors.
+those of ended sessions, of tenants above their cap, and the lowest score of all tenants above their floors. Clients'
+hints order pages of one tenant (`hinted_pages`).
 """
 
 # One order of all that is borrowed, instead of the largest usage per weight first: on the conversation trace the
@@ -11,26 +12,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.tenancy.contract import TierContract, TierSettings, check_floors
-from kvferry.tenancy.indexed_heap import IndexedHeap
+from kvferry.tenancy.hinted_pages import Place, Spot, first_private
 from kvferry.tenancy.outcome import OTHER, Cause, Refusal, Stored, TenantUsage, Victim
-from kvferry.tenancy.page import MAX_REUSES, Page, PageList
+from kvferry.tenancy.page import MAX_COUNTED_REUSES, Page, PageList
 from kvferry.tenancy.tenant_order import TenantOrder
 from kvferry.tenancy.tenant_pages import NEVER, Candidate, TenantPages
 
 _DEFAULT = TierContract()
 
-# Bounds the work of one call; pages that were wanted until now and are left stay protected until the next call.
-_ENDS_PER_CALL = 64
+# Bounds the work of one call; pages that were wanted until now and are left stay wanted until the next call.
+ENDS_PER_CALL = 64
 
 
 class _Taken(NamedTuple):
     candidate: Candidate
-    home: PageList | IndexedHeap[Page]
+    home: PageList | Spot[Page]
     is_evicted: bool  # or set aside, because it may not go now
+    left: Place | None = None  # by the wanted page that has its place now
 
 
 def _any(page: Page) -> bool:
@@ -126,7 +128,7 @@ class Retention:
         else:
             self._advance(used_s)
             reuses = tenant.ghosts.reuses_of(page.key)
-            page.used_s, page.reuses = self._now_s, 0 if reuses is None else min(reuses + 1, MAX_REUSES)
+            page.used_s, page.reuses = self._now_s, 0 if reuses is None else min(reuses + 1, MAX_COUNTED_REUSES)
             tenant.link(page)
         tenant.ghosts.forget(page.key)
         self._order.update(tenant)
@@ -136,10 +138,9 @@ class Retention:
         self._advance(now_s)
         if not self._is_live(page):
             return False
-        page.reuses = min(page.reuses + 1, MAX_REUSES)
-        page.is_ended, page.used_s = False, self._now_s
+        page.reuses, page.used_s = min(page.reuses + 1, MAX_COUNTED_REUSES), self._now_s
         tenant = self._tenants[page.tenant]
-        tenant.move(page)
+        tenant.use(page)
         self._order.update(tenant)
         return True
 
@@ -180,6 +181,7 @@ class Retention:
             page.num_pins = 0
         else:
             tenant.unlink(page)
+        tenant.forget(page)
         page.is_resident = False
         self._resize(tenant, -page.size, -1)
         self._trim(tenant)
@@ -188,23 +190,41 @@ class Retention:
     # Hints
 
     def want(self, page: Page, ttl_s: float, now_s: float) -> bool:
-        """Protect a page within the floor for `ttl_s` after each use, and end it then."""
+        """Let a page go after its tenant's others until then, and first afterwards unless it was used since.
+
+        The longest hint counts. Returns False for a page that is gone, and beyond the floor or half of the limit.
+        """
         if not (math.isfinite(ttl_s) and ttl_s > 0):
             raise ValueError(f"ttl_s {ttl_s} is no positive number of seconds")
         self._advance(now_s)
         if not self._is_live(page):
             return False
         tenant = self._tenants[page.tenant]
-        is_wanted = tenant.want(page, ttl_s, self._now_s)
+        is_wanted = tenant.want(page, self._now_s + ttl_s)
         self._order.update(tenant)
         return is_wanted
 
     def end(self, page: Page) -> None:
-        """Let a page of an ended session go first, unless a hit follows."""
+        """Let a page of an ended session go first, unless it is wanted or a hit follows."""
         if page.is_resident:
             tenant = self._tenants[page.tenant]
             tenant.end(page)
             self._order.update(tenant)
+
+    def hint(self, pages: Sequence[Page], wanted_s: float, now_s: float) -> None:
+        """Want a request's pages, in order; 0: its session ends."""
+        if not wanted_s:
+            self.end_session(pages)
+            return
+        for page in pages:
+            self.want(page, wanted_s, now_s)
+
+    def end_session(self, pages: Sequence[Page]) -> None:
+        """End pages of a request, in order, unless other conversations share them."""
+        # Tiers of this policy count the end of the request that stored a page, too.
+        reuses = [max(0, page.reuses - 1) for page in pages]
+        for page in pages[first_private(reuses) :]:
+            self.end(page)
 
     # Room
 
@@ -295,7 +315,7 @@ class Retention:
 
     def _advance(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
-        num_left = _ENDS_PER_CALL
+        num_left = ENDS_PER_CALL
         while num_left and (tenant := self._order.first_with_due_wish(self._now_s)) is not None:
             num_left -= tenant.end_wanted(self._now_s, num_left)
             self._order.update(tenant)
@@ -311,11 +331,14 @@ class Retention:
         page = found.page
         tenant = self._tenants[page.tenant]
         is_evicted = may_go(page)
-        taken.append(_Taken(found, tenant.unlink(page), is_evicted))
+        home = tenant.unlink(page)
         if not is_evicted:
+            taken.append(_Taken(found, home, is_evicted))
             tenant.pinned += page.size
             self._order.update(tenant)
             return 0
+        left = None if found.instead_of is None else tenant.trade_places(found.instead_of, page)
+        taken.append(_Taken(found, home, is_evicted, left))
         page.is_resident = False
         self._resize(tenant, -page.size, -1)
         return page.size
@@ -323,6 +346,8 @@ class Retention:
     def _put_back(self, taken: _Taken) -> None:
         page = taken.candidate.page
         tenant = self._tenants[page.tenant]
+        if taken.left is not None and taken.candidate.instead_of is not None:
+            tenant.take_place(taken.candidate.instead_of, taken.left)
         tenant.put_back(page, taken.home)
         if taken.is_evicted:
             page.is_resident = True
@@ -336,6 +361,7 @@ class Retention:
         is_own = tenant is demander and found.cause in (Cause.OVER_CAP, Cause.BORROWED)
         cause = Cause.OWN if is_own else found.cause
         tenant.num_evicted[cause] += 1
+        tenant.forget(found.page)
         tenant.ghosts.add(found.page.key, found.page.reuses)
         self._trim(tenant)
         return Victim(found.page, cause)

@@ -19,6 +19,8 @@ MAX_FLOORS: Final[Mapping[str, float]] = {VOLUME_TIER: 1.0, CPU_TIER: 1.0, DEVIC
 
 _DAY_S: Final = 86400.0
 MAX_TTL_S: Final = 3650 * _DAY_S
+# For which a client's request may say that its pages are wanted.
+MAX_WANTED_S: Final = _DAY_S
 
 
 class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

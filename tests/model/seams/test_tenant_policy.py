@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -74,6 +75,15 @@ class Tier:
         self.manager.on_request_finished(context)
         return True
 
+    def use(self, numbers: list[int], hints: TierHints) -> None:
+        """A request that hits chunks, and ends."""
+        context, keys = self.request(hints), [key_of(number) for number in numbers]
+        for position, key in enumerate(keys):
+            context.set_offload_key_position(key, position)
+        self.manager.prepare_load(keys, context)
+        self.manager.complete_load(keys, context)
+        self.manager.on_request_finished(context)
+
     def held(self, numbers: range) -> int:
         return sum(self.policy.get(key_of(number)) is not None for number in numbers)
 
@@ -91,7 +101,15 @@ def test_vllm_asks_a_policy_for_what_ours_does() -> None:
 
     assert CachePolicy.__abstractmethods__ == {"get", "insert", "remove", "touch", "evict", "clear"}
     assert not TenantCachePolicy.__abstractmethods__
-    for name in ("evict", "insert", "touch", "on_store_miss", "mark_evictable", "mark_non_evictable"):
+    for name in (
+        "evict",
+        "insert",
+        "touch",
+        "on_store_miss",
+        "on_request_finished",
+        "mark_evictable",
+        "mark_non_evictable",
+    ):
         assert parameters(getattr(CachePolicy, name)) == parameters(getattr(TenantCachePolicy, name))
 
 
@@ -151,6 +169,39 @@ def test_a_failed_store_leaves_no_trace_and_a_reset_none_of_all() -> None:
     tier.manager.reset_cache()
     assert tier.held(range(8)) == 0
     assert tier.store(range(8), NOISE)
+    tier.policy._retention.check()
+
+
+def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays() -> None:
+    held = []
+    for wanted_s in (None, 3600.0):
+        tier = Tier()
+        assert tier.store(range(20), NOISE)
+        assert tier.store(range(100, 108), dataclasses.replace(ACME, wanted_s=wanted_s))
+        for first in range(1000, 1400, 8):
+            assert tier.store(range(first, first + 8), ACME)
+        held.append((tier.held(range(100, 108)), tier.held(range(20))))
+        tier.policy._retention.check()
+    (without, others_without), (with_hint, others) = held
+    assert (without, with_hint) == (0, 8)
+    assert others == others_without > 0
+
+
+def test_chunks_of_an_ended_session_go_before_older_ones_but_not_a_shared_prompt() -> None:
+    tier = Tier()
+    assert tier.store(range(20), NOISE)
+    ending = dataclasses.replace(ACME, wanted_s=0.0)
+    assert tier.store(range(100, 104), ACME)  # a system prompt
+    assert tier.store(range(200, 204), ACME)  # of a session that goes on
+    for first in (300, 310, 320):
+        tier.use([*range(100, 104)], ACME)
+        assert tier.store(range(first, first + 2), ACME)
+    tier.use([*range(100, 104), 320, 321], ending)
+    assert tier.store(range(400, 408), ACME)
+    assert tier.held(range(320, 322)) == 0
+    assert tier.held(range(100, 104)) == 4
+    assert tier.held(range(200, 204)) + tier.held(range(300, 312)) == 8, "older chunks of the tenant"
+    assert tier.held(range(20)) == 20
     tier.policy._retention.check()
 
 

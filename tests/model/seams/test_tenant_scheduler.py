@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 import random
@@ -338,6 +339,71 @@ def test_either_scheduler_keeps_floors_and_learns_terms_from_requests(vllm_confi
     del again
     gc.collect()
     assert not steps.scheduler._pool.tenants, "ended requests are forgotten"
+    assert not steps.scheduler._pool.wanted_s
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays(vllm_config: Any, is_async: bool) -> None:
+    steps = Steps(vllm_config, is_async=is_async)
+    terms = EngineTerms(cpu=TierTerms(), device=TierTerms(cap=0.5))
+    acme, beta = TierHints(Namespace("acme"), terms=terms), TierHints(Namespace("beta"), terms=terms)
+    for hints, num_hit in ((acme, 0), (dataclasses.replace(acme, wanted_s=600.0), 6)):
+        assert steps.scheduler.reset_prefix_cache()
+        steps.add(prompt_of(2, 16), beta)
+        steps.run()
+        steps.add(prompt_of(1, 6), hints)
+        steps.run()
+        for number in range(30):
+            steps.add(prompt_of(1000 + number, 5), acme)
+            steps.run()
+        assert steps.scheduler._pages.usage_of("beta")[0] == 16
+        again = steps.add(prompt_of(1, 6), acme)
+        steps.run()
+        assert steps.hits[again.request_id] == num_hit * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_pages_of_an_ended_session_go_before_older_ones(vllm_config: Any, is_async: bool) -> None:
+    steps = Steps(vllm_config, is_async=is_async)
+    acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
+    steps.add(prompt_of(1, 8), acme)
+    steps.run()
+    steps.add(prompt_of(2, 16), dataclasses.replace(acme, wanted_s=0.0))
+    steps.run()
+    steps.add(prompt_of(3, 8), acme)
+    steps.run()
+    steps.add(prompt_of(4, 16), acme)  # eight blocks are free
+    steps.run()
+    oldest, ended = steps.add(prompt_of(1, 8), acme), steps.add(prompt_of(2, 16), acme)
+    steps.run()
+    assert steps.hits[oldest.request_id] == 8 * BLOCK_SIZE
+    assert steps.hits[ended.request_id] < 16 * BLOCK_SIZE
+
+
+def test_the_end_of_a_session_leaves_pages_that_run_or_that_others_share(vllm_config: Any) -> None:
+    steps = Steps(vllm_config, is_async=False)
+    pages = steps.scheduler._pages
+    acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
+    ending = dataclasses.replace(acme, wanted_s=0.0)
+
+    def num_ended() -> int:
+        tenant = pages._tenants["acme"]
+        return 0 if tenant.hinted is None else len(tenant.hinted._ended)
+
+    shared = [1, *range(8 * BLOCK_SIZE - 1)]
+    running = steps.add([*shared, *range(100, 120)], acme, 40)
+    steps.step()
+    steps.add([*shared, *range(200, 220)], ending)
+    while len(steps.scheduler.requests) > 1:
+        steps.step()
+    assert num_ended() == 5, "another request runs with the shared eight"
+    steps.run()
+    assert running.is_finished()
+    steps.add([*shared, *range(300, 320)], acme)
+    steps.run()
+    steps.add([*shared, *range(400, 420)], ending)
+    steps.run()
+    assert num_ended() == 10, "four conversations share the eight"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -355,7 +421,8 @@ def test_the_accounts_are_right_whatever_requests_do(vllm_config: Any, seed: int
             floor = chance.choice((0.0, 0.1, 0.25))
             device = TierTerms(floor=floor, cap=max(floor, chance.random()), ttl_s=chance.choice((None, 1.0, 60.0)))
             tenant = Namespace(chance.choice(("a", "b", "c")))
-            hints = TierHints(tenant, terms=EngineTerms(TierTerms(), device))
+            wanted_s = chance.choice((None, None, 0.0, 0.01, 60.0))
+            hints = TierHints(tenant, terms=EngineTerms(TierTerms(), device), wanted_s=wanted_s)
             prompt = prompt_of(chance.randrange(8), chance.randint(1, 14))
             hints_or_none = hints if chance.random() < 0.8 else None
             living.append(steps.add(prompt, hints_or_none, chance.randint(1, 60), due=chance.randrange(100)))

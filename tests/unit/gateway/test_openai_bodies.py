@@ -214,6 +214,33 @@ def test_a_cache_salt_that_is_none_is_refused_by_name(salt: object) -> None:
     assert refused.value.param == "cache_salt"
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted_s"),
+    [
+        ({}, None),
+        ({"cache_ttl_s": None}, None),
+        ({"cache_ttl_s": 0}, 0.0),
+        ({"cache_ttl_s": 0.5}, 0.5),
+        ({"cache_ttl_s": 86400}, 86400.0),
+        ({"prompt_cache_retention": "24h"}, 86400.0),
+        ({"prompt_cache_retention": "24h", "cache_ttl_s": 60}, 60.0),
+        ({"prompt_cache_retention": "in_memory", "prompt_cache_key": "k"}, None),
+        ({"prompt_cache_retention": {"later": "kinds"}}, None),
+    ],
+)
+def test_how_long_pages_are_wanted_is_for_the_cluster(fields: dict[str, object], wanted_s: float | None) -> None:
+    for body in (read_chat(chat(**fields)), read_completion(completion(prompt="x", **fields))):
+        assert body.wanted_s == wanted_s
+        assert for_renderer(body).keys() <= {"messages", "prompt"}
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, 86400.1, 1e308, "60", [60], True])
+def test_a_time_that_no_page_may_be_wanted_for_is_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_chat(chat(cache_ttl_s=value))
+    assert refused.value.param == "cache_ttl_s"
+
+
 def test_what_changes_nothing_and_explicit_nulls_are_accepted() -> None:
     body = read_chat(chat(user="u", metadata={}, tools=[], n=None, seed=None, stop=None, logprobs=None))
     assert for_renderer(body) == {"messages": CHAT["messages"]}

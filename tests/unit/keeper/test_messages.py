@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ SOME = [
     messages.Store(1, "t", 2, b"k" * 36, [7], [0]),
     messages.Load(2, "t", 2, b"k" * 36, [3], {"v": [0]}),
     messages.Touch(b"k" * 36),
+    messages.Touch(b"k" * 36, 0.0),
+    messages.Store(3, "t", 2, b"k" * 36, [7], [0], 3600.0),
     messages.Hello(messages.PROTOCOL, "e", b"{}", 4, 4096),
 ]
 ANSWERS = [
@@ -62,3 +65,28 @@ def test_keys_are_packed_and_cut() -> None:
     assert list(messages.unpack_chunk_keys(b"")) == []
     with pytest.raises(messages.ProtocolError, match="37 bytes"):
         messages.unpack_chunk_keys(bytes(37))
+
+
+class _OldStore(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    """As before `wanted_s`."""
+
+    job: int
+    tenant: str
+    epoch: int
+    keys: bytes
+    route_keys: list[int]
+    rows: list[int]
+
+
+def test_an_end_without_hints_and_one_with_them_read_each_other() -> None:
+    old = _OldStore(1, "t", 2, b"k" * 36, [7], [0])
+    assert messages.decode_to_keeper(msgspec.msgpack.encode(old)) == messages.Store(1, "t", 2, b"k" * 36, [7], [0])
+    new = messages.encode(messages.Store(1, "t", 2, b"k" * 36, [7], [0], 60.0))[4:]
+    assert msgspec.msgpack.decode(new, type=_OldStore) == old
+
+
+@pytest.mark.parametrize("wanted_s", [-1.0, 86401.0, float("nan"), float("inf")])
+def test_a_time_that_no_client_may_name_is_refused(wanted_s: float) -> None:
+    for message in (messages.Touch(b"", wanted_s), messages.Store(1, "t", 2, b"", [], [], wanted_s)):
+        with pytest.raises(messages.ProtocolError, match="wanted for"):
+            messages.check_wanted(message)

@@ -18,7 +18,7 @@ from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.outcome import Cause
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
-from support.tier_rows import layout_of, rows_of
+from support.tier_rows import key_of, layout_of, rows_of
 from support.waiting import until, until_async
 
 ACME, BETA = Namespace("acme"), Namespace("beta")
@@ -168,6 +168,36 @@ async def test_without_a_floor_the_same_flood_takes_all(tmp_path: Path) -> None:
                 await a.store(range(first, first + 16), BETA)
             assert host._volumes[0].usages()["acme"].used == 0
             await a.misses(range(16))
+
+
+async def test_a_wanted_prefix_survives_its_tenants_flood_and_an_ended_session_goes_first(tmp_path: Path) -> None:
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
+    await admin.create("acme")
+    await admin.create("beta")
+    await admin.set_tier("acme", "volume", {"cap": 0.5})
+    async with hosting(watching(node_config(tmp_path, volume=SMALL)), MemoryMembership(registry), "n1") as host:
+        volume = host._volumes[0]
+        await until(lambda: "acme" in volume.usages())
+        with rows_of(16, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            for first in range(500, 532, 16):
+                await a.store(range(first, first + 16), BETA)
+            await a.store(range(8), ACME, 3600.0)  # a prompt that many will have
+            await a.store(range(8, 16), ACME)
+            await a.store(range(100, 108), ACME)
+            await a.store(range(200, 208), ACME)
+            a.client.touch([key_of(i) for i in range(100, 108)], 0.0)  # a session that ends
+            await a.store(range(300, 308), ACME)
+            await a.misses(range(100, 108))
+            assert volume.usages()["acme"].evicted[Cause.ENDED] == 8, "before the older chunks of its tenant"
+            for first in range(1000, 1160, 16):
+                await a.store(range(first, first + 16), ACME)
+            assert len((await a.load(range(8), namespace=ACME)).succeeded) == 8
+            await a.misses(range(8, 16))
+            assert volume.usages()["beta"].used == 32 * chunk_file_bytes(8192), "another tenant's chunks stay"
+            assert volume.usages()["acme"].wanted == 8 * chunk_file_bytes(8192)
+        volume.check()
 
 
 async def test_chunks_that_were_not_used_for_their_time_leave_the_drive(

@@ -83,8 +83,14 @@ TERMS = EngineTerms(cpu=TierTerms(floor=0.25), device=TierTerms(floor=0.125, cap
 
 @pytest.mark.parametrize(
     "hints",
-    [TierHints(), TierHints(Namespace("acme", 3), {"volume-a": 7, "volume-b": 0}), TierHints(terms=TERMS)],
-    ids=["default", "full", "terms"],
+    [
+        TierHints(),
+        TierHints(Namespace("acme", 3), {"volume-a": 7, "volume-b": 0}),
+        TierHints(terms=TERMS),
+        TierHints(wanted_s=0.0),
+        TierHints(Namespace("acme", 3), wanted_s=86400.0),
+    ],
+    ids=["default", "full", "terms", "end", "wanted"],
 )
 def test_what_is_known_of_tiers_survives_the_wire(hints: TierHints) -> None:
     request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, tier=hints)
@@ -104,6 +110,14 @@ def test_terms_that_make_no_sense_cannot_be_read(term: str, value: float) -> Non
     message = codec.submit_to_wire(9, EngineRequest(RequestId("r-1"), [5], FULL, tier=TierHints(terms=TERMS)))
     setattr(message.submit.tier.device, term, value)
     with pytest.raises(ValueError, match=term.removesuffix("_s")):
+        codec.submit_from_wire(message.submit)
+
+
+@pytest.mark.parametrize("wanted_s", [-1.0, 86401.0, float("nan"), float("inf")])
+def test_a_time_that_no_client_may_name_cannot_be_read(wanted_s: float) -> None:
+    message = codec.submit_to_wire(9, EngineRequest(RequestId("r-1"), [5], FULL, tier=TierHints(wanted_s=1.0)))
+    message.submit.tier.wanted_s = wanted_s
+    with pytest.raises(ValueError, match="wanted for"):
         codec.submit_from_wire(message.submit)
 
 

@@ -156,6 +156,23 @@ def test_tenants_without_pages_are_forgotten() -> None:
     assert len(pool._tenants) <= 3
 
 
+def test_a_tenant_whose_hints_are_over_costs_as_before() -> None:
+    pool = pool_of(8, a=TierContract(cap=8))
+    pages = pool.take(4, "a", 0.0)
+    for page in pages:
+        pool.claim(page, "a")
+    pool.want(pages[:2], 10.0, 0.0)
+    pool.end(pages[2])
+    pool.put(pages, 1.0)
+    pool.check()
+    assert len(pool._hinting) == 1
+    assert store(pool, "a", 5, 2.0)[-1] == pages[2], "the first to go, after four that are free"
+    store(pool, "a", 7, 30.0)
+    pool.check()
+    assert not pool._hinting
+    assert pool._tenants["a"].hinted is None
+
+
 CONTRACTS = {
     "a": TierContract(floor=6, cap=12),
     "b": TierContract(floor=4, cap=30, weight=2.0),
@@ -165,8 +182,9 @@ CONTRACTS = {
 }
 
 
+@pytest.mark.parametrize("with_hints", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
+def test_the_same_pages_go_as_in_other_tiers(seed: int, with_hints: bool) -> None:
     rng = random.Random(seed)
     capacity = 32
     pool = pool_of(capacity, **CONTRACTS)
@@ -174,7 +192,7 @@ def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
     tier.configure(CONTRACTS)
     pages: dict[int, Page] = {}
     in_use: set[int] = set()
-    now_s, num_taken = 0.0, 0
+    now_s, num_taken, num_hints = 0.0, 0, 0
     for _ in range(400):
         now_s += rng.choice((0.0, 0.3, 2.0, 30.0))
         free = sorted(pages.keys() - in_use)
@@ -201,6 +219,15 @@ def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
                 tier.fill(pages[page], now_s)
                 tier.pin(pages[page], now_s)
             num_taken += len(gone)
+        elif action < 0.6 and in_use and with_hints:
+            page, ttl_s = rng.choice(sorted(in_use)), rng.choice((0.0, 0.0, 20.0, 60.0, 300.0))
+            if ttl_s:
+                pool.want([page], ttl_s, now_s)
+                tier.want(pages[page], ttl_s, now_s)
+                num_hints += 1
+            else:
+                pool.end(page)
+                tier.end(pages[page])
         elif action < 0.8 and in_use:
             for page in rng.sample(sorted(in_use), rng.randint(1, len(in_use))):
                 in_use.remove(page)
@@ -220,3 +247,4 @@ def test_the_same_pages_go_as_in_other_tiers(seed: int) -> None:
         pool.check()
         tier.check()
     assert num_taken > 50, "so the test compares something"
+    assert num_hints > 5 or not with_hints

@@ -245,7 +245,8 @@ def test_a_wanted_page_is_the_last_to_go_until_its_deadline_and_then_goes_first(
     tier.store("a", "a4", 1)
     tier.store("b", "b1", 2)
     assert [key for key, _ in tier.gone] == ["a2", "a3"]
-    tier.touch("a1", 20)  # the time starts again
+    tier.touch("a1", 20)
+    assert tier.policy.want(tier.pages["a1"], 30, 20)  # the time starts again
     tier.store("a", "a5", 49)
     assert [key for key, _ in tier.gone] == ["a2", "a3", "a4"]
     tier.store("a", "a6", 50)

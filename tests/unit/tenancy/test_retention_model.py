@@ -31,7 +31,21 @@ class ModelPage:
     reuses: int
     num_pins: int = 0
     is_ended: bool = False
-    wanted_s: float | None = None
+    until_s: float | None = None  # wanted until then
+    is_used_since: bool = False
+    place: tuple[float, int] = (0.0, 0)  # of a wanted page: last use and reuses that count for it
+
+    @property
+    def own_place(self) -> tuple[float, int]:
+        return self.used_s, min(self.reuses, 4)
+
+    def settle(self, ttl_s: float | None) -> None:
+        """Begin to wait after a use."""
+        if self.until_s is not None:
+            self.until_s = min(self.until_s, self.used_s + (ttl_s or NEVER))
+            self.place = self.own_place
+            if self.until_s <= self.used_s:
+                self.until_s = None
 
 
 @dataclass
@@ -52,18 +66,44 @@ class Model:
     def of(self, tenant: str) -> list[ModelPage]:
         return [page for page in self.pages if page.tenant == tenant]
 
-    def until_s(self, page: ModelPage) -> float:
-        if page.wanted_s is None:
-            return -NEVER
-        return page.used_s + min(page.wanted_s, self.contract(page.tenant).ttl_s or NEVER)
-
-    def wanted(self, page: ModelPage) -> int:
-        """Count the wanted pages of the page's tenant, this one left out."""
-        others = (other for other in self.of(page.tenant) if other is not page)
-        return sum(other.wanted_s is not None and not other.num_pins for other in others)
+    def may_want(self, page: ModelPage) -> bool:
+        num_wanted = sum(other.until_s is not None for other in self.of(page.tenant))
+        most = max(self.contract(page.tenant).floor, self.limit(page.tenant) // 2)
+        return page.until_s is not None or num_wanted < most
 
     def score(self, page: ModelPage) -> float:
-        return page.used_s + 60 * self.contract(page.tenant).weight * (page.reuses + 1)
+        used_s, reuses = page.own_place if page.until_s is None else page.place
+        return used_s + 60 * self.contract(page.tenant).weight * (reuses + 1)
+
+    def free(self, tenant: str) -> list[ModelPage]:
+        return [page for page in self.of(tenant) if not page.num_pins]
+
+    def lowest(self, tenant: str) -> float:
+        """Return the score at which the tenant loses a page, whichever."""
+        return min(map(self.score, self.free(tenant)))
+
+    def goes(self, tenant: str) -> list[ModelPage]:
+        """Return the pages of which one goes there: those without a hint first."""
+        unwanted = [page for page in self.free(tenant) if page.until_s is None]
+        if unwanted:
+            lowest = min(map(self.score, unwanted))
+            return [page for page in unwanted if self.score(page) == lowest]
+        first = min(page.until_s or 0.0 for page in self.free(tenant))
+        return [page for page in self.free(tenant) if page.until_s == first]
+
+    def trade(self, victim: ModelPage, policy: Retention) -> None:
+        """Give the victim's place to the wanted page that was due instead of it."""
+        lowest = self.lowest(victim.tenant)
+        due = [page for page in self.free(victim.tenant) if self.score(page) == lowest]
+        if self.score(victim) == lowest:
+            return
+        place = victim.own_place if victim.until_s is None else victim.place
+        hinted = policy._tenants[victim.tenant]._hinted
+        assert hinted is not None
+        moved = [page for page in due if hinted.place_of(page.page) != page.place]
+        assert len(moved) == 1, "one wanted page takes another place"
+        moved[0].place = place
+        assert hinted.place_of(moved[0].page) == place
 
     def is_expired(self, page: ModelPage, now_s: float) -> bool:
         ttl_s = self.contract(page.tenant).ttl_s
@@ -71,60 +111,53 @@ class Model:
 
     def advance(self, now_s: float) -> None:
         for page in self.pages:
-            if page.wanted_s is not None and not page.num_pins and self.until_s(page) <= now_s:
-                page.wanted_s, page.is_ended = None, True
+            if page.until_s is not None and not page.num_pins and page.until_s <= now_s:
+                page.until_s, page.is_ended = None, not page.is_used_since
 
     def for_others(self, now_s: float, demander: str | None) -> tuple[Cause, float] | None:
         """The best of all that may go; `demander` counts one page that is not stored yet."""
         found = []
-        for page in self.pages:
-            used = len(self.of(page.tenant)) + (page.tenant == demander)
-            if page.num_pins or (page.wanted_s is not None and not self.is_unprotected(page)):
+        for tenant in {page.tenant for page in self.pages}:
+            free, contract = self.free(tenant), self.contract(tenant)
+            used = len(self.of(tenant)) + (tenant == demander)
+            found += [
+                (Cause.EXPIRED, page.used_s + (contract.ttl_s or NEVER))
+                for page in free
+                if page.until_s is None and self.is_expired(page, now_s)
+            ]
+            if used <= contract.floor or not free:
                 continue
-            if self.is_expired(page, now_s) and page.wanted_s is None:
-                ttl_s = self.contract(page.tenant).ttl_s
-                assert ttl_s is not None
-                found.append((Cause.EXPIRED, page.used_s + ttl_s))
-            elif used > self.contract(page.tenant).floor:
-                if page.is_ended:
-                    found.append((Cause.ENDED, page.used_s))
-                elif used > self.limit(page.tenant):
-                    found.append((Cause.OVER_CAP, self.score(page)))
-                else:
-                    found.append((Cause.BORROWED, self.score(page)))
+            if any(page.is_ended for page in free):
+                found.append((Cause.ENDED, min(page.used_s for page in free if page.is_ended)))
+            else:
+                cause = Cause.OVER_CAP if used > self.limit(tenant) else Cause.BORROWED
+                found.append((cause, self.lowest(tenant)))
         return min(found, default=None)
 
-    def is_unprotected(self, page: ModelPage) -> bool:
-        """Whether others may evict the wanted page: it is the first of too many, and all that is left."""
-        free = [other for other in self.of(page.tenant) if not other.num_pins]
-        is_first = self.until_s(page) == min(
-            self.until_s(other) for other in free
-        )  # minus infinity for others than wanted ones
-        return is_first and len(free) > self.contract(page.tenant).floor
-
-    def rank(self, page: ModelPage, now_s: float) -> tuple[int, float]:
-        """The order in which a tenant's own demand takes its pages."""
-        if self.is_expired(page, now_s) and page.wanted_s is None:
-            return 0, page.used_s
-        if page.is_ended:
-            return 1, page.used_s
-        if page.wanted_s is None:
-            return 2, self.score(page)
-        return 3, self.until_s(page)
+    def own(self, tenant: str, now_s: float) -> tuple[Cause, float] | None:
+        """What the tenant's own demand takes."""
+        free = self.free(tenant)
+        expired = [page.used_s for page in free if page.until_s is None and self.is_expired(page, now_s)]
+        ended = [page.used_s for page in free if page.is_ended]
+        if expired:
+            return Cause.EXPIRED, min(expired)
+        if ended:
+            return Cause.ENDED, min(ended)
+        return (Cause.OWN, self.lowest(tenant)) if free else None
 
     def store_victim(self, tenant: str, now_s: float) -> tuple[str, object]:
         """Return ("none" | "own" | "others", what goes), or ("refused", why)."""
         used, free = len(self.of(tenant)), CAPACITY - len(self.pages)
         may_grow = free > 0 and self.contract(tenant).borrow
         if used + 1 > self.limit(tenant) and not may_grow:
-            ranks = [self.rank(page, now_s) for page in self.of(tenant) if not page.num_pins]
-            return ("own", min(ranks)) if ranks else ("refused", Refusal.LIMIT)
+            own = self.own(tenant, now_s)
+            return ("refused", Refusal.LIMIT) if own is None else ("own", own)
         if free:
             return "none", None
         if (best := self.for_others(now_s, tenant)) is not None:
             return "others", best
-        ranks = [self.rank(page, now_s) for page in self.of(tenant) if not page.num_pins]
-        return ("own", min(ranks)) if ranks else ("refused", Refusal.NO_ROOM)
+        own = self.own(tenant, now_s)
+        return ("refused", Refusal.NO_ROOM) if own is None else ("own", own)
 
     def remove(self, page: ModelPage, *, is_evicted: bool) -> None:
         self.pages.remove(page)
@@ -143,10 +176,6 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def page(self, number: int) -> ModelPage | None:
         return self.model.pages[number % len(self.model.pages)] if self.model.pages else None
-
-    def forget_wish_beyond_floor(self, page: ModelPage) -> None:
-        if self.model.wanted(page) >= self.model.contract(page.tenant).floor:
-            page.wanted_s = None
 
     def of(self, page: Page) -> ModelPage:
         return next(known for known in self.model.pages if known.page is page)
@@ -179,6 +208,10 @@ class RetentionMachine(RuleBasedStateMachine):
             return
         self.policy.configure(contracts)
         self.model.contracts = contracts
+        for page in self.model.pages:
+            ttl_s = self.model.contract(page.tenant).ttl_s
+            if page.until_s is not None and not page.num_pins and ttl_s is not None:
+                page.until_s = min(page.until_s, page.used_s + ttl_s)
         self.policy.reclaim(self.now_s, 0)
         self.model.advance(self.now_s)
         for tenant in TENANTS:
@@ -204,26 +237,31 @@ class RetentionMachine(RuleBasedStateMachine):
         else:
             ((gone, cause),) = result.victims
             victim = self.of(gone)
+            assert isinstance(expected, tuple)
             if kind == "own":
                 assert gone.tenant == tenant
-                assert self.model.rank(victim, self.now_s) == expected
-            else:
-                assert isinstance(expected, tuple)
-                best_cause, best_score = expected
-                if best_cause in (Cause.OVER_CAP, Cause.BORROWED):
-                    assert self.model.score(victim) == best_score
-                    assert cause is (Cause.OWN if gone.tenant == tenant else best_cause)
-                else:
-                    assert cause is best_cause
+            self.expect(victim, cause, expected, demander=tenant)
             if cause is not Cause.EXPIRED:
                 assert room >= 1
         ghosts = self.model.ghosts.setdefault(tenant, [])
-        reuses = next((min(ghost[1] + 1, 4) for ghost in ghosts if ghost[0] == key), 0)
+        reuses = next((ghost[1] + 1 for ghost in ghosts if ghost[0] == key), 0)
         assert result.page.reuses == reuses
         ghosts[:] = [ghost for ghost in ghosts if ghost[0] != key]
         self.model.pages.append(ModelPage(result.page, tenant, key, self.now_s, reuses))
         for gone, _ in result.victims:
             self.model.remove(self.of(gone), is_evicted=True)
+
+    def expect(self, victim: ModelPage, cause: Cause, expected: tuple[Cause, float], demander: str | None) -> None:
+        expected_cause, score = expected
+        if expected_cause in (Cause.EXPIRED, Cause.ENDED):
+            assert cause is expected_cause
+            ttl_s = self.model.contract(victim.tenant).ttl_s or 0.0
+            assert score in (victim.used_s, victim.used_s + ttl_s)
+            return
+        assert cause is (Cause.OWN if victim.tenant == demander else expected_cause)
+        assert self.model.lowest(victim.tenant) == score
+        assert victim in self.model.goes(victim.tenant)
+        self.model.trade(victim, self.policy)
 
     @rule(number=st.integers(0, 99))
     def touch(self, number: int) -> None:
@@ -232,9 +270,10 @@ class RetentionMachine(RuleBasedStateMachine):
             self.model.advance(self.now_s)
             assert self.policy.touch(page.page, self.now_s) is is_hit
             if is_hit:
-                page.used_s, page.reuses, page.is_ended = self.now_s, min(page.reuses + 1, 4), False
+                page.used_s, page.reuses, page.is_ended = self.now_s, page.reuses + 1, False
+                page.is_used_since = True
                 if not page.num_pins:
-                    self.forget_wish_beyond_floor(page)
+                    page.settle(self.model.contract(page.tenant).ttl_s)
 
     @rule(number=st.integers(0, 99))
     def pin(self, number: int) -> None:
@@ -250,24 +289,29 @@ class RetentionMachine(RuleBasedStateMachine):
             page.num_pins -= 1
             if not page.num_pins:
                 page.used_s = self.now_s
-                self.forget_wish_beyond_floor(page)
+                page.settle(self.model.contract(page.tenant).ttl_s)
 
     @rule(number=st.integers(0, 99), ttl_s=st.sampled_from([5.0, 45.0, 200.0]))
     def want(self, number: int, ttl_s: float) -> None:
         if (page := self.page(number)) is None:
             return
-        contract = self.model.contract(page.tenant)
-        is_wanted = not self.model.is_expired(page, self.now_s) and self.model.wanted(page) < contract.floor
+        ttl_of_tier_s = self.model.contract(page.tenant).ttl_s
+        is_wanted = not self.model.is_expired(page, self.now_s) and self.model.may_want(page)
         assert self.policy.want(page.page, ttl_s, self.now_s) is is_wanted
         if is_wanted:
-            page.used_s, page.is_ended = self.now_s, False
-            page.wanted_s = ttl_s
+            until_s = self.now_s + ttl_s
+            if not page.num_pins:
+                until_s = min(until_s, page.used_s + (ttl_of_tier_s or NEVER))
+            if page.until_s is None:
+                page.place = page.own_place
+            page.until_s = max(page.until_s or 0.0, until_s)
+            page.is_ended = page.is_used_since = False
 
     @rule(number=st.integers(0, 99))
     def end(self, number: int) -> None:
         if (page := self.page(number)) is not None:
             self.policy.end(page.page)
-            page.wanted_s, page.is_ended = None, True
+            page.is_ended = page.until_s is None
 
     @rule(number=st.integers(0, 99))
     def discard(self, number: int) -> None:
@@ -281,9 +325,7 @@ class RetentionMachine(RuleBasedStateMachine):
         for gone, cause in self.policy.reclaim(self.now_s, max_pages):
             expected = self.model.for_others(self.now_s, None)
             assert expected is not None
-            assert cause is expected[0]
-            if cause in (Cause.OVER_CAP, Cause.BORROWED):
-                assert self.model.score(self.of(gone)) == expected[1]
+            self.expect(self.of(gone), cause, expected, demander=None)
             self.model.remove(self.of(gone), is_evicted=True)
 
     @invariant()
@@ -295,7 +337,7 @@ class RetentionMachine(RuleBasedStateMachine):
             pages = self.model.of(tenant)
             assert usage.used == len(pages)
             assert usage.pinned == sum(page.num_pins > 0 for page in pages)
-            assert usage.wanted == sum(page.wanted_s is not None and not page.num_pins for page in pages)
+            assert usage.wanted == sum(page.until_s is not None and not page.num_pins for page in pages)
             assert usage.num_ghosts == len(self.model.ghosts.get(tenant, []))
         for page in self.model.pages:
             assert page.page.is_resident

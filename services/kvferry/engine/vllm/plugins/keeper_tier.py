@@ -94,6 +94,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
             job_metadata.job_id,
             state.hints.namespace,
             [(ChunkKey(key), state.route_key(ends[key]), row) for key, row in new],
+            state.hints.wanted_s,
         )
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -143,7 +144,11 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         # Engines do not read what they have in memory: without this, volumes would evict the most used chunks first.
-        self.touch(req_context._offload_key_positions, req_context)
+        positions: dict[Any, int] = req_context._offload_key_positions
+        state: RequestTierState | None = req_context.get_state(RequestTierState)
+        known = [key for key in sorted(positions, key=positions.__getitem__) if self._client.contains(key)]
+        if known:
+            self._client.touch(known, None if state is None else state.hints.wanted_s)
 
     def wait_for_jobs(self, longest_s: float) -> None:
         if self._client.has_unfinished:

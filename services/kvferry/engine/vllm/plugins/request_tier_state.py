@@ -26,6 +26,7 @@ def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = 
         "volumes": dict(hints.volumes),
         "load": hints.load,
         "terms": None if hints.terms is None else msgspec.to_builtins(hints.terms),
+        "wanted_s": hints.wanted_s,
         "trace": None if trace is None else [trace.traceparent, trace.tracestate],
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
@@ -110,5 +111,5 @@ def hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
             namespace = Namespace(payload["tenant"], payload["epoch"])
             trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
             terms = msgspec.convert(payload["terms"], EngineTerms | None)
-            return TierHints(namespace, payload["volumes"], load=payload["load"], terms=terms), trace
+            return TierHints(namespace, payload["volumes"], payload["load"], terms, payload["wanted_s"]), trace
     return TierHints(), None

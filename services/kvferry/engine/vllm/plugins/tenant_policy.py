@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -63,6 +63,21 @@ class TenantCachePolicy(CachePolicy):  # type: ignore[misc]
         # The end of a prefix is of use only with its beginning.
         for chunk in filter(None, map(self._chunks.get, reversed(list(keys)))):
             self._retention.touch(chunk, now_s)
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        super().on_request_finished(key_groups, insertion_only_keys, reused_keys, req_context)
+        state = req_context.get_state(RequestTierState)
+        if state is None or state.hints.wanted_s is None:
+            return
+        for keys in key_groups:
+            chunks = list(filter(None, map(self._chunks.get, keys)))
+            self._retention.hint(chunks, state.hints.wanted_s, time.monotonic())
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         pass

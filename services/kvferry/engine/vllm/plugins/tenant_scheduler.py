@@ -77,6 +77,7 @@ class TenantBlockPool(BlockPool):  # type: ignore[misc]
     num_reserved: int  # free blocks that the request whose admission is decided may not have
     has_paused: bool  # requests run that this step leaves out
     tenants: weakref.WeakKeyDictionary[Any, str]  # of requests
+    wanted_s: weakref.WeakKeyDictionary[Any, float]  # of requests whose clients said it
     _claims_for: str
 
     def tenant_of(self, request: Any) -> str:
@@ -117,6 +118,21 @@ class TenantBlockPool(BlockPool):  # type: ignore[misc]
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks - self.num_reserved
 
+    def note_end(self, request: Any, groups: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """Apply a client's hint to the pages of its ended request, before they are free."""
+        wanted_s = self.wanted_s.get(request)
+        if wanted_s is None:
+            return
+        pages = self.free_block_queue.pages
+        for blocks in groups:
+            cached = [block for block in blocks if pages.owner_of(block.block_id) is not None]
+            if wanted_s:
+                pages.want([block.block_id for block in cached], wanted_s, time.monotonic())
+                continue
+            for block in cached[pages.first_private([block.block_id for block in cached]) :]:
+                if block.ref_cnt == 1:  # no other request runs with it
+                    pages.end(block.block_id)
+
     def evict_expired(self) -> None:
         for page in self.free_block_queue.pages.expired(time.monotonic(), MAX_EXPIRED_PER_STEP):
             self._maybe_evict_cached_block(self.blocks[page])
@@ -144,6 +160,8 @@ class _TenantScheduling:
     def add_request(self, request: Any) -> None:
         hints, _ = hints_of(request)
         tenant = self._pool.tenants[request] = hints.namespace.tenant
+        if hints.wanted_s is not None:
+            self._pool.wanted_s[request] = hints.wanted_s
         if hints.terms is not None and (contracts := self._terms.learn(tenant, hints.terms.device)) is not None:
             self._pages.configure(contracts)
         super().add_request(request)  # type: ignore[misc]
@@ -160,6 +178,10 @@ class _TenantScheduling:
             self._stuck = first if has_left and first is self._first_waiting() else None
             self._is_in_vain = bool(order.paused) and len(self.waiting) == num_waiting
         return output
+
+    def _free_blocks(self, request: Any) -> None:
+        self._pool.note_end(request, self.kv_cache_manager.get_blocks(request.request_id).blocks)
+        super()._free_blocks(request)  # type: ignore[misc]
 
     def _first_waiting(self) -> Any:
         return self.waiting.peek_request() if self.waiting else None
@@ -277,6 +299,7 @@ def keep_tenants(manager: Any) -> TenantBlockPool:
     pool.num_reserved = 0
     pool.has_paused = False
     pool.tenants = weakref.WeakKeyDictionary()
+    pool.wanted_s = weakref.WeakKeyDictionary()
     pool._claims_for = _UNKNOWN
     allocate_slots = manager.allocate_slots
 
