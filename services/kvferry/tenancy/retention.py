@@ -46,6 +46,7 @@ class Retention:
         # Counts of tenants without a contract that hold no page any more.
         self.other_evicted: Counter[Cause] = Counter()
         self.other_refused: Counter[Refusal] = Counter()
+        self.other_displaced = 0
         self._low = int(settings.capacity * settings.low_water)
         self._high = int(settings.capacity * settings.high_water)
         self._contracts: dict[str, TierContract] = {}
@@ -252,6 +253,7 @@ class Retention:
             cap=tenant.cap,
             num_pages=tenant.num_pages,
             num_ghosts=len(tenant.ghosts),
+            displaced=tenant.num_displaced,
             evicted={cause: tenant.num_evicted[cause] for cause in Cause},
             refused={refusal: tenant.num_refused[refusal] for refusal in Refusal},
         )
@@ -261,6 +263,7 @@ class Retention:
         named = [name for name in sorted(self._contracts) if name != OTHER][:max_named]
         usages = {name: self.usage_of(name) for name in named}
         other = TenantUsage(
+            displaced=self.other_displaced,
             evicted={cause: self.other_evicted[cause] for cause in Cause},
             refused={refusal: self.other_refused[refusal] for refusal in Refusal},
         )
@@ -336,6 +339,8 @@ class Retention:
         is_own = tenant is demander and found.cause in (Cause.OVER_CAP, Cause.BORROWED)
         cause = Cause.OWN if is_own else found.cause
         tenant.num_evicted[cause] += 1
+        if demander not in (None, tenant) and cause is not Cause.EXPIRED:
+            demander.num_displaced += 1
         tenant.ghosts.add(found.page.key, found.page.reuses)
         self._trim(tenant)
         return Victim(found.page, cause)
@@ -348,6 +353,7 @@ class Retention:
             return
         self.other_evicted.update(tenant.num_evicted)
         self.other_refused.update(tenant.num_refused)
+        self.other_displaced += tenant.num_displaced
         self._order.remove(tenant)
         del self._tenants[tenant.name]
 

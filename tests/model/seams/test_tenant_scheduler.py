@@ -213,14 +213,14 @@ def test_a_running_request_may_take_what_a_floor_keeps() -> None:
 def test_failed_loads_and_resets_leave_no_owner() -> None:
     engine = Engine({"acme": TierContract(floor=10, cap=20)})
     engine.run(1, 10, "acme")
-    num_cached, _, _ = engine.pages.usage_of("acme")
+    num_cached = engine.pages.holding_of("acme").used
     assert num_cached == 10
     cached = [block.block_id for block in engine.pool.blocks if block.block_hash is not None]
     engine.manager.evict_blocks(set(cached[:4]))
     engine.pages.check()
-    assert engine.pages.usage_of("acme")[0] == 6
+    assert engine.pages.holding_of("acme").used == 6
     assert engine.manager.reset_prefix_cache()
-    assert engine.pages.usage_of("acme")[0] == 0
+    assert engine.pages.holding_of("acme").used == 0
     assert engine.pages.num_free == NUM_BLOCKS - 1
 
 
@@ -370,11 +370,11 @@ def test_the_accounts_are_right_whatever_requests_do(vllm_config: Any, seed: int
     assert num_preempted > 5, "so that memory was short"
     steps.run()
     assert pages.num_free == NUM_BLOCKS - 1
-    assert sum(sum(pages.usage_of(tenant)[:1]) for tenant in ("a", "b", "c", "default")) == len(
+    assert sum(pages.holding_of(tenant).used for tenant in ("a", "b", "c", "default")) == len(
         [block for block in scheduler._pool.blocks if block.block_hash is not None]
     )
     assert scheduler.reset_prefix_cache()
-    assert not any(pages.usage_of(tenant)[0] for tenant in ("a", "b", "c", "default"))
+    assert not any(pages.holding_of(tenant).used for tenant in ("a", "b", "c", "default"))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
