@@ -402,10 +402,7 @@ class Engine(Protocol):
     def kv_transfer_stats(self) -> KvTransferStats: ...
 
     def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
-        """Return what tenants hold, in pages, by tier and tenant (`OTHER`: all that have no name of their own).
-
-        Empty for an engine that keeps no contracts, and until it has reported. Counts are since its start.
-        """
+        """Return what tenants hold, in pages, by tier and tenant; empty for an engine that keeps no contracts."""
         ...
 
     def own_metrics(self) -> Iterable[Any]:

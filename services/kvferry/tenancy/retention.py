@@ -127,6 +127,7 @@ class Retention:
         else:
             self._advance(used_s)
             reuses = tenant.ghosts.reuses_of(page.key)
+            tenant.num_uses += 1
             page.used_s, page.reuses = self._now_s, 0 if reuses is None else min(reuses + 1, MAX_REUSES)
             tenant.link(page)
         tenant.ghosts.forget(page.key)
@@ -140,6 +141,7 @@ class Retention:
         page.reuses = min(page.reuses + 1, MAX_REUSES)
         page.is_ended, page.used_s = False, self._now_s
         tenant = self._tenants[page.tenant]
+        tenant.num_uses += 1
         tenant.move(page)
         self._order.update(tenant)
         return True
@@ -253,6 +255,7 @@ class Retention:
             cap=tenant.cap,
             num_pages=tenant.num_pages,
             num_ghosts=len(tenant.ghosts),
+            num_uses=tenant.num_uses,
             displaced=tenant.num_displaced,
             evicted={cause: tenant.num_evicted[cause] for cause in Cause},
             refused={refusal: tenant.num_refused[refusal] for refusal in Refusal},
