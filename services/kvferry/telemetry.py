@@ -83,6 +83,7 @@ FALLBACK_CAUSES = (
 )
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 CACHE_TIERS = ("device", "cpu", "volume", "ferry")
+ENGINE_TIERS = ("device", "cpu")  # those that keep contracts of tenants
 # Errors that never reach a client have no series.
 _NOT_FOR_CLIENTS = (ConfigError, LocalError, TierError, UnsupportedEngine)
 _CODE_TO_ERROR = {code: kind for code, kind in by_code().items() if not issubclass(kind, _NOT_FOR_CLIENTS)}
@@ -550,6 +551,7 @@ ENGINE_QUEUE_SECONDS = _worker(
     "From a request's arrival in the engine until its pages were pulled or its prompt was begun.",
     buckets=_LATENCY_BUCKETS_S,
 )
+_REFUSED_FOR = Label("reason", "`limit`: its own; `no_room`: all else is within floors or in use", EVICTION_REFUSALS)
 _OF_TENANT_SEEN = Label("tenant", "one of the first 200 tenants that this worker met; `other`: the sum of all others")
 ENGINE_TENANT_PROMPTS = _worker(
     "engine_tenant_prompt_seconds_total",
@@ -579,6 +581,49 @@ ENGINE_TENANT_CACHED = _worker(
     "Those of them that this worker did not compute, by the tier that had them.",
     _OF_TENANT_SEEN,
     _CACHE_TIER,
+)
+_TENANT_TIER = (
+    Label("tenant", "one of the first 200 tenants whose terms this engine learned; `other`: the sum of all others"),
+    Label("tier", "the tier of the engine; volumes: `kvferry_tier_tenant_*` of keepers", ENGINE_TIERS),
+)
+ENGINE_TENANT_USED = _worker(
+    "engine_tenant_used_pages",
+    Kind.GAUGE,
+    "pages",
+    "KV pages that a tenant has cached, with tenants_in_etcd; at most a second old.",
+    *_TENANT_TIER,
+)
+ENGINE_TENANT_FLOOR = _worker(
+    "engine_tenant_floor_pages", Kind.GAUGE, "pages", "What demand of other tenants cannot evict.", *_TENANT_TIER
+)
+ENGINE_TENANT_CAP = _worker(
+    "engine_tenant_cap_pages", Kind.GAUGE, "pages", "Beyond it a tenant's own pages go first.", *_TENANT_TIER
+)
+ENGINE_TENANT_BORROWED = _worker(
+    "engine_tenant_borrowed_pages", Kind.GAUGE, "pages", "What tenants hold beyond their floors.", *_TENANT_TIER
+)
+ENGINE_TENANT_EVICTED = _worker(
+    "engine_tenant_evicted_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "KV pages of a tenant that were evicted.",
+    *_TENANT_TIER,
+    Label("cause", "why: `borrowed` is above its floor, `own` for a page of its own", EVICTION_CAUSES),
+)
+ENGINE_TENANT_DISPLACED = _worker(
+    "engine_tenant_displaced_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "KV pages of other tenants that were evicted for a tenant's.",
+    *_TENANT_TIER,
+)
+ENGINE_TENANT_REFUSED = _worker(
+    "engine_tenant_refused_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "KV pages of a tenant that its tier did not take. In an engine's own memory, requests wait instead.",
+    *_TENANT_TIER,
+    _REFUSED_FOR,
 )
 ENGINE_PREFILL_SECONDS = _worker(
     "engine_prefill_seconds",
@@ -721,6 +766,9 @@ TIER_TENANT_FLOOR = _keeper(
 TIER_TENANT_CAP = _keeper(
     "tier_tenant_cap_bytes", Kind.GAUGE, "bytes", "Beyond it a tenant's own pages go first.", *_OF_TENANT
 )
+TIER_TENANT_BORROWED = _keeper(
+    "tier_tenant_borrowed_bytes", Kind.GAUGE, "bytes", "What tenants hold beyond their floors.", *_OF_TENANT
+)
 TIER_TENANT_EVICTED = _keeper(
     "tier_tenant_evicted_pages_total",
     Kind.COUNTER,
@@ -729,13 +777,20 @@ TIER_TENANT_EVICTED = _keeper(
     *_OF_TENANT,
     Label("cause", "why: `borrowed` is above its floor, `own` for a chunk of its own", EVICTION_CAUSES),
 )
+TIER_TENANT_DISPLACED = _keeper(
+    "tier_tenant_displaced_pages_total",
+    Kind.COUNTER,
+    "pages",
+    "Chunks of other tenants that were evicted for a tenant's.",
+    *_OF_TENANT,
+)
 TIER_TENANT_REFUSED = _keeper(
     "tier_tenant_refused_pages_total",
     Kind.COUNTER,
     "pages",
     "Chunks of a tenant that were not stored.",
     *_OF_TENANT,
-    Label("reason", "`limit`: its own; `no_room`: all else is within floors or in use", EVICTION_REFUSALS),
+    _REFUSED_FOR,
 )
 TIER_BREAKER = _keeper(
     "tier_breaker_state",

@@ -188,6 +188,8 @@ async def test_prometheus_sees_every_documented_metric(
     await until_value(f"{ferried} > bool 0", 1)
     kept = f'sum(kvferry_tier_tenant_used_bytes{{tenant="{TENANT}"}})'
     await until_value(f"{kept} - sum(kvferry_tier_used_bytes)", 0)
+    borrowed = f'sum(kvferry_tier_tenant_borrowed_bytes{{tenant="{TENANT}"}})'
+    await until_value(f"{borrowed} - sum(kvferry_tier_used_bytes)", 0)  # it has no floor
 
 
 async def test_discovery_survives_the_registry(cluster: SimCluster, operator_key: str) -> None:

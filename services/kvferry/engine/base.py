@@ -16,6 +16,7 @@ import msgspec
 from kvferry.errors import InvalidRequest
 from kvferry.pages.exchange import ExchangeFields
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.outcome import TenantUsage
 from kvferry.tenancy.terms import EngineTerms
 from kvferry.tracing import TraceContext
 
@@ -397,6 +398,10 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def kv_transfer_stats(self) -> KvTransferStats: ...
+
+    def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
+        """Return what tenants hold, in pages, by tier and tenant; empty for an engine that keeps no contracts."""
+        ...
 
     def own_metrics(self) -> Iterable[Any]:
         """Prometheus metric families. May be slow."""

@@ -22,7 +22,8 @@ _READ = (
     *(telemetry.TIER_SECONDS, telemetry.TIER_READ_RATE, telemetry.TIER_VERIFICATION_FAILURES),
     *(telemetry.TIER_QUARANTINED, telemetry.TIER_EVICTED, telemetry.TIER_BREAKER, telemetry.TIER_TRIPS),
     *(telemetry.TIER_TENANT_USED, telemetry.TIER_TENANT_FLOOR, telemetry.TIER_TENANT_CAP),
-    *(telemetry.TIER_TENANT_EVICTED, telemetry.TIER_TENANT_REFUSED),
+    *(telemetry.TIER_TENANT_BORROWED, telemetry.TIER_TENANT_EVICTED, telemetry.TIER_TENANT_DISPLACED),
+    telemetry.TIER_TENANT_REFUSED,
 )
 
 
@@ -102,6 +103,8 @@ def _read_volume(stats: VolumeIoStats) -> Iterator[Reading]:
         yield Reading(telemetry.TIER_TENANT_USED, (volume, tenant), usage.used)
         yield Reading(telemetry.TIER_TENANT_FLOOR, (volume, tenant), usage.floor)
         yield Reading(telemetry.TIER_TENANT_CAP, (volume, tenant), usage.cap)
+        yield Reading(telemetry.TIER_TENANT_BORROWED, (volume, tenant), usage.borrowed)
+        yield Reading(telemetry.TIER_TENANT_DISPLACED, (volume, tenant), usage.displaced)
         for cause, count in usage.evicted.items():
             yield Reading(telemetry.TIER_TENANT_EVICTED, (volume, tenant, cause.name.lower()), count)
         for reason, count in usage.refused.items():

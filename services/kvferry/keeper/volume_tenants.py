@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +13,15 @@ from typing import Final
 import msgspec
 
 from kvferry.errors import KvferryError, TierError
+from kvferry.keeper import cluster_floors
+from kvferry.keeper.cluster_floors import ClusterFloors
 from kvferry.keeper.keeper import Keeper
 from kvferry.membership.base import Membership, RecordChange, Records
 from kvferry.store.volume import Volume
 from kvferry.tenancy import records
+from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.records import PURGES, TENANTS, Purge, TenantRecord
-from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, contracts_in
+from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, contracts_in, floor_parts
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +37,22 @@ class VolumeTenants:
         self._records = membership.records
         self._keeper = keeper
         self._volumes = volumes
+        self._floors = ClusterFloors(membership.records, keeper.keeper_id)
         self._tenants: dict[str, TenantRecord] = {}
         self._lowest: dict[str, int] = {}
         self._to_report: dict[str, int] = {}
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
+        self._parts: dict[str, float] = {}  # floors, as parts of each volume
+        self._parts_changed = asyncio.Event()
+        self._waiting: list[asyncio.Event] = []  # for the next contracts to be applied
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        duties = (self._follow(), self._configure_for_ever(), self._purge_for_ever(), self._expire_for_ever())
+        duties = (
+            *(self._follow(), self._configure_for_ever(), self._purge_for_ever(), self._expire_for_ever()),
+            self._move_floors_for_ever(),
+        )
         self._tasks = [asyncio.create_task(duty) for duty in duties]
 
     def begin_anew(self) -> None:
@@ -88,13 +100,48 @@ class VolumeTenants:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            tiers = {name: record.tiers for name, record in self._tenants.items()}
-            await asyncio.to_thread(self._configure, tiers)
+            waiting, self._waiting = self._waiting, []
+            tiers = self._tiers()
+            parts = floor_parts(VOLUME_TIER, tiers)
+            if parts != self._parts:
+                self._parts = parts
+                self._parts_changed.set()
+            floors = {volume.volume_id: self._floors.floors_of(volume, parts) for volume in self._open_volumes()}
+            await asyncio.to_thread(self._configure, tiers, floors)
+            for each in waiting:
+                each.set()
             await asyncio.sleep(CONFIGURE_PAUSE_S)
 
-    def _configure(self, tiers: TenantToTiers) -> None:
+    def _configure(self, tiers: TenantToTiers, floors: Mapping[str, Mapping[str, int]]) -> None:
         for volume in self._volumes:
-            volume.configure(contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes))
+            even = contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes)
+            moved = floors.get(volume.volume_id, {}) if volume.is_open else {}
+            try:
+                volume.configure({**even, **_with_floors(even, moved, volume.capacity_bytes)})
+            except ValueError:
+                log.exception("floors that moved do not fit into volume %s: it has the even ones", volume.path)
+                volume.configure(even)
+
+    async def _apply_floors(self) -> None:
+        """Return when volumes have the contracts of now."""
+        applied = asyncio.Event()
+        self._waiting.append(applied)
+        self._changed.set()
+        await applied.wait()
+
+    async def _move_floors_for_ever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(cluster_floors.PERIOD_S):
+                    await self._parts_changed.wait()
+            self._parts_changed.clear()
+            try:
+                await self._floors.step(self._parts, self._open_volumes(), self._apply_floors)
+            except Exception:
+                log.exception("floors do not move; trying again")
+
+    def _tiers(self) -> TenantToTiers:
+        return {name: record.tiers for name, record in self._tenants.items()}
 
     def _open_volumes(self) -> list[Volume]:
         return [volume for volume in self._volumes if volume.is_open]
@@ -137,3 +184,13 @@ class VolumeTenants:
             await self._records.write(name, msgspec.json.encode(purge), before.revision if before is not None else 0)
         except KvferryError as error:
             log.warning("the removal of chunks cannot be reported: %s", error.message)
+
+
+def _with_floors(
+    contracts: Mapping[str, TierContract], floors: Mapping[str, int], capacity: int
+) -> dict[str, TierContract]:
+    return {
+        tenant: dataclasses.replace(contracts[tenant], floor=floor, cap=max(floor, contracts[tenant].cap_in(capacity)))
+        for tenant, floor in floors.items()
+        if tenant in contracts
+    }

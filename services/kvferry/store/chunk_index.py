@@ -7,7 +7,7 @@ evicted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.store.change_log import Change, ChangeLog
@@ -70,9 +70,9 @@ class ChunkIndex(ChunkTable):
         with self._lock:
             self._eviction.configure(contracts)
 
-    def usages(self) -> Mapping[str, TenantUsage]:
+    def usages(self, names: Collection[str] | None = None) -> Mapping[str, TenantUsage]:
         with self._lock:
-            return self._eviction.usages()
+            return self._eviction.usages(names)
 
     # Uses
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from kvferry.store.layout import ChunkId, LayoutDigest
@@ -78,8 +78,8 @@ class EvictionPolicy(Protocol):
         """Raises ValueError for floors beyond the capacity."""
         ...
 
-    def usages(self) -> Mapping[str, TenantUsage]:
-        """Return what tenants hold, by name or as `OTHER`."""
+    def usages(self, names: Collection[str] | None = None) -> Mapping[str, TenantUsage]:
+        """Return what tenants hold: those of these names, or all, by name or as `OTHER`."""
         ...
 
     def __contains__(self, chunk: EvictableChunk) -> bool: ...
@@ -149,7 +149,7 @@ class Lru:
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         pass
 
-    def usages(self) -> Mapping[str, TenantUsage]:
+    def usages(self, names: Collection[str] | None = None) -> Mapping[str, TenantUsage]:
         return {}
 
     def __contains__(self, chunk: EvictableChunk) -> bool:
@@ -180,7 +180,9 @@ class TenantRetention:
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         self._retention.configure(contracts)
 
-    def usages(self) -> Mapping[str, TenantUsage]:
+    def usages(self, names: Collection[str] | None = None) -> Mapping[str, TenantUsage]:
+        if names is not None:
+            return {name: self._retention.usage_of(name) for name in names}
         return self._retention.usages(MAX_NAMED_TENANTS)
 
     def select(

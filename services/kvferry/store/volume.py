@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -246,9 +246,9 @@ class Volume:
         """Replace tenants' contracts, in bytes. Raises ValueError for floors beyond the capacity."""
         self._index.configure(contracts)
 
-    def usages(self) -> Mapping[str, TenantUsage]:
-        """Return what tenants hold; nothing without a policy for tenants."""
-        return self._index.usages()
+    def usages(self, names: Collection[str] | None = None) -> Mapping[str, TenantUsage]:
+        """Return what tenants hold, all or those of these names; nothing without a policy for tenants."""
+        return self._index.usages(names)
 
     def expire(self) -> int:
         """Remove chunks whose tenants' time to live is over, and return their number."""

@@ -52,6 +52,8 @@ class TenantUsage:
     cap: int = 0
     num_pages: int = 0
     num_ghosts: int = 0
+    num_uses: int = 0  # hits and stores
+    displaced: int = 0  # pages of other tenants that were evicted for its own
     evicted: Mapping[Cause, int]
     refused: Mapping[Refusal, int]
 
@@ -65,6 +67,8 @@ class TenantUsage:
             cap=self.cap + other.cap,
             num_pages=self.num_pages + other.num_pages,
             num_ghosts=self.num_ghosts + other.num_ghosts,
+            num_uses=self.num_uses + other.num_uses,
+            displaced=self.displaced + other.displaced,
             evicted={cause: self.evicted[cause] + other.evicted[cause] for cause in Cause},
             refused={refusal: self.refused[refusal] + other.refused[refusal] for refusal in Refusal},
         )

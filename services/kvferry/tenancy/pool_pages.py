@@ -7,8 +7,8 @@ There are no ghosts here; otherwise the order is that of `Retention`, as a test 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.tenancy.contract import TierContract, check_floors
@@ -16,6 +16,8 @@ from kvferry.tenancy.hinted_pages import NEVER, HintedPages, Place, first_privat
 from kvferry.tenancy.indexed_heap import IndexedHeap
 from kvferry.tenancy.outcome import Cause
 from kvferry.tenancy.page import MAX_COUNTED_REUSES, MAX_REUSES
+from kvferry.tenancy.tenant_counts import Counts, TenantCounts
+from kvferry.tenancy.usage_report import Holding
 
 _DEFAULT = TierContract()
 _ENDS_PER_CALL = 64  # as `Retention`
@@ -23,18 +25,18 @@ _ENDS_PER_CALL = 64  # as `Retention`
 
 class _Tenant:
     __slots__ = (
-        "bonus_s", "contract", "hinted", "levels", "limit", "name", "num_cached", "num_evicted", "num_free", "reserved",
+        "bonus_s", "contract", "counts", "hinted", "levels", "limit", "name", "num_cached", "num_free", "reserved",
     )  # fmt: skip
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, counts: Counts) -> None:
         self.name = name
+        self.counts = counts
         self.contract = _DEFAULT
         self.limit = 0
         self.bonus_s = 0.0
         self.num_cached = 0  # in use or free
         self.num_free = 0
         self.reserved = 0  # of the free ones, those within the floor
-        self.num_evicted: Counter[Cause] = Counter()
         # Times of last use by page, oldest first, for each number of reuses.
         self.levels = tuple(OrderedDict[int, float]() for _ in range(MAX_REUSES + 1))
         self.hinted: HintedPages[int] | None = None  # made with the first hint
@@ -103,6 +105,7 @@ class PoolPages:
     def __init__(self, num_pages: int, capacity: int, bonus_s: float = 60.0) -> None:
         self.capacity = capacity
         self.num_free = 0
+        self.counts = TenantCounts()
         self._bonus_s = bonus_s
         self._blank: OrderedDict[int, None] = OrderedDict()  # free and not cached; the last goes first
         self._owners: list[_Tenant | None] = [None] * num_pages  # of cached pages
@@ -113,6 +116,7 @@ class PoolPages:
         self._by_key: IndexedHeap[_Tenant] = IndexedHeap()  # tenants above their floors, with free pages
         self._by_expiry: IndexedHeap[_Tenant] = IndexedHeap()
         self._changed: set[_Tenant] = set()
+        self._unreported: set[str] = set()  # tenants
         self._reserved = 0
         self._hinting: set[_Tenant] = set()  # tenants with hinted pages
         self._due_s = NEVER  # no hint ends before
@@ -121,7 +125,9 @@ class PoolPages:
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         """Replace all contracts. Raises ValueError if their floors exceed the capacity."""
         check_floors({name: contract.floor for name, contract in contracts.items()}, self.capacity)
+        self._unreported |= self._contracts.keys() | contracts.keys()
         self._contracts = dict(contracts)
+        self.counts.add_names(contracts)
         for tenant in list(self._tenants.values()):
             self._configure(tenant)
 
@@ -138,11 +144,13 @@ class PoolPages:
         owner = self._owners[page]
         return None if owner is None else owner.name
 
-    def forget(self, page: int) -> None:
-        """Note that a page is not cached any more. If it is free, it stays free. Idempotent."""
+    def forget(self, page: int, cause: Cause | None = None) -> None:
+        """Note that a page is not cached any more, or evicted for a cause. If it is free, it stays free. Idempotent."""
         owner = self._owners[page]
         if owner is None:
             return
+        if cause is not None:
+            owner.counts.evicted[cause] += 1
         if self._is_free[page]:
             self._unlink(page, owner)
             self._blank[page] = None
@@ -248,10 +256,19 @@ class PoolPages:
         own = self._tenants.get(tenant)
         return self._reserved - (0 if own is None else own.reserved)
 
-    def usage_of(self, tenant: str) -> tuple[int, int, dict[Cause, int]]:
-        """Return pages cached, those of them that are free, and evicted ones by cause."""
-        known = self._tenants.get(tenant) or _Tenant(tenant)
-        return known.num_cached, known.num_free, {cause: known.num_evicted[cause] for cause in Cause}
+    def holding_of(self, tenant: str) -> Holding:
+        """Return what a tenant holds, in use or free; nothing for one that has neither pages nor a contract."""
+        known, contract = self._tenants.get(tenant), self._contracts.get(tenant, _DEFAULT)
+        if known is None and contract is _DEFAULT:
+            return Holding()
+        used = 0 if known is None else known.num_cached
+        return Holding(used, contract.floor, contract.cap_in(self.capacity), max(0, used - contract.floor))
+
+    def changed_holdings(self) -> Iterator[tuple[str, Holding]]:
+        """Return what tenants hold where it, or a count of theirs, may have changed since the call before."""
+        self._refresh()
+        changed, self._unreported = self._unreported, set()
+        return ((tenant, self.holding_of(tenant)) for tenant in changed)
 
     # Inside
 
@@ -264,7 +281,7 @@ class PoolPages:
         while len(taken) < num:
             self._refresh()
             if (due := self._by_expiry.first) is not None and due[0][0] <= self._now_s:
-                self._evict(due[1], _Next(Cause.EXPIRED, 0.0, due[1].expiry()[1]), taken)
+                self._evict(due[1], _Next(Cause.EXPIRED, 0.0, due[1].expiry()[1]), taken, own)
             elif (first := self._by_key.first) is not None:
                 self._take_from(first[1], own, taken, num)
             elif own.num_free:
@@ -272,7 +289,7 @@ class PoolPages:
             else:
                 # Floors yield to requests that run.
                 lender = min((each for each in self._tenants.values() if each.num_free), key=_loss)
-                self._evict(lender, lender.next_out()._replace(cause=Cause.BORROWED), taken)
+                self._evict(lender, lender.next_out()._replace(cause=Cause.BORROWED), taken, own)
         own.num_cached -= num
         self._changed.add(own)
 
@@ -288,7 +305,7 @@ class PoolPages:
                 cause = Cause.OVER_CAP if tenant.num_cached > tenant.limit else Cause.BORROWED
                 if limit is not None and (cause, score, tenant.name) > limit:
                     return
-                self._evict_oldest(tenant, level, Cause.OWN if tenant is own else cause, taken)
+                self._evict_oldest(tenant, level, Cause.OWN if tenant is own else cause, taken, own)
                 if ttl_s is not None:
                     return  # the next may have expired
                 continue
@@ -296,24 +313,23 @@ class PoolPages:
             if limit is not None and (found.cause, found.score, tenant.name) > limit:
                 return
             is_own = tenant is own and found.cause is not Cause.ENDED
-            self._evict(tenant, found._replace(cause=Cause.OWN) if is_own else found, taken)
+            self._evict(tenant, found._replace(cause=Cause.OWN) if is_own else found, taken, own)
             if ttl_s is not None:
                 return  # the next may have expired
 
-    def _evict_oldest(self, tenant: _Tenant, level: int, cause: Cause, taken: list[int]) -> None:
+    def _evict_oldest(self, tenant: _Tenant, level: int, cause: Cause, taken: list[int], own: _Tenant) -> None:
         # Of a tenant without hints.
         page, _ = tenant.levels[level].popitem(last=False)
         tenant.num_free -= 1
-        tenant.num_evicted[cause] += 1
-        self._disown(page, tenant)
+        self._count_evicted(page, tenant, cause, own)
         taken.append(page)
 
     def _evict_own(self, own: _Tenant, taken: list[int]) -> None:
         expires_s, page = own.expiry()
         found = _Next(Cause.EXPIRED, 0.0, page) if expires_s <= self._now_s else own.next_out()
-        self._evict(own, found if found.cause <= Cause.ENDED else found._replace(cause=Cause.OWN), taken)
+        self._evict(own, found if found.cause <= Cause.ENDED else found._replace(cause=Cause.OWN), taken, own)
 
-    def _evict(self, tenant: _Tenant, found: _Next, taken: list[int]) -> None:
+    def _evict(self, tenant: _Tenant, found: _Next, taken: list[int], own: _Tenant) -> None:
         page = found.page
         if found.instead_of is not None and (hinted := tenant.hinted) is not None:
             level = min(self._reuses[page], MAX_REUSES)
@@ -321,9 +337,14 @@ class PoolPages:
             place = hinted.place_of(page) or Place(hinted.used_s(page) if used_s is None else used_s, level)
             hinted.move(found.instead_of, place)
         self._unlink(page, tenant)
-        tenant.num_evicted[found.cause] += 1
-        self._disown(page, tenant)
+        self._count_evicted(page, tenant, found.cause, own)
         taken.append(page)
+
+    def _count_evicted(self, page: int, tenant: _Tenant, cause: Cause, own: _Tenant) -> None:
+        tenant.counts.evicted[cause] += 1
+        if tenant is not own and cause is not Cause.EXPIRED:
+            own.counts.displaced += 1
+        self._disown(page, tenant)
 
     def _unlink(self, page: int, owner: _Tenant) -> None:
         if owner.levels[min(self._reuses[page], MAX_REUSES)].pop(page, None) is None and owner.hinted is not None:
@@ -344,6 +365,7 @@ class PoolPages:
             if tenant.hinted is not None and tenant.hinted.is_empty:
                 tenant.hinted = None
                 self._hinting.discard(tenant)
+            self._unreported.add(tenant.name)
             floor = tenant.contract.floor
             self._reserved -= tenant.reserved
             tenant.reserved = max(0, min(tenant.num_free, floor - (tenant.num_cached - tenant.num_free)))
@@ -374,13 +396,14 @@ class PoolPages:
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name)
+            tenant = self._tenants[name] = _Tenant(name, self.counts.of(name))
             self._configure(tenant)
         return tenant
 
     def _configure(self, tenant: _Tenant) -> None:
         contract = self._contracts.get(tenant.name, _DEFAULT)
         tenant.contract = contract
+        tenant.counts = self.counts.of(tenant.name)
         tenant.limit = contract.cap_in(self.capacity) if contract.borrow else contract.floor
         tenant.bonus_s = self._bonus_s * contract.weight
         if tenant.hinted is not None:

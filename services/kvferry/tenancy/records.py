@@ -18,6 +18,7 @@ KEY_PREFIX: Final = "kvf_"
 # Folders of records.
 TENANTS: Final = "tenants"
 PURGES: Final = "purges"
+FLOORS: Final = "floors"  # reports of nodes
 MAX_KEYS: Final = 64  # of a tenant
 MAX_TENANTS: Final = 10_000  # with deleted ones
 MAX_RECORD_BYTES: Final = 64 << 10

@@ -48,6 +48,7 @@ class Retention:
         # Counts of tenants without a contract that hold no page any more.
         self.other_evicted: Counter[Cause] = Counter()
         self.other_refused: Counter[Refusal] = Counter()
+        self.other_displaced = 0
         self._low = int(settings.capacity * settings.low_water)
         self._high = int(settings.capacity * settings.high_water)
         self._contracts: dict[str, TierContract] = {}
@@ -128,6 +129,7 @@ class Retention:
         else:
             self._advance(used_s)
             reuses = tenant.ghosts.reuses_of(page.key)
+            tenant.num_uses += 1
             page.used_s, page.reuses = self._now_s, 0 if reuses is None else min(reuses + 1, MAX_COUNTED_REUSES)
             tenant.link(page)
         tenant.ghosts.forget(page.key)
@@ -140,6 +142,7 @@ class Retention:
             return False
         page.reuses, page.used_s = min(page.reuses + 1, MAX_COUNTED_REUSES), self._now_s
         tenant = self._tenants[page.tenant]
+        tenant.num_uses += 1
         tenant.use(page)
         self._order.update(tenant)
         return True
@@ -272,6 +275,8 @@ class Retention:
             cap=tenant.cap,
             num_pages=tenant.num_pages,
             num_ghosts=len(tenant.ghosts),
+            num_uses=tenant.num_uses,
+            displaced=tenant.num_displaced,
             evicted={cause: tenant.num_evicted[cause] for cause in Cause},
             refused={refusal: tenant.num_refused[refusal] for refusal in Refusal},
         )
@@ -281,6 +286,7 @@ class Retention:
         named = [name for name in sorted(self._contracts) if name != OTHER][:max_named]
         usages = {name: self.usage_of(name) for name in named}
         other = TenantUsage(
+            displaced=self.other_displaced,
             evicted={cause: self.other_evicted[cause] for cause in Cause},
             refused={refusal: self.other_refused[refusal] for refusal in Refusal},
         )
@@ -362,6 +368,8 @@ class Retention:
         cause = Cause.OWN if is_own else found.cause
         tenant.num_evicted[cause] += 1
         tenant.forget(found.page)
+        if demander not in (None, tenant) and cause is not Cause.EXPIRED:
+            demander.num_displaced += 1
         tenant.ghosts.add(found.page.key, found.page.reuses)
         self._trim(tenant)
         return Victim(found.page, cause)
@@ -374,6 +382,7 @@ class Retention:
             return
         self.other_evicted.update(tenant.num_evicted)
         self.other_refused.update(tenant.num_refused)
+        self.other_displaced += tenant.num_displaced
         self._order.remove(tenant)
         del self._tenants[tenant.name]
 

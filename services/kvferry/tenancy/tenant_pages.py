@@ -32,6 +32,8 @@ class TenantPages:
         self.num_pages = 0
         self.num_evicted: Counter[Cause] = Counter()
         self.num_refused: Counter[Refusal] = Counter()
+        self.num_uses = 0  # hits and stores
+        self.num_displaced = 0  # pages of others
         self.ghosts = GhostHistory()
         self._bonus_s = 0.0
         self._levels = tuple(PageList() for _ in range(MAX_REUSES + 1))

@@ -86,9 +86,20 @@ TenantToTiers = Mapping[str, Mapping[str, TierTerms]]
 def contracts_in(tier: str, tenant_to_terms: TenantToTiers, capacity: int) -> dict[str, TierContract]:
     """Return the contracts of a tier with `capacity` units. Floors that together exceed their part are scaled down."""
     terms = {tenant: tiers[tier] for tenant, tiers in tenant_to_terms.items()}
-    total = math.fsum(each.floor for each in terms.values())
-    scale = min(1.0, MAX_FLOORS[tier] / total) if total else 1.0
+    scale = _scale(tier, terms)
     return {tenant: each.contract_in(capacity, scale) for tenant, each in terms.items()}
+
+
+def floor_parts(tier: str, tenant_to_terms: TenantToTiers) -> dict[str, float]:
+    """Return the floors of tenants that have one, as parts of a tier's capacity; as `contracts_in` scales them."""
+    terms = {tenant: tiers[tier] for tenant, tiers in tenant_to_terms.items()}
+    scale = _scale(tier, terms)
+    return {tenant: each.floor * scale for tenant, each in terms.items() if each.floor}
+
+
+def _scale(tier: str, terms: Mapping[str, TierTerms]) -> float:
+    total = math.fsum(each.floor for each in terms.values())
+    return min(1.0, MAX_FLOORS[tier] / total) if total else 1.0
 
 
 def check_floors(tenant_to_terms: TenantToTiers) -> None:

@@ -13,6 +13,7 @@ from kvferry.engine.base import Engine, EngineStats, EngineTimes, KvTransferStat
 from kvferry.errors import KvferryError
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.telemetry import Exporter
+from kvferry.tenancy.outcome import OTHER, Cause, Refusal, TenantUsage
 from kvferry.worker.server import WorkerServer
 
 _READ = (
@@ -30,7 +31,11 @@ _READ = (
     telemetry.ENGINE_TENANT_WAITS,
     telemetry.ENGINE_TENANT_PROMPT_TOKENS,
     telemetry.ENGINE_TENANT_CACHED,
+    *(telemetry.ENGINE_TENANT_USED, telemetry.ENGINE_TENANT_FLOOR, telemetry.ENGINE_TENANT_CAP),
+    *(telemetry.ENGINE_TENANT_BORROWED, telemetry.ENGINE_TENANT_EVICTED, telemetry.ENGINE_TENANT_DISPLACED),
+    telemetry.ENGINE_TENANT_REFUSED,
 )
+_NOTHING = TenantUsage(evicted=dict.fromkeys(Cause, 0), refused=dict.fromkeys(Refusal, 0))
 
 
 class WorkerMetrics:
@@ -81,8 +86,9 @@ class WorkerMetrics:
         engine, server = self._engine, self._server
         try:
             stats, kv_transfer, num_cpu_pages = engine.stats(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
+            usages = engine.tenant_usages()
         except KvferryError:
-            stats, kv_transfer, num_cpu_pages = EngineStats(), KvTransferStats(), 0
+            stats, kv_transfer, num_cpu_pages, usages = EngineStats(), KvTransferStats(), 0, {}
         yield Reading(telemetry.ENGINE_ALIVE, (), float(not server.died.is_set()))
         yield Reading(telemetry.ENGINE_DRAINING, (), float(server.draining))
         yield Reading(telemetry.ENGINE_GATEWAYS, (), len(server.sessions))
@@ -107,4 +113,19 @@ class WorkerMetrics:
             yield Reading(telemetry.ENGINE_TENANT_PROMPT_TOKENS, (tenant,), times.num_prompt_tokens)
             for tier, tokens in times.cached.by_tier().items():
                 yield Reading(telemetry.ENGINE_TENANT_CACHED, (tenant, tier), tokens)
+        for tier in telemetry.ENGINE_TIERS:
+            for tenant, usage in {OTHER: _NOTHING, **usages.get(tier, {})}.items():
+                yield from _read_usage(tenant, tier, usage)
         yield from read_spans(telemetry.WORKER_SPANS, self._read_span_counts())
+
+
+def _read_usage(tenant: str, tier: str, usage: TenantUsage) -> Iterator[Reading]:
+    yield Reading(telemetry.ENGINE_TENANT_USED, (tenant, tier), usage.used)
+    yield Reading(telemetry.ENGINE_TENANT_FLOOR, (tenant, tier), usage.floor)
+    yield Reading(telemetry.ENGINE_TENANT_CAP, (tenant, tier), usage.cap)
+    yield Reading(telemetry.ENGINE_TENANT_BORROWED, (tenant, tier), usage.borrowed)
+    yield Reading(telemetry.ENGINE_TENANT_DISPLACED, (tenant, tier), usage.displaced)
+    for cause, count in usage.evicted.items():
+        yield Reading(telemetry.ENGINE_TENANT_EVICTED, (tenant, tier, cause.name.lower()), count)
+    for reason, count in usage.refused.items():
+        yield Reading(telemetry.ENGINE_TENANT_REFUSED, (tenant, tier, reason.name.lower()), count)

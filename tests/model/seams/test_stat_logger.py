@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from .support import parameters
@@ -37,6 +39,30 @@ class TestStatLogger:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
         assert {"bytes_transferred", "num_failed_transfers"} <= NixlKVConnectorStats().data.keys()
+
+    def test_a_report_on_tenants_is_taken_before_loggers_of_vllm_see_it(self) -> None:
+        from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        from kvferry.engine.vllm.plugins.core_fields import HOLDINGS_TAG
+        from kvferry.engine.vllm.stat_logger import EngineStatLogger
+
+        source = inspect.getsource(StatLoggerManager.__init__)
+        assert source.index("extend(custom_stat_loggers)") < source.index("append(default_logger_factory)")
+        assert "ec_connector_stats" in inspect.getsource(LoggingStatLogger.record)
+        counters, stats = EngineStatLogger(None), SchedulerStats()
+        numbers = [5, 4, 8, 1, 2, *range(10, 15), 20, 21]
+        stats.ec_connector_stats = {HOLDINGS_TAG: {"device": [["acme", numbers]]}}
+        counters.record(stats, None)
+        assert stats.ec_connector_stats is None
+        usage = counters.tier_to_usages["device"]["acme"]
+        assert (usage.used, usage.floor, usage.cap, usage.borrowed, usage.displaced) == (5, 4, 8, 1, 2)
+        assert (list(usage.evicted.values()), list(usage.refused.values())) == ([10, 11, 12, 13, 14], [20, 21])
+        stats.ec_connector_stats = {"other": 1}
+        counters.record(stats, None)
+        counters.reset()
+        assert stats.ec_connector_stats == {"other": 1}
+        assert counters.tier_to_usages["device"]["acme"] is usage, "a state, no count of this process"
 
     @pytest.mark.parametrize("joined", [False, True])
     def test_transfers_are_counted_alone_and_joined(self, joined: bool) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvferry.engine.base import TierHints
 from kvferry.tenancy import known_terms
@@ -177,7 +177,7 @@ def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays() -
     for wanted_s in (None, 3600.0):
         tier = Tier()
         assert tier.store(range(20), NOISE)
-        assert tier.store(range(100, 108), dataclasses.replace(ACME, wanted_s=wanted_s))
+        assert tier.store(range(100, 108), structs.replace(ACME, wanted_s=wanted_s))
         for first in range(1000, 1400, 8):
             assert tier.store(range(first, first + 8), ACME)
         held.append((tier.held(range(100, 108)), tier.held(range(20))))
@@ -190,7 +190,7 @@ def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays() -
 def test_chunks_of_an_ended_session_go_before_older_ones_but_not_a_shared_prompt() -> None:
     tier = Tier()
     assert tier.store(range(20), NOISE)
-    ending = dataclasses.replace(ACME, wanted_s=0.0)
+    ending = structs.replace(ACME, wanted_s=0.0)
     assert tier.store(range(100, 104), ACME)  # a system prompt
     assert tier.store(range(200, 204), ACME)  # of a session that goes on
     for first in (300, 310, 320):

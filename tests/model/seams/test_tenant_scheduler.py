@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import inspect
 import random
@@ -11,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvferry.engine.base import TierHints
 from kvferry.tenancy.contract import TierContract
@@ -214,14 +214,14 @@ def test_a_running_request_may_take_what_a_floor_keeps() -> None:
 def test_failed_loads_and_resets_leave_no_owner() -> None:
     engine = Engine({"acme": TierContract(floor=10, cap=20)})
     engine.run(1, 10, "acme")
-    num_cached, _, _ = engine.pages.usage_of("acme")
+    num_cached = engine.pages.holding_of("acme").used
     assert num_cached == 10
     cached = [block.block_id for block in engine.pool.blocks if block.block_hash is not None]
     engine.manager.evict_blocks(set(cached[:4]))
     engine.pages.check()
-    assert engine.pages.usage_of("acme")[0] == 6
+    assert engine.pages.holding_of("acme").used == 6
     assert engine.manager.reset_prefix_cache()
-    assert engine.pages.usage_of("acme")[0] == 0
+    assert engine.pages.holding_of("acme").used == 0
     assert engine.pages.num_free == NUM_BLOCKS - 1
 
 
@@ -347,7 +347,7 @@ def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays(vll
     steps = Steps(vllm_config, is_async=is_async)
     terms = EngineTerms(cpu=TierTerms(), device=TierTerms(cap=0.5))
     acme, beta = TierHints(Namespace("acme"), terms=terms), TierHints(Namespace("beta"), terms=terms)
-    for hints, num_hit in ((acme, 0), (dataclasses.replace(acme, wanted_s=600.0), 6)):
+    for hints, num_hit in ((acme, 0), (structs.replace(acme, wanted_s=600.0), 6)):
         assert steps.scheduler.reset_prefix_cache()
         steps.add(prompt_of(2, 16), beta)
         steps.run()
@@ -368,7 +368,7 @@ def test_pages_of_an_ended_session_go_before_older_ones(vllm_config: Any, is_asy
     acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
     steps.add(prompt_of(1, 8), acme)
     steps.run()
-    steps.add(prompt_of(2, 16), dataclasses.replace(acme, wanted_s=0.0))
+    steps.add(prompt_of(2, 16), structs.replace(acme, wanted_s=0.0))
     steps.run()
     steps.add(prompt_of(3, 8), acme)
     steps.run()
@@ -384,7 +384,7 @@ def test_the_end_of_a_session_leaves_pages_that_run_or_that_others_share(vllm_co
     steps = Steps(vllm_config, is_async=False)
     pages = steps.scheduler._pages
     acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
-    ending = dataclasses.replace(acme, wanted_s=0.0)
+    ending = structs.replace(acme, wanted_s=0.0)
 
     def num_ended() -> int:
         tenant = pages._tenants["acme"]
@@ -437,11 +437,11 @@ def test_the_accounts_are_right_whatever_requests_do(vllm_config: Any, seed: int
     assert num_preempted > 5, "so that memory was short"
     steps.run()
     assert pages.num_free == NUM_BLOCKS - 1
-    assert sum(sum(pages.usage_of(tenant)[:1]) for tenant in ("a", "b", "c", "default")) == len(
+    assert sum(pages.holding_of(tenant).used for tenant in ("a", "b", "c", "default")) == len(
         [block for block in scheduler._pool.blocks if block.block_hash is not None]
     )
     assert scheduler.reset_prefix_cache()
-    assert not any(pages.usage_of(tenant)[0] for tenant in ("a", "b", "c", "default"))
+    assert not any(pages.holding_of(tenant).used for tenant in ("a", "b", "c", "default"))
 
 
 @pytest.mark.parametrize("is_async", [False, True])

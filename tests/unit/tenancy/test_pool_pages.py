@@ -31,8 +31,7 @@ def store(pool: PoolPages, tenant: str, num: int, now_s: float) -> list[int]:
 
 
 def held(pool: PoolPages, tenant: str) -> int:
-    num_cached, _, _ = pool.usage_of(tenant)
-    return num_cached
+    return pool.holding_of(tenant).used
 
 
 def test_blank_pages_go_first_and_the_one_freed_last() -> None:
@@ -52,7 +51,7 @@ def test_a_floor_survives_a_flood_of_ten_times_the_pool() -> None:
     for page in pages:
         pool.use(page)  # they are hit
     pool.check()
-    assert pool.usage_of("noise")[2][Cause.OWN] > 0
+    assert pool.counts.of("noise").evicted[Cause.OWN] > 0
 
 
 def test_what_is_above_a_floor_is_lent_and_a_tenant_over_its_cap_loses_first() -> None:
@@ -61,7 +60,7 @@ def test_what_is_above_a_floor_is_lent_and_a_tenant_over_its_cap_loses_first() -
     store(pool, "acme", 30, 1.0)
     store(pool, "plain", 10, 2.0)
     assert held(pool, "acme") == 20
-    assert pool.usage_of("acme")[2][Cause.OVER_CAP] == 10
+    assert pool.counts.of("acme").evicted[Cause.OVER_CAP] == 10
     store(pool, "plain", 25, 3.0)
     assert held(pool, "acme") == 10
 
@@ -136,7 +135,7 @@ def test_pages_expire_after_their_last_use() -> None:
     assert held(pool, "a") == 1
     taken = pool.take(7, "b", 9.0)
     assert second in taken, "what has expired goes before the older pages of others"
-    assert pool.usage_of("a")[2][Cause.EXPIRED] == 1
+    assert pool.counts.of("a").evicted[Cause.EXPIRED] == 1
 
 
 def test_a_changed_contract_counts_at_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.outcome import Cause, Refusal, Stored
+from kvferry.tenancy.outcome import OTHER, Cause, Refusal, Stored
 from kvferry.tenancy.page import Page
 from kvferry.tenancy.retention import Retention
 
@@ -353,6 +353,18 @@ def test_counts_of_tenants_that_left_stay() -> None:
     tier.store("d", "d1", 62)
     assert tier.policy.usage_of("a").used == tier.policy.usage_of("b").used == 0
     assert tier.policy.other_evicted == {Cause.BORROWED: 2, Cause.OWN: 2}
+
+
+def test_a_tier_counts_for_whom_pages_of_others_went() -> None:
+    tier = Tier(2, b=TierContract(cap=2))
+    tier.store("a", "a1 a2", 0)
+    tier.store("b", "b1 b2", 1)
+    tier.store("b", "b3", 2)
+    usages = tier.policy.usages(8)
+    assert (usages["b"].displaced, usages[OTHER].displaced) == (2, 0), "what it evicts of its own is not of others"
+    tier.store("a", "a3", 200)
+    tier.store("c", "c1 c2", 300)
+    assert tier.policy.usages(8)[OTHER].displaced == 2, "those of tenants without a contract or a page stay"
 
 
 def test_floors_beyond_the_tier_are_refused_and_change_nothing() -> None:

@@ -20,6 +20,7 @@ from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.remote_reader import RemoteReader, RemoteStats
 from kvferry.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter
+from kvferry.tenancy.outcome import Cause, Refusal, TenantUsage
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.server import WorkerServer
 
@@ -72,6 +73,38 @@ async def test_times_of_a_request_go_where_they_belong() -> None:
     for name, seconds in (("queue", 0.25), ("prefill", 0.5), ("decode", 2.0)):
         assert seen[f"kvferry_engine_{name}_seconds_count{{{identity}}}"] == 1, "an abort is no measure"
         assert seen[f"kvferry_engine_{name}_seconds_sum{{{identity}}}"] == pytest.approx(seconds)
+
+
+async def test_what_tenants_hold_in_an_engine_is_there_by_tier_and_zero_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = an_engine()
+    metrics = worker_metrics(engine)
+    await engine.start()
+    try:
+        seen, identity = rows(await metrics.render()), 'role="decode",{},worker="w-1"'
+        for tier in ("device", "cpu"):
+            labels = identity.format(f'tenant="other",tier="{tier}"')
+            assert seen[f"kvferry_engine_tenant_used_pages{{{labels}}}"] == 0
+            assert seen[f'kvferry_engine_tenant_evicted_pages_total{{cause="expired",{labels}}}'] == 0
+        usage = TenantUsage(
+            used=7,
+            floor=4,
+            cap=8,
+            borrowed=3,
+            displaced=5,
+            evicted={**dict.fromkeys(Cause, 0), Cause.EXPIRED: 2},
+            refused={Refusal.LIMIT: 1, Refusal.NO_ROOM: 0},
+        )
+        monkeypatch.setattr(engine, "tenant_usages", lambda: {"cpu": {"acme": usage}})
+        seen, labels = rows(await metrics.render()), identity.format('tenant="acme",tier="cpu"')
+        for name, value in (("used", 7), ("floor", 4), ("cap", 8), ("borrowed", 3), ("displaced", 5)):
+            assert seen[f"kvferry_engine_tenant_{name}_pages{'_total' * (name == 'displaced')}{{{labels}}}"] == value
+        assert seen[f'kvferry_engine_tenant_evicted_pages_total{{cause="expired",{labels}}}'] == 2
+        refused = f'kvferry_engine_tenant_refused_pages_total{{reason="limit",{labels}}}'
+        assert seen[refused] == 1
+    finally:
+        await engine.stop()
 
 
 async def test_what_an_engine_makes_itself_gets_the_same_labels(monkeypatch: pytest.MonkeyPatch) -> None:

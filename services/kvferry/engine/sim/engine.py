@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.config import SimConfig, TierConfig
@@ -39,6 +39,7 @@ from kvferry.engine.sim.tier import SimTier, sim_layout
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.pages.exchange import PAGE_FORMATS, sorted_fields
+from kvferry.tenancy.outcome import TenantUsage
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +236,9 @@ class SimEngine:
 
     def kv_transfer_stats(self) -> KvTransferStats:
         return self._fetcher.stats
+
+    def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
+        return {}
 
     def own_metrics(self) -> Iterable[Any]:
         return ()

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, st
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.model_folder import cache_folder
+from kvferry.tenancy.outcome import TenantUsage
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -329,6 +330,10 @@ class VllmEngine:
                 "lease_ended": counters.num_ended_leases,
             },
         )
+
+    def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
+        usages: dict[str, dict[str, TenantUsage]] = self._stat_logger.tier_to_usages
+        return usages
 
     def own_metrics(self) -> Iterable[Any]:
         from vllm.v1.metrics.prometheus import get_prometheus_registry

@@ -8,12 +8,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvferry.engine.base import CachedTokens, PromptSources
+from kvferry.engine.vllm.plugins.tenant_holdings import detach_from
+from kvferry.tenancy.outcome import TenantUsage
+from kvferry.tenancy.usage_report import usages_of
 
 
 class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
     """Totals since start or `reset`, and the last step's state."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.tier_to_usages: dict[str, dict[str, TenantUsage]] = {}  # by tenant, in pages, as reported last
         self.reset()
 
     def reset(self) -> None:
@@ -40,6 +44,8 @@ class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
             self.num_running = scheduler_stats.num_running_reqs
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
+            for tier, rows in detach_from(scheduler_stats).items():
+                self.tier_to_usages.setdefault(tier, {}).update(usages_of(rows))
             if scheduler_stats.kv_connector_stats:
                 self._record_transfers(scheduler_stats.kv_connector_stats)
             external = scheduler_stats.connector_prefix_cache_stats

@@ -12,6 +12,10 @@ ROUTE_KEYS_TAG = "kvferry.route_keys"
 # In the transfer parameters of a finished request: loaded tokens as {"cpu": n, "volume": n}.
 CACHED_PARAMETER = "kvferry_cached"
 
+# In a scheduler's statistics, among those of encoder caches, which have a dictionary for any connector: tier -> rows of
+# `tenancy/usage_report.py`.
+HOLDINGS_TAG = "kvferry.tenants"
+
 
 def cached_tokens(sources: PromptSources, loaded: Mapping[str, int] | None) -> CachedTokens:
     """`loaded` tokens came from tiers; KV transfer brought the rest from outside."""

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,11 +24,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvferry.engine.vllm.plugins.request_tier_state import hints_of
+from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
+from kvferry.engine.vllm.plugins.tier_connector import TierConnector
 from kvferry.tenancy.known_terms import KnownTerms
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
+from kvferry.tenancy.outcome import Cause
 from kvferry.tenancy.pool_pages import PoolPages
 from kvferry.tenancy.step_order import Candidate, StepOrder, step_order
-from kvferry.tenancy.terms import DEVICE_TIER
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
 
 MAX_EXPIRED_PER_STEP = 1024  # about 3 ms
 MAX_FIRST = 8  # waiting prompts that are looked at for a step
@@ -135,11 +139,13 @@ class TenantBlockPool(BlockPool):  # type: ignore[misc]
 
     def evict_expired(self) -> None:
         for page in self.free_block_queue.pages.expired(time.monotonic(), MAX_EXPIRED_PER_STEP):
+            self.free_block_queue.pages.forget(page, Cause.EXPIRED)
             self._maybe_evict_cached_block(self.blocks[page])
 
 
 class _TenantScheduling:
     kv_cache_manager: Any
+    connector: Any
     block_size: int
     running: list[Any]
     waiting: Any
@@ -154,6 +160,11 @@ class _TenantScheduling:
         self._pool = keep_tenants(self.kv_cache_manager)
         self._pages = self._pool.free_block_queue.pages
         self._terms = KnownTerms(DEVICE_TIER, self._pages.capacity)
+        self._report = HoldingsReport()
+        self._report.add(DEVICE_TIER, self._pages)
+        for connector in connectors_of(self.connector):
+            if isinstance(connector, TierConnector) and (policy := connector.tenant_policy) is not None:
+                self._report.add(CPU_TIER, policy, connector.blocks_per_chunk)
         self._is_in_vain = False  # the last step left out a prompt, and nothing began in its place
         self._stuck: Any = None  # the first request that waits, if the last step had tokens left for it
 
@@ -182,6 +193,12 @@ class _TenantScheduling:
     def _free_blocks(self, request: Any) -> None:
         self._pool.note_end(request, self.kv_cache_manager.get_blocks(request.request_id).blocks)
         super()._free_blocks(request)  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            self._report.attach_to(stats)
+        return stats
 
     def _first_waiting(self) -> Any:
         return self.waiting.peek_request() if self.waiting else None
@@ -269,6 +286,11 @@ class _TenantScheduling:
                 self.running.extend(order.paused)
                 self.max_num_active_reqs += len(paused)
                 self._pool.has_paused = False
+
+
+def connectors_of(connector: Any) -> Sequence[Any]:
+    """Return vLLM's connectors in one of its own for several."""
+    return connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
 
 
 def _may_begin(request: Any) -> bool:

@@ -95,7 +95,8 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         self._events = CpuTierEvents(
             reported.group_idx, reported.tokens_per_chunk, block_size, self.scheduler.config.tokens_per_hash
         )
-        keep_contracts(self._manager.primary_tier)
+        self.blocks_per_chunk = int(settings["blocks_per_chunk"])
+        self.tenant_policy = keep_contracts(self._manager.primary_tier)
         self._record_stored_chunks(self._manager.primary_tier)
 
     def _record_stored_chunks(self, primary: Any) -> None:

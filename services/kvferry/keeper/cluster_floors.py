@@ -1,0 +1,124 @@
+"""One keeper's part in floors that follow demand from node to node (`tenancy/floor_exchange.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from kvferry.errors import KvferryError
+from kvferry.membership.base import Record, RecordStore
+from kvferry.store.volume import Volume
+from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts, moving_parts
+from kvferry.tenancy.outcome import Cause
+from kvferry.tenancy.records import FLOORS, MAX_RECORD_BYTES
+
+log = logging.getLogger(__name__)
+
+PERIOD_S: Final = 10.0
+CALL_TIMEOUT_S: Final = 5.0
+FORGET_S: Final = 3600.0  # after which a record of a node that is gone is removed
+_HALF_LIFE_S: Final = 60.0  # of demand
+_LEAST: Final = 0.01
+
+
+class ClusterFloors:
+    """Floors of a node over its open volumes."""
+
+    def __init__(self, records: RecordStore, node: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._records = records
+        self._now_s = now_s
+        self._exchange = FloorExchange(node)
+        self._parts: Parts = {}
+        self._capacities: dict[str, int] = {}  # of the volumes that count, by id
+        self._num_counted: dict[tuple[str, str], int] = {}  # by volume and tenant, since the volume was opened
+        self._demand: dict[str, float] = {}
+        self._counted_s = now_s()
+        self._revisions: dict[str, tuple[int, float]] = {}  # of records, and since when
+
+    def __repr__(self) -> str:
+        return f"<ClusterFloors {self._exchange!r}>"
+
+    async def step(self, parts: Parts, volumes: Sequence[Volume], apply: Callable[[], Awaitable[None]]) -> None:
+        """Read others' reports, move floors, `apply` them and publish a report. Never raises for the registry."""
+        if not (parts and volumes):
+            self._parts, self._capacities = parts, {}
+            return
+        name = f"{volumes[0].volume_id}-{volumes[0].writer}"  # the same after a restart
+        records = await self._read()
+        for other, record in records.items():
+            if other != name:
+                self._see(other, record)
+        self._count(moving_parts(parts), volumes)
+        self._parts, self._capacities = parts, {volume.volume_id: volume.capacity_bytes for volume in volumes}
+        report = self._exchange.step(self._now_s(), parts, sum(self._capacities.values()), self._demand)
+        # Before others hear of it: they may count on what is offered, and no more on what they gave back.
+        await apply()
+        own = records.get(name)
+        await self._write(name, msgspec.json.encode(report), own.revision if own is not None else 0)
+        await self._forget_old(records, name)
+
+    def floors_of(self, volume: Volume, parts: Parts) -> dict[str, int]:
+        """Return floors in bytes of tenants whose floors move, if the last step had this volume and `parts`."""
+        capacity = sum(self._capacities.values())
+        if parts != self._parts or self._capacities.get(volume.volume_id) != volume.capacity_bytes or not capacity:
+            return {}
+        floors = self._exchange.floors(self._now_s())
+        return {tenant: units * volume.capacity_bytes // capacity for tenant, units in floors.items()}
+
+    def _see(self, name: str, record: Record) -> None:
+        if len(record.value) > MAX_RECORD_BYTES:
+            log.warning("the report %.100r on floors has %d bytes: it is passed over", name, len(record.value))
+            return
+        try:
+            report = msgspec.json.decode(record.value, type=FloorReport)
+            report.check()
+        except (ValueError, RecursionError) as error:
+            log.warning("the report %.100r on floors cannot be read: %.200s", name, error)
+            return
+        self._exchange.see(report, self._now_s())
+
+    def _count(self, parts: Parts, volumes: Sequence[Volume]) -> None:
+        now_s = self._now_s()
+        left = 0.5 ** ((now_s - self._counted_s) / _HALF_LIFE_S)
+        self._counted_s = now_s
+        self._demand = {tenant: self._demand.get(tenant, 0.0) * left for tenant in parts}
+        counted: dict[tuple[str, str], int] = {}
+        for volume in volumes:
+            for tenant, usage in volume.usages(parts).items():
+                key = volume.volume_id, tenant
+                lost = usage.evicted[Cause.BORROWED] + usage.evicted[Cause.OVER_CAP]
+                counted[key] = usage.num_uses + lost
+                self._demand[tenant] += max(0, counted[key] - self._num_counted.get(key, 0))
+        self._num_counted = counted
+        self._demand = {tenant: uses for tenant, uses in self._demand.items() if uses >= _LEAST}
+
+    async def _read(self) -> Mapping[str, Record]:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await self._records.read_all(FLOORS)
+        except (KvferryError, TimeoutError) as error:
+            log.debug("reports on floors cannot be read: %s", error)
+            return {}
+
+    async def _write(self, name: str, value: bytes | None, revision: int) -> None:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await self._records.write(f"{FLOORS}/{name}", value, revision)
+        except (KvferryError, TimeoutError) as error:
+            log.debug("a report on floors cannot be written: %s", error)
+
+    async def _forget_old(self, records: Mapping[str, Record], own: str) -> None:
+        now_s, before = self._now_s(), self._revisions
+        self._revisions = {}
+        for name, record in records.items():
+            revision, since_s = before.get(name, (0, now_s))
+            if revision != record.revision:
+                since_s = now_s
+            self._revisions[name] = record.revision, since_s
+            if name != own and since_s + FORGET_S <= now_s:
+                await self._write(name, None, record.revision)
