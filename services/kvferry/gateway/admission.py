@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class Readiness(msgspec.Struct, frozen=True):
     """Whether requests can be answered now; `waiting_for` names missing parts.
 
     `left_out` names workers that this gateway must not work with, and why; `unpaired` those that exchange KV pages with
-    no worker of the other role.
+    no worker of the other role. `pools` has the numbers of usable workers of named pools by role.
     """
 
     ready: bool
@@ -50,6 +50,7 @@ class Readiness(msgspec.Struct, frozen=True):
     members: Sequence[str]
     left_out: Sequence[str] = ()
     unpaired: Sequence[str] = ()
+    pools: Mapping[str, Mapping[str, int]] = {}
 
 
 class Work(Protocol):

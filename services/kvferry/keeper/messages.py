@@ -18,7 +18,7 @@ import msgspec
 from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey
 
 # Increased with every change of the protocol. Both ends come from one wheel; a difference is an unfinished upgrade.
-PROTOCOL = 2
+PROTOCOL = 3
 
 # A snapshot of a million keys is 36 MB; nothing else comes near a megabyte.
 MAX_FRAME_BYTES = 8 << 20
@@ -47,6 +47,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     layout: bytes  # ChunkLayout as JSON
     num_rows: int
     row_bytes: int
+    pool: str = ""  # whose volumes it uses; empty: those of the default pool
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):

@@ -16,7 +16,8 @@ NEWEST_VERSION = 2
 RESERVE = "reserve"  # places of decode workers, before a prompt is computed
 QUARANTINE = "quarantine"  # requests that workers pass on to all gateways
 REPLAY = "replay"  # of an answer's tokens in its grammar, when it goes on
-FEATURES = (RESERVE, QUARANTINE, REPLAY)
+POOLS = "pools"  # of workers: requests name theirs, and gateways keep to those of tenants
+FEATURES = (RESERVE, QUARANTINE, REPLAY, POOLS)
 
 _MAX_FEATURES = 64  # that a peer may name
 
@@ -58,6 +59,10 @@ def identity_of(said: pb.Hello | pb.Welcome) -> Identity:
         protocol.newest if is_versioned else 1,
         frozenset(protocol.features[:_MAX_FEATURES]),
     )
+
+
+def pool_text(pool: str) -> str:
+    return f"pool {pool[:64]!r}" if pool else "the default pool"
 
 
 def why_incompatible(own: Identity, peer: Identity) -> str:
