@@ -104,7 +104,7 @@ async def running(config: ClusterConfig, num_gateways: int) -> AsyncIterator[Clu
     cluster = Cluster(MemoryRegistry(), Path(config.model.path).name)
     try:
         for pool in ("", *config.pools):
-            for kind in (kind for kind in WORKER_KINDS for _ in range(config.role_of(kind.value, pool).replicas)):
+            for kind in (each for each in WORKER_KINDS for _ in range(config.role_of(each.value, pool).replicas)):
                 engine = build_engine(config, kind, config.model.path, pool=pool)
                 host = WorkerHost(config, kind, engine, MemoryMembership(cluster.registry), pool)
                 await host.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from typing import Any
 
@@ -59,7 +58,7 @@ def members(cluster: SimCluster, pool: str) -> set[str]:
 async def settled(http: httpx.AsyncClient, key: str, status: int = 200) -> httpx.Response:
     """Ask until the gateway has read what was written about the tenant."""
     async with asyncio.timeout(20):
-        while (answer := await ask(http, key)).status_code != status:
+        while (answer := await ask(http, key)).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return answer
 
@@ -162,7 +161,7 @@ async def test_a_pool_without_workers_is_named_and_no_other_pool_steps_in() -> N
         assert ready["ready"]
         assert ready["waiting_for"] == ["decode worker of pool finance"]
         assert ready["pools"] == {"finance": {"prefill": 1, "decode": 0}, "fp8": {"prefill": 1, "decode": 1}}
-        assert "pools" not in (await http.get("/readyz")).json() or not (await http.get("/readyz")).json()["pools"]
+        assert (await http.get("/readyz")).json()["pools"] == {}, "names are not for everybody"
         # And the other way: the default pool down, the dedicated one back.
         await cluster.add_worker(MemberKind.DECODE, pool="finance")
         for host in cluster.in_pool(""):
@@ -204,12 +203,12 @@ async def test_an_answer_whose_worker_is_killed_goes_on_in_its_pool_only() -> No
 
         async def stream_killed_once() -> dict[str, Any]:
             """Kill the worker of the stream after 50 events, and return the last event."""
-            body, last = {**BODY, "max_tokens": 1000, "stream": True}, {}
-            num_events = 0
+            body = {**BODY, "max_tokens": 1000, "stream": True}
+            events: list[dict[str, Any]] = []
             async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-                async for last in events_of(answer):
-                    num_events += 1
-                    if num_events == 50:
+                async for event in events_of(answer):
+                    events.append(event)
+                    if len(events) == 50:
                         ((host, engine),) = [
                             (host, engine)
                             for host, engine in cluster.workers
@@ -217,7 +216,7 @@ async def test_an_answer_whose_worker_is_killed_goes_on_in_its_pool_only() -> No
                         ]
                         assert host.member.pool == "finance"
                         engine.kill()
-            return last
+            return events[-1]
 
         assert (await stream_killed_once())["choices"][0]["finish_reason"] == "length"
         last = await stream_killed_once()
@@ -231,11 +230,12 @@ async def test_an_answer_whose_worker_is_killed_goes_on_in_its_pool_only() -> No
 async def test_a_change_of_the_pool_counts_for_the_next_requests() -> None:
     async with running(gateway=IN_ETCD, pools=POOLS_OF) as cluster, client(cluster) as http:
         admin, key = admin_of(cluster), await key_of(cluster, "bank")
+        assert cluster.gateway is not None
+        directory = cluster.gateway.identification.directory
         assert workers_of(await settled(http, key)) == members(cluster, "")
         for pool in ("finance", "fp8", ""):
             await admin.set_contract("bank", pool=pool)
-            directory = cluster.gateway.identification.directory  # type: ignore[union-attr]
-            await until(lambda pool=pool: directory.record("bank").pool == pool)  # type: ignore[union-attr]
+            await until(lambda pool=pool: directory.record("bank").pool == pool)  # type: ignore[union-attr,misc]
             assert workers_of(await ask(http, key)) == members(cluster, pool)
         await admin.set_contract("bank", pool="elsewhere")
         refused = await settled(http, key, 503)
