@@ -48,6 +48,7 @@ from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.placement import why_unequal
 from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
+from kvferry.router.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.usage import UsageExchange
 from kvferry.router.volume_pool import VolumePool, keeper_of
@@ -86,6 +87,10 @@ def _replicas(config: ClusterConfig) -> dict[tuple[str, MemberKind], int]:
     return {
         (pool, kind): config.role_of(kind.value, pool).replicas for pool in ("", *config.pools) for kind in WORKER_KINDS
     }
+
+
+def _policy(config: ClusterConfig, index: ResidencyIndex) -> Policy:
+    return PricedPolicy(index) if config.gateway.placement == "priced" else RoundRobinPolicy()
 
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
@@ -147,7 +152,7 @@ class GatewayHost:
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
-        self._num_expected = _replicas(config)
+        self._num_expected, self._models = _replicas(config), ModelNames(config)
         self.metrics = GatewayMetrics(
             self._sample_workers,
             self._sample_volumes,
@@ -160,10 +165,8 @@ class GatewayHost:
         )
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
-        targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
         self.residency = ResidencySubscriber(ResidencyIndex())
-        priced = config.gateway.placement == "priced"
-        self.policy: Policy = PricedPolicy(self.residency.index) if priced else RoundRobinPolicy()
+        self.policy = _policy(config, self.residency.index)
         self.worker_pool = WorkerPool(
             membership,
             self.gateway_id,
@@ -176,21 +179,16 @@ class GatewayHost:
         self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
         # Before any link: workers say once, when a link comes up, which requests are in quarantine.
         self._dispatcher = Dispatcher(
-            self.worker_pool,
-            self.policy,
-            self.metrics,
-            config.gateway,
-            volumes=lambda pool: self.volume_pool.costs(config.volumes_of(pool)),
+            self.worker_pool, self.policy, self.metrics, config.gateway, volumes=self._volumes_of
         )
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         self.identification = Identification(config.gateway, membership.records, self._note_readiness)
-        limits, access, name = self.identification.limits, self.identification.access, config.served_name
-        self._models = ModelNames(config)
+        limits, access = self.identification.limits, self.identification.access
+        models, name = self._models, self._models.default
         self.admission.by_tenant, self.admission.limits = self.identification.requests, limits
         self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
-        self.app = HttpApp(
-            config.gateway, self._models, self.metrics, self.admission, self.readiness, access, targets.read
-        )
+        read_targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http").read
+        self.app = HttpApp(config.gateway, models, self.metrics, self.admission, self.readiness, access, read_targets)
         self.grpc = GrpcEndpoint(
             config.gateway, self.metrics, self.admission, self.readiness, access, name, self.app.unread_answers
         )
@@ -350,6 +348,9 @@ class GatewayHost:
     def _refuse_new(self) -> None:
         self.admission.draining = True
         self._note_readiness()
+
+    def _volumes_of(self, pool: str) -> Mapping[str, VolumeCosts]:
+        return self.volume_pool.costs(self._config.volumes_of(pool))
 
     def _note_readiness(self) -> None:
         self._readiness_changed.set()

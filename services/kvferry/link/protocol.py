@@ -61,7 +61,19 @@ def identity_of(said: pb.Hello | pb.Welcome) -> Identity:
     )
 
 
-def pool_text(pool: str) -> str:
+def why_refused(welcome: pb.Welcome, pool: str) -> str:
+    """Return why a worker takes nothing, or why nothing is sent to it: its record names another `pool`."""
+    if welcome.refusal or welcome.pool == pool:
+        return welcome.refusal
+    return f"it is of {_named(welcome.pool)}, and its record says {_named(pool)}"
+
+
+def why_other_pool(own: str, pool: str) -> str:
+    """Return why a worker of pool `own` takes no request of `pool`; empty if it does."""
+    return "" if own == pool else f"it is of {_named(own)} and takes no request of {_named(pool)}"
+
+
+def _named(pool: str) -> str:
     return f"pool {pool[:64]!r}" if pool else "the default pool"
 
 

@@ -16,7 +16,7 @@ from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
-from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, pool_text, why_incompatible
+from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible, why_refused
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.link.worker_tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
@@ -314,11 +314,7 @@ class WorkerLink:
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
                     peer = identity_of(message.welcome)
-                    why_not = (
-                        why_incompatible(self._identity, peer)
-                        or message.welcome.refusal
-                        or self._why_other_pool(message.welcome.pool)
-                    )
+                    why_not = why_incompatible(self._identity, peer) or why_refused(message.welcome, self.member.pool)
                     self._note_incompatible(why_not)
                     if why_not:
                         self._give_up(why_not)
@@ -361,11 +357,6 @@ class WorkerLink:
         self._update_stats(welcome.load)
         log.info("worker %s is linked: %s", self.member.member_id, self._connection)
         self._on_change()
-
-    def _why_other_pool(self, pool: str) -> str:
-        if pool == self.member.pool:
-            return ""
-        return f"it is of {pool_text(pool)}, and its record says {pool_text(self.member.pool)}"
 
     def _note_incompatible(self, why: str) -> None:
         if why != self.why_incompatible:
