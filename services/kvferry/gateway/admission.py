@@ -32,6 +32,8 @@ MAX_LOGPROB_CHOICES = 64
 MAX_STEP_LOGPROB_ENTRIES = 256
 # A body that took longer to arrive makes room for others.
 PATIENCE_S = 1.0
+# Between what is missing and the name of its pool, in `waiting_for`.
+OF_POOL = " of pool "
 # Of which a tenant may have as many as are left for others.
 _CHOICES = "choices"
 _TOKENS = "prompt tokens"
@@ -51,6 +53,11 @@ class Readiness(msgspec.Struct, frozen=True):
     left_out: Sequence[str] = ()
     unpaired: Sequence[str] = ()
     pools: Mapping[str, Mapping[str, int]] = {}
+
+    def for_strangers(self) -> Readiness:
+        """Return readiness without names of workers and pools, and without differences of workers."""
+        waiting_for = [part.partition(OF_POOL)[0] for part in self.waiting_for]
+        return Readiness(self.ready, waiting_for, members=())
 
 
 class Work(Protocol):

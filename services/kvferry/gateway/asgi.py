@@ -170,12 +170,12 @@ class HttpApp:
         }
 
     def _readiness(self, scope: Message) -> Readiness:
-        """Return readiness, without names and differences of workers for a client without a key."""
+        """Return readiness, with less for a client without a key."""
         readiness = self._read_readiness()
         try:
             self._identify(scope)
         except KvferryError:
-            return msgspec.structs.replace(readiness, members=(), left_out=(), unpaired=(), pools={})
+            return readiness.for_strangers()
         return readiness
 
     def _identify(self, scope: Message) -> Tenant:

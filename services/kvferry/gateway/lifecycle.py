@@ -27,7 +27,7 @@ from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
 from kvferry.exposition import SpanCounts
-from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.admission import OF_POOL, Admission, Readiness
 from kvferry.gateway.asgi import HttpApp
 from kvferry.gateway.grpc_requests import Inference
 from kvferry.gateway.grpc_server import GrpcEndpoint
@@ -273,7 +273,7 @@ class GatewayHost:
             missing = num_expected - len(self.worker_pool.usable(kind, pool))
             if missing > 0:
                 what = f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers"
-                waiting.append(f"{what} of pool {pool}" if pool else what)
+                waiting.append(f"{what}{OF_POOL}{pool}" if pool else what)
         return Readiness(
             ready=self.app.openai is not None
             and knows_clients

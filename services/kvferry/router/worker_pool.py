@@ -72,7 +72,7 @@ class WorkerPool:
         return [link for _, link in sorted(self._links.items()) if link.member.kind is kind]
 
     def usable(self, kind: MemberKind, pool: str | None = None) -> list[WorkerLink]:
-        """Return those of a pool, or of all."""
+        """Return a kind's usable links, of one pool or of all."""
         return [link for link in self.links(kind) if link.usable and pool in (None, link.member.pool)]
 
     def incompatible(self) -> list[WorkerLink]:
