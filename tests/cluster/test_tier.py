@@ -253,7 +253,7 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         (name,) = gateway.volume_pool.costs()
         slow = {name: gateway.volume_pool.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
         dispatcher = gateway.app.openai._dispatcher  # type: ignore[union-attr]
-        monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda: slow))
+        monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda pool: slow))
         _, fresh = await add_worker(cluster, kept)
         await until(lambda: has_keeper(fresh))
         await cluster.ready(1)

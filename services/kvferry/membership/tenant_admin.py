@@ -80,7 +80,7 @@ class TenantAdmin:
     async def create(self, name: str, *, pool: str = "") -> TenantRecord:
         """Return the new tenant's record. A name that was deleted comes back with a new epoch."""
         _refuse_other(name)
-        await self._require_pools_known(pool)
+        await self._require_gateways_know_pools(pool)
         known = await self._patiently(lambda: self._store.read_all(records.TENANTS))
         if name not in known and len(known) >= records.MAX_TENANTS:
             raise _too_many(len(known))
@@ -102,7 +102,7 @@ class TenantAdmin:
         pool: str | None = None,
     ) -> TenantRecord:
         """Change what is given; an empty pool takes the tenant's away."""
-        await self._require_pools_known(pool or "")
+        await self._require_gateways_know_pools(pool or "")
 
         def changed(record: TenantRecord | None) -> TenantRecord:
             record = _living(tenant, record)
@@ -123,7 +123,7 @@ class TenantAdmin:
     async def _gateways(self) -> list[Member]:
         return [member for member in await self._membership.members() if member.kind is MemberKind.GATEWAY]
 
-    async def _require_pools_known(self, *pools: str) -> None:
+    async def _require_gateways_know_pools(self, *pools: str) -> None:
         """Raise ConfigError if a gateway would not read that a tenant has a pool, and place it on any worker."""
         if not any(pools):
             return
@@ -289,7 +289,7 @@ class TenantAdmin:
         """Make tenants those of `wanted`; with `prune` delete all others. Return what was changed."""
         for record in wanted:
             _refuse_other(record.name)
-        await self._require_pools_known(*(record.pool for record in wanted))
+        await self._require_gateways_know_pools(*(record.pool for record in wanted))
         changes = await self.differences(wanted, prune=prune)
         changed = {change.tenant for change in changes}
         for record in wanted:
