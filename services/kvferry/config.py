@@ -498,6 +498,20 @@ class ClusterConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _pages_have_the_models_dtype(self) -> ClusterConfig:
+        dtype = "float32" if self.engine.device == "cpu" and self.model.dtype == "auto" else self.model.dtype
+        pools = {f"pools.{name}": pool.kv_cache_dtype for name, pool in self.pools.items()}
+        for section, of_pages in {"engine": self.engine.kv_cache_dtype, **pools}.items():
+            if self.engine.kind != "vllm" or dtype == "auto" or of_pages not in ("float16", "bfloat16"):
+                continue
+            if of_pages != dtype:
+                raise ValueError(
+                    f"{section}.kv_cache_dtype is {of_pages}, and the model is computed in {dtype}: answers from such "
+                    "pages are garbage on a CPU, and were not shown right on a GPU; say auto, or set model.dtype to it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _hangs_are_noticed_first(self) -> ClusterConfig:
         inter_token_s, hang_s = self.gateway.inter_token_timeout_s, self.worker.hang_timeout_s
         if self.engine.kind == "vllm" and inter_token_s <= hang_s:

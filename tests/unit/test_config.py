@@ -468,3 +468,24 @@ def test_which_volumes_a_pool_uses(pool: str, owners: list[str], volumes: str | 
         }
     )
     assert config.volumes_of(pool) == volumes
+
+
+@pytest.mark.parametrize("section", ["engine", "pools.a"])
+def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused(section: str) -> None:
+    def sections(dtype: str, of_pages: str, **engine: str) -> dict[str, Any]:
+        values = {"kv_cache_dtype": of_pages}
+        if section == "engine":
+            return {"model": {"dtype": dtype}, "engine": {**engine, **values}}
+        return {"model": {"dtype": dtype}, "engine": engine, "pools": {"a": values}}
+
+    for dtype, of_pages, computed in (
+        ("auto", "bfloat16", "float32"),
+        ("bfloat16", "float16", "bfloat16"),
+    ):
+        said = fault(**sections(dtype, of_pages))
+        assert f"{section}.kv_cache_dtype is {of_pages}, and the model is computed in {computed}: answers" in said
+    parse(sections("bfloat16", "bfloat16"))
+    parse(sections("auto", "auto"))
+    parse(sections("auto", "bfloat16", kind="sim"))
+    # Not known before the model is read: the engine compares it (engine/vllm/model_kinds.py).
+    parse(sections("auto", "bfloat16", device="gpu"))

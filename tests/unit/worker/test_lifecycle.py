@@ -43,7 +43,7 @@ def test_an_engine_of_a_pool_has_its_pages_and_its_volumes() -> None:
     volumes = [{"path": f"/v{i}", "capacity_gib": 1, "pool": pool} for i, pool in enumerate(("", "half"))]
     config = configuration.parse(
         {
-            "model": {"path": "m"},
+            "model": {"path": "m", "dtype": "bfloat16"},
             "pools": {"half": {"kv_cache_dtype": "bfloat16"}, "alone": {"dedicated": True}},
             "tier": {"enabled": True, "volumes": volumes},
         }
