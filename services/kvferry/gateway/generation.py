@@ -246,7 +246,7 @@ def refuse_abort(output: EngineOutput) -> None:
 def record_values(record: RequestRecord) -> dict[str, Any]:
     return {
         "reason": record.reason,
-        "pool": record.pool or None,
+        **({"pool": record.pool} if record.pool else {}),
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "prefill_failure": record.prefill_failure or None,
