@@ -16,7 +16,7 @@ from kvferry import model_folder
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Engine
 from kvferry.gateway.lifecycle import GatewayHost
-from kvferry.membership.base import MemberKind
+from kvferry.membership.base import WORKER_KINDS
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.worker.lifecycle import WorkerHost, build_engine
@@ -103,12 +103,12 @@ async def running(config: ClusterConfig, num_gateways: int) -> AsyncIterator[Clu
     """Start a cluster and yield it once all gateways are ready."""
     cluster = Cluster(MemoryRegistry(), Path(config.model.path).name)
     try:
-        roles = {MemberKind.PREFILL: config.prefill, MemberKind.DECODE: config.decode}
-        for kind in (kind for kind, role in roles.items() for _ in range(role.replicas)):
-            engine = build_engine(config, kind, config.model.path)
-            host = WorkerHost(config, kind, engine, MemoryMembership(cluster.registry))
-            await host.start()
-            cluster.workers.append((host, engine))
+        for pool in ("", *config.pools):
+            for kind in (each for each in WORKER_KINDS for _ in range(config.role_of(each.value, pool).replicas)):
+                engine = build_engine(config, kind, config.model.path, pool=pool)
+                host = WorkerHost(config, kind, engine, MemoryMembership(cluster.registry), pool)
+                await host.start()
+                cluster.workers.append((host, engine))
         for _ in range(num_gateways):
             gateway = GatewayHost(config, config.model.path, MemoryMembership(cluster.registry))
             cluster.gateways.append(gateway)

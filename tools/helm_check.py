@@ -290,6 +290,8 @@ def config_schema() -> Document:
         here = plain["properties"][section]["properties"] if section else plain["properties"]
         for key in keys:
             del here[key]
+    # Refused by the templates, in words: the chart makes no pods for them.
+    plain["properties"]["pools"] = {"type": "object"}
     return plain
 
 

@@ -62,15 +62,15 @@ class _WorkerReplica:
     kind: MemberKind
 
     async def __init__(  # type: ignore[misc]
-        self, values: dict[str, Any], model_folder: str, *_others: Any
+        self, values: dict[str, Any], model_folder: str, *_others: Any, pool: str = ""
     ) -> None:
         config = _in_replica(values)
         keeper_socket = ""
-        if config.tier.volumes:
+        if config.volumes_of(pool) is not None:
             await ensure_keeper(values)
             keeper_socket = str(socket_path(config.tier))
-        engine = build_engine(config, self.kind, model_folder, keeper_socket=keeper_socket)
-        self._host = WorkerHost(config, self.kind, engine, _membership(config))
+        engine = build_engine(config, self.kind, model_folder, keeper_socket=keeper_socket, pool=pool)
+        self._host = WorkerHost(config, self.kind, engine, _membership(config), pool)
         try:
             await self._host.start()
         except BaseException:
@@ -106,9 +106,9 @@ class Gateway:
             await self._host.stop()
             raise
 
-    async def reconfigure(self, num_workers: Mapping[str, int]) -> None:
+    async def reconfigure(self, num_workers: Mapping[str, Any]) -> None:
         """Called by Serve before the first request and whenever the counts change, without a restart."""
-        self._host.expect(num_workers)
+        self._host.expect(num_workers, num_workers.get("pools", {}))
 
     async def check_health(self) -> None:
         await self._host.check_health()
@@ -206,32 +206,42 @@ def build(config: ClusterConfig, model_folder: str = "") -> Application:
     model_folder = model_folder or config.model.path
     values = replica_values(config)
     version = _digest([values, model_folder, __version__])
-    roles: list[tuple[type, dict[str, Any]]] = [
-        (deployment, _options(role, version, drain_timeout_s=config.worker.drain_timeout_s))
-        for deployment, role in ((PrefillWorker, config.prefill), (DecodeWorker, config.decode))
-        if role.replicas
-    ]
+    roles: list[tuple[type, dict[str, Any], dict[str, str]]] = []
+    for pool in ("", *sorted(config.pools)):
+        for deployment in (PrefillWorker, DecodeWorker):
+            role = config.role_of(deployment.kind.value, pool)
+            options = _options(role, version, drain_timeout_s=config.worker.drain_timeout_s)
+            if pool:
+                options["name"] = f"{deployment.__name__}-{pool}"
+            if role.replicas:
+                roles.append((deployment, options, {"pool": pool} if pool else {}))
     if config.gateway.replicas:
         gateway = RoleConfig(
             replicas=config.gateway.replicas, num_cpus=config.gateway.num_cpus, resources=config.gateway.resources
         )
         drain_timeout_s = config.gateway.linger_s + config.gateway.drain_timeout_s
         options = _options(gateway, version, drain_timeout_s=drain_timeout_s)
-        options["user_config"] = {"prefill": config.prefill.replicas, "decode": config.decode.replicas}
-        roles.append((Gateway, options))
+        options["user_config"] = _counts(config, "")
+        if config.pools:
+            options["user_config"]["pools"] = {pool: _counts(config, pool) for pool in config.pools}
+        roles.append((Gateway, options, {}))
     if not roles:
         raise ConfigError(
             "prefill.replicas, decode.replicas, gateway.replicas: all are 0, so there is nothing to serve"
         )
     application: Application | None = None
-    for deployment, options in roles:
+    for kind, options, own in roles:
         # Each is bound into the next one only to tie them into one application.
         others = () if application is None else (application,)
         application = (
-            serve.deployment(deployment).options(**options, _internal=True).bind(values, model_folder, *others)
+            serve.deployment(kind).options(**options, _internal=True).bind(values, model_folder, *others, **own)
         )
     assert application is not None
     return application
+
+
+def _counts(config: ClusterConfig, pool: str) -> dict[str, Any]:
+    return {role: config.role_of(role, pool).replicas for role in ("prefill", "decode")}
 
 
 def replica_values(config: ClusterConfig) -> dict[str, Any]:
@@ -240,8 +250,8 @@ def replica_values(config: ClusterConfig) -> dict[str, Any]:
     Serve replaces replicas whose values change. Of a count only the fact that it is 0 remains.
     """
     values = config.model_dump(mode="json")
-    for role in ("prefill", "decode", "gateway"):
-        section = values[role]
+    pools = values["pools"].values()
+    for section in (values["gateway"], *(each[role] for each in (values, *pools) for role in ("prefill", "decode"))):
         section["replicas"] = min(1, section["replicas"])
         for key in ("num_cpus", "num_gpus", "resources"):
             section.pop(key, None)

@@ -178,7 +178,8 @@ def status(name: str | None, as_json: bool) -> None:
             )
         elif member.fault:
             numbers = (f"? {member.fault}", "", "", "", "")
-        facts = (member.kind, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
+        role = f"{member.kind} of pool {member.pool}" if member.pool else member.kind
+        facts = (role, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
         table.add_row(*map(escape, (*facts, *numbers)))
     _print_wide(table)
     _print_warnings(seen.warnings)
@@ -526,6 +527,7 @@ def _sources(request: dict[str, Any]) -> str:
 def _print_explanation(console: Console, request: dict[str, Any]) -> None:
     console.print(
         f"{request['request_id']}: {_sources(request)}, {request['ferried_pages']} pages ferried"
+        + (f", in pool {request['pool']}" if request.get("pool") else "")
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
         + (f", preempted {request['num_preemptions']} times" if request.get("num_preemptions") else "")
         + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvferry.addresses import AUTO, require_loopback
 from kvferry.errors import ConfigError
@@ -27,7 +28,30 @@ DEFAULT_NAME = "kvferry"
 JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 # What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return
 # garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
-KvCacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+_SHOWN_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+_4_BIT_FLOATS = (
+    "4-bit floats are computed by NVIDIA's Blackwell GPUs, not by CPUs, and on earlier GPUs in software at most; pages "
+    "with scales of their own were not shown to pass between engines, tiers and volumes"
+)
+_SCALED_INTEGERS = (
+    "vLLM's CPU attention takes it in silence and returns garbage, and on GPUs pages with scales for each token and "
+    "head were not shown to pass between engines, tiers and volumes"
+)
+# Beginnings of names of vLLM's, and why pages of that kind are refused.
+_REFUSED_KV_CACHE_DTYPES = {"nvfp4": _4_BIT_FLOATS, "int8": _SCALED_INTEGERS, "int4": _SCALED_INTEGERS}
+
+
+def _why_no_kv_cache_dtype(value: Any) -> Any:
+    if isinstance(value, str) and value not in _SHOWN_KV_CACHE_DTYPES:
+        for beginning, why in _REFUSED_KV_CACHE_DTYPES.items():
+            if value.startswith(beginning):
+                raise ValueError(f"{why}. Allowed here: {', '.join(_SHOWN_KV_CACHE_DTYPES)}")
+    return value
+
+
+KvCacheDtype = Annotated[
+    Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"], BeforeValidator(_why_no_kv_cache_dtype)
+]
 
 
 class _Section(BaseModel):
@@ -99,6 +123,27 @@ class RoleConfig(_Section):
     num_gpus: float = Field(0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)
     engine: RoleEngineConfig = RoleEngineConfig()
+
+
+MAX_POOLS = 16
+_POOL_NAME = re.compile(r"[a-z0-9-]{1,31}")
+
+
+def check_pool_name(name: str) -> None:
+    """Raises ValueError."""
+    if not _POOL_NAME.fullmatch(name):
+        raise ValueError(f"pool {name[:80]!r}: lower-case letters, digits and dashes, at most 31")
+
+
+class PoolConfig(_Section):
+    """Workers of their own beside those of `prefill` and `decode`, the default pool, for some requests."""
+
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    kv_cache_dtype: KvCacheDtype | None = None  # empty: that of `engine`
+    served_name: str = Field("", max_length=200)  # requests for this name go to this pool; empty: only by contract
+    # Takes only tenants whose contract names it, whatever name they ask for, and uses no volume but its own.
+    dedicated: bool = False
 
 
 class TlsConfig(_Section):
@@ -228,7 +273,7 @@ class GatewayConfig(_Section):
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
     # While all workers are full, requests wait in line, first come first served, before anything of them is computed.
-    max_queued_requests: int = Field(256, ge=0)  # more get 429
+    max_queued_requests: int = Field(256, ge=0)  # of each pool; more get 429
     queue_timeout_s: float = Field(10, ge=0)  # a request that would wait longer gets 429
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
     # A leaving gateway is not ready, but accepts requests for so long: load balancers need time to notice.
@@ -297,6 +342,7 @@ class VolumeConfig(_Section):
     capacity_gib: float = Field(gt=0, allow_inf_nan=False)
     shared: bool = False  # mounted by other nodes too, whose keepers read and write it
     write_gib_per_day: float | None = Field(None, gt=0, allow_inf_nan=False)  # empty: as much as comes
+    pool: str = ""  # whose engines alone use it; empty: the default pool's, and those of pools that may use its volumes
 
     @field_validator("path")
     @classmethod
@@ -410,6 +456,7 @@ class ClusterConfig(_Section):
     engine: EngineConfig = EngineConfig()
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)  # by name, beside the default one, which has none
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()
@@ -427,6 +474,42 @@ class ClusterConfig(_Section):
         if not isinstance(name, str) or name == DEFAULT_NAME or not isinstance(membership, Mapping):
             return values
         return {**values, "membership": {"prefix": f"/kvferry/{name}", **membership}}
+
+    @field_validator("pools")
+    @classmethod
+    def _pools_have_names(cls, pools: dict[str, PoolConfig]) -> dict[str, PoolConfig]:
+        if len(pools) > MAX_POOLS:
+            raise ValueError(f"{len(pools)} pools; {MAX_POOLS} is the limit")
+        for name in pools:
+            check_pool_name(name)
+        return pools
+
+    @model_validator(mode="after")
+    def _pools_make_sense(self) -> ClusterConfig:
+        name_to_owner = {self.served_name: "the default pool"}
+        for name, pool in self.pools.items():
+            if pool.served_name and (owner := name_to_owner.setdefault(pool.served_name, f"pool {name!r}")) != (
+                f"pool {name!r}"
+            ):
+                raise ValueError(f"pools.{name}.served_name: {pool.served_name!r} is the name of {owner}")
+        for place, volume in enumerate(self.tier.volumes):
+            if volume.pool and volume.pool not in self.pools:
+                raise ValueError(f"tier.volumes.{place}.pool: there is no pool {volume.pool[:80]!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _pages_have_the_models_dtype(self) -> ClusterConfig:
+        dtype = "float32" if self.engine.device == "cpu" and self.model.dtype == "auto" else self.model.dtype
+        pools = {f"pools.{name}": pool.kv_cache_dtype for name, pool in self.pools.items()}
+        for section, of_pages in {"engine": self.engine.kv_cache_dtype, **pools}.items():
+            if self.engine.kind != "vllm" or dtype == "auto" or of_pages not in ("float16", "bfloat16"):
+                continue
+            if of_pages != dtype:
+                raise ValueError(
+                    f"{section}.kv_cache_dtype is {of_pages}, and the model is computed in {dtype}: answers from such "
+                    "pages are garbage on a CPU, and were not shown right on a GPU; say auto, or set model.dtype to it"
+                )
+        return self
 
     @model_validator(mode="after")
     def _hangs_are_noticed_first(self) -> ClusterConfig:
@@ -463,9 +546,30 @@ class ClusterConfig(_Section):
         hosts = dict.fromkeys(("gateway", "worker", "tier", "metrics"), "host") | {"engine": "side_channel_host"}
         return self.model_copy(update={name: section(name, key) for name, key in hosts.items()})
 
-    def engine_of(self, role: str) -> EngineConfig:
-        own: RoleEngineConfig = getattr(self, role).engine
-        return self.engine.model_copy(update=own.model_dump(exclude_none=True))
+    def role_of(self, role: str, pool: str = "") -> RoleConfig:
+        found: RoleConfig = getattr(self.pools[pool] if pool else self, role)
+        return found
+
+    def engine_of(self, role: str, pool: str = "") -> EngineConfig:
+        own = self.role_of(role, pool).engine.model_dump(exclude_none=True)
+        if pool and (kv_cache_dtype := self.pools[pool].kv_cache_dtype) is not None:
+            own["kv_cache_dtype"] = kv_cache_dtype
+        return self.engine.model_copy(update=own)
+
+    def volumes_of(self, pool: str) -> str | None:
+        """Return the pool whose volumes the engines of `pool` use: its own, the default one, or None.
+
+        Volumes of the default pool are shared only by pools that are not dedicated and have its dtype of pages: route
+        keys do not name the dtype, so gateways would price pages there that the pool's engines cannot read.
+        """
+        owners = {volume.pool for volume in self.tier.volumes}
+        if pool in owners:
+            return pool
+        if pool and (
+            self.pools[pool].dedicated or self.pools[pool].kv_cache_dtype not in (None, self.engine.kv_cache_dtype)
+        ):
+            return None
+        return "" if "" in owners else None
 
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener off loopback without authentication."""
@@ -587,12 +691,16 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
 
 def _keys_beside(path: Sequence[str]) -> list[str]:
     section: type[BaseModel] = ClusterConfig
+    is_in_mapping = False
     for part in path[:-1]:
-        if part.isdecimal():
-            continue  # an entry of the list before it
+        if is_in_mapping or part.isdecimal():
+            is_in_mapping = False
+            continue  # an entry of the list or mapping before it
         annotation = section.model_fields[part].annotation
         if get_origin(annotation) is tuple:
             annotation = get_args(annotation)[0]
+        elif get_origin(annotation) is dict:
+            is_in_mapping, annotation = True, get_args(annotation)[1]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         section = annotation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import csv
 import functools
 import json
@@ -25,7 +26,7 @@ from rich.table import Table
 from kvferry import config as configuration
 from kvferry import plain_yaml
 from kvferry.config import MembershipConfig
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError, KvferryError, UnavailableError
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import LimitName, Limits, shown
 from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord, check_key_name
@@ -96,15 +97,17 @@ def _membership(cluster: str | None, file: Path | None, settings: list[str], etc
 @tenant.command(help="Create the tenant NAME.")
 @click.argument("name")
 @click.option("--key", "key_name", help="Also make an API key of this name, and print it once.")
+@click.option("--pool", default="", help="Of workers, and no others, that serve it.")
 @_administering
-async def create(admin: TenantAdmin, name: str, key_name: str | None) -> None:
+async def create(admin: TenantAdmin, name: str, key_name: str | None, pool: str) -> None:
     if key_name is not None:
         try:
             check_key_name(key_name)
         except ValueError as error:
             raise ConfigError(f"--key: {error}") from None
-    record = await admin.create(name)
+    record = await admin.create(name, pool=_pool(pool))
     click.echo(f"created tenant {name}, epoch {record.epoch}", err=True)
+    await _warn_of_pools(admin, record)
     if key_name is not None:
         click.echo(await admin.add_key(name, key_name))
 
@@ -121,9 +124,9 @@ async def list_tenants(admin: TenantAdmin, deleted: bool, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps([_shown(record) for record in listed], indent=2))
         return
-    table = _table("tenant", "class", "share", "epoch", "keys")
+    table = _table("tenant", "class", "share", "pool", "epoch", "keys")
     for record in listed:
-        facts = (record.name, record.class_name, f"{record.share:g}", str(record.epoch))
+        facts = (record.name, record.class_name, f"{record.share:g}", record.pool or "-", str(record.epoch))
         table.add_row(*facts, escape(", ".join(key.name for key in record.keys)) or "none")
     _print(table)
 
@@ -138,6 +141,7 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
         click.echo(json.dumps(_shown(record), indent=2))
         return
     click.echo(f"tenant {record.name}, class {record.class_name}, share {record.share:g}, epoch {record.epoch}")
+    click.echo(f"served by pool {record.pool} and no other" if record.pool else "no pool of its own")
     click.echo(_limits(record))
     for tier, terms in record.tiers.items():
         click.echo(f"{tier} tier: {describe(terms)}")
@@ -150,21 +154,33 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
     _print(table)
 
 
-@tenant.command(name="set", help="Change the class or the share of the tenant NAME, for requests from now on.")
+@tenant.command(
+    name="set", help="Change the class, the share or the pool of the tenant NAME, for requests from now on."
+)
 @click.argument("name")
 @click.option("--class", "class_name", type=click.Choice(list(CLASSES)), help="Presets of the contract.")
 @click.option("--share", type=float, help="Of a saturated cluster's work, to other tenants' shares.")
 @click.option("--class-share", is_flag=True, help="The share of its class again.")
+@click.option("--pool", help="Of workers, and no others, that serve it; `none` takes it away.")
 @_administering
 async def set_contract(
-    admin: TenantAdmin, name: str, class_name: str | None, share: float | None, class_share: bool
+    admin: TenantAdmin, name: str, class_name: str | None, share: float | None, class_share: bool, pool: str | None
 ) -> None:
-    if class_name is None and share is None and not class_share:
-        raise ConfigError("nothing to change: give --class, --share or --class-share")
+    if class_name is None and share is None and not class_share and pool is None:
+        raise ConfigError("nothing to change: give --class, --share, --class-share or --pool")
     if share is not None and class_share:
         raise ConfigError("--share and --class-share exclude each other")
-    record = await admin.set_contract(name, class_name=class_name, share=share, keeps_share=not class_share)
-    click.echo(f"tenant {name} has class {record.class_name}, share {record.share:g}")
+    record = await admin.set_contract(
+        name,
+        class_name=class_name,
+        share=share,
+        keeps_share=not class_share,
+        pool=None if pool is None else _pool(pool),
+    )
+    says_pool = f", pool {record.pool or 'none'}" if record.pool or pool is not None else ""
+    click.echo(f"tenant {name} has class {record.class_name}, share {record.share:g}{says_pool}")
+    if pool is not None:
+        await _warn_of_pools(admin, record)
 
 
 @tenant.command(
@@ -258,7 +274,7 @@ async def forget(admin: TenantAdmin, name: str) -> None:
 
 @tenant.command(
     name="apply",
-    help="Make tenants and keys those of a file: a list of {name, class, share, "
+    help="Make tenants and keys those of a file: a list of {name, class, share, pool, "
     "limits: {requests_per_minute, tokens_per_minute, max_choices}, tiers: {volume: {floor, cap, borrow, ttl}}, "
     "keys: [{name, sha256, expires, operator, group}]}. "
     "Prints each change. Keys of a named tenant that the file leaves out end.",
@@ -272,6 +288,7 @@ async def apply_file(admin: TenantAdmin, source: Path, dry_run: bool, prune: boo
     changes = await (admin.differences(wanted, prune=prune) if dry_run else admin.apply(wanted, prune=prune))
     for change in changes:
         click.echo(f"{change.tenant}: {change.line}")
+    await _warn_of_pools(admin, *wanted)
     if not changes:
         click.echo("nothing to change")
     elif dry_run:
@@ -426,6 +443,7 @@ class _WantedTenant(msgspec.Struct, forbid_unknown_fields=True, rename={"class_n
     name: str
     class_name: str = DEFAULT_CLASS
     share: float | None = None
+    pool: str = ""
     keys: tuple[_WantedKey, ...] = ()
     tiers: dict[str, _WantedTerms] = {}
     limits: _WantedLimits = _WantedLimits()
@@ -449,7 +467,12 @@ def _wanted(entry: Any) -> TenantRecord:
         )
     limits = Limits(**msgspec.structs.asdict(read.limits))
     record = TenantRecord(
-        name=read.name, keys=tuple(keys), class_name=read.class_name, own_share=read.share, limits=limits
+        name=read.name,
+        keys=tuple(keys),
+        class_name=read.class_name,
+        own_share=read.share,
+        limits=limits,
+        pool=_pool(read.pool),
     )
     record.check()
     return msgspec.structs.replace(
@@ -462,6 +485,16 @@ def _wanted_terms(record: TenantRecord, tier: str, wanted: _WantedTerms) -> Tier
     if (ttl := fields.pop("ttl", None)) is not None:
         fields["ttl_s"] = None if ttl == "never" else seconds_of(ttl)
     return msgspec.structs.replace(record.tiers.get(tier, TierTerms()), **fields)
+
+
+def _pool(text: str) -> str:
+    return "" if text == "none" else text
+
+
+async def _warn_of_pools(admin: TenantAdmin, *tenants: TenantRecord) -> None:
+    with contextlib.suppress(UnavailableError):
+        for pool in await admin.unknown_pools(tenant.pool for tenant in tenants):
+            click.echo(f"no gateway that runs now is configured with pool {pool}: its tenants get 503 there", err=True)
 
 
 def _limit(field: str, text: str) -> float | None:
@@ -484,6 +517,7 @@ def _shown(record: TenantRecord) -> dict[str, Any]:
         "epoch": record.epoch,
         "class": record.class_name,
         "share": record.share,
+        "pool": record.pool or None,
         "limits": msgspec.structs.asdict(record.limits),
         "tiers": msgspec.to_builtins({tier: msgspec.structs.asdict(terms) for tier, terms in record.tiers.items()}),
         "keys": shown.get("keys", []),

@@ -16,7 +16,7 @@ from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.engine.sim import SimEngine
 from kvferry.gateway.lifecycle import GatewayHost, build_renderer
-from kvferry.membership.base import MemberKind
+from kvferry.membership.base import WORKER_KINDS, MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.router.dispatch import Dispatcher
 from kvferry.worker.lifecycle import WorkerHost, build_engine
@@ -51,11 +51,16 @@ class SimCluster:
     def hosts(self, kind: MemberKind) -> list[WorkerHost]:
         return [host for host, _ in self.workers if host.member.kind is kind]
 
-    async def add_worker(self, kind: MemberKind, config: ClusterConfig | None = None) -> tuple[WorkerHost, SimEngine]:
+    def in_pool(self, pool: str, kind: MemberKind = MemberKind.DECODE) -> list[WorkerHost]:
+        return [host for host in self.hosts(kind) if host.member.pool == pool]
+
+    async def add_worker(
+        self, kind: MemberKind, config: ClusterConfig | None = None, pool: str = ""
+    ) -> tuple[WorkerHost, SimEngine]:
         config = config or self.config
-        engine = build_engine(config, kind, MODEL)
+        engine = build_engine(config, kind, MODEL, pool=pool)
         assert isinstance(engine, SimEngine)
-        host = WorkerHost(config, kind, engine, MemoryMembership(self.registry))
+        host = WorkerHost(config, kind, engine, MemoryMembership(self.registry), pool)
         await host.start()
         self.workers.append((host, engine))
         return host, engine
@@ -138,9 +143,10 @@ async def running(
     )
     cluster = SimCluster(config, MemoryRegistry(clock=clock))
     try:
-        for kind, count in ((MemberKind.PREFILL, prefill), (MemberKind.DECODE, decode)):
-            for _ in range(count):
-                await cluster.add_worker(kind)
+        for pool in ("", *config.pools):
+            for kind in WORKER_KINDS:
+                for _ in range(config.role_of(kind.value, pool).replicas):
+                    await cluster.add_worker(kind, pool=pool)
         await cluster.add_gateway()
         await cluster.ready()
         yield cluster

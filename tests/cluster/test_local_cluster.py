@@ -350,3 +350,40 @@ def test_a_part_that_dies_ends_the_start_with_the_end_of_its_log(machine: Machin
     assert (machine.folder.logs / "etcd.log").exists()
     assert machine.down().returncode == 0
     assert not machine.folder.path.exists()
+
+
+def test_pools_start_with_the_rest_and_are_named(machine: Machine) -> None:
+    role = "{num_cpus: 0.1}"
+    pools = f"{{finance: {{dedicated: true, prefill: {role}, decode: {role}}}, empty: {{prefill: {{replicas: 0}}, "
+    up = machine.up(
+        *("--no-ask", "--set", f"pools={pools}decode: {{replicas: 0}}}}}}"),
+        *("--set", "gateway.tenants_in_etcd=true"),
+    )
+    assert up.returncode == 0, up.stdout + up.stderr
+    members: dict[str, list[str]] = {}
+
+    def lists_all() -> bool:
+        members.clear()
+        for member in json.loads(machine.run("status", "--json", timeout_s=60).stdout)["members"]:
+            members.setdefault(member["pool"], []).append(member["kind"])
+        return members == {"": ["prefill", "decode", "gateway"], "finance": ["prefill", "decode"]}
+
+    wait_until(lists_all, timeout_s=60, what=f"all members are listed: {members}")
+    assert "decode of pool finance" in machine.run("status", timeout_s=60).stdout
+    made = machine.run("tenant", "create", "bank", "--pool", "finance", "--key", "ci", timeout_s=60)
+    assert (made.returncode, "503" in made.stderr) == (0, False), "its gateway knows the pool"
+    body = {"model": MODEL, "prompt": "one two three four five six", "max_tokens": 8}
+    headers = {"x-kvferry-debug": "disaggregate", "authorization": f"Bearer {made.stdout.strip()}"}
+    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    record = answer.json()["kvferry"]
+    assert record["pool"] == "finance"
+    assert record["prefill_worker"].startswith("prefill-finance-")
+    assert record["decode_worker"].startswith("decode-finance-")
+    assert machine.run("tenant", "set", "bank", "--pool", "empty", timeout_s=60).returncode == 0
+
+    def is_refused() -> bool:
+        refused = httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=60)
+        return refused.status_code == 503 and "no decode worker of pool 'empty' is connected" in refused.text
+
+    wait_until(is_refused, timeout_s=30, what="the pool without workers is named")

@@ -71,11 +71,11 @@ async def keeper(config: ClusterConfig, registry: MemoryRegistry, node: str = ""
         await host.stop()
 
 
-async def add_worker(cluster: SimCluster, kept: KeeperHost) -> tuple[WorkerHost, SimEngine]:
+async def add_worker(cluster: SimCluster, kept: KeeperHost, pool: str = "") -> tuple[WorkerHost, SimEngine]:
     config = cluster.config
-    engine = build_engine(config, MemberKind.DECODE, MODEL, keeper_socket=kept.member.socket_path)
+    engine = build_engine(config, MemberKind.DECODE, MODEL, keeper_socket=kept.member.socket_path, pool=pool)
     assert isinstance(engine, SimEngine)
-    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(cluster.registry))
+    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(cluster.registry), pool)
     await host.start()
     cluster.workers.append((host, engine))
     return host, engine
@@ -91,9 +91,11 @@ async def end_workers(cluster: SimCluster) -> None:
     cluster.workers.clear()
 
 
-async def ask(cluster: SimCluster, prompt: str = PROMPT, key: str = "") -> tuple[str, dict[str, object]]:
+async def ask(
+    cluster: SimCluster, prompt: str = PROMPT, key: str = "", model: str = MODEL
+) -> tuple[str, dict[str, object]]:
     headers = {"x-kvferry-debug": "1", **({"authorization": f"Bearer {key}"} if key else {})}
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
         answered = await http.post("/v1/completions", json=body, headers=headers)
     assert answered.status_code == 200, answered.text
@@ -251,7 +253,7 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         (name,) = gateway.volume_pool.costs()
         slow = {name: gateway.volume_pool.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
         dispatcher = gateway.app.openai._dispatcher  # type: ignore[union-attr]
-        monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda: slow))
+        monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda pool: slow))
         _, fresh = await add_worker(cluster, kept)
         await until(lambda: has_keeper(fresh))
         await cluster.ready(1)
@@ -373,3 +375,53 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(t
             await host.stop()
         for volume in host._volumes:
             volume.check()
+
+
+async def test_a_pools_pages_lie_on_its_own_volumes_and_are_loaded_by_its_engines_only(
+    tmp_path: Path, sockets: Path
+) -> None:
+    role = {"prefill": {"replicas": 0}, "decode": {"replicas": 1}}
+    plain = config_with(tmp_path / "common", sockets).model_dump(mode="json")
+    plain["tier"]["volumes"].append({"path": str(tmp_path / "own"), "capacity_gib": 0.1, "pool": "own"})
+    plain["pools"] = {
+        "own": {**role, "served_name": "m-own"},
+        "shared": {**role, "served_name": "m-shared"},
+        "fp8": {**role, "served_name": "m-fp8", "kv_cache_dtype": "fp8"},
+    }
+    config = configuration.parse(plain)
+
+    def chunks_on(name: str) -> int:
+        return len(list(list_chunks(tmp_path / name)))
+
+    async with gateway_over(config) as cluster, keeper(config, cluster.registry) as kept:
+
+        async def add_workers() -> None:
+            for pool in ("", *config.pools):
+                _, engine = await add_worker(cluster, kept, pool)
+                if pool != "fp8":
+                    await until(lambda engine=engine: has_keeper(engine))  # type: ignore[misc]
+            await until(lambda: len(cluster.gateway.readiness().members) == 4)  # type: ignore[union-attr]
+
+        await cluster.add_gateway()
+        gateway = cluster.gateway
+        assert gateway is not None
+        await add_workers()
+        assert not has_keeper(cluster.workers[-1][1]), "pages of another dtype need a volume of their own"
+        _, values = await ask(cluster, model="m-own")
+        num_pages = values["usage"]["prompt_tokens"] // PAGE  # type: ignore[index]
+        await until(lambda: chunks_on("own") >= num_pages)
+        assert chunks_on("common") == 0
+        await until(lambda: any(holder.tier.value == "volume" for holder in gateway.residency.index.holders()))
+        # All engines forget: what is left lies on the volume of the pool.
+        await end_workers(cluster)
+        await add_workers()
+        by_pool = {host.member.pool: engine for host, engine in cluster.workers}
+        await ask(cluster)
+        await ask(cluster, model="m-shared")
+        await ask(cluster, model="m-fp8")
+        assert [by_pool[pool].stats().cached_tokens.volume for pool in ("", "fp8")] == [0, 0]
+        await ask(cluster, model="m-own")
+        assert by_pool["own"].stats().cached_tokens.volume >= 0.95 * num_pages * PAGE
+        # A pool that has no volume of its own, and pages of the same dtype, shares those of the default pool.
+        await until(lambda: chunks_on("common") >= num_pages)
+        assert set(gateway.volume_pool.costs("own")) != set(gateway.volume_pool.costs())

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.config import TierConfig
 from kvferry.errors import TierError
 from kvferry.keeper import messages
 from kvferry.keeper.breaker import BreakerState
@@ -675,3 +676,42 @@ async def test_a_shared_volume_is_searched_for_what_others_wrote(tmp_path: Path,
         assert done.succeeded
         assert a.holds([7], 9)
         await a.sees([7])
+
+
+async def test_a_pools_engines_use_its_volumes_and_no_others(tmp_path: Path, rows: Rows) -> None:
+    values = tier_config(tmp_path, 2).model_dump()
+    values["volumes"][1]["pool"] = "finance"
+    config = TierConfig.model_validate(values)
+    async with keeping(config) as keeper, engine_of(keeper, rows) as common:
+        with rows_of(64, ROW_BYTES) as others, engine(keeper.socket_path, others, LAYOUT, "f", pool="finance") as own:
+            await own.connected()
+            default, finance = (volume.state.volume_id for volume in keeper.stats.volumes)
+            # Both at once, of the same keys: neither is taken for the other's.
+            jobs = own.submit_store(range(8)), common.submit_store(range(4, 16))
+            for each, job in zip((own, common), jobs, strict=True):
+                assert not (await each.end_of(job)).failed
+            assert dict(keeper.stats.stores) == {Outcome.OK: 20}
+            await own.sees(range(8))
+            await common.sees(range(4, 16))
+            held = {volume.state.volume_id: volume.state.num_chunks for volume in keeper.stats.volumes}
+            assert held == {default: 12, finance: 8}
+            assert {each.state.pool for each in keeper.stats.volumes} == {"", "finance"}
+            assert not any(own.client.contains(key_of(i)) for i in range(8, 16))
+            assert not any(common.client.contains(key_of(i)) for i in range(4))
+            # Also where a gateway names the other's volume.
+            for each, chunks, other in ((own, range(8, 12), default), (common, range(4), finance)):
+                done = await each.load(chunks, volumes=dict.fromkeys(chunks, other))
+                assert set(done.failed.values()) == {Outcome.MISSING}
+            assert len((await own.load(range(8), first_row=20)).succeeded) == 8
+            assert own.holds(range(8), 20)
+            await asyncio.to_thread(own.client.stop)
+
+
+async def test_an_engine_of_a_pool_without_a_volume_is_refused(
+    tmp_path: Path, rows: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with keeping(tier_config(tmp_path)) as keeper:
+        with engine(keeper.socket_path, rows, LAYOUT, pool="finance") as each:
+            await until(lambda: "it is of pool 'finance', which has no volume here" in caplog.text)
+            assert not each.client.connected
+            await asyncio.to_thread(each.client.stop)

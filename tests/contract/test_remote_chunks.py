@@ -52,8 +52,8 @@ def rows() -> Iterator[Rows]:
 
 
 @contextlib.asynccontextmanager
-async def engine_at(socket_path: object, rows: Rows, engine_id: str = "e") -> AsyncIterator[Engine]:
-    with engine(str(socket_path), rows, LAYOUT, engine_id) as each:
+async def engine_at(socket_path: object, rows: Rows, engine_id: str = "e", pool: str = "") -> AsyncIterator[Engine]:
+    with engine(str(socket_path), rows, LAYOUT, engine_id, pool=pool) as each:
         await each.connected()
         yield each
         await asyncio.to_thread(each.client.stop)
@@ -61,7 +61,7 @@ async def engine_at(socket_path: object, rows: Rows, engine_id: str = "e") -> As
 
 @contextlib.asynccontextmanager
 async def two_hosts(
-    tmp_path: Path, tls: tuple[TlsConfig, TlsConfig] | None = None, **options: object
+    tmp_path: Path, tls: tuple[TlsConfig, TlsConfig] | None = None, writer_pool: str = "", **options: object
 ) -> AsyncIterator[tuple[KeeperHost, KeeperHost]]:
     """With PAGES on the volume of the second; in one process."""
     registry = MemoryRegistry()
@@ -76,7 +76,7 @@ async def two_hosts(
         hosting(configs[1], MemoryMembership(registry), "b") as b,
     ):
         with rows_of(96, ROW_BYTES) as rows:
-            async with engine_at(b.keeper.socket_path, rows, "writer") as writer:
+            async with engine_at(b.keeper.socket_path, rows, "writer", writer_pool) as writer:
                 assert len((await writer.store(CHUNKS)).succeeded) == len(CHUNKS)
         await until(lambda: bool(a._others.locate(b.keeper.volume_ids[0])))
         yield a, b
@@ -469,3 +469,14 @@ def question(host: KeeperHost, chunks: object) -> pb.FetchRequest:
         tenant="default",
         keys=b"".join(key_of(i) for i in chunks),  # type: ignore[attr-defined]
     )
+
+
+async def test_a_volume_of_a_pool_is_lent_to_engines_of_the_pool_only(tmp_path: Path, rows: Rows) -> None:
+    async with two_hosts(tmp_path, volume={"pool": "finance"}, writer_pool="finance") as (a, b):
+        volume_id = b.keeper.volume_ids[0]
+        async with engine_at(a.keeper.socket_path, rows, "own", pool="finance") as own:
+            assert len((await own.load(CHUNKS, volumes=on(volume_id))).succeeded) == len(CHUNKS)
+            assert own.holds(CHUNKS)
+        async with engine_at(a.keeper.socket_path, rows, "other") as other:
+            done = await other.load(CHUNKS, volumes=on(volume_id))
+            assert set(done.failed.values()) == {Cause.UNAVAILABLE}

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from bench.etcd_server import EtcdServer, find_binary
 from kvferry.cli import main
 from kvferry.config import MembershipConfig
+from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.membership.etcd import EtcdMembership
 
 pytestmark = pytest.mark.skipif(find_binary() is None, reason="no etcd binary")
@@ -203,3 +204,73 @@ def test_without_an_etcd_it_says_so(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["tenant", "list", "--name", "absent"])
     assert result.exit_code == 2
     assert "--etcd" in result.stderr
+
+
+def test_a_tenant_has_a_pool(run: Run, cluster: MembershipConfig, tmp_path: Path) -> None:
+    def pool_of(name: str) -> object:
+        return json.loads(run("show", name, "--json").stdout)["pool"]
+
+    made = run("create", "acme", "--pool", "finance")
+    assert made.exit_code == 0
+    assert "no gateway that runs now is configured with pool finance: its tenants get 503 there" in made.stderr
+    assert pool_of("acme") == "finance"
+    assert "served by pool finance and no other" in run("show", "acme").stdout
+    assert "finance" in run("list").stdout
+    # Other changes leave it.
+    assert run("set", "acme", "--share", "2").stdout == "tenant acme has class standard, share 2, pool finance\n"
+    assert run("set-limits", "acme", "--max-choices", "8").exit_code == 0
+    assert pool_of("acme") == "finance"
+    told = run("set", "acme", "--pool", "none")
+    assert (told.stdout, told.stderr) == ("tenant acme has class standard, share 2, pool none\n", "")
+    assert pool_of("acme") is None
+    assert "no pool of its own" in run("show", "acme").stdout
+    for bad in ("Finance", "x" * 32, "a b"):
+        refused = run("set", "acme", "--pool", bad)
+        assert refused.exit_code == 2
+        assert "lower-case letters, digits and dashes, at most 31" in refused.stderr
+
+    file = tmp_path / "tenants.yaml"
+    file.write_text("- {name: acme, share: 2, limits: {max_choices: 8}, pool: research}\n")
+    looked = run("apply", "-f", str(file), "--dry-run")
+    assert looked.stdout == "acme: ~ pool: none -> research\n"
+    assert "pool research" in looked.stderr
+    assert pool_of("acme") is None
+    assert run("apply", "-f", str(file)).exit_code == 0
+    assert pool_of("acme") == "research"
+    assert run("apply", "-f", "-", text="[{name: acme, pool: Finance}]").exit_code == 2
+    assert run("apply", "-f", "-", text="[{name: acme, share: 2}]").exit_code == 0
+    assert pool_of("acme") is None, "what the file does not say is not there"
+
+
+def test_no_tenant_gets_a_pool_while_a_gateway_does_not_know_them(run: Run, cluster: MembershipConfig) -> None:
+    assert run("create", "acme").exit_code == 0
+
+    def gateway(name: str, pools: tuple[str, ...] | None) -> Member:
+        return Member(
+            kind=MemberKind.GATEWAY, member_id=MemberId(name), address="h:1", model="m", version="0.1", pools=pools
+        )
+
+    async def with_gateways(*members: Member) -> list[Result]:
+        membership = EtcdMembership(cluster)
+        registered = [await membership.register(member) for member in members]
+        try:
+            apply = ("apply", "-f", "-")
+            return [
+                await asyncio.to_thread(run, "set", "acme", "--pool", "finance"),
+                await asyncio.to_thread(run, "create", "beta", "--pool", "finance"),
+                await asyncio.to_thread(run, *apply, text="[{name: acme, pool: finance}]"),
+                await asyncio.to_thread(run, "set", "acme", "--pool", "none"),
+            ]
+        finally:
+            for registration in registered:
+                await registration.revoke()
+            await membership.close()
+
+    *refused, taken_away = asyncio.run(with_gateways(gateway("new", ("finance",)), gateway("old", None)))
+    for result in refused:
+        assert result.exit_code == 2
+        assert "old runs 0.1, which knows no pools" in result.stderr
+    assert taken_away.exit_code == 0
+    done = asyncio.run(with_gateways(gateway("new", ("finance",))))
+    assert [result.exit_code for result in done] == [0, 0, 0, 0]
+    assert not any("503" in result.stderr for result in done), "a gateway is configured with it"

@@ -185,6 +185,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         at("monitoring", {"members": {"enabled": True}, "serviceMonitor": {"enabled": True}}),
         "gateways would be counted twice",
     ),
+    (at("config.pools", {"finance": {}}), "pods for the default pool only, so theirs would never start"),
     (at("config.metrics.host", "auto"), "metrics"),
     # By the schema.
     (at("roles.prefil", {"replicas": 1}), "prefil"),

@@ -98,3 +98,42 @@ def test_bad_arguments_are_named(args: dict[str, Any], message: str) -> None:
 def test_without_a_model_folder_the_path_of_the_configuration_counts() -> None:
     built = deployments(app.application({"config": values(model={"path": "org/model"})}))
     assert {each.init_args[1] for each in built.values()} == {"org/model"}
+
+
+POOLS = {"finance": {"prefill": {"replicas": 2, "num_gpus": 1}, "decode": {"resources": {"kvferry_finance": 1}}}}
+
+
+def test_a_pool_has_deployments_of_its_own_and_changes_none_of_the_others_names() -> None:
+    built = build(pools={**POOLS, "b": {"prefill": {"replicas": 0}}})
+    assert {name: each.num_replicas for name, each in built.items()} == {
+        "PrefillWorker": 1,
+        "DecodeWorker": 1,
+        "PrefillWorker-finance": 2,
+        "DecodeWorker-finance": 1,
+        "DecodeWorker-b": 1,
+        "Gateway": 1,
+    }
+    assert built["PrefillWorker-finance"].ray_actor_options["num_gpus"] == 1
+    assert built["DecodeWorker-finance"].ray_actor_options["resources"] == {"kvferry_finance": 1}
+    assert built["DecodeWorker-finance"].init_kwargs == {"pool": "finance"}
+    assert built["DecodeWorker"].init_kwargs == {}
+    assert built["Gateway"].user_config == {
+        "prefill": 1,
+        "decode": 1,
+        "pools": {"finance": {"prefill": 2, "decode": 1}, "b": {"prefill": 0, "decode": 1}},
+    }
+
+
+def test_counts_and_placement_of_a_pool_change_no_version() -> None:
+    def versions(**changes: Any) -> set[str]:
+        return {each.version for each in build(pools={"finance": changes}).values()}
+
+    before = versions()
+    assert versions(decode={"replicas": 7, "num_gpus": 1, "resources": {"x": 1}}) == before
+    assert versions(decode={"engine": {"max_num_seqs": 8}}) != before
+    assert versions(kv_cache_dtype="fp8") != before
+
+
+def test_a_cluster_may_have_pools_only() -> None:
+    none = {role: {"replicas": 0} for role in ("prefill", "decode", "gateway")}
+    assert set(build(**none, pools=POOLS)) == {"PrefillWorker-finance", "DecodeWorker-finance"}

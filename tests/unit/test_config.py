@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.config import ClusterConfig, TierConfig, load, parse
+from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, load, parse
 from kvferry.errors import ConfigError
 
 
@@ -369,3 +369,123 @@ def test_a_request_waits_for_its_pages_as_long_as_they_may_wait_and_be_read() ->
 def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(environ={}, flags=[flag])
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"pools": {"Finance": {}}}, "pools: pool 'Finance': lower-case letters, digits and dashes, at most 31"),
+        ({"pools": {"": {}}}, "pools: pool '': lower-case"),
+        ({"pools": {"x" * 32: {}}}, "at most 31"),
+        ({"pools": {f"p{i}": {} for i in range(MAX_POOLS + 1)}}, f"pools: 17 pools; {MAX_POOLS} is the limit"),
+        ({"pools": {"a": {"decode": {"replica": 1}}}}, "pools.a.decode.replica: unknown key (value 1); did you mean"),
+        ({"pools": {"a": {"name": 1}}}, "Allowed here: decode, dedicated, kv_cache_dtype, prefill, served_name"),
+        (
+            {"model": {"served_name": "m"}, "pools": {"a": {"served_name": "m"}}},
+            "pools.a.served_name: 'm' is the name of the default pool",
+        ),
+        (
+            {"pools": {"a": {"served_name": "m"}, "b": {"served_name": "m"}}},
+            "pools.b.served_name: 'm' is the name of pool 'a'",
+        ),
+        ({"pools": {"a": {"served_name": "m" * 201}}}, "pools.a.served_name: String should have at most 200"),
+        (
+            {"tier": {"enabled": True, "volumes": [{"path": "/v", "capacity_gib": 1, "pool": "a"}]}},
+            "tier.volumes.0.pool: there is no pool 'a'",
+        ),
+    ],
+)
+def test_pools_that_make_no_sense_are_refused(sections: dict[str, Any], said: str) -> None:
+    assert said in fault(**sections)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        ("nvfp4", "NVIDIA's Blackwell GPUs, not by CPUs"),
+        ("nvfp4_4over6", "were not shown to pass between engines"),
+        ("int8_per_token_head", "returns garbage"),
+        ("int4_per_token_head", "returns garbage"),
+        ("float64", "Input should be 'auto', 'float16', 'bfloat16'"),
+    ],
+)
+def test_a_dtype_of_pages_that_was_not_shown_right_is_refused_with_the_reason(dtype: str, said: str) -> None:
+    for message in (fault(engine={"kv_cache_dtype": dtype}), fault(pools={"a": {"kv_cache_dtype": dtype}})):
+        assert said in message
+        assert "fp8_e5m2" in message
+        assert message.endswith(f"not '{dtype}'")
+
+
+def test_a_pool_has_engines_of_its_own() -> None:
+    config = parse(
+        {
+            "engine": {"kind": "sim", "max_num_seqs": 8},
+            "prefill": {"engine": {"max_num_seqs": 4}},
+            "pools": {
+                f"p{i}": {"kv_cache_dtype": "bfloat16", "decode": {"replicas": 3, "engine": {"max_num_seqs": 2}}}
+                for i in range(MAX_POOLS)
+            },
+        }
+    )
+    assert parse(config.model_dump(mode="json")) == config
+    engine = config.engine_of("decode", "p3")
+    assert (engine.kv_cache_dtype, engine.max_num_seqs, engine.block_size) == ("bfloat16", 2, config.engine.block_size)
+    assert config.engine_of("prefill", "p3").max_num_seqs == 8, "not that of the default pool's role"
+    assert config.engine_of("prefill").kv_cache_dtype == "auto"
+    assert config.role_of("decode", "p3").replicas == 3
+    assert load(environ={"KVFERRY__POOLS__A__DEDICATED": "true"}).pools["a"].dedicated
+
+
+@pytest.mark.parametrize(
+    ("pool", "owners", "volumes"),
+    [
+        ("", ["", "own"], ""),
+        ("", ["own"], None),
+        ("own", ["", "own"], "own"),
+        ("shared", ["", "own"], ""),
+        ("shared", ["own"], None),
+        ("alone", ["", "own"], None),
+        ("fp8", ["", "own"], None),
+        ("fp8", ["", "fp8"], "fp8"),
+    ],
+)
+def test_which_volumes_a_pool_uses(pool: str, owners: list[str], volumes: str | None) -> None:
+    config = parse(
+        {
+            "pools": {
+                "own": {"dedicated": True},
+                "alone": {"dedicated": True},
+                "shared": {},
+                "fp8": {"kv_cache_dtype": "fp8"},
+            },
+            "tier": {
+                "enabled": True,
+                "volumes": [
+                    {"path": f"/v{i}", "capacity_gib": 1, **({"pool": owner} if owner else {})}
+                    for i, owner in enumerate(owners)
+                ],
+            },
+        }
+    )
+    assert config.volumes_of(pool) == volumes
+
+
+@pytest.mark.parametrize("section", ["engine", "pools.a"])
+def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused(section: str) -> None:
+    def sections(dtype: str, of_pages: str, **engine: str) -> dict[str, Any]:
+        values = {"kv_cache_dtype": of_pages}
+        if section == "engine":
+            return {"model": {"dtype": dtype}, "engine": {**engine, **values}}
+        return {"model": {"dtype": dtype}, "engine": engine, "pools": {"a": values}}
+
+    for dtype, of_pages, computed in (
+        ("auto", "bfloat16", "float32"),
+        ("bfloat16", "float16", "bfloat16"),
+    ):
+        said = fault(**sections(dtype, of_pages))
+        assert f"{section}.kv_cache_dtype is {of_pages}, and the model is computed in {computed}: answers" in said
+    parse(sections("bfloat16", "bfloat16"))
+    parse(sections("auto", "auto"))
+    parse(sections("auto", "bfloat16", kind="sim"))
+    # Not known before the model is read: the engine compares it (engine/vllm/model_kinds.py).
+    parse(sections("auto", "bfloat16", device="gpu"))

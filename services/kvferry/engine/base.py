@@ -141,6 +141,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     # When the fair queue expects its prompt to be done, in virtual ms: an engine computes the earliest first.
     due_ms: float = 0.0
     turn: Turn | None = None  # None where tenants have no shares
+    pool: str = ""  # whose workers alone may have it; empty: the default one
 
 
 def validate_continuation(request: EngineRequest) -> None:

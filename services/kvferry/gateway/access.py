@@ -12,8 +12,7 @@ from kvferry.gateway.jwt_tokens import JwtTokens, looks_like_jwt
 from kvferry.gateway.key_file import KeyFile
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
-from kvferry.tenancy.records import KEY_PREFIX
-from kvferry.tenancy.terms import EngineTerms
+from kvferry.tenancy.records import KEY_PREFIX, TenantRecord
 
 _SCHEME = "bearer"
 
@@ -61,8 +60,13 @@ class Access:
             return DEFAULT_TENANT
         shown = self._shown(authorization, client_name)
         try:
-            epoch, share, terms = self._contract(shown)
-            return self._tenants.named(shown.tenant, epoch, shown.group, share, terms)
+            record = self._record(shown)
+            if record is None:
+                pool = "" if self._keys is None else self._keys.pool_of(shown.tenant)
+                return self._tenants.named(shown.tenant, 0, shown.group, pool=pool)
+            return self._tenants.named(
+                shown.tenant, record.epoch, shown.group, record.share, record.engine_terms, record.pool
+            )
         except ValueError as error:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
@@ -76,10 +80,10 @@ class Access:
                 "metrics are also on the listener of section `metrics`"
             )
 
-    def _contract(self, shown: _Shown) -> tuple[int, float, EngineTerms | None]:
-        """Return the tenant's epoch, share and terms in engines."""
+    def _record(self, shown: _Shown) -> TenantRecord | None:
+        """Return the tenant's record; None where it needs none."""
         if self._directory is None:
-            return 0, 1.0, None
+            return None
         if not self._directory.is_known:
             raise NotReady("this gateway is starting: it waits for etcd to read the tenants")
         record = self._directory.record(shown.tenant)
@@ -87,7 +91,7 @@ class Access:
             raise Unauthenticated("this tenant was deleted")
         if record is None and not shown.is_in_file:
             raise PermissionDenied(f"{shown.tenant[:64]!r} is no tenant of this cluster")
-        return (0, 1.0, None) if record is None else (record.epoch, record.share, record.engine_terms)
+        return record
 
     def _shown(self, authorization: str | None, client_name: str | None) -> _Shown:
         if self._wants_certificate and client_name is None:

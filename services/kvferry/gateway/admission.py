@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,8 @@ MAX_LOGPROB_CHOICES = 64
 MAX_STEP_LOGPROB_ENTRIES = 256
 # A body that took longer to arrive makes room for others.
 PATIENCE_S = 1.0
+# Between what is missing and the name of its pool, in `waiting_for`.
+OF_POOL = " of pool "
 # Of which a tenant may have as many as are left for others.
 _CHOICES = "choices"
 _TOKENS = "prompt tokens"
@@ -42,7 +44,7 @@ class Readiness(msgspec.Struct, frozen=True):
     """Whether requests can be answered now; `waiting_for` names missing parts.
 
     `left_out` names workers that this gateway must not work with, and why; `unpaired` those that exchange KV pages with
-    no worker of the other role.
+    no worker of the other role. `pools` has the numbers of usable workers of named pools by role.
     """
 
     ready: bool
@@ -50,6 +52,12 @@ class Readiness(msgspec.Struct, frozen=True):
     members: Sequence[str]
     left_out: Sequence[str] = ()
     unpaired: Sequence[str] = ()
+    pools: Mapping[str, Mapping[str, int]] = {}
+
+    def for_strangers(self) -> Readiness:
+        """Return readiness without names of workers and pools, and without differences of workers."""
+        waiting_for = [part.partition(OF_POOL)[0] for part in self.waiting_for]
+        return Readiness(self.ready, waiting_for, members=())
 
 
 class Work(Protocol):
@@ -87,10 +95,7 @@ class Claim:
         self.num_limited = 0  # choices that count against the tenant's limits
 
     def add_body_bytes(self, num_bytes: int) -> None:
-        """Raises Overloaded, and holds what it held, where all bodies together would be too large, or this one was cut.
-
-        Cuts slow bodies first.
-        """
+        """Cut slow bodies where there is no room. Raises Overloaded, and holds what it held, without any or if cut itself."""
         admission = self._admission
         if self.is_cut:
             raise Overloaded(f"the body took longer than {PATIENCE_S:g} s, while others waited to be read")
@@ -239,10 +244,9 @@ class CountedRequest:
 
 
 class Admission:
-    """Counts requests; refuses them while the gateway is full, unready or leaving.
+    """Counts requests; refuses them while the gateway is full, unready or leaving."""
 
-    A body counts its bytes as they arrive, until it is rendered; choices and prompt tokens count from then on.
-    """
+    # A body counts its bytes as they arrive, until it is rendered; choices and prompt tokens count from then on.
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
         self.draining = False
@@ -365,10 +369,7 @@ class Admission:
             raise self.too_many_choices(1)
 
     def cut_slow_body(self, newest: Claim) -> bool:
-        """End the body that has held the most bytes for the longest; return False if that is `newest`, or none is slow.
-
-        So bodies that never end keep others out for `PATIENCE_S` only.
-        """
+        """End the body that held the most bytes for the longest; return False if that is `newest`, or none is slow."""
         now_s = asyncio.get_running_loop().time() if self.arriving else 0.0
         slowest, most = newest, 0.0
         for claim, (_, begun_s) in self.arriving.items():

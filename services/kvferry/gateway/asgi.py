@@ -30,9 +30,9 @@ from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
 from kvferry.gateway.browser_requests import require_json, require_local_page, require_one_host
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
-from kvferry.gateway.generation import require_model
 from kvferry.gateway.large_bodies import join
 from kvferry.gateway.metrics import GatewayMetrics
+from kvferry.gateway.model_names import ModelNames
 from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
@@ -79,7 +79,7 @@ class HttpApp:
     def __init__(
         self,
         config: GatewayConfig,
-        served_name: str,
+        models: ModelNames,
         metrics: GatewayMetrics,
         admission: Admission,
         read_readiness: Callable[[], Readiness],
@@ -97,7 +97,7 @@ class HttpApp:
         self._admission = admission
         self._access = access
         self._config = config
-        self._served_name = served_name
+        self._models = models
         self._metrics = metrics
         self._read_readiness = read_readiness
         self._read_targets = read_targets
@@ -118,8 +118,8 @@ class HttpApp:
                     await self._generate("completions", scope, receive, send)
                 case "/v1/models":
                     _allow(method, "GET")
-                    self._identify(scope)
-                    await _respond(send, 200, msgspec.json.encode({"object": "list", "data": [self._model()]}))
+                    listed = [self._model(name) for name in self._models.of(self._identify(scope))]
+                    await _respond(send, 200, msgspec.json.encode({"object": "list", "data": listed}))
                 case "/healthz":
                     _allow(method, "GET")
                     await _respond(send, 200, b'{"status":"ok"}')
@@ -142,9 +142,9 @@ class HttpApp:
                     await _respond(send, 200, found)
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
-                    self._identify(scope)
-                    require_model(path.removeprefix("/v1/models/"), self._served_name, param=None)
-                    await _respond(send, 200, msgspec.json.encode(self._model()))
+                    name = path.removeprefix("/v1/models/")
+                    self._models.pool_of(name, self._identify(scope), param=None)
+                    await _respond(send, 200, msgspec.json.encode(self._model(name)))
                 case _:
                     raise RouteNotFound(f"{method} {path}: no such path")
         except KvferryError as error:
@@ -160,9 +160,9 @@ class HttpApp:
             else:
                 exchange.abort()
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._served_name,
+            "id": name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "kvferry",
@@ -170,12 +170,12 @@ class HttpApp:
         }
 
     def _readiness(self, scope: Message) -> Readiness:
-        """Return readiness, without names and differences of workers for a client without a key."""
+        """Return readiness, with less for a client without a key."""
         readiness = self._read_readiness()
         try:
             self._identify(scope)
         except KvferryError:
-            return msgspec.structs.replace(readiness, members=(), left_out=(), unpaired=())
+            return readiness.for_strangers()
         return readiness
 
     def _identify(self, scope: Message) -> Tenant:
@@ -261,7 +261,7 @@ class HttpApp:
         if tracing is None:
             return None
         attributes = {"http.request.method": scope["method"], "url.path": scope["path"], "url.scheme": scope["scheme"]}
-        return begin_trace(tracing, trace_headers(headers), endpoint, self._served_name, attributes)
+        return begin_trace(tracing, trace_headers(headers), endpoint, self._models.default, attributes)
 
     async def _serve(
         self,

@@ -19,7 +19,7 @@ from kvferry.engine.base import (
     TierHints,
     TokenLogprob,
 )
-from kvferry.errors import EngineError, ModelNotFound
+from kvferry.errors import EngineError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
@@ -45,12 +45,6 @@ class Sink(Protocol):
         ...
 
 
-def require_model(name: str, served_name: str, *, param: str | None = "model") -> None:
-    """Raises ModelNotFound unless `name` is served; `param` is the request's field."""
-    if name != served_name:
-        raise ModelNotFound(f"the model {name!r} does not exist; served here: {served_name}", param=param)
-
-
 def _requests_of(
     answer_id: str,
     rendered: Sequence[RenderedPrompt],
@@ -59,6 +53,7 @@ def _requests_of(
     cache_salt: str | None,
     wanted_s: float | None,
     deadline_s: float | None,
+    pool: str,
 ) -> list[EngineRequest]:
     """Return `n` requests per prompt in OpenAI's order, with different seeds.
 
@@ -85,6 +80,7 @@ def _requests_of(
                     tier=tier,
                     deadline_s=deadline_s,
                     turn=tenant.turn,
+                    pool=pool,
                 )
             )
     return requests
@@ -102,6 +98,7 @@ class Generation:
         metrics: GatewayMetrics,
         *,
         tenant: Tenant,
+        pool: str,
         timeouts: TokenTimeouts,
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
@@ -116,14 +113,14 @@ class Generation:
         """
         if deadline_s is None:
             deadline_s = time.monotonic() + dispatcher.request_timeout_s
-        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s)
+        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s, pool)
         if wanted_s is not None:
             metrics.hinted_requests.labels("wanted" if wanted_s else "end").inc()
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:
             span.set({"kvferry.tenant": tenant.name})
-        self.records = [RequestRecord(tenant=tenant.name, trace=span) for _ in self.requests]
+        self.records = [RequestRecord(tenant=tenant.name, pool=pool, trace=span) for _ in self.requests]
         self.choices = [
             (Choice if request.parse is None else ParsedChoice)(resumed_after=record.continued_after)
             for request, record in zip(self.requests, self.records, strict=True)
@@ -263,6 +260,7 @@ def refuse_abort(output: EngineOutput) -> None:
 def record_values(record: RequestRecord) -> dict[str, Any]:
     return {
         "reason": record.reason,
+        **({"pool": record.pool} if record.pool else {}),
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "prefill_failure": record.prefill_failure or None,

@@ -12,11 +12,12 @@ from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDe
 from kvferry.errors import RequestError
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
-from kvferry.gateway.generation import Gathered, Generation, refuse_abort, require_model
+from kvferry.gateway.generation import Gathered, Generation, refuse_abort
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.json_values import MAX_VALUES
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
+from kvferry.gateway.model_names import ModelNames
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.protobuf_values import check_num_values
 from kvferry.gateway.request_trace import RequestTrace
@@ -48,14 +49,14 @@ class Inference:
         renderer: Renderer,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
-        served_name: str,
+        models: ModelNames,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
         self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._served_name = served_name
+        self._models = models
 
     async def generate(
         self,
@@ -74,7 +75,7 @@ class Inference:
         begun_ns = time.time_ns()
         await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._renderer.max_model_len())
         message, body, fields = await _read(read_generate, raw)
-        require_model(message.model, self._served_name)
+        pool = self._models.pool_of(message.model, tenant)
         n = body.n or 1
         try:
             claim.take_choices(n)  # a message has one prompt
@@ -93,6 +94,7 @@ class Inference:
             self._dispatcher,
             self._metrics,
             tenant=tenant,
+            pool=pool,
             timeouts=self._timeouts,
             may_be_aggregated=not disaggregate,
             trace=trace,
@@ -103,13 +105,13 @@ class Inference:
         claim.work = generation
         if trace is not None:
             trace.rendered(answer_id, body, generation.requests, begun_ns)
-        return InferenceAnswer(answer_id, self._served_name, generation, with_token_ids=message.return_token_ids)
+        return InferenceAnswer(answer_id, message.model, generation, with_token_ids=message.return_token_ids)
 
-    async def tokenize(self, raw: bytes) -> bytes:
+    async def tokenize(self, raw: bytes, tenant: Tenant) -> bytes:
         """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
-        require_model(message.model, self._served_name)
+        self._models.pool_of(message.model, tenant)
         try:
             token_ids = await self._token_ids(body, fields)
         except RequestError as error:
@@ -125,9 +127,10 @@ class Inference:
         (rendered,) = await self._renderer.render_completion(fields)
         return rendered.token_ids
 
-    def models(self) -> pb.ListModelsResponse:
+    def models(self, tenant: Tenant) -> pb.ListModelsResponse:
+        max_model_len = self._renderer.max_model_len()
         return pb.ListModelsResponse(
-            models=[pb.Model(name=self._served_name, max_model_len=self._renderer.max_model_len())]
+            models=[pb.Model(name=name, max_model_len=max_model_len) for name in self._models.of(tenant)]
         )
 
 

@@ -192,8 +192,8 @@ class GrpcEndpoint:
         await self._admitted("grpc_generate_stream", context, answer)
 
     async def _serve_tokenize(self, _: object, context: Context) -> None:
-        async def answer(inference: Inference, raw: bytes, _: Tenant, counted: CountedRequest) -> None:
-            tokenized = inference.tokenize(raw)
+        async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> None:
+            tokenized = inference.tokenize(raw, tenant)
             del raw
             message = await tokenized
             # A write that is cancelled would have begun to send it, and no status could be sent.
@@ -203,8 +203,8 @@ class GrpcEndpoint:
         await self._admitted("grpc_tokenize", context, answer)
 
     async def _serve_models(self, _: object, context: Context) -> pb.ListModelsResponse:
-        async def answer(inference: Inference, *_: object) -> pb.ListModelsResponse:
-            return inference.models()
+        async def answer(inference: Inference, _: bytes, tenant: Tenant, __: CountedRequest) -> pb.ListModelsResponse:
+            return inference.models(tenant)
 
         return await self._admitted("grpc_list_models", context, answer)
 

@@ -1,8 +1,13 @@
-"""API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each, or `operator: true` too."""
+"""API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each, and what is optional.
+
+`operator: true` lets a key read what is not of one tenant. `pool` names the workers that serve the tenant; all keys of
+a tenant name the same, or none.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -15,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry import plain_yaml
+from kvferry.config import check_pool_name
 from kvferry.errors import ConfigError
 from kvferry.file_signature import FileSignature, file_signature
 from kvferry.tenancy.namespace import Namespace
@@ -29,6 +35,7 @@ MAX_FILE_BYTES = 16 << 20
 
 _FIELDS = ("tenant", "name", "sha256")
 _OPERATOR = "operator"
+_POOL = "pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +46,12 @@ class ApiKey:
     name: str
     sha256: str  # of the whole key, prefix included; hexadecimal
     operator: bool = False  # may read what is not of one tenant: metrics, targets
+    pool: str = ""  # of workers that serve the tenant, also where it shows a token
 
     def __post_init__(self) -> None:
         Namespace(self.tenant)
+        if self.pool:
+            check_pool_name(self.pool)
         KeyRecord(name=self.name, sha256=self.sha256).check()
 
 
@@ -52,7 +62,7 @@ class KeyFile:
         self._clock = clock
         self._seen = file_signature(file)
         self._looked_s = clock()
-        self._digest_to_key = _by_digest(read_keys(file))
+        self._take_keys(_by_digest(read_keys(file)))
         self._fault = ""
         self._reading: tuple[FileSignature | None, Future[dict[bytes, ApiKey]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="key-file")
@@ -66,6 +76,15 @@ class KeyFile:
         """Look a key up by its SHA-256, which reveals nothing about a key that nearly matches."""
         self._look()
         return self._digest_to_key.get(digest)
+
+    def pool_of(self, tenant: str) -> str:
+        """Return the pool that the file gives to the tenant; empty for none."""
+        self._look()
+        return self._tenant_to_pool.get(tenant, "")
+
+    def _take_keys(self, digest_to_key: dict[bytes, ApiKey]) -> None:
+        self._digest_to_key = digest_to_key
+        self._tenant_to_pool = {key.tenant: key.pool for key in digest_to_key.values() if key.pool}
 
     def _look(self) -> None:
         if self._reading is not None:
@@ -91,7 +110,7 @@ class KeyFile:
 
     def _take(self, signature: FileSignature | None, read: Callable[[], dict[bytes, ApiKey]]) -> None:
         try:
-            self._digest_to_key = read()
+            self._take_keys(read())
         except ConfigError as error:
             self._complain(error)
             return
@@ -120,22 +139,31 @@ def read_keys(file: Path) -> list[ApiKey]:
     keys: list[ApiKey] = []
     names: set[tuple[str, str]] = set()
     digest_to_key: dict[str, ApiKey] = {}
+    tenant_to_pool: dict[str, str] = {}
     for number, value in enumerate(values, start=1):
         where = f"gateway.keys_file: {file}: entry {number}"
-        if not isinstance(value, dict) or value.keys() - {_OPERATOR} != set(_FIELDS):
-            raise ConfigError(f"{where}: expected exactly {', '.join(_FIELDS)}, and {_OPERATOR} where it is true")
+        if not isinstance(value, dict) or value.keys() - {_OPERATOR, _POOL} != set(_FIELDS):
+            raise ConfigError(
+                f"{where}: expected exactly {', '.join(_FIELDS)}, {_OPERATOR} where it is true, {_POOL} if there is one"
+            )
         if not all(isinstance(value[field], str) for field in _FIELDS):
             raise ConfigError(f"{where}: {', '.join(_FIELDS)} are strings; quote what YAML takes for a number")
         if not isinstance(operator := value.get(_OPERATOR, False), bool):
             raise ConfigError(f"{where}: {_OPERATOR} is true or false")
+        if not isinstance(pool := value.get(_POOL, ""), str):
+            raise ConfigError(f"{where}: {_POOL} is a string; quote what YAML takes for a number")
         try:
-            key = ApiKey(value["tenant"], value["name"], value["sha256"], operator)
+            key = ApiKey(value["tenant"], value["name"], value["sha256"], operator, pool)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
         if (key.tenant, key.name) in names:
             raise ConfigError(f"{where}: the tenant {key.tenant!r} has a key {key.name!r} already")
         if (other := digest_to_key.get(key.sha256)) is not None:
             raise ConfigError(f"{where}: the same key as {other.tenant}/{other.name}")
+        if (known := tenant_to_pool.setdefault(key.tenant, key.pool)) != key.pool:
+            raise ConfigError(
+                f"{where}: the tenant {key.tenant!r} has pool {key.pool!r} here and {known!r} in an entry before it"
+            )
         names.add((key.tenant, key.name))
         digest_to_key[key.sha256] = key
         keys.append(key)
@@ -143,7 +171,7 @@ def read_keys(file: Path) -> list[ApiKey]:
 
 
 def new_key(file: Path, tenant: str, name: str, *, operator: bool = False) -> str:
-    """Make and return a key; add its hash to the file, created if missing.
+    """Make and return a key; add its hash to the file, created if missing. It has the pool of the tenant's other keys.
 
     Raises ConfigError for an unusable file, and for invalid or taken names.
     """
@@ -156,7 +184,8 @@ def new_key(file: Path, tenant: str, name: str, *, operator: bool = False) -> st
         known = read_keys(file) if file.exists() else []
         if any((entry.tenant, entry.name) == (tenant, name) for entry in known):
             raise ConfigError(f"{file}: the tenant {tenant!r} has a key {name!r} already")
-        _write(file, [*known, added])
+        pool = next((entry.pool for entry in known if entry.tenant == tenant), "")
+        _write(file, [*known, dataclasses.replace(added, pool=pool)])
     return key
 
 
@@ -164,7 +193,7 @@ def _write(file: Path, keys: Sequence[ApiKey]) -> None:
     """Replace the file atomically, since gateways read it meanwhile."""
     lines = [
         f"- {{tenant: {key.tenant!r}, name: {key.name!r}, sha256: {key.sha256!r}"
-        f"{', operator: true' if key.operator else ''}}}\n"
+        f"{', operator: true' if key.operator else ''}{f', pool: {key.pool!r}' if key.pool else ''}}}\n"
         for key in keys
     ]
     comments, mode = [], 0o600

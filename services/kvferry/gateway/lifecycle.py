@@ -27,12 +27,13 @@ from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
 from kvferry.exposition import SpanCounts
-from kvferry.gateway.admission import Admission, Readiness
+from kvferry.gateway.admission import OF_POOL, Admission, Readiness
 from kvferry.gateway.asgi import HttpApp
 from kvferry.gateway.grpc_requests import Inference
 from kvferry.gateway.grpc_server import GrpcEndpoint
 from kvferry.gateway.identification import Identification
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
+from kvferry.gateway.model_names import ModelNames
 from kvferry.gateway.openai_endpoint import OpenAI
 from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
@@ -47,6 +48,7 @@ from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.placement import why_unequal
 from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
+from kvferry.router.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.usage import UsageExchange
 from kvferry.router.volume_pool import VolumePool, keeper_of
@@ -79,6 +81,16 @@ _REQUEST_LOGGERS = (
     "asyncio", "grpc._cython.cygrpc", "uvicorn.error", "kvferry.gateway.asgi", "kvferry.gateway.grpc_server",
     "kvferry.gateway.openai_endpoint", "kvferry.router.dispatch",
 )  # fmt: skip
+
+
+def _replicas(config: ClusterConfig) -> dict[tuple[str, MemberKind], int]:
+    return {
+        (pool, kind): config.role_of(kind.value, pool).replicas for pool in ("", *config.pools) for kind in WORKER_KINDS
+    }
+
+
+def _policy(config: ClusterConfig, index: ResidencyIndex) -> Policy:
+    return PricedPolicy(index) if config.gateway.placement == "priced" else RoundRobinPolicy()
 
 
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
@@ -140,7 +152,7 @@ class GatewayHost:
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
         self.port = 0
-        self._num_expected = {MemberKind.PREFILL: config.prefill.replicas, MemberKind.DECODE: config.decode.replicas}
+        self._num_expected, self._models = _replicas(config), ModelNames(config)
         self.metrics = GatewayMetrics(
             self._sample_workers,
             self._sample_volumes,
@@ -153,10 +165,8 @@ class GatewayHost:
         )
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
-        targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http")
         self.residency = ResidencySubscriber(ResidencyIndex())
-        priced = config.gateway.placement == "priced"
-        self.policy: Policy = PricedPolicy(self.residency.index) if priced else RoundRobinPolicy()
+        self.policy = _policy(config, self.residency.index)
         self.worker_pool = WorkerPool(
             membership,
             self.gateway_id,
@@ -169,14 +179,16 @@ class GatewayHost:
         self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
         # Before any link: workers say once, when a link comes up, which requests are in quarantine.
         self._dispatcher = Dispatcher(
-            self.worker_pool, self.policy, self.metrics, config.gateway, volumes=self.volume_pool.costs
+            self.worker_pool, self.policy, self.metrics, config.gateway, volumes=self._volumes_of
         )
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         self.identification = Identification(config.gateway, membership.records, self._note_readiness)
-        limits, access, name = self.identification.limits, self.identification.access, config.served_name
+        limits, access = self.identification.limits, self.identification.access
+        models, name = self._models, self._models.default
         self.admission.by_tenant, self.admission.limits = self.identification.requests, limits
         self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
-        self.app = HttpApp(config.gateway, name, self.metrics, self.admission, self.readiness, access, targets.read)
+        read_targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http").read
+        self.app = HttpApp(config.gateway, models, self.metrics, self.admission, self.readiness, access, read_targets)
         self.grpc = GrpcEndpoint(
             config.gateway, self.metrics, self.admission, self.readiness, access, name, self.app.unread_answers
         )
@@ -225,9 +237,8 @@ class GatewayHost:
         renderer.start()
         self.app.max_model_len = renderer.max_model_len()
         timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
-        name = self._config.served_name
-        self.app.openai = OpenAI(renderer, self._dispatcher, self.metrics, name, timeouts)
-        self.grpc.inference = Inference(renderer, self._dispatcher, self.metrics, name, timeouts)
+        self.app.openai = OpenAI(renderer, self._dispatcher, self.metrics, self._models, timeouts)
+        self.grpc.inference = Inference(renderer, self._dispatcher, self.metrics, self._models, timeouts)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(
@@ -245,19 +256,24 @@ class GatewayHost:
                 cause = self._serving.exception()
             raise KvferryError("the HTTP listener ended") from cause
 
-    def expect(self, num_workers: Mapping[str, int]) -> None:
-        """Set the configured number of workers per role, for readiness."""
-        self._num_expected = {kind: num_workers.get(kind.value, 0) for kind in WORKER_KINDS}
+    def expect(self, num_workers: Mapping[str, int], num_in_pools: Mapping[str, Mapping[str, int]]) -> None:
+        """Set the configured number of workers per role, and of named pools, for readiness."""
+        self._num_expected = {
+            (pool, kind): counts.get(kind.value, 0)
+            for pool, counts in {"": num_workers, **num_in_pools}.items()
+            for kind in WORKER_KINDS
+        }
 
     def readiness(self) -> Readiness:
         waiting = self.identification.missing()
         knows_clients = not waiting
         if self.app.openai is None:
             waiting.append("renderer")
-        for kind, num_expected in self._num_expected.items():
-            missing = num_expected - len(self.worker_pool.usable(kind))
+        for (pool, kind), num_expected in self._num_expected.items():
+            missing = num_expected - len(self.worker_pool.usable(kind, pool))
             if missing > 0:
-                waiting.append(f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers")
+                what = f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers"
+                waiting.append(f"{what}{OF_POOL}{pool}" if pool else what)
         return Readiness(
             ready=self.app.openai is not None
             and knows_clients
@@ -273,6 +289,10 @@ class GatewayHost:
                 f"{worker.member_id} and {other.member_id} exchange no pages: {why_unequal(worker, other)}"
                 for worker, other in itertools.islice(self.worker_pool.unpaired(), MAX_NAMED)
             ],
+            pools={
+                pool: {kind.value: len(self.worker_pool.usable(kind, pool)) for kind in WORKER_KINDS}
+                for pool in self._config.pools
+            },
         )
 
     async def drain(self) -> None:
@@ -329,6 +349,9 @@ class GatewayHost:
         self.admission.draining = True
         self._note_readiness()
 
+    def _volumes_of(self, pool: str) -> Mapping[str, VolumeCosts]:
+        return self.volume_pool.costs(self._config.volumes_of(pool))
+
     def _note_readiness(self) -> None:
         self._readiness_changed.set()
 
@@ -355,6 +378,7 @@ class GatewayHost:
             version=__version__,
             node=socket.gethostname(),
             pid=os.getpid(),
+            pools=self._models.pools,
             metrics_address=self._listener.address,
             started_unix_s=time.time(),
         )

@@ -15,10 +15,11 @@ from msgspec import structs
 from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.admission import Claim
-from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, require_model
+from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
+from kvferry.gateway.model_names import ModelNames
 from kvferry.gateway.openai_bodies import (
     ChatBody,
     CompletionBody,
@@ -54,21 +55,21 @@ NO_DEBUG = Debug()
 
 
 class OpenAI:
-    """Turns request bodies into answers, for one served model."""
+    """Turns request bodies into answers."""
 
     def __init__(
         self,
         renderer: Renderer,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
-        served_name: str,
+        models: ModelNames,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
         self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._served_name = served_name
+        self._models = models
 
     async def chat(
         self, raw: bytes, *, claim: Claim, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
@@ -77,7 +78,7 @@ class OpenAI:
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES)
         body, fields = await _read(read_chat, raw)
-        require_model(body.model, self._served_name)
+        pool = self._models.pool_of(body.model, tenant)
         claim.take_choices(body.n or 1)
         rendered = await self._renderer.render_chat(fields)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -89,7 +90,9 @@ class OpenAI:
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
         claim.take_answer([rendered], body.n or 1)
-        answer = self._answer(body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, debug=debug, trace=trace)
+        answer = self._answer(
+            body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, pool=pool, debug=debug, trace=trace
+        )
         claim.work = answer.generation
         if trace is not None:
             trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
@@ -102,7 +105,7 @@ class OpenAI:
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES + self._renderer.max_model_len())
         body, fields = await _read(read_completion, raw)
-        require_model(body.model, self._served_name)
+        pool = self._models.pool_of(body.model, tenant)
         claim.take_choices(num_prompts(body) * (body.n or 1))
         rendered = await self._renderer.render_completion(fields)
         num_top = body.logprobs
@@ -114,6 +117,7 @@ class OpenAI:
             CompletionFormat,
             "cmpl",
             tenant=tenant,
+            pool=pool,
             debug=debug,
             trace=trace,
         )
@@ -146,6 +150,7 @@ class OpenAI:
         prefix: str,
         *,
         tenant: Tenant,
+        pool: str,
         debug: Debug,
         trace: RequestTrace | None,
     ) -> Answer:
@@ -159,6 +164,7 @@ class OpenAI:
             self._dispatcher,
             self._metrics,
             tenant=tenant,
+            pool=pool,
             timeouts=self._timeouts,
             may_be_aggregated=not debug.disaggregate,
             trace=trace,
@@ -168,7 +174,7 @@ class OpenAI:
         return Answer(
             answer_id,
             generation,
-            kind(answer_id, int(time.time()), self._served_name, with_usage=with_usage, num_top=num_top),
+            kind(answer_id, int(time.time()), body.model, with_usage=with_usage, num_top=num_top),
             streamed=bool(body.stream),
             with_usage=with_usage,
             debug=debug,

@@ -42,6 +42,7 @@ class Tenant:
     share: float = 1.0
     has_turn: bool = False  # also the default tenant waits for its turn
     terms: EngineTerms | None = None
+    pool: str = ""  # of workers, and no others, that serve it; empty: none of its own
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
     cache_salt: str = field(init=False, repr=False)
     tier: TierHints | None = field(init=False)
@@ -83,15 +84,21 @@ class Tenants:
         self._made.cache_clear()
 
     def named(
-        self, name: str, epoch: int = 0, group: str = "", share: float = 1.0, terms: EngineTerms | None = None
+        self,
+        name: str,
+        epoch: int = 0,
+        group: str = "",
+        share: float = 1.0,
+        terms: EngineTerms | None = None,
+        pool: str = "",
     ) -> Tenant:
         """Raises ValueError for an invalid name, and NotReady until the secret is known."""
-        return self._made(name, epoch, group, share, terms)
+        return self._made(name, epoch, group, share, terms, pool)
 
-    def _make(self, name: str, epoch: int, group: str, share: float, terms: EngineTerms | None) -> Tenant:
+    def _make(self, name: str, epoch: int, group: str, share: float, terms: EngineTerms | None, pool: str) -> Tenant:
         if self._secret is None:
             raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
-        return Tenant(name, epoch, group, share, self._have_turns, terms, secret=self._secret)
+        return Tenant(name, epoch, group, share, self._have_turns, terms, pool, secret=self._secret)
 
 
 def read_secret(file: Path) -> bytes:

@@ -31,6 +31,10 @@ _MAX_LEASE = (1 << 64) - 1  # 0: nothing is lent
 
 
 class LocalChunks(Protocol):
+    def pool_of(self, volume_id: str) -> str | None:
+        """None: unknown volume."""
+        ...
+
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
         """None: unknown layout."""
         ...
@@ -83,6 +87,8 @@ class ChunkLender:
         keys = _keys_of(request)
         layout = LayoutDigest(request.layout)
         namespace = Namespace(request.tenant, request.epoch)
+        if self._local.pool_of(request.volume_id) not in (None, request.pool):
+            return _refusal(Cause.UNAVAILABLE, keys)
         num_bytes = self._local.payload_bytes(layout)
         if num_bytes is None:
             return _refusal(Outcome.MISSING, keys)

@@ -44,11 +44,12 @@ class KeeperClient:
         layout: ChunkLayout,
         *,
         engine_id: str,
+        pool: str = "",
         on_lost: Callable[[], None] | None = None,
         max_queued_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Stores beyond `max_queued_bytes` of unfinished rows are skipped.
+        """Stores beyond `max_queued_bytes` of unfinished rows are skipped. Only volumes of `pool` are used.
 
         Raises ValueError unless a row has the payload size of `layout`.
         """
@@ -58,7 +59,7 @@ class KeeperClient:
         self._engine_id = engine_id
         self._clock = clock
         self._jobs = ClientJobs(max_queued_bytes, clock)
-        hello = messages.Hello(messages.PROTOCOL, engine_id, layout.to_json(), region.num_rows, region.row_bytes)
+        hello = messages.Hello(messages.PROTOCOL, engine_id, layout.to_json(), region.num_rows, region.row_bytes, pool)
         self._thread = ClientThread(socket_path, hello, self._region.fd, self._jobs, on_lost=on_lost, clock=clock)
         self._is_stopped = False
 

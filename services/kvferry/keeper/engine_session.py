@@ -29,6 +29,10 @@ _GOODBYE_TIMEOUT_S = 5.0
 
 
 class EngineSessionOwner(Protocol):
+    def why_refused(self, hello: messages.Hello) -> str:
+        """Return why the engine is not served; empty if it is."""
+        ...
+
     def on_hello(self, session: EngineSession, hello: messages.Hello) -> None:
         pass
 
@@ -64,6 +68,7 @@ class EngineSession:
         self._updates: SnapshotQueue[bytes] = SnapshotQueue(tuple, _MAX_CHANGE_BYTES, len)
         self._is_finishing = False
         self.engine_id = ""
+        self.pool = ""  # whose volumes it uses
         self.layout: ChunkLayout | None = None
         self.region: MappedRegion | None = None
         self.refusal = ""
@@ -193,6 +198,9 @@ class EngineSession:
         self.engine_id = message.engine_id
         if message.protocol != messages.PROTOCOL:
             raise ProtocolError(f"it speaks version {message.protocol}, this keeper {messages.PROTOCOL}")
+        if why := self._owner.why_refused(message):
+            raise ProtocolError(why)
+        self.pool = message.pool
         if len(self._fds) != 1:
             raise ProtocolError(f"its Hello comes with {len(self._fds)} descriptors instead of its region's")
         try:

@@ -36,6 +36,7 @@ class RemoteChunks(Protocol):
         region: MappedRegion,
         rows: Sequence[int],
         trace: TraceContext | None = None,
+        pool: str = "",
     ) -> list[str]:
         """Return each chunk's Outcome or Cause, once no row is being written. Never raises."""
         ...
@@ -51,7 +52,7 @@ class JobRunner:
         self._jobs = jobs
         self._remote = remote
         self._clock = clock
-        self._storing: set[tuple[LayoutDigest, ChunkKey]] = set()
+        self._storing: set[tuple[str, LayoutDigest, ChunkKey]] = set()  # pool, layout, key
         self._remote_loads = TaskSet()
         self.remote_outcomes: Counter[str] = Counter()
 
@@ -65,14 +66,15 @@ class JobRunner:
 
     def load(self, job: Job, namespace: Namespace, message: messages.Load) -> None:
         _, layout = _region_and_layout(job)
+        volumes = self._volumes.of(job.session.pool)
         index_to_volume = {i: volume_id for volume_id, indices in message.volumes.items() for i in indices}
         volume_to_remote: dict[str, list[int]] = {}
         for i, (key, row) in enumerate(zip(job.keys, message.rows, strict=True)):
-            volume = self._volumes.with_chunk(layout.digest, key)
+            volume = volumes.with_chunk(layout.digest, key)
             volume_id = index_to_volume.get(i)
             if volume is None and volume_id is not None:
-                volume = self._volumes.get(volume_id)
-                if volume is None:
+                volume = volumes.get(volume_id)
+                if volume is None and self._volumes.get(volume_id) is None:
                     volume_to_remote.setdefault(volume_id, []).append(i)
                     continue
             if volume is None:
@@ -114,7 +116,7 @@ class JobRunner:
         trace = job.span.context if job.span is not None else None
 
         async def load() -> None:
-            outcomes = await remote.load(volume_id, layout, chunks, region, rows, trace)
+            outcomes = await remote.load(volume_id, layout, chunks, region, rows, trace, job.session.pool)
             self._end_remote(job, indices, outcomes)
             region.release()
 
@@ -139,12 +141,13 @@ class JobRunner:
             ]
         except ValueError as error:
             raise ProtocolError(str(error)) from None
+        volumes = self._volumes.of(job.session.pool)
         for i, (chunk, row) in enumerate(zip(chunks, message.rows, strict=True)):
-            if (layout.digest, chunk.key) in self._storing:
+            if (job.session.pool, layout.digest, chunk.key) in self._storing:
                 # Another engine has computed the same chunk.
                 self._jobs.end_chunk(job, i, Outcome.EXISTS)
                 continue
-            holder = self._volumes.with_chunk(layout.digest, chunk.key)
+            holder = volumes.with_chunk(layout.digest, chunk.key)
             if holder is not None:
                 # The write returns EXISTS without I/O, or replaces a chunk of another namespace.
                 if holder.accepts_writes(self._clock()):
@@ -152,7 +155,7 @@ class JobRunner:
                 else:
                     self._jobs.end_chunk(job, i, Outcome.EXISTS)
                 continue
-            choice = self._volumes.for_new_chunk(region.row_bytes)
+            choice = volumes.for_new_chunk(region.row_bytes)
             if isinstance(choice, VolumeIo):
                 self._write(job, i, choice, layout.digest, chunk, row, message.wanted_s, is_new=True)
             else:
@@ -180,7 +183,7 @@ class JobRunner:
                 return volume.volume.write(layout, chunk, payload)
 
         def done(outcome: str) -> None:
-            self._storing.discard((layout, chunk.key))
+            self._storing.discard((volume.pool, layout, chunk.key))
             if is_new and outcome != Outcome.OK:
                 volume.budget.refund(num_bytes)
             elif not is_new and outcome == Outcome.OK:
@@ -191,7 +194,7 @@ class JobRunner:
             region.release()
 
         region.hold()
-        self._storing.add((layout, chunk.key))
+        self._storing.add((volume.pool, layout, chunk.key))
         volume.begin_write()
         if is_new:
             volume.budget.spend(num_bytes)

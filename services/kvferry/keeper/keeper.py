@@ -100,7 +100,7 @@ class Keeper:
         self._jobs = JobTable(clock)
         self._runner = JobRunner(self._volume_set, self._jobs, remote, clock)
         self._volume_feeds: dict[str, VolumeFeed] = {}
-        self._key_feeds: dict[LayoutDigest, KeyFeed] = {}
+        self._key_feeds: dict[tuple[LayoutDigest, str], KeyFeed] = {}  # by layout and pool
         self._sessions: set[EngineSession] = set()
         self._regions: set[MappedRegion] = set()
         self._listener: EngineListener | None = None
@@ -190,7 +190,7 @@ class Keeper:
             feed.load(volume.keys(layout))
         volume_io.start()
         for session in self._sessions:
-            if session.layout is not None:
+            if session.layout is not None and session.pool == volume_io.pool:
                 volume_io.add_layout(session.layout)
         for key_feed in self._key_feeds.values():
             key_feed.begin_snapshots()
@@ -243,6 +243,10 @@ class Keeper:
     def payload_bytes(self, layout: LayoutDigest) -> int | None:
         return self._volume_set.payload_bytes(layout)
 
+    def pool_of(self, volume_id: str) -> str | None:
+        volume = self._volume_set.get(volume_id)
+        return None if volume is None else volume.pool
+
     def read(
         self, volume_id: str, layout: LayoutDigest, chunk: ChunkId, into: memoryview, header: memoryview
     ) -> asyncio.Future[str]:
@@ -266,6 +270,11 @@ class Keeper:
 
     # Sessions of engines
 
+    def why_refused(self, hello: messages.Hello) -> str:
+        if hello.pool in {"", *(volume.pool for volume in self._config.volumes)}:
+            return ""
+        return f"it is of pool {hello.pool[:64]!r}, which has no volume here"
+
     def on_hello(self, session: EngineSession, hello: messages.Hello) -> None:
         assert session.layout is not None
         assert session.region is not None
@@ -273,13 +282,14 @@ class Keeper:
         self._regions.add(region)
         region.on_unmapped = lambda: self._on_unmapped(session, region)
         self._jobs.add_session(session)
-        for volume in self._volume_set:
+        volumes = self._volume_set.of(session.pool)
+        for volume in volumes:
             volume.add_layout(layout)
         if self._remote is not None:
             self._remote.add_region(region)
-        feed = self._key_feeds.get(layout.digest)
+        feed = self._key_feeds.get((layout.digest, session.pool))
         if feed is None:
-            feed = self._key_feeds[layout.digest] = KeyFeed(layout.digest, self._volume_set)
+            feed = self._key_feeds[layout.digest, session.pool] = KeyFeed(layout.digest, volumes)
         log.info(
             "engine %s (process %d) has %d rows of %d bytes",
             session.engine_id,
@@ -295,7 +305,7 @@ class Keeper:
         keys = messages.unpack_chunk_keys(message.keys)
         messages.check_wanted(message)
         if isinstance(message, messages.Touch):
-            for volume in self._volume_set:
+            for volume in self._volume_set.of(session.pool):
                 volume.volume.touch(session.layout.digest, keys, message.wanted_s)
             return
         assert session.region is not None
@@ -325,8 +335,9 @@ class Keeper:
         """Running operations go on; the region is unmapped after them."""
         for volume in self._volume_set:
             volume.drop_operations_of(session, Cause.ENGINE_GONE)
-        if session.layout is not None and session.layout.digest in self._key_feeds:
-            self._key_feeds[session.layout.digest].discard(session)
+        feed = None if session.layout is None else self._key_feeds.get((session.layout.digest, session.pool))
+        if feed is not None:
+            feed.discard(session)
         region = session.region
         if region is None:
             session.say_bye()
@@ -354,14 +365,15 @@ class Keeper:
         self, volume: VolumeIo, layout: LayoutDigest, added: Sequence[ChunkId], removed: Sequence[ChunkId]
     ) -> None:
         self._volume_feeds[volume.volume_id].change(added, removed)
-        feed = self._key_feeds.get(layout)
+        feed = self._key_feeds.get((layout, volume.pool))
         if feed is not None and volume.is_readable:
             feed.change(chunk.key for chunk in (*added, *removed))
 
     def _on_readable_changed(self, volume: VolumeIo) -> None:
         self._volume_feeds[volume.volume_id].set_readable(volume.is_readable)
-        for feed in self._key_feeds.values():
-            feed.begin_snapshots()
+        for (_, pool), feed in self._key_feeds.items():
+            if pool == volume.pool:
+                feed.begin_snapshots()
 
     async def _maintain(self) -> None:
         period_s = min(

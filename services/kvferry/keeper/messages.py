@@ -20,7 +20,7 @@ from kvferry.tenancy.terms import MAX_WANTED_S
 
 # Increased with every change that an older end reads wrongly; it skips fields that were added at a message's end. Both
 # ends come from one wheel; a difference is an unfinished upgrade.
-PROTOCOL = 2
+PROTOCOL = 3
 
 # A snapshot of a million keys is 36 MB; nothing else comes near a megabyte.
 MAX_FRAME_BYTES = 8 << 20
@@ -49,6 +49,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     layout: bytes  # ChunkLayout as JSON
     num_rows: int
     row_bytes: int
+    pool: str = ""  # whose volumes it uses; empty: those of the default pool
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag="store"):

@@ -131,8 +131,9 @@ class RemoteReader:
         region: MappedRegion,
         rows: Sequence[int],
         trace: TraceContext | None = None,
+        pool: str = "",
     ) -> list[str]:
-        outcomes = await self._load(_Load(volume_id, layout, chunks, region, rows, trace))
+        outcomes = await self._load(_Load(volume_id, layout, chunks, region, rows, trace, pool))
         for outcome in outcomes:
             if outcome == Outcome.OK:
                 self._num_loaded += 1
@@ -253,6 +254,7 @@ class _Load:
     region: MappedRegion
     rows: Sequence[int]
     trace: TraceContext | None
+    pool: str = ""  # of the engine
 
     def batches(self) -> list[_Load]:
         batch = max(1, BATCH_BYTES // self.layout.payload_bytes)
@@ -269,6 +271,7 @@ class _Load:
             epoch=namespace.epoch,
             keys=pack_chunk_keys(chunk.key for chunk in self.chunks),
             agent=agent,
+            pool=self.pool,
         )
 
     def row_address(self, i: int) -> int:

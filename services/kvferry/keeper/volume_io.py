@@ -84,6 +84,7 @@ class VolumeIo:
     ) -> None:
         self.volume = volume
         self.volume_id = volume.volume_id
+        self.pool = volume_config.pool  # whose engines alone use it
         self._is_shared = volume_config.shared
         self._timeout_s = config.io_timeout_s
         self._queue_timeout_s = config.queue_limit_s
@@ -255,6 +256,7 @@ class VolumeIo:
             write_breaker_open=not self._write_breaker.is_closed,
             full=self._is_full,
             trips=self._read_breaker.num_trips + self._write_breaker.num_trips,
+            pool=self.pool,
         )
 
     def stats(self) -> VolumeIoStats:

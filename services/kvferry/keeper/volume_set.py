@@ -18,6 +18,7 @@ class VolumeSet:
         self._max_queued_write_bytes = max_queued_write_bytes
         self._clock = clock
         self._volumes: dict[str, VolumeIo] = {}
+        self._pools: dict[str, VolumeSet] = {}
 
     def __repr__(self) -> str:
         return f"<VolumeSet {list(self._volumes.values())}>"
@@ -33,6 +34,13 @@ class VolumeSet:
                 f"remove {paths.DESCRIPTION} from one of them to have a new one made"
             )
         self._volumes[volume.volume_id] = volume
+        self.of(volume.pool)._volumes[volume.volume_id] = volume
+
+    def of(self, pool: str) -> VolumeSet:
+        """Return the volumes of a pool, also those that are added later. Its waiting writes have their own bound."""
+        if pool not in self._pools:
+            self._pools[pool] = VolumeSet(self._max_queued_write_bytes, self._clock)
+        return self._pools[pool]
 
     def get(self, volume_id: str) -> VolumeIo | None:
         return self._volumes.get(volume_id)

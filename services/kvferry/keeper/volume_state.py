@@ -22,6 +22,7 @@ class VolumeState:
     write_breaker_open: bool = False  # no chunk is written to it
     full: bool = False  # its drive had no space for the last write
     trips: int = 0  # of both breakers, since the keeper started
+    pool: str = ""  # whose engines use it
 
     @property
     def is_readable(self) -> bool:
@@ -50,4 +51,5 @@ class VolumeState:
             write_breaker_open=message.write_breaker_open,
             full=message.full,
             trips=message.trips,
+            pool=message.pool,
         )

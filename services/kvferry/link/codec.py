@@ -92,6 +92,7 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     submit.sampling.MergeFrom(sampling_to_wire(request.sampling))
     submit.keep_for_transfer = request.keep_for_transfer
     submit.cache_salt = request.cache_salt
+    submit.pool = request.pool
     if request.transfer_params is not None:
         submit.transfer_params = json.dumps(request.transfer_params).encode()
     if request.continued is not None:
@@ -128,8 +129,8 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     return message
 
 
-def reserve_to_wire(number: int, turn: Turn | None, *, is_resumed: bool) -> pb.Downward:
-    message = pb.Downward(reserve=pb.Reserve(number=number, resumed=is_resumed))
+def reserve_to_wire(number: int, turn: Turn | None, *, is_resumed: bool, pool: str = "") -> pb.Downward:
+    message = pb.Downward(reserve=pb.Reserve(number=number, resumed=is_resumed, pool=pool))
     if turn is not None:
         turn_to_wire(turn, message.reserve.turn)
     return message
@@ -170,6 +171,7 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         is_resumed=message.resumed,
         is_preemptible=message.preemptible,
         turn=_turn_from_wire(message.turn) if message.HasField("turn") else None,
+        pool=message.pool,
     )
 
 

@@ -30,7 +30,7 @@ from kvferry.errors import (
 from kvferry.link import codec
 from kvferry.link.flow_control import SILENCE_LIMIT_S
 from kvferry.link.outgoing_queue import OutgoingQueue
-from kvferry.link.protocol import QUARANTINE, identity_of
+from kvferry.link.protocol import QUARANTINE, identity_of, why_other_pool
 from kvferry.link.session_tenants import SessionTenants
 from kvferry.link.tenant_meter import TenantMeter
 from kvferry.task_set import TaskSet
@@ -157,6 +157,7 @@ class GatewaySession:
         self._releasing = TaskSet()
         welcome = worker.welcome(hello)
         self._why_refused = welcome.refusal  # nothing is taken from this gateway
+        self._pool = welcome.pool
         self.believes_full = welcome.load.full  # the gateway does not ask a full worker: it has to be told of room
         self._outgoing = OutgoingQueue(hello.gateway_id, welcome)
         self._flush_scheduled = False
@@ -235,8 +236,8 @@ class GatewaySession:
     def _refusal(
         self, message: pb.Reserve | pb.Submit, *, is_resumed: bool = False, has_place: bool = False
     ) -> KvferryError | None:
-        if self._why_refused:
-            return WorkerDraining(f"this worker refuses gateway {self.gateway_id}: {self._why_refused}")
+        if why := self._why_refused or why_other_pool(self._pool, message.pool):
+            return WorkerDraining(f"this worker refuses gateway {self.gateway_id}: {why}")
         tenant = message.turn.tenant if message.HasField("turn") else ""
         return self._worker.refusal(tenant, is_resumed=is_resumed, has_place=has_place)
 

@@ -16,7 +16,8 @@ NEWEST_VERSION = 2
 RESERVE = "reserve"  # places of decode workers, before a prompt is computed
 QUARANTINE = "quarantine"  # requests that workers pass on to all gateways
 REPLAY = "replay"  # of an answer's tokens in its grammar, when it goes on
-FEATURES = (RESERVE, QUARANTINE, REPLAY)
+POOLS = "pools"  # of workers: requests name theirs, and gateways keep to those of tenants
+FEATURES = (RESERVE, QUARANTINE, REPLAY, POOLS)
 
 _MAX_FEATURES = 64  # that a peer may name
 
@@ -58,6 +59,22 @@ def identity_of(said: pb.Hello | pb.Welcome) -> Identity:
         protocol.newest if is_versioned else 1,
         frozenset(protocol.features[:_MAX_FEATURES]),
     )
+
+
+def why_refused(welcome: pb.Welcome, pool: str) -> str:
+    """Return why a worker takes nothing, or why nothing is sent to it: its record names another `pool`."""
+    if welcome.refusal or welcome.pool == pool:
+        return welcome.refusal
+    return f"it is of {_named(welcome.pool)}, and its record says {_named(pool)}"
+
+
+def why_other_pool(own: str, pool: str) -> str:
+    """Return why a worker of pool `own` takes no request of `pool`; empty if it does."""
+    return "" if own == pool else f"it is of {_named(own)} and takes no request of {_named(pool)}"
+
+
+def _named(pool: str) -> str:
+    return f"pool {pool[:64]!r}" if pool else "the default pool"
 
 
 def why_incompatible(own: Identity, peer: Identity) -> str:

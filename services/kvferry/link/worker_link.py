@@ -16,7 +16,7 @@ from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
-from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible
+from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible, why_refused
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.link.worker_tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
@@ -113,7 +113,7 @@ class WorkerLink:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    async def reserve(self, turn: Turn | None = None, *, is_resumed: bool = False) -> Place:
+    async def reserve(self, turn: Turn | None = None, *, is_resumed: bool = False, pool: str = "") -> Place:
         """Reserve the place of a request that is submitted later. The caller submits it, or releases the place.
 
         Raises WorkerLost, or the worker's refusal: Overloaded, WorkerDraining. A worker that knows no places gives one
@@ -127,7 +127,7 @@ class WorkerLink:
         if RESERVE not in self.features:
             return place
         answer = self._reserving[number] = self._loop.create_future()
-        self._send(codec.reserve_to_wire(number, turn, is_resumed=is_resumed))
+        self._send(codec.reserve_to_wire(number, turn, is_resumed=is_resumed, pool=pool))
         try:
             await answer
         except TenantOverloaded:
@@ -314,7 +314,7 @@ class WorkerLink:
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
                     peer = identity_of(message.welcome)
-                    why_not = why_incompatible(self._identity, peer) or message.welcome.refusal
+                    why_not = why_incompatible(self._identity, peer) or why_refused(message.welcome, self.member.pool)
                     self._note_incompatible(why_not)
                     if why_not:
                         self._give_up(why_not)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.addresses import free_port, join_host_port
-from kvferry.config import ClusterConfig
+from kvferry.config import ClusterConfig, RoleConfig
 from kvferry.local.child import Child, Pace, StartFailed, child_environment
 from kvferry.local.processes import ProcessIdentity, belonging, wait_gone
 from kvferry.local.run_folder import RunFolder
@@ -123,13 +123,17 @@ def _command(folder: RunFolder, config: ClusterConfig, ports: list[int]) -> list
 
 def _num_cpus(config: ClusterConfig) -> int:
     """Return enough logical CPUs to place every replica, however few the machine has."""
-    roles = (config.prefill, config.decode, config.gateway)
-    return math.ceil(sum(role.replicas * role.num_cpus for role in roles)) + _SPARE_CPUS
+    num_cpus = sum(role.replicas * role.num_cpus for role in _worker_roles(config))
+    return math.ceil(num_cpus + config.gateway.replicas * config.gateway.num_cpus) + _SPARE_CPUS
+
+
+def _worker_roles(config: ClusterConfig) -> list[RoleConfig]:
+    return [config.role_of(role, pool) for pool in ("", *config.pools) for role in ("prefill", "decode")]
 
 
 def _resources(config: ClusterConfig) -> dict[str, float]:
     total: Counter[str] = Counter()
-    for role in (config.prefill, config.decode):
+    for role in _worker_roles(config):
         for name, amount in role.resources.items():
             total[name] += amount * role.replicas  # type: ignore[assignment]
     return dict(total)

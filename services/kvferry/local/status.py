@@ -55,6 +55,7 @@ class MemberStatus:
     fault: str = ""
     metrics_address: str = ""  # host:port where it answers Prometheus
     volume_faults: tuple[str, ...] = ()  # path and cause of each volume that a keeper cannot use
+    pool: str = ""  # of a worker; empty: the default one
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ async def _look_at(member: Member, tls: TlsConfig, now_unix_s: float) -> MemberS
         fault=fault,
         metrics_address=member.metrics_address,
         volume_faults=member.volume_faults,
+        pool=member.pool,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.membership.base import MemberKind, Membership, Record
+from kvferry.membership.base import Member, MemberKind, Membership, Record
 from kvferry.membership.retry import RetryPolicy
 from kvferry.tenancy import records
 from kvferry.tenancy.limits import LimitName, shown
@@ -77,9 +77,10 @@ class TenantAdmin:
         except ValueError:
             return True
 
-    async def create(self, name: str) -> TenantRecord:
+    async def create(self, name: str, *, pool: str = "") -> TenantRecord:
         """Return the new tenant's record. A name that was deleted comes back with a new epoch."""
         _refuse_other(name)
+        await self._require_gateways_know_pools(pool)
         known = await self._patiently(lambda: self._store.read_all(records.TENANTS))
         if name not in known and len(known) >= records.MAX_TENANTS:
             raise _too_many(len(known))
@@ -87,22 +88,51 @@ class TenantAdmin:
         def begin(record: TenantRecord | None) -> TenantRecord:
             if record is not None and not record.is_deleted:
                 raise ConfigError(f"there is a tenant {name!r} already")
-            return self._begun(TenantRecord(name=name), record)
+            return self._begun(TenantRecord(name=name, pool=pool), record)
 
         return await self._change(name, begin)
 
     async def set_contract(
-        self, tenant: str, *, class_name: str | None = None, share: float | None = None, keeps_share: bool = True
+        self,
+        tenant: str,
+        *,
+        class_name: str | None = None,
+        share: float | None = None,
+        keeps_share: bool = True,
+        pool: str | None = None,
     ) -> TenantRecord:
+        """Change what is given; an empty pool takes the tenant's away."""
+        await self._require_gateways_know_pools(pool or "")
+
         def changed(record: TenantRecord | None) -> TenantRecord:
             record = _living(tenant, record)
             return msgspec.structs.replace(
                 record,
                 class_name=record.class_name if class_name is None else class_name,
                 own_share=share if share is not None else record.own_share if keeps_share else None,
+                pool=record.pool if pool is None else pool,
             )
 
         return await self._change(tenant, changed)
+
+    async def unknown_pools(self, pools: Iterable[str]) -> list[str]:
+        """Return those that no registered gateway is configured with: their tenants get 503 until one is."""
+        known = {pool for gateway in await self._gateways() for pool in gateway.pools or ()}
+        return sorted(set(pools) - known - {""})
+
+    async def _gateways(self) -> list[Member]:
+        return [member for member in await self._membership.members() if member.kind is MemberKind.GATEWAY]
+
+    async def _require_gateways_know_pools(self, *pools: str) -> None:
+        """Raise ConfigError if a gateway would not read that a tenant has a pool, and place it on any worker."""
+        if not any(pools):
+            return
+        for gateway in await self._patiently(self._gateways):
+            if gateway.pools is None:
+                raise ConfigError(
+                    f"{gateway.member_id} runs {gateway.version[:64]}, which knows no pools: it would send this"
+                    " tenant's requests to the workers of all; upgrade the gateways first"
+                )
 
     async def set_limits(self, tenant: str, limits: Mapping[str, float | None]) -> TenantRecord:
         """Change the given fields of `Limits`."""
@@ -259,6 +289,7 @@ class TenantAdmin:
         """Make tenants those of `wanted`; with `prune` delete all others. Return what was changed."""
         for record in wanted:
             _refuse_other(record.name)
+        await self._require_gateways_know_pools(*(record.pool for record in wanted))
         changes = await self.differences(wanted, prune=prune)
         changed = {change.tenant for change in changes}
         for record in wanted:
@@ -350,6 +381,7 @@ class TenantAdmin:
             own_share=wanted.own_share,
             own_tiers=wanted.own_tiers,
             limits=wanted.limits,
+            pool=wanted.pool,
         )
 
 
@@ -420,6 +452,8 @@ def _differences(before: TenantRecord | None, wanted: TenantRecord) -> list[Chan
         for name_of, was, wants in contract:
             if was != wants:
                 lines.append(f"~ {name_of}: {was or 'of its class'} -> {wants or 'of its class'}")
+        if before.pool != wanted.pool:
+            lines.append(f"~ pool: {before.pool or 'none'} -> {wanted.pool or 'none'}")
         for limit in LimitName:
             was, wants = getattr(before.limits, limit.value), getattr(wanted.limits, limit.value)
             if was != wants:

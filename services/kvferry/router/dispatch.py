@@ -45,7 +45,7 @@ from kvferry.router.policy import Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.request_placer import NOT_TRIED, Attempt, KeptPages, RequestPlacer, Router
 from kvferry.router.request_record import RequestRecord, set_answer_attributes
-from kvferry.router.room_queue import ASK_AGAIN_S, RoomQueue
+from kvferry.router.room_queue import ASK_AGAIN_S, RoomQueues
 from kvferry.router.volume_pool import volume_of
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.telemetry import FALLBACK_CAUSES
@@ -69,10 +69,10 @@ class Dispatcher:
         metrics: RouterMetrics,
         config: GatewayConfig,
         *,
-        volumes: Callable[[], Mapping[str, VolumeCosts]] = lambda: NO_VOLUMES,
+        volumes: Callable[[str], Mapping[str, VolumeCosts]] = lambda pool: NO_VOLUMES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`, in seconds, must be the one that stamps the pool's candidates."""
+        """`volumes` gives those that a pool's engines use; `clock` must be the one that stamps candidates."""
         self._router = Router(
             workers,
             policy,
@@ -83,14 +83,14 @@ class Dispatcher:
             clock,
             itertools.count(1),
             EngineLosses(),
-            RoomQueue(config.max_queued_requests, clock),
+            RoomQueues(config.max_queued_requests, clock),
             config.queue_timeout_s,
             Quarantine(),
         )
-        workers.on_room = self._router.queue.note_room
+        workers.on_room = self._router.queues.note_room
         workers.on_survived = self._router.losses.forgive
         workers.on_vanished = lambda worker: self._router.losses.note_vanished(worker, clock())
-        self._router.losses.on_trial_end = self._router.queue.note_room
+        self._router.losses.on_trial_end = self._router.queues.note_room
         workers.on_quarantined = self._learn_quarantined
         workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
         self.request_timeout_s = config.request_timeout_s
@@ -98,7 +98,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return len(self._router.queue)
+        return len(self._router.queues)
 
     def recent(self, request_id: str) -> list[RequestRecord]:
         """Return recent requests whose id is, or begins with, `request_id`."""
@@ -359,7 +359,7 @@ class _RequestRun:
             if remote is not None:
                 remote.cancel()
         self._note_finished(attempt, decode, last)
-        self._router.queue.completions.add(self._router.clock())
+        self._placer.queue.completions.add(self._router.clock())
         return True
 
     async def _pause_of_suspect(self, error: KvferryError) -> None:

@@ -23,7 +23,7 @@ from kvferry.router.placer import Decision
 from kvferry.router.policy import Policy
 from kvferry.router.pricing import VolumeCosts
 from kvferry.router.request_record import RequestRecord
-from kvferry.router.room_queue import RoomQueue
+from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool
 
 RESERVE_TIMEOUT_S = 1.0
@@ -42,11 +42,11 @@ class Router:
     metrics: RouterMetrics
     prefill_timeout_s: float
     worker_wait_s: float
-    volumes: Callable[[], Mapping[str, VolumeCosts]]
+    volumes: Callable[[str], Mapping[str, VolumeCosts]]  # by pool
     clock: Callable[[], float]
     attempt_numbers: Iterator[int]
     losses: EngineLosses
-    queue: RoomQueue
+    queues: RoomQueues
     queue_timeout_s: float
     quarantine: Quarantine
 
@@ -118,6 +118,8 @@ class RequestPlacer:
         self.losses = RequestLosses()
         self.kept: KeptPages | None = None
         self.last_error: KvferryError | None = None
+        self.queue = router.queues.of(answer.request.pool)
+        self._pool = answer.request.pool  # outside of which no attempt is placed
         self._router = router
         self._answer = answer
         self._record = record
@@ -140,7 +142,7 @@ class RequestPlacer:
 
     def workers_replay_grammars(self) -> bool:
         """Whether every worker that may get the request lets a grammar go on; those of an older release do not."""
-        return all(REPLAY in link.features for link in self._router.workers.usable(MemberKind.DECODE))
+        return all(REPLAY in link.features for link in self._router.workers.usable(MemberKind.DECODE, self._pool))
 
     async def place(self, request: EngineRequest) -> Attempt:
         """Place the request, with its place on the decode worker; the caller calls the policy's `ended`.
@@ -150,7 +152,7 @@ class RequestPlacer:
         router = self._router
         attempt: Attempt | None = None
         must_wait, self._was_full = self._was_full, False
-        if not must_wait and (not router.queue.num_before(request.turn) or self.losses.workers):
+        if not must_wait and (not self.queue.num_before(request.turn) or self.losses.workers):
             attempt = await self._reserve(request)
         while attempt is None:
             if self.losses.is_suspect and router.losses.has_trials:
@@ -162,7 +164,7 @@ class RequestPlacer:
             elif self.losses.workers or self.last_error is not None:
                 attempt = await self._wait_for_worker(request)
             else:
-                raise NoDecodeWorker("no decode worker is connected")
+                raise NoDecodeWorker(self._nobody())
         return attempt
 
     async def _wait_for_trial(self) -> None:
@@ -171,7 +173,7 @@ class RequestPlacer:
             async with asyncio.timeout(max(0.0, self._loss_wait_ends_s() - self._router.clock())):
                 await self._router.losses.trial_end()
         except TimeoutError:
-            raise self._router.queue.refusal("other requests under which engines were lost are tried first") from None
+            raise self.queue.refusal("other requests under which engines were lost are tried first") from None
 
     async def wait_alone(self, attempt: Attempt) -> None:
         """Let requests that were sent to the attempt's workers before answer first: a loss must not be theirs.
@@ -188,14 +190,17 @@ class RequestPlacer:
     def _is_room_short(self) -> bool:
         """Whether workers that could take the request are connected: then it is room that is missing."""
         workers, failed = self._router.workers, self.failed
-        return any(failed.may_try(link) for link in workers.usable(MemberKind.DECODE))
+        return any(failed.may_try(link) for link in workers.usable(MemberKind.DECODE, self._pool))
+
+    def _nobody(self) -> str:
+        return f"no decode worker{f' of pool {self._pool!r}' if self._pool else ''} is connected"
 
     async def _wait_in_line(self, request: EngineRequest) -> Attempt | None:
         """Place the request when its turn has come and a worker has room.
 
         None when workers went away meanwhile. Raises Overloaded.
         """
-        queue, error = self._router.queue, self.last_error
+        queue, error = self.queue, self.last_error
         waiter = queue.enter(self._line_ends_s(request), request.turn, is_resumed=bool(self.losses.workers))
         try:
             while True:
@@ -243,7 +248,7 @@ class RequestPlacer:
                         return None
         except TimeoutError:
             why = f"; the last one failed: {self.last_error.message}" if self.last_error is not None else ""
-            raise NoDecodeWorker(f"no decode worker is connected{why}") from None
+            raise NoDecodeWorker(f"{self._nobody()}{why}") from None
         return attempt
 
     async def _reserve(self, request: EngineRequest, *, always: bool = False) -> Attempt | None:
@@ -261,7 +266,9 @@ class RequestPlacer:
             try:
                 if decode is not None:
                     async with asyncio.timeout(RESERVE_TIMEOUT_S):
-                        attempt.place = await decode.reserve(request.turn, is_resumed=request.is_resumed)
+                        attempt.place = await decode.reserve(
+                            request.turn, is_resumed=request.is_resumed, pool=self._pool
+                        )
                     is_placed = True
                     return attempt
             except TimeoutError:
@@ -302,7 +309,7 @@ class RequestPlacer:
             prefill,
             decode,
             now_s,
-            volumes=router.volumes(),
+            volumes=router.volumes(self._pool),
             may_be_aggregated=self._may_be_aggregated,
         )
         assert placement is not None
@@ -329,7 +336,7 @@ class RequestPlacer:
         A worker with a request on trial takes no other one but answers that go on.
         """
         router, losses, is_resumed = self._router, self.losses, bool(self._answer.token_ids)
-        candidates = router.workers.candidates(kind)
+        candidates = router.workers.candidates(kind, self._pool)
         if losses.is_suspect and router.losses.is_copy_on_trial(self.digest, losses):
             return [], []
         has_trials = router.losses.has_trials and not is_resumed

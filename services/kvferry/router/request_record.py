@@ -22,6 +22,7 @@ class RequestRecord:
 
     request_id: str = ""
     tenant: str = ""
+    pool: str = ""
     reason: str = ""
     prefill_worker: MemberId | None = None
     decode_worker: MemberId | None = None

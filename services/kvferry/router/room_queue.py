@@ -198,6 +198,31 @@ class RoomQueue:
         return self._resumed if waiter.is_resumed else self._lines
 
 
+class RoomQueues:
+    """A line for each pool, of which none holds up another's. Each may have `max_requests`."""
+
+    def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
+        self._max_requests = max_requests
+        self._clock = clock
+        self._by_pool: dict[str, RoomQueue] = {}
+
+    def __repr__(self) -> str:
+        return f"<RoomQueues {self._by_pool!r}>"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_pool.values()))
+
+    def of(self, pool: str) -> RoomQueue:
+        if pool not in self._by_pool:
+            self._by_pool[pool] = RoomQueue(self._max_requests, self._clock)
+        return self._by_pool[pool]
+
+    def note_room(self, pool: str | None = None) -> None:
+        """A worker of the pool, or perhaps of any, has room."""
+        for queue in [*self._by_pool.values()] if pool is None else [self.of(pool)]:
+            queue.note_room()
+
+
 _Lines = dict[str, dict[Waiter, None]]  # by tenant; none is empty
 
 

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 
+_Work = Mapping[str, tuple[float, int, int]]  # ms, requests and tokens by tenant
+
 
 class UsageSink(Protocol):
     def used(self, tenant: str, num_requests: int, num_tokens: int) -> None: ...
@@ -48,19 +50,21 @@ class UsageExchange:
                 log.exception("usage was not exchanged; trying again")
 
     def exchange(self) -> None:
-        """Work of prompts and of streams is exchanged apart: one is not paid with the other."""
+        """Work of prompts and of streams, and that of each pool, is exchanged apart: one does not pay for the other."""
         for kind in WORKER_KINDS:
-            self._exchange(kind)
+            links = self._workers.usable(kind)
+            work = {link.member.member_id: self._new_work(link) for link in links}
+            if kind is MemberKind.DECODE:
+                self._tell_limits(links, work.values())
+            for pool in {link.member.pool for link in links}:
+                self._exchange([link for link in links if link.member.pool == pool], work)
         known = {link.member.member_id for kind in WORKER_KINDS for link in self._workers.links(kind)}
         self._seen = {member_id: seen for member_id, seen in self._seen.items() if member_id in known}
 
-    def _exchange(self, kind: MemberKind) -> None:
-        links = self._workers.usable(kind)
-        work = {link.member.member_id: self._new_work(link) for link in links}
-        if kind is MemberKind.DECODE:
-            self._tell_limits(links, work.values())
+    def _exchange(self, links: Sequence[WorkerLink], work: Mapping[MemberId, _Work]) -> None:
         new = {
-            member_id: {tenant: ms for tenant, (ms, _, _) in by_tenant.items()} for member_id, by_tenant in work.items()
+            link.member.member_id: {tenant: ms for tenant, (ms, _, _) in work[link.member.member_id].items()}
+            for link in links
         }
         total: Counter[str] = Counter()
         for got in new.values():
@@ -73,7 +77,7 @@ class UsageExchange:
             elsewhere = {tenant: total[tenant] - own.get(tenant, 0.0) for tenant in backlogs.by_tenant}
             link.send_elsewhere(elsewhere, len(links))
 
-    def _tell_limits(self, links: Sequence[WorkerLink], work: Iterable[Mapping[str, tuple[float, int, int]]]) -> None:
+    def _tell_limits(self, links: Sequence[WorkerLink], work: Iterable[_Work]) -> None:
         for by_tenant in work:
             for tenant, (_, num_requests, num_tokens) in by_tenant.items():
                 if num_requests or num_tokens:
@@ -83,7 +87,7 @@ class UsageExchange:
             running.update(link.tenants.running)
         self._limits.set_running(running)
 
-    def _new_work(self, link: WorkerLink) -> Mapping[str, tuple[float, int, int]]:
+    def _new_work(self, link: WorkerLink) -> _Work:
         """Return ms, requests and tokens of each tenant since the last call."""
         generation, before = self._seen.get(link.member.member_id, (-1, {}))
         used = link.tenants.used

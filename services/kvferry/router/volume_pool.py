@@ -17,7 +17,7 @@ from kvferry.membership.base import Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
 from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
-from kvferry.router.pricing import VolumeCosts
+from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.rates import CostDefaults
 from kvferry.task_set import TaskSet
 
@@ -49,19 +49,20 @@ class VolumePool:
         self._keepers: dict[MemberId, tuple[Member, list[asyncio.Task[None]]]] = {}
         self._gone: set[MemberId] = set()  # left the registry
         self._ending = TaskSet()
-        self._costs: dict[str, VolumeCosts] = {}
+        self._costs: dict[str, dict[str, VolumeCosts]] = {}  # by the pool that uses them
         self._states: dict[str, VolumeState] = {}
         self.num_gaps = 0
 
     def __repr__(self) -> str:
-        return f"<VolumePool of {len(self._keepers)}, reading from {sorted(self._costs)}>"
+        names = sorted(name for costs in self._costs.values() for name in costs)
+        return f"<VolumePool of {len(self._keepers)}, reading from {names}>"
 
     def start(self) -> None:
         self._follower.start()
 
-    def costs(self) -> Mapping[str, VolumeCosts]:
-        """Return the readable volumes, by their names in the index (see `volume_of`)."""
-        return self._costs
+    def costs(self, pool: str | None = "") -> Mapping[str, VolumeCosts]:
+        """Return the readable volumes of a pool, by their names in the index (see `volume_of`); none for None."""
+        return NO_VOLUMES if pool is None else self._costs.get(pool, NO_VOLUMES)
 
     def states(self) -> Mapping[str, VolumeState]:
         """Return the last report of every volume that is followed now."""
@@ -125,10 +126,9 @@ class VolumePool:
             case VolumeState():
                 self._states[name] = update
                 self._index.set_blocks_per_chunk(name, update.blocks_per_chunk)
+                self._forget_costs(name)
                 if update.is_readable:
-                    self._costs[name] = self._costs_of(member, update)
-                else:
-                    self._costs.pop(name, None)
+                    self._costs.setdefault(update.pool, {})[name] = self._costs_of(member, update)
             case SnapshotPart():
                 follower.apply_part(update)
             case Delta():
@@ -141,10 +141,15 @@ class VolumePool:
         return True
 
     def _forget(self, name: str, follower: ResidencyFollower) -> None:
-        self._costs.pop(name, None)
+        self._forget_costs(name)
         self._states.pop(name, None)
         self._index.set_blocks_per_chunk(name, 1)
         follower.drop()
+
+    def _forget_costs(self, name: str) -> None:
+        for pool, costs in list(self._costs.items()):
+            if costs.pop(name, None) is not None and not costs:
+                del self._costs[pool]
 
     def _costs_of(self, member: Member, state: VolumeState) -> VolumeCosts:
         rate = state.read_bytes_per_s

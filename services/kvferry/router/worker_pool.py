@@ -37,7 +37,8 @@ class WorkerPool:
 
         `clock` stamps candidates, in seconds. `identity` is compared with workers' from `start` on.
         """
-        self.on_room: Callable[[], None] = lambda: None  # a worker that was full has room
+        # A worker of this pool that was full has room; None: perhaps of any.
+        self.on_room: Callable[[str | None], None] = lambda pool: None
         self.on_survived: Callable[[MemberId], None] = lambda member_id: None  # a link came back to the same engine
         self.on_vanished: Callable[[MemberId], None] = lambda member_id: None  # a worker went away without a word
         self.on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None
@@ -70,8 +71,9 @@ class WorkerPool:
     def links(self, kind: MemberKind) -> list[WorkerLink]:
         return [link for _, link in sorted(self._links.items()) if link.member.kind is kind]
 
-    def usable(self, kind: MemberKind) -> list[WorkerLink]:
-        return [link for link in self.links(kind) if link.usable]
+    def usable(self, kind: MemberKind, pool: str | None = None) -> list[WorkerLink]:
+        """Return a kind's usable links, of one pool or of all."""
+        return [link for link in self.links(kind) if link.usable and pool in (None, link.member.pool)]
 
     def incompatible(self) -> list[WorkerLink]:
         """Return links to workers that this gateway must not work with."""
@@ -79,8 +81,9 @@ class WorkerPool:
 
     def unpaired(self) -> Iterator[tuple[Member, Member]]:
         """Yield each usable worker without a partner, and a worker of the other role."""
-        members = {kind: [link.member for link in self.usable(kind)] for kind in WORKER_KINDS}
-        return unpaired(members[MemberKind.PREFILL], members[MemberKind.DECODE])
+        for pool in sorted({link.member.pool for link in self._links.values()}):
+            members = {kind: [link.member for link in self.usable(kind, pool)] for kind in WORKER_KINDS}
+            yield from unpaired(members[MemberKind.PREFILL], members[MemberKind.DECODE])
 
     def quarantine(self, message: pb.Quarantined) -> None:
         """Tell all workers, which tell the other gateways."""
@@ -91,11 +94,11 @@ class WorkerPool:
         link = self._links.get(member_id)
         return link if link is not None and link.usable else None
 
-    def candidates(self, kind: MemberKind) -> list[tuple[WorkerLink, Candidate]]:
-        """Return a kind's usable links, as the same objects until the next report."""
+    def candidates(self, kind: MemberKind, pool: str) -> list[tuple[WorkerLink, Candidate]]:
+        """Return a kind's usable links of a pool, as the same objects until the next report."""
         candidates = []
         for member_id, link in self._links.items():
-            if link.member.kind is not kind or not link.usable:
+            if link.member.kind is not kind or link.member.pool != pool or not link.usable:
                 continue
             candidate = self._candidates.get(member_id)
             if candidate is None or candidate.stats is not link.stats:
@@ -124,13 +127,13 @@ class WorkerPool:
     def _joined(self, member: Member) -> None:
         self._gone.discard(member.member_id)
         known = self._links.get(member.member_id)
-        if known is not None and _addresses(known.member) == _addresses(member):
+        if known is not None and _fixed(known.member) == _fixed(member):
             known.member = member
             return
         if known is not None:
             self._drop(member.member_id)
         link = WorkerLink(member, self._gateway_id, self._on_change, self._worker, identity=self.identity)
-        link.on_room = lambda: self.on_room()
+        link.on_room = lambda: self.on_room(member.pool)
         link.on_survived = lambda: self.on_survived(member.member_id)
         link.on_vanished = lambda: self.on_vanished(member.member_id)
         link.on_quarantined = lambda message: self.on_quarantined(message)
@@ -154,7 +157,7 @@ class WorkerPool:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self.on_room()
+        self.on_room(None)
         self._notify_change()
 
     async def _sweep(self) -> None:
@@ -177,5 +180,5 @@ class WorkerPool:
             self._closing.spawn(link.close())
 
 
-def _addresses(member: Member) -> tuple[str, str]:
-    return member.address, member.link_address
+def _fixed(member: Member) -> tuple[str, str, str]:
+    return member.address, member.link_address, member.pool

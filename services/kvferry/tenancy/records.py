@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from kvferry.config import check_pool_name
 from kvferry.tenancy.limits import Limits
 from kvferry.tenancy.namespace import MAX_EPOCH, Namespace
 from kvferry.tenancy.terms import CLASSES, CPU_TIER, DEFAULT_CLASS, DEVICE_TIER, TIERS, EngineTerms, TierTerms
@@ -75,6 +76,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     own_share: float | None = None  # instead of the class's
     own_tiers: dict[str, TierTerms] = {}  # by tier, instead of the class's
     limits: Limits = Limits()
+    pool: str = ""  # of workers, and no others, that serve it; empty: none of its own
 
     @property
     def share(self) -> float:
@@ -101,6 +103,8 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.own_share is not None and not MIN_SHARE <= self.own_share <= MAX_SHARE:
             raise ValueError(f"share {self.own_share}: from {MIN_SHARE} to {MAX_SHARE:g}")
         self.limits.check()
+        if self.pool:
+            check_pool_name(self.pool)
         for tier, terms in self.own_tiers.items():
             if tier not in TIERS:
                 raise ValueError(f"tier {tier[:80]!r}: one of {', '.join(TIERS)}")

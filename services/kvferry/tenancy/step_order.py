@@ -30,11 +30,9 @@ class StepOrder(Generic[Prompt]):
 
 
 def step_order(candidates: Sequence[Candidate[Prompt]], num_tokens: int) -> StepOrder[Prompt]:
-    """Divide a step's tokens among prompts by `due_ms`, and in their order where that is equal.
-
-    An engine gives tokens to prompts that have begun before those that wait. So prompts that have begun are left out or
-    cut short where waiting ones are due before them. Nothing changes where none is.
-    """
+    """Divide a step's tokens among prompts by `due_ms`, and in their order where that is equal."""
+    # An engine gives tokens to prompts that have begun before those that wait. So prompts that have begun are left out
+    # or cut short where waiting ones are due before them. Nothing changes where none is.
     ordered = sorted(candidates, key=lambda each: (each.due_ms, not each.has_begun))
     num_left, most_before = num_tokens, 0  # of tokens; the most that a waiting prompt may need
     paused: list[Prompt] = []

@@ -36,9 +36,14 @@ log = logging.getLogger(__name__)
 HEALTH_PERIOD_S = 0.5
 
 
-def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, keeper_socket: str = "") -> Engine:
+def build_engine(
+    config: ClusterConfig, kind: MemberKind, model_folder: str, *, keeper_socket: str = "", pool: str = ""
+) -> Engine:
     """`keeper_socket` is empty without a keeper."""
-    engine = config.engine_of(kind.value)
+    engine = config.engine_of(kind.value, pool)
+    volume_pool = config.volumes_of(pool)
+    if volume_pool is None:
+        keeper_socket = ""
     if engine.kind == "sim":
         return SimEngine(
             model_folder,
@@ -48,6 +53,7 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, 
             host=engine.side_channel_host,
             tier=config.tier,
             keeper_socket=keeper_socket,
+            volume_pool=volume_pool or "",
         )
     return VllmEngine(
         model_folder,
@@ -56,28 +62,33 @@ def build_engine(config: ClusterConfig, kind: MemberKind, model_folder: str, *, 
         producer=kind is MemberKind.PREFILL,
         tier=config.tier,
         keeper_socket=keeper_socket,
+        volume_pool=volume_pool or "",
         has_tenants=config.gateway.tenants_in_etcd,
     )
 
 
-def build_turns(config: ClusterConfig, kind: MemberKind) -> Turns | None:
+def build_turns(config: ClusterConfig, kind: MemberKind, pool: str = "") -> Turns | None:
     """Return None where tenants have no shares."""
     if not config.gateway.tenants_in_etcd:
         return None
-    return Turns(None if kind is MemberKind.PREFILL else config.engine_of(kind.value).max_num_seqs)
+    return Turns(None if kind is MemberKind.PREFILL else config.engine_of(kind.value, pool).max_num_seqs)
 
 
 class WorkerHost:
     """Owns a worker's engine, server and registration. `start` it once."""
 
-    def __init__(self, config: ClusterConfig, kind: MemberKind, engine: Engine, membership: Membership) -> None:
+    def __init__(
+        self, config: ClusterConfig, kind: MemberKind, engine: Engine, membership: Membership, pool: str = ""
+    ) -> None:
         self._config = config
+        self._pool = pool
         self._kind = kind
         self._engine = engine
         self._membership = membership
         self._registration: Registration | None = None
         self._health_task: asyncio.Task[None] | None = None
-        self.worker_id = MemberId(f"{kind.value}-{secrets.token_hex(4)}")
+        role = f"{kind.value}-{pool}" if pool else kind.value
+        self.worker_id = MemberId(f"{role}-{secrets.token_hex(4)}")
         self.server = WorkerServer(
             engine,
             worker_id=self.worker_id,
@@ -87,7 +98,9 @@ class WorkerHost:
             heartbeat_s=config.worker.heartbeat_s,
             frames=config.worker.link == "frames",
             tls=config.worker.tls,
-            turns=build_turns(config, kind),
+            turns=build_turns(config, kind, pool),
+            pool=pool,
+            has_pools=bool(config.pools),
         )
         self.residency = ResidencyPublisher(engine, self.server)
         self._tracing: Tracing | None = None
@@ -113,6 +126,7 @@ class WorkerHost:
             block_size=info.block_size,
             page_bytes=info.page_bytes,
             kv_cache_dtype=info.kv_cache_dtype,
+            pool=self._pool,
             exchange=info.exchange,
             exchange_digest=exchange_digest(info.exchange),
             metrics_address=self._listener.address,

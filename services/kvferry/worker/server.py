@@ -18,7 +18,7 @@ from kvferry.link import codec
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
-from kvferry.link.protocol import Identity, identity_of, why_incompatible
+from kvferry.link.protocol import POOLS, Identity, identity_of, why_incompatible
 from kvferry.link.quarantine import Quarantine
 from kvferry.link.tenant_meter import TenantMeter
 from kvferry.membership.base import MemberKind
@@ -59,13 +59,18 @@ class WorkerServer:
         tls: TlsConfig | None = None,
         identity: Identity | None = None,
         turns: Turns | None = None,
+        pool: str = "",
+        has_pools: bool = False,
     ) -> None:
+        """`has_pools`: the cluster has named ones, so gateways that do not know pools are refused."""
         self.identity = identity or Identity()
         is_metered = turns is not None and role == MemberKind.DECODE.value
         self.meter = TenantMeter() if is_metered else None
         self._engine = engine
         self._turns = turns
         self._worker_id = worker_id
+        self._pool = pool
+        self._has_pools = has_pools
         self._role = role
         self._host = host
         self._max_requests = max_requests
@@ -198,7 +203,11 @@ class WorkerServer:
         info = self._engine.info
         refusal = ""
         if hello is not None:
-            refusal = why_incompatible(self.identity, identity_of(hello))
+            gateway = identity_of(hello)
+            refusal = why_incompatible(self.identity, gateway)
+            if not refusal and self._has_pools and POOLS not in gateway.features:
+                # It would send requests of tenants with a pool to the workers of any.
+                refusal = "this cluster has pools of workers, and that gateway is of a release that knows none"
             if refusal:
                 # A refused gateway dials again and again.
                 level = logging.DEBUG if hello.gateway_id in self._refused_gateways else logging.WARNING
@@ -216,6 +225,7 @@ class WorkerServer:
             worker_id=self._worker_id,
             version=__version__,
             role=self._role,
+            pool=self._pool,
             engine_id=info.engine_id,
             model=info.model,
             max_model_len=info.max_model_len,

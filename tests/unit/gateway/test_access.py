@@ -11,8 +11,12 @@ from kvferry.engine.base import TierHints
 from kvferry.errors import PermissionDenied, Unauthenticated
 from kvferry.gateway.access import Access
 from kvferry.gateway.key_file import new_key
+from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
+from kvferry.membership.base import RecordChanged, Records
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.records import TenantRecord, encode
 
 SECRET = b"a secret of all gateways, 32 bytes"
 CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("ca"))
@@ -96,3 +100,37 @@ def test_with_shares_the_default_tenant_waits_for_its_turn_too() -> None:
     assert turn is not None
     assert (turn.tenant, turn.share) == ("default", 1.0)
     assert Tenants(secret, have_turns=True).named("default").cache_salt == ""
+
+
+def test_the_pool_of_a_tenant_is_that_of_its_record_or_of_the_key_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    keys = {tenant: new_key(file, tenant, "ci") for tenant in ("acme", "beta")}
+    file.write_text(file.read_text().replace("}", ", pool: finance}", 1))
+    config = GatewayConfig(keys_file=file, tenants_in_etcd=True)
+    assert Access(GatewayConfig(keys_file=file), Tenants(SECRET)).identify(f"Bearer {keys['acme']}", None).pool == (
+        "finance"
+    )
+    directory = TenantDirectory(MemoryMembership(MemoryRegistry()).records)
+    directory.apply(Records({}))
+    access = Access(config, Tenants(SECRET), directory)
+    pools = {tenant: access.identify(f"Bearer {key}", None).pool for tenant, key in keys.items()}
+    assert pools == {"acme": "finance", "beta": ""}
+    for tenant, pool in (("acme", ""), ("beta", "research")):
+        record = encode(TenantRecord(name=tenant, pool=pool))
+        directory.apply(RecordChanged(tenant, record))
+        assert access.identify(f"Bearer {keys[tenant]}", None).pool == pool, "a record counts before the file"
+
+
+def test_a_certificate_of_a_tenant_of_the_key_file_has_its_pool_too(tmp_path: Path) -> None:
+    """So no way of showing who one is leads around the pool."""
+    file = tmp_path / "keys.yaml"
+    key = new_key(file, "acme", "ci")
+    file.write_text(file.read_text().replace("}", ", pool: finance}"))
+    access = Access(GatewayConfig(tls=CERTIFICATES, keys_file=file), Tenants(SECRET), tokens=_Tokens())  # type: ignore[arg-type]
+    assert access.identify(f"Bearer {key}", "x").pool == "finance"
+    assert access.identify("Bearer a.b.c", "x").pool == "finance"
+
+
+class _Tokens:
+    def tenant_of(self, token: str) -> str:
+        return "acme"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import stat
@@ -191,3 +192,34 @@ def test_no_keys_is_a_file_that_lets_nobody_in(file: Path, caplog: pytest.LogCap
     keys = KeyFile(file)
     assert "nobody can use this gateway" in caplog.text
     assert keys.find(digest("")) is None
+
+
+def test_a_tenant_of_the_file_may_have_a_pool_which_new_keys_keep(file: Path) -> None:
+    file.write_text(entry().replace("}", ", pool: finance}"))
+    new_key(file, "acme", "web")
+    new_key(file, "beta", "ci")
+    keys = KeyFile(file)
+    assert (keys.pool_of("acme"), keys.pool_of("beta"), keys.pool_of("unknown")) == ("finance", "", "")
+    assert [key.pool for key in read_keys(file)] == ["finance", "finance", ""]
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        (("finance", ""), "entry 2: the tenant 'acme' has pool '' here and 'finance' in an entry before it"),
+        (("finance", "other"), "has pool 'other' here and 'finance'"),
+        (("Finance",), "entry 1: pool 'Finance': lower-case letters"),
+        ((7,), "entry 1: pool is a string"),
+    ],
+)
+def test_a_pool_that_is_none_or_differs_is_refused(file: Path, pools: tuple[object, ...], said: str) -> None:
+    file.write_text(
+        json.dumps(
+            [
+                {"tenant": "acme", "name": f"k{i}", "sha256": f"{i}" * 64, **({"pool": pool} if pool else {})}
+                for i, pool in enumerate(pools)
+            ]
+        )
+    )
+    with pytest.raises(ConfigError, match=said):
+        read_keys(file)

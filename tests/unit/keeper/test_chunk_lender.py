@@ -34,6 +34,9 @@ class Agent:
 
 
 class Local:
+    def pool_of(self, volume_id: str) -> str:
+        return ""
+
     def payload_bytes(self, layout: LayoutDigest) -> int:
         return LAYOUT.payload_bytes
 

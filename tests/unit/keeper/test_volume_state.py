@@ -18,6 +18,7 @@ STATE = VolumeState(
     write_breaker_open=True,
     full=True,
     trips=3,
+    pool="finance",
 )
 
 

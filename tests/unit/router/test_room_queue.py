@@ -9,7 +9,7 @@ import pytest
 from kvferry.engine.base import Turn
 from kvferry.errors import Overloaded
 from kvferry.router import room_queue
-from kvferry.router.room_queue import RoomQueue
+from kvferry.router.room_queue import RoomQueue, RoomQueues
 
 NOISE, GOLD = Turn("noise", 1.0), Turn("gold", 4.0)
 
@@ -91,3 +91,25 @@ def test_news_of_room_goes_round_among_many_tenants() -> None:
     assert all(resumed in each for each in woken), "it waits for its own place only"
     assert {id(waiter) for each in woken for waiter in each} == {id(waiter) for waiter in (resumed, *waiters)}
     assert queue.ask_again_s == pytest.approx(room_queue.ASK_AGAIN_S * 41 / 16)
+
+
+async def test_the_lines_of_pools_are_apart() -> None:
+    queues = RoomQueues(2, lambda: 0.0)
+    for _ in range(2):
+        queues.of("").enter(10.0, None, is_resumed=False)
+    with pytest.raises(Overloaded, match="2 choices wait"):
+        queues.of("").enter(10.0, None, is_resumed=False)
+    waiter = queues.of("a").enter(10.0, None, is_resumed=False)
+    assert (len(queues), len(queues.of("a")), queues.of("b").num_before(None)) == (3, 1, 0)
+    turn = asyncio.create_task(waiter.turn())
+    await asyncio.sleep(0)
+    queues.note_room("")
+    await asyncio.sleep(0)
+    assert not waiter._turn.is_set(), "room elsewhere is none"
+    queues.note_room("a")
+    await turn
+    turn = asyncio.create_task(waiter.turn())
+    queues.note_room()
+    await turn
+    waiter.leave()
+    assert len(queues) == 2

@@ -186,3 +186,18 @@ async def test_a_keeper_with_another_address_is_dialled_there() -> None:
         await until(lambda: streams.num_dialled == 3)
         streams.of("k", "w").put_nowait(SnapshotPart(1, 0, 1, Tier.VOLUME, [2]))
         await until(lambda: index.holders() == [volume("w@k")])
+
+
+async def test_a_pools_volumes_are_priced_for_its_requests_only() -> None:
+    async with following(keeper("k", "v1", "v2")) as (followed, _, streams, _membership):
+        streams.of("k", "v1").put_nowait(STATE)
+        own = dataclasses.replace(STATE, pool="finance")
+        streams.of("k", "v2").put_nowait(VolumeState.from_wire(own.to_wire()))
+        await until(lambda: len(followed.states()) == 2)
+        assert set(followed.costs()) == {"v1@k"}
+        assert set(followed.costs("finance")) == {"v2@k"}
+        assert not followed.costs("other")
+        assert not followed.costs(None), "of a pool that uses no volumes"
+        streams.of("k", "v2").put_nowait(dataclasses.replace(own, breaker_open=True))
+        await until(lambda: not followed.costs("finance"))
+        assert set(followed.costs()) == {"v1@k"}

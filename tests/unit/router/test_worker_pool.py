@@ -6,7 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
+from kvferry.engine.base import EngineStats
 from kvferry.membership import follower
 from kvferry.membership.base import Joined, Member, MemberChange, MemberId, MemberKind, Snapshot
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
@@ -69,5 +73,48 @@ async def test_keepers_are_no_workers() -> None:
         await registration.revoke()
         await membership.register(member("v"))
         await until(lambda: len(pool.links(MemberKind.DECODE)) == 2)
+    finally:
+        await pool.close()
+
+
+class _Link:
+    """A link that is up."""
+
+    usable, stats, features = True, EngineStats(), frozenset[str]()
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+
+
+@given(
+    workers=st.lists(
+        st.tuples(st.sampled_from([MemberKind.PREFILL, MemberKind.DECODE]), st.sampled_from(["", "a", "b"])),
+        max_size=12,
+    )
+)
+def test_candidates_are_of_one_kind_and_one_pool(workers: list[tuple[MemberKind, str]]) -> None:
+    pool = WorkerPool(MemoryMembership(MemoryRegistry()), "g")
+    for i, (kind, name) in enumerate(workers):
+        worker = structs.replace(member(f"w{i}"), kind=kind, pool=name)
+        pool._links[worker.member_id] = _Link(worker)  # type: ignore[assignment]
+    for kind in (MemberKind.PREFILL, MemberKind.DECODE):
+        for name in ("", "a", "b", "unknown"):
+            wanted = [f"w{i}" for i, worker in enumerate(workers) if worker == (kind, name)]
+            assert [candidate.member_id for _, candidate in pool.candidates(kind, name)] == wanted
+            assert sorted(link.member.member_id for link in pool.usable(kind, name)) == sorted(wanted)
+
+
+async def test_a_worker_whose_record_names_another_pool_is_dialled_anew() -> None:
+    pool = WorkerPool(MemoryMembership(MemoryRegistry()), "g")
+    worker = member("w")
+    try:
+        pool._joined(worker)
+        (before,) = pool.links(MemberKind.DECODE)
+        pool._joined(worker)
+        assert pool.links(MemberKind.DECODE) == [before]
+        pool._joined(structs.replace(worker, pool="finance"))
+        (after,) = pool.links(MemberKind.DECODE)
+        assert after is not before
+        assert after.member.pool == "finance"
     finally:
         await pool.close()

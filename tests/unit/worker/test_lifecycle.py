@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from kvferry import config as configuration
-from kvferry.engine.base import EngineRequest, RequestId, Sampling
+from kvferry.engine.base import EngineId, EngineRequest, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.engine import Faults
+from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
@@ -35,6 +37,36 @@ async def host(registry: MemoryRegistry) -> AsyncIterator[WorkerHost]:
         yield host
     finally:
         await host.stop()
+
+
+def test_an_engine_of_a_pool_has_its_pages_and_its_volumes() -> None:
+    volumes = [{"path": f"/v{i}", "capacity_gib": 1, "pool": pool} for i, pool in enumerate(("", "half"))]
+    config = configuration.parse(
+        {
+            "model": {"path": "m", "dtype": "bfloat16"},
+            "pools": {"half": {"kv_cache_dtype": "bfloat16"}, "alone": {"dedicated": True}},
+            "tier": {"enabled": True, "volumes": volumes},
+        }
+    )
+    arguments: dict[str, dict[str, Any]] = {}
+    for pool in ("", "half", "alone"):
+        engine = build_engine(config, MemberKind.DECODE, "m", keeper_socket="/s", pool=pool)
+        assert isinstance(engine, VllmEngine)
+        arguments[pool] = engine._arguments(EngineId("e"))
+    assert {pool: values["kv_cache_dtype"] for pool, values in arguments.items()} == {
+        "": "auto",
+        "half": "bfloat16",
+        "alone": "auto",
+    }
+    tiers = {
+        pool: values["kv_transfer_config"]["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]
+        for pool, values in arguments.items()
+    }
+    assert {pool: (tier["keeper_socket"], tier["volume_pool"]) for pool, tier in tiers.items()} == {
+        "": ("/s", ""),
+        "half": ("/s", "half"),
+        "alone": ("", ""),
+    }
 
 
 async def test_a_worker_whose_engine_died_leaves_at_once(host: WorkerHost, registry: MemoryRegistry) -> None:

@@ -35,6 +35,10 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- end -}}
 
+{{- if $v.config.pools -}}
+{{- fail "config.pools names pools of workers: this chart makes pods for the default pool only, so theirs would never start. Deploy them with `python -m kvferry.app deploy`" -}}
+{{- end -}}
+
 {{- if and $v.tier.enabled (not $v.tier.volumes) (not $v.tier.cpuOnly) -}}
 {{- fail "tier.enabled is true and tier.volumes is empty: name a volume, or say tier.cpuOnly: true for the CPU tier alone" -}}
 {{- end -}}

@@ -68,6 +68,7 @@ class SimEngine:
         host: str = "127.0.0.1",
         tier: TierConfig | None = None,
         keeper_socket: str = "",
+        volume_pool: str = "",
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -79,6 +80,7 @@ class SimEngine:
         self._host = host
         self._tier_config = tier if tier is not None else TierConfig()
         self._keeper_socket = keeper_socket
+        self._volume_pool = volume_pool
         self._seed = seed
         self._clock = clock
         self._sleep = sleep
@@ -175,6 +177,7 @@ class SimEngine:
                 num_rows=self._sim.cpu_pages,
                 engine_id=engine_id,
                 keeper_socket=self._keeper_socket,
+                volume_pool=self._volume_pool,
                 queue_bytes=self._tier_config.queue_mib << 20,
             )
         self._info = EngineInfo(

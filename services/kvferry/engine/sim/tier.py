@@ -81,6 +81,7 @@ class SimTier:
         num_rows: int,
         engine_id: str,
         keeper_socket: str = "",
+        volume_pool: str = "",
         queue_bytes: int,
     ) -> None:
         self.num_rows = num_rows
@@ -103,7 +104,7 @@ class SimTier:
         if keeper_socket:
             region = Region(self._fd, num_rows, self._row_bytes)
             self._client = KeeperClient(
-                keeper_socket, region, layout, engine_id=engine_id, max_queued_bytes=queue_bytes
+                keeper_socket, region, layout, engine_id=engine_id, pool=volume_pool, max_queued_bytes=queue_bytes
             )
             self._client.start()
 

@@ -111,7 +111,13 @@ def nixl_connector(engine: EngineConfig, role: str, weights: str) -> dict[str, A
 
 
 def tier_connector(
-    tier: TierConfig, *, keeper_socket: str, model_name: str, weights_revision: str, has_tenants: bool
+    tier: TierConfig,
+    *,
+    keeper_socket: str,
+    volume_pool: str = "",
+    model_name: str,
+    weights_revision: str,
+    has_tenants: bool,
 ) -> dict[str, Any]:
     policy = {"eviction_policy": CPU_POLICY_CLASS, "cache_policy_module_path": CPU_POLICY_MODULE}
     return {
@@ -126,6 +132,7 @@ def tier_connector(
             "offload_prompt_only": False,
             "blocks_per_chunk": tier.blocks_per_chunk,
             "keeper_socket": keeper_socket,
+            "volume_pool": volume_pool,
             "load_timeout_s": tier.load_limit_s,
             "queue_bytes": tier.queue_mib << 20,
             "model_name": model_name,

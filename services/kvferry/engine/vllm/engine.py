@@ -76,10 +76,12 @@ class VllmEngine:
         producer: bool,
         tier: TierConfig | None = None,
         keeper_socket: str = "",
+        volume_pool: str = "",
         has_tenants: bool = False,
     ) -> None:
         self._tier = tier if tier is not None else TierConfig()
         self._keeper_socket = keeper_socket
+        self._volume_pool = volume_pool
         self._has_tenants = has_tenants
         self._engine_id: EngineId | None = None
         self._weights = ""
@@ -180,6 +182,7 @@ class VllmEngine:
             tiers = tier_connector(
                 self._tier,
                 keeper_socket=self._keeper_socket,
+                volume_pool=self._volume_pool,
                 model_name=Path(self._model_folder).name,
                 weights_revision=self._weights,
                 has_tenants=self._has_tenants,

@@ -51,7 +51,7 @@ def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
         "ALiBi": bool(getattr(text, "alibi", False)),
         "layers of kind " + ", ".join(sorted(layer_types - {_FULL, _SLIDING})): bool(layer_types - {_FULL, _SLIDING}),
         f"weights quantized as {_quantization(model)}": not _is_shown_quantization(model),
-        f"KV pages of type {cache_dtype}": _is_quantized(cache_dtype),
+        f"KV pages of type {cache_dtype}": _is_quantized(cache_dtype) or _is_of_another_type(cache_dtype, model),
         "LoRA adapters": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
         "a sliding window, with tier.enabled": has_tiers and has_sliding_window(model, layer_types),
@@ -90,6 +90,11 @@ def _quantization(model_config: Any) -> str:
 def _quantization_values(model_config: Any) -> Mapping[str, Any]:
     values = getattr(model_config.hf_config, "quantization_config", None)
     return values if isinstance(values, Mapping) else {}
+
+
+def _is_of_another_type(cache_dtype: str, model_config: Any) -> bool:
+    # On a CPU such pages were seen to give garbage.
+    return cache_dtype in ("float16", "bfloat16") and str(model_config.dtype) != f"torch.{cache_dtype}"
 
 
 def _is_quantized(cache_dtype: str) -> bool:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.wire.v1 import worker_pb2 as kvferry_dot_wire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/wire/v1/keeper.proto\x12\x0fkvferry.wire.v1\x1a\x1ckvferry/wire/v1/worker.proto\"\"\n\rFollowRequest\x12\x11\n\tvolume_id\x18\x01 \x01(\t\"v\n\x0cVolumeUpdate\x12/\n\tresidency\x18\x01 \x01(\x0b\x32\x1a.kvferry.wire.v1.ResidencyH\x00\x12-\n\x05state\x18\x02 \x01(\x0b\x32\x1c.kvferry.wire.v1.VolumeStateH\x00\x42\x06\n\x04kind\"\x9d\x02\n\x0bVolumeState\x12\x11\n\tvolume_id\x18\x01 \x01(\t\x12\x18\n\x10read_bytes_per_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x62locks_per_chunk\x18\r \x01(\r\x12\x14\n\x0c\x62reaker_open\x18\x05 \x01(\x08\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x04\x12\x12\n\nused_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_chunks\x18\x08 \x01(\x04\x12\x0e\n\x06shared\x18\t \x01(\x08\x12\x1a\n\x12write_breaker_open\x18\n \x01(\x08\x12\x0c\n\x04\x66ull\x18\x0c \x01(\x08\x12\r\n\x05trips\x18\x0b \x01(\x04\"\x84\x01\n\x0c\x46\x65tchRequest\x12\x11\n\tvolume_id\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\r\n\x05\x61gent\x18\x07 \x01(\t\"q\n\nFetchReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12-\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x1d.kvferry.wire.v1.FetchedChunk\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\">\n\x0c\x46\x65tchedChunk\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0e\n\x06header\x18\x03 \x01(\x0c\"\x1f\n\x0eReleaseRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\"\x0e\n\x0cReleaseReply\"\x89\x01\n\x11KeeperDescription\x12\x11\n\tkeeper_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bnum_engines\x18\x04 \x01(\r\x12-\n\x07volumes\x18\x05 \x03(\x0b\x32\x1c.kvferry.wire.v1.VolumeState2\xb5\x02\n\x06Keeper\x12I\n\x06\x46ollow\x12\x1e.kvferry.wire.v1.FollowRequest\x1a\x1d.kvferry.wire.v1.VolumeUpdate0\x01\x12\x43\n\x05\x46\x65tch\x12\x1d.kvferry.wire.v1.FetchRequest\x1a\x1b.kvferry.wire.v1.FetchReply\x12I\n\x07Release\x12\x1f.kvferry.wire.v1.ReleaseRequest\x1a\x1d.kvferry.wire.v1.ReleaseReply\x12P\n\x08\x44\x65scribe\x12 .kvferry.wire.v1.DescribeRequest\x1a\".kvferry.wire.v1.KeeperDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/wire/v1/keeper.proto\x12\x0fkvferry.wire.v1\x1a\x1ckvferry/wire/v1/worker.proto\"\"\n\rFollowRequest\x12\x11\n\tvolume_id\x18\x01 \x01(\t\"v\n\x0cVolumeUpdate\x12/\n\tresidency\x18\x01 \x01(\x0b\x32\x1a.kvferry.wire.v1.ResidencyH\x00\x12-\n\x05state\x18\x02 \x01(\x0b\x32\x1c.kvferry.wire.v1.VolumeStateH\x00\x42\x06\n\x04kind\"\xab\x02\n\x0bVolumeState\x12\x11\n\tvolume_id\x18\x01 \x01(\t\x12\x18\n\x10read_bytes_per_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x62locks_per_chunk\x18\r \x01(\r\x12\x14\n\x0c\x62reaker_open\x18\x05 \x01(\x08\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x04\x12\x12\n\nused_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_chunks\x18\x08 \x01(\x04\x12\x0e\n\x06shared\x18\t \x01(\x08\x12\x1a\n\x12write_breaker_open\x18\n \x01(\x08\x12\x0c\n\x04\x66ull\x18\x0c \x01(\x08\x12\r\n\x05trips\x18\x0b \x01(\x04\x12\x0c\n\x04pool\x18\x0e \x01(\t\"\x92\x01\n\x0c\x46\x65tchRequest\x12\x11\n\tvolume_id\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\r\n\x05\x61gent\x18\x07 \x01(\t\x12\x0c\n\x04pool\x18\x08 \x01(\t\"q\n\nFetchReply\x12\r\n\x05lease\x18\x01 \x01(\x04\x12-\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x1d.kvferry.wire.v1.FetchedChunk\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\">\n\x0c\x46\x65tchedChunk\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0e\n\x06header\x18\x03 \x01(\x0c\"\x1f\n\x0eReleaseRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\"\x0e\n\x0cReleaseReply\"\x89\x01\n\x11KeeperDescription\x12\x11\n\tkeeper_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bnum_engines\x18\x04 \x01(\r\x12-\n\x07volumes\x18\x05 \x03(\x0b\x32\x1c.kvferry.wire.v1.VolumeState2\xb5\x02\n\x06Keeper\x12I\n\x06\x46ollow\x12\x1e.kvferry.wire.v1.FollowRequest\x1a\x1d.kvferry.wire.v1.VolumeUpdate0\x01\x12\x43\n\x05\x46\x65tch\x12\x1d.kvferry.wire.v1.FetchRequest\x1a\x1b.kvferry.wire.v1.FetchReply\x12I\n\x07Release\x12\x1f.kvferry.wire.v1.ReleaseRequest\x1a\x1d.kvferry.wire.v1.ReleaseReply\x12P\n\x08\x44\x65scribe\x12 .kvferry.wire.v1.DescribeRequest\x1a\".kvferry.wire.v1.KeeperDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,19 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VOLUMEUPDATE']._serialized_start=115
   _globals['_VOLUMEUPDATE']._serialized_end=233
   _globals['_VOLUMESTATE']._serialized_start=236
-  _globals['_VOLUMESTATE']._serialized_end=521
-  _globals['_FETCHREQUEST']._serialized_start=524
-  _globals['_FETCHREQUEST']._serialized_end=656
-  _globals['_FETCHREPLY']._serialized_start=658
-  _globals['_FETCHREPLY']._serialized_end=771
-  _globals['_FETCHEDCHUNK']._serialized_start=773
-  _globals['_FETCHEDCHUNK']._serialized_end=835
-  _globals['_RELEASEREQUEST']._serialized_start=837
-  _globals['_RELEASEREQUEST']._serialized_end=868
-  _globals['_RELEASEREPLY']._serialized_start=870
-  _globals['_RELEASEREPLY']._serialized_end=884
-  _globals['_KEEPERDESCRIPTION']._serialized_start=887
-  _globals['_KEEPERDESCRIPTION']._serialized_end=1024
-  _globals['_KEEPER']._serialized_start=1027
-  _globals['_KEEPER']._serialized_end=1336
+  _globals['_VOLUMESTATE']._serialized_end=535
+  _globals['_FETCHREQUEST']._serialized_start=538
+  _globals['_FETCHREQUEST']._serialized_end=684
+  _globals['_FETCHREPLY']._serialized_start=686
+  _globals['_FETCHREPLY']._serialized_end=799
+  _globals['_FETCHEDCHUNK']._serialized_start=801
+  _globals['_FETCHEDCHUNK']._serialized_end=863
+  _globals['_RELEASEREQUEST']._serialized_start=865
+  _globals['_RELEASEREQUEST']._serialized_end=896
+  _globals['_RELEASEREPLY']._serialized_start=898
+  _globals['_RELEASEREPLY']._serialized_end=912
+  _globals['_KEEPERDESCRIPTION']._serialized_start=915
+  _globals['_KEEPERDESCRIPTION']._serialized_end=1052
+  _globals['_KEEPER']._serialized_start=1055
+  _globals['_KEEPER']._serialized_end=1364
 # @@protoc_insertion_point(module_scope)

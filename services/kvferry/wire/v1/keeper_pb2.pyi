@@ -22,7 +22,7 @@ class VolumeUpdate(_message.Message):
     def __init__(self, residency: _Optional[_Union[_worker_pb2.Residency, _Mapping]] = ..., state: _Optional[_Union[VolumeState, _Mapping]] = ...) -> None: ...
 
 class VolumeState(_message.Message):
-    __slots__ = ("volume_id", "read_bytes_per_s", "queue_bytes", "chunk_bytes", "blocks_per_chunk", "breaker_open", "capacity_bytes", "used_bytes", "num_chunks", "shared", "write_breaker_open", "full", "trips")
+    __slots__ = ("volume_id", "read_bytes_per_s", "queue_bytes", "chunk_bytes", "blocks_per_chunk", "breaker_open", "capacity_bytes", "used_bytes", "num_chunks", "shared", "write_breaker_open", "full", "trips", "pool")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class VolumeState(_message.Message):
     WRITE_BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     TRIPS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     volume_id: str
     read_bytes_per_s: float
     queue_bytes: int
@@ -49,10 +50,11 @@ class VolumeState(_message.Message):
     write_breaker_open: bool
     full: bool
     trips: int
-    def __init__(self, volume_id: _Optional[str] = ..., read_bytes_per_s: _Optional[float] = ..., queue_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., blocks_per_chunk: _Optional[int] = ..., breaker_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., shared: _Optional[bool] = ..., write_breaker_open: _Optional[bool] = ..., full: _Optional[bool] = ..., trips: _Optional[int] = ...) -> None: ...
+    pool: str
+    def __init__(self, volume_id: _Optional[str] = ..., read_bytes_per_s: _Optional[float] = ..., queue_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., blocks_per_chunk: _Optional[int] = ..., breaker_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., shared: _Optional[bool] = ..., write_breaker_open: _Optional[bool] = ..., full: _Optional[bool] = ..., trips: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("volume_id", "layout", "payload_bytes", "tenant", "epoch", "keys", "agent")
+    __slots__ = ("volume_id", "layout", "payload_bytes", "tenant", "epoch", "keys", "agent", "pool")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +62,7 @@ class FetchRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     volume_id: str
     layout: bytes
     payload_bytes: int
@@ -67,7 +70,8 @@ class FetchRequest(_message.Message):
     epoch: int
     keys: bytes
     agent: str
-    def __init__(self, volume_id: _Optional[str] = ..., layout: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., agent: _Optional[str] = ...) -> None: ...
+    pool: str
+    def __init__(self, volume_id: _Optional[str] = ..., layout: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[bytes] = ..., agent: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("lease", "chunks", "agent", "agent_metadata")

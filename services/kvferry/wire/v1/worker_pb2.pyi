@@ -89,7 +89,7 @@ class Protocol(_message.Message):
     def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "version", "role", "engine_id", "model", "max_model_len", "block_size", "page_bytes", "load", "protocol", "cluster", "served", "refusal")
+    __slots__ = ("worker_id", "version", "role", "engine_id", "model", "max_model_len", "block_size", "page_bytes", "load", "protocol", "cluster", "served", "refusal", "pool")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class Welcome(_message.Message):
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     SERVED_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     version: str
     role: str
@@ -116,14 +117,15 @@ class Welcome(_message.Message):
     cluster: str
     served: Model
     refusal: str
-    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., engine_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., served: _Optional[_Union[Model, _Mapping]] = ..., refusal: _Optional[str] = ...) -> None: ...
+    pool: str
+    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., engine_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., served: _Optional[_Union[Model, _Mapping]] = ..., refusal: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed", "turn", "preemptible")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed", "turn", "preemptible", "pool")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +143,7 @@ class Submit(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -158,7 +161,8 @@ class Submit(_message.Message):
     resumed: bool
     turn: Turn
     preemptible: bool
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., preemptible: _Optional[bool] = ...) -> None: ...
+    pool: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., preemptible: _Optional[bool] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("tenant", "share", "missing_tokens")
@@ -171,14 +175,16 @@ class Turn(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., share: _Optional[float] = ..., missing_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("number", "resumed", "turn")
+    __slots__ = ("number", "resumed", "turn", "pool")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     number: int
     resumed: bool
     turn: Turn
-    def __init__(self, number: _Optional[int] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+    pool: str
+    def __init__(self, number: _Optional[int] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class Quarantined(_message.Message):
     __slots__ = ("requests",)

@@ -121,3 +121,22 @@ def test_every_architecture_was_tried() -> None:
     pytest.importorskip("transformers")
     tried = {type(configure()).__name__.removesuffix("Config").removesuffix("Text") for configure in SHOWN.values()}
     assert {f"{name}ForCausalLM" for name in tried} == ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("of_pages", "computed", "is_refused"),
+    [
+        ("auto", "torch.float32", False),
+        ("bfloat16", "torch.bfloat16", False),
+        ("bfloat16", "torch.float32", True),
+        ("float16", "torch.bfloat16", True),
+        ("fp8", "torch.bfloat16", True),
+    ],
+)
+def test_pages_of_another_type_than_the_model_is_computed_in_are_refused(
+    of_pages: str, computed: str, is_refused: bool
+) -> None:
+    values = config()
+    values.cache_config.cache_dtype, values.model_config.dtype = of_pages, computed
+    reason = why_refused(values, has_tiers=False)
+    assert (f"KV pages of type {of_pages}" in reason) == is_refused

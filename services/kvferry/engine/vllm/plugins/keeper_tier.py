@@ -35,6 +35,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
         *,
         socket_path: str,
+        pool: str,
         queue_bytes: int,
         layout: dict[str, Any],
     ) -> None:
@@ -51,6 +52,7 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
             region,
             ChunkLayout(**layout, payload_bytes=self.block_size_bytes),
             engine_id=offloading_spec._engine_id,
+            pool=pool,
             max_queued_bytes=queue_bytes,
         )
         self._id_to_job: dict[int, Any] = {}

@@ -72,6 +72,7 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
                     "type": "KeeperTier",
                     "module_path": "kvferry.engine.vllm.plugins.keeper_tier",
                     "socket_path": settings["keeper_socket"],
+                    "pool": settings["volume_pool"],
                     "queue_bytes": settings["queue_bytes"],
                     "layout": layout_fields(
                         vllm_config,
