@@ -95,7 +95,7 @@ class Claim:
         self.num_limited = 0  # choices that count against the tenant's limits
 
     def add_body_bytes(self, num_bytes: int) -> None:
-        """Cut slow bodies where there is no room. Raises Overloaded, and holds what it held, without any or if cut itself."""
+        """Cut slow bodies where room is short. Raises Overloaded, and holds what it held, for none or if cut itself."""
         admission = self._admission
         if self.is_cut:
             raise Overloaded(f"the body took longer than {PATIENCE_S:g} s, while others waited to be read")

@@ -39,6 +39,7 @@ class ClusterFloors:
         self._demand: dict[str, float] = {}
         self._counted_s = now_s()
         self._revisions: dict[str, tuple[int, float]] = {}  # of records, and since when
+        self._is_new = True
 
     def __repr__(self) -> str:
         return f"<ClusterFloors {self._exchange!r}>"
@@ -50,6 +51,9 @@ class ClusterFloors:
             return
         name = f"{volumes[0].volume_id}-{volumes[0].writer}"  # the same after a restart
         records = await self._read()
+        if self._is_new and name in records and _may_have_offers(records[name]):
+            self._exchange.hold(self._now_s())
+        self._is_new = False
         for other, record in records.items():
             if other != name:
                 self._see(other, record)
@@ -122,3 +126,11 @@ class ClusterFloors:
             self._revisions[name] = record.revision, since_s
             if name != own and since_s + FORGET_S <= now_s:
                 await self._write(name, None, record.revision)
+
+
+def _may_have_offers(record: Record) -> bool:
+    """Return whether other nodes may count on a report; those that cannot be read may have said anything."""
+    try:
+        return bool(msgspec.json.decode(record.value, type=FloorReport).offers)
+    except (ValueError, RecursionError):
+        return True

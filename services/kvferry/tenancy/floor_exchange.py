@@ -80,9 +80,14 @@ class FloorExchange:
         self._peers: dict[str, _Peer] = {}
         self._begun_s: dict[int, float] = {}  # of own versions, while they may be a lease
         self._published: list[tuple[int, dict[str, dict[str, int]]]] = []  # by version, the oldest first
+        self._held_until_s = -math.inf
 
     def __repr__(self) -> str:
         return f"<FloorExchange of {self._node}, version {self._version}, {len(self._peers)} others>"
+
+    def hold(self, now_s: float) -> None:
+        """Keep to the least of the even parts for DROP_S: others may count on offers of this node's last process."""
+        self._held_until_s = now_s + DROP_S
 
     def see(self, report: FloorReport, now_s: float) -> None:
         """Take another node's report; one that is not newer than the last is no news."""
@@ -114,7 +119,9 @@ class FloorExchange:
             {self._node: demand, **{node: report.demand for node, report in leased.items()}},
         )
         self._offers = {
-            tenant: moved for tenant in self._parts if (moved := self._moved(tenant, wanted.get(tenant, {})))
+            tenant: moved
+            for tenant in self._parts
+            if now_s >= self._held_until_s and (moved := self._moved(tenant, wanted.get(tenant, {})))
         }
         self._version += 1
         self._begun_s[self._version] = now_s
@@ -135,7 +142,10 @@ class FloorExchange:
         taken: dict[str, int] = {}
         for tenant in self._parts:
             committed = sum(self._committed(tenant, node, peer) for node, peer in self._peers.items())
-            kept[tenant] = max(0, self._even(tenant, self._capacity) - committed)
+            even = self._even(tenant, self._capacity)
+            if now_s < self._held_until_s:
+                committed = max(committed, _most(even))
+            kept[tenant] = max(0, even - committed)
             taken[tenant] = sum(self._taken(tenant, peer.report, now_s) for peer in self._peers.values())
         room, num_taken = max(0, self._capacity - self._num_fixed - sum(kept.values())), sum(taken.values())
         if num_taken > room:

@@ -18,7 +18,7 @@ from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.store.eviction import TenantRetention
 from kvferry.store.volume import Volume
-from kvferry.tenancy.floor_exchange import FloorReport
+from kvferry.tenancy.floor_exchange import DROP_S, FloorReport
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.outcome import Cause
 from kvferry.tenancy.records import FLOORS, MAX_RECORD_BYTES
@@ -168,3 +168,26 @@ async def test_floors_are_applied_before_others_hear_of_them(volume: Volume) -> 
 
     await floors.step(PARTS, [volume], apply)
     assert (seen, len(await records.read_all(FLOORS))) == ([0], 1)
+
+
+@pytest.mark.parametrize(
+    ("last", "part"),
+    [
+        (FloorReport(node="n", version=3, capacity=1 << 20, offers={"a": {"m": 5}}), 0.25),
+        (FloorReport(node="n", version=3, capacity=1 << 20), 1.0),
+        (None, 0.25),
+    ],
+    ids=["offers", "no offers", "unreadable"],
+)
+async def test_a_keeper_that_starts_anew_keeps_to_what_it_never_offers(
+    volume: Volume, last: FloorReport | None, part: float
+) -> None:
+    records, clock = MemoryMembership(MemoryRegistry()).records, Clock()
+    name = f"{FLOORS}/{volume.volume_id}-{volume.writer}"
+    await records.write(name, b"{" if last is None else msgspec.json.encode(last), 0)
+    floors = ClusterFloors(records, "n+", clock)
+    await floors.step(PARTS, [volume], nothing)
+    assert floors.floors_of(volume, PARTS) == {"a": part * (1 << 19)}
+    clock.now_s = DROP_S
+    await floors.step(PARTS, [volume], nothing)
+    assert floors.floors_of(volume, PARTS) == {"a": 1 << 19}

@@ -153,6 +153,26 @@ def test_a_node_that_starts_anew_begins_with_its_even_part() -> None:
     assert moving_part(cluster, "a", "n1+") >= 0.8
 
 
+def test_a_node_that_starts_anew_does_not_use_what_it_had_offered() -> None:
+    cluster = Cluster(FOUR, {"a": 0.2})
+    cluster.demand = {"n1": {"a": 50.0}}
+    for _ in range(8):
+        cluster.interval()
+    assert cluster.applied["n2"]["a"] < 100, "its floor has moved to n1"
+    cluster.exchanges["n2+"] = FloorExchange("n2+")
+    cluster.exchanges["n2+"].hold(cluster.now_s)
+    cluster.capacities["n2+"] = cluster.capacities.pop("n2")
+    cluster.applied["n2+"] = cluster.applied.pop("n2")
+    del cluster.exchanges["n2"]
+    cluster.demand = {}
+    held = []
+    for _ in range(30):
+        cluster.interval()  # no sum of floors is above the total
+        held.append(cluster.applied["n2+"]["a"])
+    assert held[0] == KEPT * 200
+    assert held[-1] == 200
+
+
 def test_records_of_dead_nodes_draw_nothing() -> None:
     cluster = Cluster({"n1": 1000, "n2": 1000}, {"a": 0.2})
     dead = FloorReport(node="dead", version=77, capacity=10**6, demand={"a": 1e6}, seen={"n0": 3})
