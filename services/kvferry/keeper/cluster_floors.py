@@ -129,7 +129,7 @@ class ClusterFloors:
 
 
 def _may_have_offers(record: Record) -> bool:
-    """Return whether other nodes may count on a report; those that cannot be read may have said anything."""
+    # One that cannot be read may have said anything.
     try:
         return bool(msgspec.json.decode(record.value, type=FloorReport).offers)
     except (ValueError, RecursionError):

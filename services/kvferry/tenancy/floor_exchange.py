@@ -86,7 +86,7 @@ class FloorExchange:
         return f"<FloorExchange of {self._node}, version {self._version}, {len(self._peers)} others>"
 
     def hold(self, now_s: float) -> None:
-        """Keep to the least of the even parts for DROP_S: others may count on offers of this node's last process."""
+        # Others may count on what this node's last process had offered.
         self._held_until_s = now_s + DROP_S
 
     def see(self, report: FloorReport, now_s: float) -> None:

@@ -1,9 +1,8 @@
-"""Eviction in a cache tier of many tenants, one policy for GPU pages, CPU pages and NVMe chunks.
+"""Eviction in a cache tier of many tenants, one policy for GPU pages, CPU pages and NVMe chunks."""
 
-A page's score is its last use + 60 s x weight x uses (at most 5; ghosts remember them). First go expired pages, then
-those of ended sessions, of tenants above their cap, and the lowest score of all tenants above their floors. Clients'
-hints order pages of one tenant (`hinted_pages`).
-"""
+# A page's score is its last use + 60 s x weight x uses (at most 5; ghosts remember them). First go expired pages, then
+# those of ended sessions, of tenants above their cap, and the lowest score of all tenants above their floors. Clients'
+# hints order pages of one tenant (`hinted_pages`).
 
 # One order of all that is borrowed, instead of the largest usage per weight first: on the conversation trace the
 # aggregate stays above that of a global LRU, and floors give a tenant the hits of a partition (`make bench-tenants`).
