@@ -97,7 +97,7 @@ def _membership(cluster: str | None, file: Path | None, settings: list[str], etc
 @tenant.command(help="Create the tenant NAME.")
 @click.argument("name")
 @click.option("--key", "key_name", help="Also make an API key of this name, and print it once.")
-@click.option("--pool", default="", help="Of workers, and no others, that serve it.")
+@click.option("--pool", default="", help="Pool of workers that alone serves it.")
 @_administering
 async def create(admin: TenantAdmin, name: str, key_name: str | None, pool: str) -> None:
     if key_name is not None:
@@ -159,9 +159,9 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
 )
 @click.argument("name")
 @click.option("--class", "class_name", type=click.Choice(list(CLASSES)), help="Presets of the contract.")
-@click.option("--share", type=float, help="Of a saturated cluster's work, to other tenants' shares.")
+@click.option("--share", type=float, help="Its share of a saturated cluster's work, relative to the shares of others.")
 @click.option("--class-share", is_flag=True, help="The share of its class again.")
-@click.option("--pool", help="Of workers, and no others, that serve it; `none` takes it away.")
+@click.option("--pool", help="Pool of workers that alone serves it; `none` takes it away.")
 @_administering
 async def set_contract(
     admin: TenantAdmin, name: str, class_name: str | None, share: float | None, class_share: bool, pool: str | None
@@ -494,7 +494,9 @@ def _pool(text: str) -> str:
 async def _warn_of_pools(admin: TenantAdmin, *tenants: TenantRecord) -> None:
     with contextlib.suppress(UnavailableError):
         for pool in await admin.unknown_pools(tenant.pool for tenant in tenants):
-            click.echo(f"no gateway that runs now is configured with pool {pool}: its tenants get 503 there", err=True)
+            click.echo(
+                f"no running gateway is configured with the pool {pool}: tenants of it get 503 until one is", err=True
+            )
 
 
 def _limit(field: str, text: str) -> float | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, NotReady
 from kvferry.membership.base import RecordChange, RecordChanged, Records, RecordStore
 from kvferry.tenancy import records
 from kvferry.tenancy.limits import Limits
@@ -38,6 +38,7 @@ class TenantDirectory:
         self._on_change = on_change
         self._now_unix_s = now_unix_s
         self._tenants: dict[str, TenantRecord] = {}
+        self._withheld: set[str] = set()  # tenants that have, or had, a record which is not known here
         # Two tenants with one key have none: the record of either could have been written for the other's pages.
         self._by_digest: dict[bytes, dict[str, KeyRecord]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -54,7 +55,11 @@ class TenantDirectory:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def record(self, tenant: str) -> TenantRecord | None:
-        return self._tenants.get(tenant)
+        """Raises NotReady for a tenant whose record is not known here, though it has one, or lost it undeleted."""
+        record = self._tenants.get(tenant)
+        if record is None and tenant in self._withheld:
+            raise NotReady("this gateway cannot read the record of the client's tenant; its log says why")
+        return record
 
     def names(self) -> list[str]:
         """Return the tenants that are not deleted."""
@@ -104,9 +109,11 @@ class TenantDirectory:
         except ValueError as error:
             # What is known of the tenant stays: a record of another release must not lock it out.
             log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
+            self._withheld.add(name)
             return
         if name not in self._tenants and len(self._tenants) >= MAX_KNOWN:
             log.error("tenant %r is left out: there are %d, the limit", name, MAX_KNOWN)
+            self._withheld.add(name)
             return
         self._warn_of_older(record)
         self._replace(name, record)
@@ -131,6 +138,11 @@ class TenantDirectory:
                 owners.pop(name, None)
                 if not owners:
                     self._by_digest.pop(digest, None)
+        self._withheld.discard(name)
+        if record is None and before is not None and not before.is_deleted:
+            # A key file must not serve it by default: its record may name a pool, and later epochs.
+            log.error("the record of tenant %s is gone, which was not deleted: it is refused", name)
+            self._withheld.add(name)
         if record is not None:
             self._tenants[name] = record
             for key in record.keys:

@@ -50,10 +50,14 @@ class ClusterFloors:
             self._parts, self._capacities = parts, {}
             return
         name = f"{volumes[0].volume_id}-{volumes[0].writer}"  # the same after a restart
-        records = await self._read()
-        if self._is_new and name in records and _may_have_offers(records[name]):
-            self._exchange.hold(self._now_s())
-        self._is_new = False
+        read = await self._read()
+        records: Mapping[str, Record] = {} if read is None else read
+        if self._is_new:
+            # Of any volume of this keeper: its first one may be opened later than it was before.
+            before = [record for other, record in records.items() if other.endswith(f"-{volumes[0].writer}")]
+            if read is None or any(map(_may_have_offers, before)):
+                self._exchange.hold(self._now_s())
+            self._is_new = False
         for other, record in records.items():
             if other != name:
                 self._see(other, record)
@@ -101,13 +105,13 @@ class ClusterFloors:
         self._num_counted = counted
         self._demand = {tenant: uses for tenant, uses in self._demand.items() if uses >= _LEAST}
 
-    async def _read(self) -> Mapping[str, Record]:
+    async def _read(self) -> Mapping[str, Record] | None:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await self._records.read_all(FLOORS)
         except (KvferryError, TimeoutError) as error:
             log.debug("reports on floors cannot be read: %s", error)
-            return {}
+            return None
 
     async def _write(self, name: str, value: bytes | None, revision: int) -> None:
         try:
@@ -117,14 +121,16 @@ class ClusterFloors:
             log.debug("a report on floors cannot be written: %s", error)
 
     async def _forget_old(self, records: Mapping[str, Record], own: str) -> None:
-        now_s, before = self._now_s(), self._revisions
+        now_s, before, has_removed = self._now_s(), self._revisions, False
         self._revisions = {}
         for name, record in records.items():
             revision, since_s = before.get(name, (0, now_s))
             if revision != record.revision:
                 since_s = now_s
             self._revisions[name] = record.revision, since_s
-            if name != own and since_s + FORGET_S <= now_s:
+            if name != own and since_s + FORGET_S <= now_s and not has_removed:
+                # One in each step, which may wait for its time limit.
+                has_removed = True
                 await self._write(name, None, record.revision)
 
 

@@ -351,8 +351,8 @@ def _refuse_beside_keepers(path: Path) -> None:
     if living := sorted(folder.living_writers(path)):
         more = f" and {len(living) - MAX_NAMED} more" if len(living) > MAX_NAMED else ""
         raise TierError(
-            f"volume {path}: {', '.join(living[:MAX_NAMED])}{more} said less than {folder.ALIVE_FOR_S:.0f} s ago "
-            "to be alive, perhaps on another node; mend it once that keeper has stopped, or so long after it was killed"
+            f"volume {path}: the keeper of {', '.join(living[:MAX_NAMED])}{more} lived less than "
+            f"{folder.ALIVE_FOR_S:.0f} s ago, perhaps on another node; wait so long after it has ended, and mend then"
         )
 
 

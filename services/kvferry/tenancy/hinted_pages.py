@@ -47,12 +47,14 @@ class HintedPages(Generic[T]):
         "_lapsed",
         "_last_number",
         "_places",
+        "_ttl_s",
         "_wants",
         "num_free",
         "num_units",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, ttl_s: float | None = None) -> None:
+        self._ttl_s = NEVER if ttl_s is None else ttl_s
         self.num_units = 0  # that are wanted, in use or not
         self.num_free = 0  # those of them that are not in use
         self._wants: dict[T, _Want] = {}
@@ -74,9 +76,11 @@ class HintedPages(Generic[T]):
 
     def want(self, page: T, size: int, until_s: float, most: int) -> bool:
         """Note the longest hint, for a page in use or a wanted one; return False beyond `most` units."""
-        if not self.may_want(page, size, most):
-            return False
         want = self._wants.get(page)
+        if want is not None and want.until_s >= until_s and not want.is_used_since:
+            return True  # as for each choice of a prompt
+        if want is None and self.num_units + size > most:
+            return False
         if want is None:
             self._wants[page] = want = _Want(size, until_s)
             self.num_units += size
@@ -161,9 +165,10 @@ class HintedPages(Generic[T]):
         return next(float(key[0]) for heap in (self._ended, *self._lapsed) if (key := heap.key_of(page)) is not None)
 
     def shorten(self, ttl_s: float | None) -> None:
-        for page in list(self._deadlines) if ttl_s is not None else ():
+        before, self._ttl_s = self._ttl_s, NEVER if ttl_s is None else ttl_s
+        for page in list(self._deadlines) if self._ttl_s < before else ():
             want = self._wants[page]
-            want.until_s = min(want.until_s, want.last_use.used_s + (ttl_s or NEVER))
+            want.until_s = min(want.until_s, want.last_use.used_s + self._ttl_s)
             self._deadlines.put(page, (want.until_s, want.number))
 
     # Deadlines
@@ -216,10 +221,18 @@ class HintedPages(Generic[T]):
         assert first is not None, "a wanted page without a deadline"
         return score, first[1], None if first[1] == wanted else wanted
 
-    def used_before(self, used_s: float) -> list[T]:
-        # The unwanted ones.
-        heaps = (self._ended, *self._lapsed)
-        return [page for heap in heaps for page in heap if (key := heap.key_of(page)) is not None and key[0] <= used_s]
+    def used_before(self, used_s: float, max_pages: int) -> list[T]:
+        """Return unwanted pages, those of a heap in the order of their last use."""
+        found: list[T] = []
+        for heap in (self._ended, *self._lapsed):
+            spots: list[tuple[T, tuple[float, int]]] = []
+            while len(found) < max_pages and (first := heap.first) is not None and first[0][0] <= used_s:
+                spots.append((first[1], first[0]))
+                found.append(first[1])
+                heap.remove(first[1])
+            for page, key in spots:
+                heap.put(page, key)
+        return found
 
     def linked(self) -> list[T]:
         return [page for heap in (self._deadlines, self._ended, *self._lapsed) for page in heap]

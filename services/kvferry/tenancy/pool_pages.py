@@ -85,7 +85,7 @@ class _Tenant:
 
     def hints(self) -> HintedPages[int]:
         if self.hinted is None:
-            self.hinted = HintedPages()
+            self.hinted = HintedPages(self.contract.ttl_s)
         return self.hinted
 
 
@@ -161,11 +161,14 @@ class PoolPages:
     def want(self, pages: Sequence[int], ttl_s: float, now_s: float) -> None:
         """As `Retention.want`."""
         self._advance(now_s)
+        owner, hinted, most, until_s = None, None, 0, self._now_s + ttl_s
         for page in pages:
-            if (owner := self._owners[page]) is not None:
-                self._hinting.add(owner)
-                most = max(owner.contract.floor, owner.limit // 2)
-                owner.hints().want(page, 1, self._now_s + ttl_s, most)
+            found = self._owners[page]
+            if found is not None and found is not owner:
+                owner, hinted, most = found, found.hints(), max(found.contract.floor, found.limit // 2)
+                self._hinting.add(found)
+            if found is not None and hinted is not None:
+                hinted.want(page, 1, until_s, most)
 
     def first_private(self, pages: Sequence[int]) -> int:
         return first_private([self._reuses[page] for page in pages])
@@ -247,7 +250,7 @@ class PoolPages:
                         break
                     found.append(page)
             if tenant.hinted is not None and tenant.expiry()[0] <= self._now_s:
-                found += tenant.hinted.used_before(self._now_s - ttl_s)[: max_pages - len(found)]
+                found += tenant.hinted.used_before(self._now_s - ttl_s, max_pages - len(found))
         return found
 
     def reserved_for_others(self, tenant: str) -> int:

@@ -144,7 +144,7 @@ class TenantPages:
 
     def _hints(self) -> HintedPages[Page]:
         if self._hinted is None:
-            self._hinted = HintedPages()
+            self._hinted = HintedPages(self.contract.ttl_s)
         return self._hinted
 
     def _link_hinted(self, page: Page) -> None:

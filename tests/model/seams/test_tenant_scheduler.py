@@ -356,7 +356,7 @@ def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays(vll
         for number in range(30):
             steps.add(prompt_of(1000 + number, 5), acme)
             steps.run()
-        assert steps.scheduler._pages.usage_of("beta")[0] == 16
+        assert steps.scheduler._pages.holding_of("beta").used == 16
         again = steps.add(prompt_of(1, 6), acme)
         steps.run()
         assert steps.hits[again.request_id] == num_hit * BLOCK_SIZE

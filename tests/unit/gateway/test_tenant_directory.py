@@ -7,7 +7,7 @@ import hashlib
 
 import pytest
 
-from kvferry.errors import Unauthenticated
+from kvferry.errors import NotReady, Unauthenticated
 from kvferry.gateway import tenant_directory
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenant_requests import TenantRequests
@@ -86,11 +86,31 @@ def test_a_record_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureF
     nested = b'{"name": "acme", "later": ' + b"[" * 4000
     directory.apply(Records({"acme": nested, "beta": record("other"), "gamma": record("gamma", key_record("g"))}))
     assert directory.find(digest("a")) is not None
-    assert directory.record("beta") is None
+    with pytest.raises(NotReady, match="cannot read the record"):
+        directory.record("beta")
     assert directory.find(digest("g")) is not None, "one record stops no other"
     assert ended == []
     assert "acme" in caplog.text
     assert "beta" in caplog.text
+
+
+def test_a_tenant_whose_record_is_gone_is_refused_unless_it_was_deleted() -> None:
+    """A key file would serve it by default, in another pool and with pages of an earlier epoch."""
+    directory = directory_at([0.0], [])
+    directory.apply(Records({name: record(name, epoch=7) for name in ("lost", "gone", "forgotten")}))
+    directory.apply(RecordChanged("forgotten", record("forgotten", epoch=8, is_deleted=True)))
+    directory.apply(RecordChanged("forgotten", None))
+    directory.apply(RecordChanged("lost", None))
+    directory.apply(Records({}))
+    assert directory.record("forgotten") is None
+    assert directory.record("never there") is None
+    for name in ("lost", "gone"):
+        with pytest.raises(NotReady):
+            directory.record(name)
+    directory.apply(RecordChanged("lost", record("lost", epoch=9)))
+    found = directory.record("lost")
+    assert found is not None
+    assert found.epoch == 9
 
 
 def test_a_record_with_one_key_under_two_names_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

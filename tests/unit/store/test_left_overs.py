@@ -99,7 +99,7 @@ def test_a_volume_is_not_mended_beside_a_keeper_of_another_node(
     elsewhere = opened(shared=True, writer="elsewhere")
     unfinished = elsewhere.path / paths.TEMPORARY / "elsewhere" / "5.page"
     unfinished.write_bytes(b"half")
-    with pytest.raises(TierError, match="elsewhere said less than 300 s ago"):
+    with pytest.raises(TierError, match="the keeper of elsewhere lived less than 300 s ago"):
         fsck.verify_volume(elsewhere.path, mend=True)
     assert unfinished.exists()
     assert fsck.verify_volume(elsewhere.path).faults == []
@@ -120,7 +120,7 @@ def test_a_keeper_that_starts_during_a_mending_keeps_its_writes(
         unfinished.append(volume.path / paths.TEMPORARY / opened(shared=True, writer="b").writer / "0.page")
         unfinished[0].write_bytes(b"half")
 
-    with pytest.raises(TierError, match="b said less than"):
+    with pytest.raises(TierError, match="the keeper of b lived less than"):
         fsck.verify_volume(volume.path, mend=True, advance=start)
     assert unfinished[0].exists()
     unfinished[0].unlink()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.hinted_pages import first_private
+from kvferry.tenancy.hinted_pages import HintedPages, Place, first_private
 from kvferry.tenancy.outcome import Cause, Stored
 from kvferry.tenancy.page import Page
 from kvferry.tenancy.retention import Retention
@@ -225,3 +225,29 @@ def test_an_ended_session_leaves_a_prefix_that_other_conversations_share() -> No
 )
 def test_conversations_part_where_uses_fall_by_more_than_one(reuses: list[int], index: int) -> None:
     assert first_private(reuses) == index
+
+
+def test_pages_that_expire_are_found_in_the_order_of_their_last_use_and_stay() -> None:
+    hinted: HintedPages[int] = HintedPages()
+    for page in range(20):
+        hinted.end(page)
+        assert hinted.link(page, Place(float(20 - page), 0), None)
+    assert hinted.used_before(15.0, 4) == [19, 18, 17, 16]
+    assert sorted(hinted.used_before(15.0, 100)) == list(range(5, 20))
+    hinted.check()
+    assert hinted.ended() == (1.0, 19)
+
+
+def test_only_a_shorter_time_to_live_shortens_hints() -> None:
+    hinted: HintedPages[int] = HintedPages(100.0)
+    assert hinted.want(1, 1, 1000.0, 10)
+    assert hinted.link(1, Place(0.0, 0), 100.0)
+    assert hinted.due_s == 100.0
+    hinted.shorten(200.0)
+    assert hinted.due_s == 100.0
+    hinted.shorten(50.0)
+    assert hinted.due_s == 50.0
+    hinted.shorten(None)
+    hinted.shorten(20.0)
+    assert hinted.due_s == 20.0
+    hinted.check()
