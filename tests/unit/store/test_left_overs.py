@@ -133,7 +133,7 @@ def test_a_keeper_that_was_killed_delays_a_mending(opened: Opened) -> None:
     volume.close()
     flip(file, 8 * 5000)
     say_alive(volume, ALIVE_FOR_S - 60)
-    with pytest.raises(TierError, match="local said"):
+    with pytest.raises(TierError, match="the keeper of local lived"):
         fsck.verify_volume(volume.path, mend=True)
     say_alive(volume, ALIVE_FOR_S + 60)
     assert fsck.verify_volume(volume.path, mend=True).by_cause == {"corrupt_payload": 1}
@@ -144,5 +144,5 @@ def test_an_error_names_a_limited_number_of_keepers(opened: Opened) -> None:
     volume.close()
     for number in range(fsck.MAX_NAMED + 1):
         (volume.path / paths.TEMPORARY / f"w{number:02}.lock").touch()
-    with pytest.raises(TierError, match=r"w09 and 1 more said"):
+    with pytest.raises(TierError, match=r"w09 and 1 more lived"):
         fsck.verify_volume(volume.path, mend=True)
