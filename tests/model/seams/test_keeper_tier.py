@@ -102,13 +102,13 @@ class TestKeeperTier:
         from kvferry.pages.keys import route_keys, seed_of
         from kvferry.tenancy.namespace import Namespace
 
-        hints = to_kv_hints("r", TierHints(Namespace("acme", 3)))
+        hints = to_kv_hints("r", TierHints(Namespace("acme", 3), wanted_s=60.0))
         context, keys = context_of(Request(list(range(40)), hints), 4)
         tier._client.held = {keys[1]}
         tier.submit_store(self.job(5, [keys[3], keys[1], keys[0], keys[2]], [13, 11, 10, 12], context, load=False))
         expected = route_keys(list(range(16)), BLOCK_SIZE, seed_of(""))
-        ((name, job, namespace, pages),) = tier._client.calls
-        assert (name, job, namespace) == ("store", 5, Namespace("acme", 3))
+        ((name, job, namespace, pages, wanted_s),) = tier._client.calls
+        assert (name, job, namespace, wanted_s) == ("store", 5, Namespace("acme", 3), 60.0)
         assert pages == [(keys[i], expected[i], 10 + i) for i in (0, 2, 3)]
         assert all(type(row) is int for _, _, row in pages)
 
@@ -118,8 +118,9 @@ class TestKeeperTier:
         context, keys = context_of(request, 6)
         request.kv_transfer_params["do_remote_prefill"] = False  # as vLLM does once the ferry had its turn
         tier.submit_store(self.job(5, keys, list(range(6)), context, load=False))
-        ((_, _, _, pages),) = tier._client.calls
+        ((_, _, _, pages, wanted_s),) = tier._client.calls
         assert [key for key, _, _ in pages] == keys[4:]
+        assert wanted_s is None
 
     def test_what_is_kept_already_or_nobodys_ends_at_once(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext
@@ -184,7 +185,7 @@ class TestKeeperTier:
         context, keys = context_of(Request(list(range(40))), 3)
         tier._client.held = {keys[0], keys[2]}
         tier.on_request_finished(context)
-        assert tier._client.calls == [("touch", [keys[0], keys[2]])]
+        assert tier._client.calls == [("touch", [keys[0], keys[2]], None)]
 
     def test_a_lookup_costs_the_scheduler_about_a_microsecond(self, tier: Any) -> None:
         context, keys = context_of(Request(list(range(40))), 10)
