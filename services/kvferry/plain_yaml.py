@@ -40,6 +40,10 @@ def load(content: bytes) -> Any:
         return yaml.load(content, Loader=_Loader)
     except _Refused as error:
         raise ValueError(str(error)) from None
+    except yaml.MarkedYAMLError as error:
+        # libyaml of PyYAML 6.0.4 has a limit of its own, and reads ahead of the events.
+        is_deep = "nesting" in (error.problem or "")
+        raise ValueError(f"nested deeper than {MAX_DEPTH}" if is_deep else "not YAML") from None
     except Exception:  # constructors raise all that int(), float() and datetime raise, with the text in it
         raise ValueError("not YAML") from None
 
