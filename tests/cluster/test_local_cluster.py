@@ -67,7 +67,9 @@ def status_of_all(machine: Machine) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def lists_all() -> bool:
-        seen.update(json.loads(machine.run("status", "--json", timeout_s=60).stdout))
+        shown = machine.run("status", "--json", timeout_s=60)
+        assert shown.returncode == 0, shown
+        seen.update(json.loads(shown.stdout))
         return [member["kind"] for member in seen["members"]] == ["prefill", "decode", "gateway"]
 
     wait_until(lists_all, timeout_s=60, what="all members are listed")
@@ -148,10 +150,11 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
         seen = httpx.get(f"http://{target['targets'][0]}/metrics").text
         assert names.get(target["labels"]["kind"], "kvferry_ferry_bytes_total") in seen
 
-    table = machine.run("status", timeout_s=60).stdout
+    shown = machine.run("status", timeout_s=60)
+    assert shown.returncode == 0, shown
     for member in status["members"]:
-        assert member["member_id"] in table
-        assert member["address"] in table
+        assert member["member_id"] in shown.stdout, shown
+        assert member["address"] in shown.stdout, shown
 
     # Why a request went where it went.
     answer_id = json.loads(answer.stdout)["id"]

@@ -21,6 +21,7 @@ from kvferry.worker.server import WorkerServer
 from support.link_peers import (
     TRANSPORTS,
     Firehose,
+    FrameWire,
     Gateway,
     LinkEnded,
     Slow,
@@ -110,6 +111,20 @@ async def test_a_gateway_that_half_closes_ends_its_requests(
     await gateway.wire.half_close()
     await until(lambda: quiet(engine) and not worker.num_requests)
     await gateway.leave()
+
+
+async def test_a_worker_stops_though_a_gateway_has_just_reset_its_connection(
+    worker: WorkerServer, engine: SimEngine
+) -> None:
+    gateway = Gateway(worker, "frames")
+    await gateway.hello()
+    await gateway.submit(1, request("a", max_tokens=5000))
+    await until(lambda: engine.stats().num_running == 1)
+    assert isinstance(gateway.wire, FrameWire)
+    # The reset has arrived, and the worker stops before its event loop reads of it.
+    await gateway.wire.reset()
+    await worker.stop(0)
+    await until(lambda: quiet(engine) and not worker.num_requests)
 
 
 @pytest.mark.parametrize("repeat", range(5))

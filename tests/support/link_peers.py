@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
@@ -151,6 +153,15 @@ class FrameWire:
     async def half_close(self) -> None:
         _, writer = await self._open()
         writer.write_eof()
+
+    async def reset(self) -> None:
+        """Reset the connection; return before the event loop looks for what other sockets have received."""
+        _, writer = await self._open()
+        # Without lingering, closing sends a reset.
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # The transport closes its socket in the loop's next turn, before this task goes on.
+        writer.transport.abort()
+        await asyncio.sleep(0)
 
     async def leave(self) -> None:
         _, writer = await self._open()

@@ -159,8 +159,12 @@ class _FrameTransport(FrameProtocol):
         if transport.can_write_eof():
             # Closing with unread data resets the connection, and the gateway may lose messages that it has not read.
             # The gateway closes when it has read to the end; until then its messages are read.
-            transport.write_eof()
-            self._finishing = True
+            try:
+                transport.write_eof()
+            except OSError:  # the gateway has left, which the transport does not know yet
+                transport.abort()
+            else:
+                self._finishing = True
         else:
             transport.close()
 
