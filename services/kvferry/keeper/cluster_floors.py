@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
-from kvferry.errors import KvferryError
 from kvferry.membership.base import Record, RecordStore
+from kvferry.membership.floor_reports import FloorReports, reports_in
 from kvferry.store.volume import Volume
 from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts, moving_parts
 from kvferry.tenancy.outcome import Cause
-from kvferry.tenancy.records import FLOORS, MAX_RECORD_BYTES
-
-log = logging.getLogger(__name__)
+from kvferry.tenancy.records import FLOORS
 
 PERIOD_S: Final = 10.0
-CALL_TIMEOUT_S: Final = 5.0
-FORGET_S: Final = 3600.0  # after which a record of a node that is gone is removed
 _HALF_LIFE_S: Final = 60.0  # of demand
 _LEAST: Final = 0.01
 
@@ -30,7 +24,7 @@ class ClusterFloors:
     """Floors of a node over its open volumes."""
 
     def __init__(self, records: RecordStore, node: str, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._records = records
+        self._reports = FloorReports(records, FLOORS, now_s)
         self._now_s = now_s
         self._exchange = FloorExchange(node)
         self._parts: Parts = {}
@@ -38,7 +32,6 @@ class ClusterFloors:
         self._num_counted: dict[tuple[str, str], int] = {}  # by volume and tenant, since the volume was opened
         self._demand: dict[str, float] = {}
         self._counted_s = now_s()
-        self._revisions: dict[str, tuple[int, float]] = {}  # of records, and since when
         self._is_new = True
 
     def __repr__(self) -> str:
@@ -50,7 +43,7 @@ class ClusterFloors:
             self._parts, self._capacities = parts, {}
             return
         name = f"{volumes[0].volume_id}-{volumes[0].writer}"  # the same after a restart
-        read = await self._read()
+        read = await self._reports.read()
         records: Mapping[str, Record] = {} if read is None else read
         if self._is_new:
             # Of any volume of this keeper: its first one may be opened later than it was before.
@@ -58,17 +51,14 @@ class ClusterFloors:
             if read is None or any(map(_may_have_offers, before)):
                 self._exchange.hold(self._now_s())
             self._is_new = False
-        for other, record in records.items():
-            if other != name:
-                self._see(other, record)
+        for report in reports_in({other: record for other, record in records.items() if other != name}):
+            self._exchange.see(report, self._now_s())
         self._count(moving_parts(parts), volumes)
         self._parts, self._capacities = parts, {volume.volume_id: volume.capacity_bytes for volume in volumes}
         report = self._exchange.step(self._now_s(), parts, sum(self._capacities.values()), self._demand)
         # Before others hear of it: they may count on what is offered, and no more on what they gave back.
         await apply()
-        own = records.get(name)
-        await self._write(name, msgspec.json.encode(report), own.revision if own is not None else 0)
-        await self._forget_old(records, name)
+        await self._reports.publish(name, report, records)
 
     def floors_of(self, volume: Volume, parts: Parts) -> dict[str, int]:
         """Return floors in bytes of tenants whose floors move, if the last step had this volume and `parts`."""
@@ -77,18 +67,6 @@ class ClusterFloors:
             return {}
         floors = self._exchange.floors(self._now_s())
         return {tenant: units * volume.capacity_bytes // capacity for tenant, units in floors.items()}
-
-    def _see(self, name: str, record: Record) -> None:
-        if len(record.value) > MAX_RECORD_BYTES:
-            log.warning("the report %.100r on floors has %d bytes: it is passed over", name, len(record.value))
-            return
-        try:
-            report = msgspec.json.decode(record.value, type=FloorReport)
-            report.check()
-        except (ValueError, RecursionError) as error:
-            log.warning("the report %.100r on floors cannot be read: %.200s", name, error)
-            return
-        self._exchange.see(report, self._now_s())
 
     def _count(self, parts: Parts, volumes: Sequence[Volume]) -> None:
         now_s = self._now_s()
@@ -104,34 +82,6 @@ class ClusterFloors:
                 self._demand[tenant] += max(0, counted[key] - self._num_counted.get(key, 0))
         self._num_counted = counted
         self._demand = {tenant: uses for tenant, uses in self._demand.items() if uses >= _LEAST}
-
-    async def _read(self) -> Mapping[str, Record] | None:
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await self._records.read_all(FLOORS)
-        except (KvferryError, TimeoutError) as error:
-            log.debug("reports on floors cannot be read: %s", error)
-            return None
-
-    async def _write(self, name: str, value: bytes | None, revision: int) -> None:
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._records.write(f"{FLOORS}/{name}", value, revision)
-        except (KvferryError, TimeoutError) as error:
-            log.debug("a report on floors cannot be written: %s", error)
-
-    async def _forget_old(self, records: Mapping[str, Record], own: str) -> None:
-        now_s, before, has_removed = self._now_s(), self._revisions, False
-        self._revisions = {}
-        for name, record in records.items():
-            revision, since_s = before.get(name, (0, now_s))
-            if revision != record.revision:
-                since_s = now_s
-            self._revisions[name] = record.revision, since_s
-            if name != own and since_s + FORGET_S <= now_s and not has_removed:
-                # One in each step, which may wait for its time limit.
-                has_removed = True
-                await self._write(name, None, record.revision)
 
 
 def _may_have_offers(record: Record) -> bool:

@@ -13,6 +13,7 @@ from kvferry.config import ClusterConfig
 from kvferry.keeper import cluster_floors, volume_tenants
 from kvferry.keeper.cluster_floors import ClusterFloors
 from kvferry.keeper.lifecycle import KeeperHost
+from kvferry.membership import floor_reports
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store.chunk_file import chunk_file_bytes
@@ -136,7 +137,7 @@ async def test_reports_that_cannot_be_read_are_passed_over_and_old_ones_removed(
     own = f"{volume.volume_id}-{volume.writer}"
     assert set(found) == {"bad", "huge", "odd", own}
     assert msgspec.json.decode(found[own].value, type=FloorReport).seen == {}
-    clock.now_s = cluster_floors.FORGET_S
+    clock.now_s = floor_reports.FORGET_S
     for num_left in (3, 2, 1):  # one in each step
         await floors.step(PARTS, [volume], nothing)
         assert len(await records.read_all(FLOORS)) == num_left
