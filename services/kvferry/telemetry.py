@@ -567,6 +567,13 @@ ENGINE_TENANT_WAITS = _worker(
     "How long a tenant's prompts waited for their turns, with tenants_in_etcd.",
     _OF_TENANT_SEEN,
 )
+ENGINE_TENANT_SLOT_WAITS = _worker(
+    "engine_tenant_slot_wait_seconds",
+    Kind.SUMMARY,
+    "seconds",
+    "How long a tenant's requests waited for slots of a decode worker's batch, with tenants_in_etcd.",
+    _OF_TENANT_SEEN,
+)
 ENGINE_TENANT_PROMPT_TOKENS = _worker(
     "engine_tenant_prompt_tokens_total",
     Kind.COUNTER,

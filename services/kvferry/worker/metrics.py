@@ -29,6 +29,7 @@ _READ = (
     telemetry.WORKER_SPANS,
     telemetry.ENGINE_TENANT_PROMPTS,
     telemetry.ENGINE_TENANT_WAITS,
+    telemetry.ENGINE_TENANT_SLOT_WAITS,
     telemetry.ENGINE_TENANT_PROMPT_TOKENS,
     telemetry.ENGINE_TENANT_CACHED,
     *(telemetry.ENGINE_TENANT_USED, telemetry.ENGINE_TENANT_FLOOR, telemetry.ENGINE_TENANT_CAP),
@@ -110,6 +111,7 @@ class WorkerMetrics:
         for tenant, times in server.tenant_times.items():
             yield Reading(telemetry.ENGINE_TENANT_PROMPTS, (tenant,), times.charged_s)
             yield Reading(telemetry.ENGINE_TENANT_WAITS, (tenant,), times.num_waits, times.waited_s)
+            yield Reading(telemetry.ENGINE_TENANT_SLOT_WAITS, (tenant,), times.num_slot_waits, times.slot_waited_s)
             yield Reading(telemetry.ENGINE_TENANT_PROMPT_TOKENS, (tenant,), times.num_prompt_tokens)
             for tier, tokens in times.cached.by_tier().items():
                 yield Reading(telemetry.ENGINE_TENANT_CACHED, (tenant, tier), tokens)

@@ -50,8 +50,10 @@ _LOOK_AGAIN_S: Final = 0.05  # for a stream that may be preempted
 @dataclass(slots=True)
 class TenantTimes:
     charged_s: float = 0.0
-    num_waits: int = 0
+    num_waits: int = 0  # of prompts for their turns
     waited_s: float = 0.0
+    num_slot_waits: int = 0  # of streams for slots of the batch
+    slot_waited_s: float = 0.0
     num_prompt_tokens: int = 0  # of requests that ended
     cached: CachedTokens = field(default_factory=CachedTokens)  # of these
 
@@ -59,7 +61,7 @@ class TenantTimes:
 class OnEngine:
     """One request on the engine. Tell it every output until the first with tokens."""
 
-    __slots__ = ("_end_prompt", "_stream", "_times", "due_ms", "is_computing")
+    __slots__ = ("_count_tokens", "_end_prompt", "_stream", "_times", "due_ms", "is_computing")
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class OnEngine:
         due_ms: float = 0.0,
         times: TenantTimes | None = None,
     ) -> None:
+        self._count_tokens: Callable[[int], None] | None = None
         self.due_ms = due_ms  # for the engine: EngineRequest.due_ms
         self._times = times
         self.is_computing = end_prompt is not None or stream is not None
@@ -85,7 +88,12 @@ class OnEngine:
             end_prompt, self._end_prompt = self._end_prompt, None
             end_prompt(output)
 
+    def count_tokens_by(self, count: Callable[[int], None]) -> None:
+        self._count_tokens = count
+
     def finished(self, last: EngineOutput) -> None:
+        if last.sources is not None and self._count_tokens is not None:
+            self._count_tokens(last.sources.total)
         if self._times is not None and last.sources is not None:
             self._times.num_prompt_tokens += last.sources.total
             self._times.cached += last.cached or CachedTokens()
@@ -98,7 +106,7 @@ class Turns:
         """`num_slots` of the batch are shared out; None for a prefill worker, whose streams end with their prompts."""
         self._prompts = _Prompts(depth_ms)
         self._slots = None if num_slots is None else _Slots(num_slots)
-        self._known: OrderedDict[str, None] = OrderedDict()  # tenants, least recently seen first
+        self._known: OrderedDict[str, int] = OrderedDict()  # tenants and `prompt_tokens`, least recently seen first
 
     def __repr__(self) -> str:
         return f"<Turns {self._prompts!r} {self._slots!r}>"
@@ -129,6 +137,11 @@ class Turns:
         """Return what tenants were charged and how long they waited, by name or as `OTHER`, since the start."""
         return self._prompts.counts
 
+    @property
+    def prompt_tokens(self) -> Mapping[str, int]:
+        # Of requests that ended, by tenant, since it was known.
+        return self._known
+
     def elsewhere(self, got_ms: Mapping[str, float], num_workers: int) -> None:
         self._prompts.elsewhere(got_ms, num_workers)
 
@@ -143,20 +156,31 @@ class Turns:
         async with contextlib.AsyncExitStack() as stack:
             stream: _Stream | None = None
             if self._slots is not None:
+                begun_s = _now_s()
                 stream = await stack.enter_async_context(self._slots.slot(turn, request))
+                times = self._prompts.times_of(turn.tenant)
+                times.num_slot_waits += 1
+                times.slot_waited_s += _now_s() - begun_s
             if request.transfer_params is not None:
-                yield OnEngine(stream=stream, times=self._prompts.times_of(turn.tenant))
+                on_engine = OnEngine(stream=stream, times=self._prompts.times_of(turn.tenant))
+                on_engine.count_tokens_by(lambda num_tokens: self._count_tokens(turn.tenant, num_tokens))
+                yield on_engine
                 return
             if stream is not None:
                 stream.may_end_s = -math.inf  # it has computed nothing yet
             on_engine = await self._prompts.begin(turn, request, stream)
+            on_engine.count_tokens_by(lambda num_tokens: self._count_tokens(turn.tenant, num_tokens))
             try:
                 yield on_engine
             finally:
                 on_engine.note(None)
 
+    def _count_tokens(self, tenant: str, num_tokens: int) -> None:
+        if tenant in self._known:
+            self._known[tenant] += num_tokens
+
     def _note(self, tenant: str) -> None:
-        self._known[tenant] = None
+        self._known.setdefault(tenant, 0)
         self._known.move_to_end(tenant)
         if len(self._known) > MAX_KNOWN:
             forgotten, _ = self._known.popitem(last=False)

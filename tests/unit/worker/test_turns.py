@@ -401,6 +401,37 @@ async def test_tenants_that_come_and_go_are_forgotten(monkeypatch: pytest.Monkey
     assert log == [f"t{number}" for number in range(100)]
 
 
+async def test_waits_for_slots_are_counted(clock: list[float]) -> None:
+    turns, log = Turns(1, depth_ms=1e9), []
+    first = Client(turns, request("a", transferred=True), log)
+    await settled()
+    later = Client(turns, request("b", transferred=True), log)
+    await settled()
+    clock[0] += 0.3
+    await first.end()
+    await later.begun.wait()
+    await later.end()
+    assert (turns.counts["a"].num_slot_waits, turns.counts["a"].slot_waited_s) == (1, 0.0)
+    assert (turns.counts["b"].num_slot_waits, turns.counts["b"].slot_waited_s) == (1, pytest.approx(0.3))
+    assert turns.counts["b"].num_waits == 0, "it computes no prompt here"
+
+
+@pytest.mark.parametrize("transferred", [False, True])
+async def test_prompt_tokens_of_tenants_are_counted_as_long_as_they_are_known(
+    monkeypatch: pytest.MonkeyPatch, transferred: bool
+) -> None:
+    monkeypatch.setattr(turns_module, "MAX_KNOWN", 3)
+    turns, log = Turns(8, depth_ms=1e9), []
+    last = EngineOutput((), "", finish_reason=FinishReason.LENGTH, sources=PromptSources(30, 70, 0))
+    for name in "aabcda":
+        client = Client(turns, request(name, transferred=transferred), log)
+        await client.begun.wait()
+        assert client.on_engine is not None
+        client.on_engine.finished(last)
+        await client.end()
+    assert turns.prompt_tokens == {"c": 100, "d": 100, "a": 100}, "forgotten, and counted anew"
+
+
 async def test_times_of_tenants_are_counted_for_a_limited_number(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
