@@ -364,14 +364,17 @@ async def test_stopping_an_engine_that_was_killed_ends_its_requests(elsewhere: E
 
 async def test_floors_of_device_and_cpu_tier_survive_a_flood_of_ten_times_both(world: World) -> None:
     terms = {
-        "gold": TierTerms(floor=0.5, cap=0.6),
-        "plain": TierTerms(cap=0.6),
-        "noise": TierTerms(cap=1.0),
+        "gold": EngineTerms(cpu=TierTerms(floor=0.5, cap=0.6), device=TierTerms(floor=0.25, cap=0.6)),
+        "moved": EngineTerms(cpu=TierTerms(floor=0.02, cap=0.6), device=TierTerms(floor=0.02, cap=0.6)),
+        "plain": EngineTerms(cpu=TierTerms(cap=0.6), device=TierTerms(cap=0.6)),
+        "noise": EngineTerms(cpu=TierTerms(cap=1.0), device=TierTerms(cap=1.0)),
     }
-    hints = {name: TierHints(Namespace(name), terms=EngineTerms(each, each)) for name, each in terms.items()}
+    hints = {name: TierHints(Namespace(name), terms=each) for name, each in terms.items()}
     prompt = prompt_of(500)
     expected = await world.expected(prompt)
-    for name in ("gold", "plain"):
+    # What other engines gave of their parts of this tenant's floors.
+    world.decode.set_floors({"cpu": {"moved": 0.4}, "device": {"moved": 0.25}})
+    for name in ("gold", "moved", "plain"):
         tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
         assert tokens == expected
     num_pages = max(world.decode.info.num_pages, world.decode.info.num_cpu_pages)
@@ -383,13 +386,16 @@ async def test_floors_of_device_and_cpu_tier_survive_a_flood_of_ten_times_both(w
         async for _ in world.decode.generate(request):
             pass
     everything = NUM_PAGES * BLOCK_SIZE
-    tokens, last = await run(world.decode, prompt, cache_salt="gold", tier=hints["gold"])
-    assert (tokens, last.cached) == (expected, CachedTokens(device=everything))
+    for name in ("gold", "moved"):
+        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert (tokens, last.cached) == (expected, CachedTokens(device=everything)), name
     tokens, last = await run(world.decode, prompt, cache_salt="plain", tier=hints["plain"])
     assert (tokens, last.cached) == (expected, CachedTokens(volume=everything)), "without a floor all of it is gone"
     assert await world.decode._llm.reset_prefix_cache()
-    tokens, last = await run(world.decode, prompt, cache_salt="gold", tier=hints["gold"])
-    assert (tokens, last.cached) == (expected, CachedTokens(cpu=everything))
+    for name in ("gold", "moved"):
+        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert (tokens, last.cached) == (expected, CachedTokens(cpu=everything)), name
+    await until(lambda: world.decode.tenant_usages()["device"]["moved"].floor == NUM_BLOCKS // 4)
 
 
 async def test_a_prompt_that_is_due_first_passes_a_long_one_and_both_are_as_alone(world: World) -> None:

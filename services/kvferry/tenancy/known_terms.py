@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final
+
+import msgspec
 
 from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.terms import TierTerms, contracts_in
@@ -18,6 +21,7 @@ class KnownTerms:
         self._tier = tier
         self._capacity = capacity
         self._terms: OrderedDict[str, TierTerms] = OrderedDict()  # least recently seen first
+        self._moved: Mapping[str, float] = {}  # floors that follow demand, as parts of the tier
 
     def learn(self, tenant: str, terms: TierTerms) -> dict[str, TierContract] | None:
         """Return the contracts of all, or None where none has changed."""
@@ -30,6 +34,19 @@ class KnownTerms:
             self._terms.popitem(last=False)
         return self.contracts()
 
+    def move(self, floors: Mapping[str, float]) -> dict[str, TierContract] | None:
+        """As `learn`, for all floors that follow demand: they replace those in the terms of their tenants."""
+        if floors == self._moved:
+            return None
+        self._moved = dict(floors)
+        return self.contracts()
+
     def contracts(self) -> dict[str, TierContract]:
-        tiers = {tenant: {self._tier: terms} for tenant, terms in self._terms.items()}
+        tiers = {tenant: {self._tier: self._with_moved(tenant, terms)} for tenant, terms in self._terms.items()}
         return contracts_in(self._tier, tiers, self._capacity)
+
+    def _with_moved(self, tenant: str, terms: TierTerms) -> TierTerms:
+        # A floor that was taken away since is not brought back.
+        if not terms.floor or (floor := self._moved.get(tenant)) is None:
+            return terms
+        return msgspec.structs.replace(terms, floor=floor)

@@ -20,6 +20,7 @@ KEY_PREFIX: Final = "kvf_"
 TENANTS: Final = "tenants"
 PURGES: Final = "purges"
 FLOORS: Final = "floors"  # reports of nodes
+ENGINE_FLOORS: Final = "engine_floors"  # reports of workers, in a folder for each role and tier
 MAX_KEYS: Final = 64  # of a tenant
 MAX_TENANTS: Final = 10_000  # with deleted ones
 MAX_RECORD_BYTES: Final = 64 << 10

@@ -24,7 +24,9 @@ from kvferry.metrics_listener import MetricsListener
 from kvferry.pages.exchange import exchange_digest
 from kvferry.served_model import identity
 from kvferry.shared_memory import record_shared_memory
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
 from kvferry.tracing import Tracing, start_tracing
+from kvferry.worker.engine_floors import EngineFloors
 from kvferry.worker.hang_detector import HangDetector
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
@@ -108,6 +110,7 @@ class WorkerHost:
             engine, self.server, worker_id=self.worker_id, role=kind.value, read_span_counts=self._span_counts
         )
         self._listener = MetricsListener(config.metrics, config.metrics.worker_port, self.metrics.render)
+        self._floors: EngineFloors | None = None
 
     @property
     def member(self) -> Member:
@@ -146,6 +149,9 @@ class WorkerHost:
         await self.server.start()
         await self._listener.start()
         self._registration = await self._membership.register(self.member)
+        if self._config.gateway.tenants_in_etcd:
+            self._floors = self._make_floors()
+            self._floors.start()
         self._health_task = asyncio.create_task(self._watch_health())
         log.info("%s serves on %s", self.worker_id, self.member.address)
 
@@ -167,6 +173,8 @@ class WorkerHost:
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
+        if self._floors is not None:
+            await self._floors.close()
         if self._registration is not None:
             await self._registration.revoke()
         await self.server.stop()
@@ -176,6 +184,20 @@ class WorkerHost:
         if self._tracing is not None:
             await self._tracing.close()
         await self._membership.close()
+
+    def _make_floors(self) -> EngineFloors:
+        info = self._engine.info
+        return EngineFloors(
+            self._membership.records,
+            role=self._kind.value,
+            worker_id=self.worker_id,
+            capacities={
+                DEVICE_TIER: info.num_pages * info.page_bytes,
+                CPU_TIER: info.num_cpu_pages * info.page_bytes,
+            },
+            prompt_tokens=self.server.prompt_tokens,
+            apply=self._engine.set_floors,
+        )
 
     def _span_counts(self) -> SpanCounts:
         return self._tracing.counts if self._tracing is not None else SpanCounts()

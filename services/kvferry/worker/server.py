@@ -296,6 +296,9 @@ class WorkerServer:
     def served_ms(self) -> Mapping[str, float]:
         return {} if self._turns is None else self._turns.served_ms
 
+    def prompt_tokens(self) -> Mapping[str, int]:
+        return {} if self._turns is None else self._turns.prompt_tokens
+
     def elsewhere(self, message: pb.Elsewhere, source: GatewaySession) -> None:
         # All gateways see all workers: the same work must not count once for each of them.
         now_s = asyncio.get_running_loop().time()

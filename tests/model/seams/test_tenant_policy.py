@@ -218,6 +218,19 @@ def test_terms_change_with_the_next_request_and_are_limited(monkeypatch: pytest.
     assert len(tier.policy._terms.contracts()) == 4
 
 
+def test_floors_follow_demand() -> None:
+    tier = Tier()
+    tier.store(range(20), ACME)
+    tier.policy.move_floors({"acme": 0.5})
+    for first in range(1000, 1400, 8):
+        tier.store(range(first, first + 8), NOISE)
+    assert tier.held(range(20)) == 20
+    tier.policy.move_floors({"acme": 0.1})
+    for first in range(2000, 2400, 8):
+        tier.store(range(first, first + 8), NOISE)
+    assert tier.held(range(20)) == 4
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_accounts_of_manager_and_policy_are_one(seed: int) -> None:
     """Random stores, failures, reads and resets, some of tenants whose terms are not known."""

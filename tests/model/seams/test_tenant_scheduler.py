@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvferry.engine.base import TierHints
+from kvferry.engine.base import NewFloors, TierHints
 from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pool_pages import PoolPages
@@ -280,11 +280,19 @@ class Steps:
         self.requests = Engine()
         self.hits: dict[str, int] = {}  # tokens
 
-    def add(self, tokens: list[int], hints: TierHints | None, max_tokens: int = 1, *, due: int = 0) -> Any:
+    def add(
+        self,
+        tokens: list[int],
+        hints: TierHints | None,
+        max_tokens: int = 1,
+        *,
+        due: int = 0,
+        floors: NewFloors | None = None,
+    ) -> Any:
         from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
 
         request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "", max_tokens)
-        request.kv_hints = None if hints is None else to_kv_hints("r", hints)
+        request.kv_hints = None if hints is None else to_kv_hints("r", hints, floors=floors)
         request.priority = due
         self.scheduler.add_request(request)
         return request
@@ -340,6 +348,25 @@ def test_either_scheduler_keeps_floors_and_learns_terms_from_requests(vllm_confi
     gc.collect()
     assert not steps.scheduler._pool.tenants, "ended requests are forgotten"
     assert not steps.scheduler._pool.wanted_s
+
+
+@pytest.mark.parametrize("moved", [None, 0.5, 0.1])
+def test_a_floor_that_came_from_another_engine_is_kept(vllm_config: Any, moved: float | None) -> None:
+    acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(floor=0.25, cap=0.5)))
+    noise = TierHints(Namespace("noise"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
+    steps = Steps(vllm_config, is_async=False)
+    steps.add(prompt_of(1, 18), acme)
+    steps.run()
+    # The request of any tenant brings it, and one that was overtaken brings an older one.
+    steps.add(prompt_of(2, 1), noise, floors=None if moved is None else (2, {"device": {"acme": moved, "gone": 0.5}}))
+    steps.add(prompt_of(3, 1), noise, floors=None if moved is None else (1, {"device": {"acme": 0.4}}))
+    steps.run()
+    floor = int(NUM_BLOCKS - 1) * (0.25 if moved is None else moved)
+    assert steps.scheduler._pages._contracts["acme"].floor == floor
+    for number in range(50):
+        steps.add(prompt_of(1000 + number, 8), noise)
+        steps.run()
+    assert steps.scheduler._pages.holding_of("acme").used == min(18, floor)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

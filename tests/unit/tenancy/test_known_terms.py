@@ -22,6 +22,22 @@ def test_contracts_are_returned_where_terms_change() -> None:
     assert contracts.keys() == {"a", "b"}
 
 
+def test_floors_that_follow_demand_take_the_place_of_those_in_terms() -> None:
+    known = KnownTerms(CPU_TIER, 100)
+    known.learn("a", TierTerms(floor=0.25, cap=0.5))
+    known.learn("b", TierTerms())
+    contracts = known.move({"a": 0.75, "b": 0.1, "unknown": 0.1})
+    assert contracts is not None
+    assert (contracts["a"].floor, contracts["a"].cap) == (75, 75)
+    assert contracts["b"].floor == 0, "a floor that its terms do not have"
+    assert contracts.keys() == {"a", "b"}
+    assert known.move({"a": 0.75, "b": 0.1, "unknown": 0.1}) is None
+    assert known.learn("a", TierTerms(floor=0.25, cap=0.5)) is None
+    contracts = known.move({})
+    assert contracts is not None
+    assert contracts["a"].floor == 25
+
+
 def test_floors_that_do_not_fit_together_are_scaled() -> None:
     known = KnownTerms(CPU_TIER, 100)
     for name in "ab":

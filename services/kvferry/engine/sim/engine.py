@@ -243,6 +243,9 @@ class SimEngine:
     def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
         return {}
 
+    def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+        pass
+
     def own_metrics(self) -> Iterable[Any]:
         return ()
 

@@ -27,6 +27,7 @@ from kvferry.engine.base import (
     FinishReason,
     KvEventBatch,
     KvTransferStats,
+    NewFloors,
     PromptSources,
     RequestId,
     Sampling,
@@ -98,6 +99,8 @@ class VllmEngine:
         self._validator: StructuredOutputValidator | None = None
         self._folder: Path | None = None
         self._num_queued_prompt_tokens = 0
+        self._floors_version = 0
+        self._new_floors: NewFloors | None = None  # that the engine may not know yet
 
     @property
     def info(self) -> EngineInfo:
@@ -222,12 +225,15 @@ class VllmEngine:
         if request.continued is not None:
             self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
         num_queued = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
+        new_floors = self._new_floors
         self._num_queued_prompt_tokens += num_queued
         try:
             params, parsed, options = self._prepare(request, transfer)
             assert self._validator is not None
             await self._validator.validate(params)
             async for output in llm.generate(prompt, params, request_id, **options):
+                if new_floors is not None and self._new_floors is new_floors:
+                    self._new_floors = None
                 if num_queued:
                     self._num_queued_prompt_tokens -= num_queued
                     num_queued = 0
@@ -272,10 +278,11 @@ class VllmEngine:
             parsed = begun.answer
             options |= begun.engine_arguments
         is_hinted = self._has_tenants or self._tier.enabled
-        if is_hinted and (request.tier is not None or request.trace is not None):
+        floors = self._new_floors
+        if is_hinted and (request.tier is not None or request.trace is not None or floors is not None):
             from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
 
-            options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace)
+            options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace, floors)
         return params, parsed, options
 
     async def _withdraw(self, request_id: RequestId, transfer: dict[str, Any] | None) -> None:
@@ -337,6 +344,11 @@ class VllmEngine:
     def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
         usages: dict[str, dict[str, TenantUsage]] = self._stat_logger.tier_to_usages
         return usages
+
+    def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+        if self._has_tenants:
+            self._floors_version += 1
+            self._new_floors = self._floors_version, floors
 
     def own_metrics(self) -> Iterable[Any]:
         from vllm.v1.metrics.prometheus import get_prometheus_registry

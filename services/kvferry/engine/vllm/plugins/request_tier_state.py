@@ -9,7 +9,7 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from kvferry.engine.base import TierHints
+from kvferry.engine.base import NewFloors, TierHints
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import EngineTerms
@@ -19,7 +19,12 @@ _HINT_TYPE = "kvferry.tier"
 _HINT_VERSION = "1"
 
 
-def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = None) -> KvHintsEnvelope:
+def to_kv_hints(
+    request_id: str,
+    hints: TierHints,
+    trace: TraceContext | None = None,
+    floors: NewFloors | None = None,
+) -> KvHintsEnvelope:
     payload = {
         "tenant": hints.namespace.tenant,
         "epoch": hints.namespace.epoch,
@@ -28,6 +33,7 @@ def to_kv_hints(request_id: str, hints: TierHints, trace: TraceContext | None = 
         "terms": None if hints.terms is None else msgspec.to_builtins(hints.terms),
         "wanted_s": hints.wanted_s,
         "trace": None if trace is None else [trace.traceparent, trace.tracestate],
+        "floors": floors,
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
 
@@ -105,11 +111,22 @@ class RequestTierState:
 
 
 def hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
+    payload = _payload_of(request)
+    if payload is None:
+        return TierHints(), None
+    namespace = Namespace(payload["tenant"], payload["epoch"])
+    trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
+    terms = msgspec.convert(payload["terms"], EngineTerms | None)
+    return TierHints(namespace, payload["volumes"], payload["load"], terms, payload["wanted_s"]), trace
+
+
+def floors_of(request: Any) -> NewFloors | None:
+    payload = _payload_of(request)
+    return None if payload is None else payload["floors"]
+
+
+def _payload_of(request: Any) -> Any:
     for action in request.kv_hints.actions if request.kv_hints is not None else ():
         if (action.action_type, action.action_version) == (_HINT_TYPE, _HINT_VERSION):
-            payload = action.payload
-            namespace = Namespace(payload["tenant"], payload["epoch"])
-            trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
-            terms = msgspec.convert(payload["terms"], EngineTerms | None)
-            return TierHints(namespace, payload["volumes"], payload["load"], terms, payload["wanted_s"]), trace
-    return TierHints(), None
+            return action.payload
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -45,9 +45,13 @@ class TenantCachePolicy(CachePolicy):  # type: ignore[misc]
     def store_for(self, hints: TierHints) -> None:
         """Let what follows be of this tenant."""
         self._tenant = hints.namespace.tenant
-        if hints.terms is None:
-            return
-        contracts = self._terms.learn(self._tenant, hints.terms.cpu)
+        if hints.terms is not None:
+            self._configure(self._terms.learn(self._tenant, hints.terms.cpu))
+
+    def move_floors(self, floors: Mapping[str, float]) -> None:
+        self._configure(self._terms.move(floors))
+
+    def _configure(self, contracts: dict[str, TierContract] | None) -> None:
         if contracts is not None:
             self._retention.configure(contracts)
             self.counts.add_names(contracts)

@@ -13,7 +13,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -23,8 +23,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kvferry.engine.vllm.plugins.request_tier_state import hints_of
+from kvferry.engine.vllm.plugins.request_tier_state import floors_of, hints_of
 from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
+from kvferry.engine.vllm.plugins.tenant_policy import TenantCachePolicy
 from kvferry.engine.vllm.plugins.tier_connector import TierConnector
 from kvferry.tenancy.known_terms import KnownTerms
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
@@ -160,11 +161,14 @@ class _TenantScheduling:
         self._pool = keep_tenants(self.kv_cache_manager)
         self._pages = self._pool.free_block_queue.pages
         self._terms = KnownTerms(DEVICE_TIER, self._pages.capacity)
+        self._floors_version = 0
         self._report = HoldingsReport()
         self._report.add(DEVICE_TIER, self._pages)
+        self._cpu_tiers: list[TenantCachePolicy] = []
         for connector in connectors_of(self.connector):
             if isinstance(connector, TierConnector) and (policy := connector.tenant_policy) is not None:
                 self._report.add(CPU_TIER, policy, connector.blocks_per_chunk)
+                self._cpu_tiers.append(policy)
         self._is_in_vain = False  # the last step left out a prompt, and nothing began in its place
         self._stuck: Any = None  # the first request that waits, if the last step had tokens left for it
 
@@ -175,7 +179,18 @@ class _TenantScheduling:
             self._pool.wanted_s[request] = hints.wanted_s
         if hints.terms is not None and (contracts := self._terms.learn(tenant, hints.terms.device)) is not None:
             self._pages.configure(contracts)
+        if (floors := floors_of(request)) is not None:
+            self._move_floors(*floors)
         super().add_request(request)  # type: ignore[misc]
+
+    def _move_floors(self, version: int, floors: Mapping[str, Mapping[str, float]]) -> None:
+        if version <= self._floors_version:
+            return  # another request has overtaken this one
+        self._floors_version = version
+        if (contracts := self._terms.move(floors.get(DEVICE_TIER, {}))) is not None:
+            self._pages.configure(contracts)
+        for policy in self._cpu_tiers:
+            policy.move_floors(floors.get(CPU_TIER, {}))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._pool.evict_expired()

@@ -1,0 +1,207 @@
+"""One engine's part in floors that follow demand from engine to engine (`tenancy/floor_exchange.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
+
+from kvferry.membership.base import Record, RecordChange, Records, RecordStore
+from kvferry.membership.floor_reports import FloorReports, reports_in
+from kvferry.tenancy import records as tenant_records
+from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts
+from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS, TenantRecord
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_FLOORS, TenantToTiers, floor_parts
+
+log = logging.getLogger(__name__)
+
+PERIOD_S: Final = 10.0
+REWATCH_S: Final = 1.0
+WITHDRAWAL_S: Final = 1.0  # at most, at the end of a worker
+FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each start
+# Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
+MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even parts
+_HALF_LIFE_S: Final = 60.0  # of demand
+_LEAST: Final = 1.0  # token
+
+
+class EngineFloors:
+    # Engines of one role exchange floors, also those of several pools.
+
+    def __init__(
+        self,
+        records: RecordStore,
+        *,
+        role: str,
+        worker_id: str,
+        capacities: Mapping[str, int],
+        prompt_tokens: Callable[[], Mapping[str, int]],
+        apply: Callable[[Mapping[str, Mapping[str, float]]], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`capacities`: bytes by tier. `prompt_tokens`: of ended requests, by tenant. `apply`: `Engine.set_floors`."""
+        self._records = records
+        self._worker_id = worker_id
+        self._prompt_tokens = prompt_tokens
+        self._apply = apply
+        self._now_s = now_s
+        self._tenants: dict[str, TenantRecord] = {}  # those with a floor in an engine
+        self._demand = _Demand(now_s)
+        self._tiers = [
+            _Tier(tier, capacity, worker_id, FloorReports(records, f"{ENGINE_FLOORS}/{role}-{tier}", now_s, FORGET_S))
+            for tier, capacity in capacities.items()
+            if tier in (CPU_TIER, DEVICE_TIER) and capacity
+        ]
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<EngineFloors of {self._worker_id}: {len(self._tenants)} tenants, {self._tiers}>"
+
+    def start(self) -> None:
+        if self._tiers:
+            self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._move_for_ever())]
+
+    async def close(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Others remove what is left behind by a worker that could not.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WITHDRAWAL_S):
+                await asyncio.gather(*(tier.withdraw() for tier in self._tiers))
+
+    async def step(self) -> None:
+        """Read others' reports, move floors, apply them, and publish. Never raises for the registry."""
+        floors: dict[str, Mapping[str, float]] = {}
+        parts = {tier.name: floor_parts(tier.name, self._terms()) for tier in self._tiers}
+        demand = self._demand.of(self._prompt_tokens(), {tenant for each in parts.values() for tenant in each})
+        for tier in self._tiers:
+            floors[tier.name] = await tier.step(parts[tier.name], demand, self._now_s)
+        # Before others hear of it: they may count on what is offered. An engine learns it with its next request, before
+        # which nothing is taken from anybody there.
+        self._apply(floors)
+        for tier in self._tiers:
+            await tier.publish()
+
+    def _terms(self) -> TenantToTiers:
+        return {name: record.tiers for name, record in self._tenants.items()}
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for change in self._records.watch(TENANTS):
+                    self._take(change)
+            except Exception:
+                log.exception("following the tenants failed; trying again")
+            await asyncio.sleep(REWATCH_S)
+
+    def _take(self, change: RecordChange) -> None:
+        values = change.by_name if isinstance(change, Records) else {change.name: change.value}
+        if isinstance(change, Records):
+            self._tenants = {name: record for name, record in self._tenants.items() if name in values}
+        for name, value in values.items():
+            try:
+                record = None if value is None else tenant_records.decode(name, value)
+            except ValueError as error:
+                log.debug("the record of tenant %.64r cannot be read: %.200s", name, error)
+                continue
+            if record is None or record.is_deleted or not _has_floor(record):
+                self._tenants.pop(name, None)
+            else:
+                self._tenants[name] = record
+        self._changed.set()
+
+    async def _move_for_ever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self.step()
+            except Exception:
+                log.exception("floors do not move; trying again")
+
+
+class _Tier:
+    def __init__(self, name: str, capacity: int, worker_id: str, reports: FloorReports) -> None:
+        self.name = name
+        self._capacity = capacity
+        # All floors together may have a part of some tiers: for the exchange that part is the whole.
+        self._most = MAX_FLOORS[name]
+        self._worker_id = worker_id
+        self._reports = reports
+        self._exchange = FloorExchange(worker_id)
+        self._records: Mapping[str, Record] = {}  # of others and of this worker, as they were read last
+        self._report: FloorReport | None = None  # to publish
+        self._is_published = False
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self._exchange!r}"
+
+    async def step(self, parts: Parts, demand: Mapping[str, float], now_s: Callable[[], float]) -> dict[str, float]:
+        self._report = None
+        if not parts:
+            await self.withdraw()
+            return {}
+        self._records = await self._reports.read() or {}
+        moving = sorted({*self._records, self._worker_id})[:MAX_MOVING]
+        others = {name: self._records[name] for name in moving if name != self._worker_id}
+        if self._worker_id in moving:
+            for report in reports_in(others):
+                self._exchange.see(report, now_s())
+        report = self._exchange.step(
+            now_s(), {tenant: part / self._most for tenant, part in parts.items()}, self._num_units, demand
+        )
+        # Without a report others count on nothing of this worker, in time.
+        self._report = report if self._worker_id in moving else None
+        floors = self._exchange.floors(now_s())
+        return {tenant: units / self._capacity for tenant, units in floors.items()}
+
+    async def publish(self) -> None:
+        if self._report is not None:
+            self._is_published = True
+            await self._reports.publish(self._worker_id, self._report, self._records)
+
+    async def withdraw(self) -> None:
+        if self._is_published:
+            self._is_published = False
+            await self._reports.withdraw(self._worker_id)
+
+    @property
+    def _num_units(self) -> int:
+        return int(self._capacity * self._most)
+
+
+class _Demand:
+    # Prompt tokens of the last minute or so, by tenant.
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._counted_s = now_s()
+        self._num_counted: Mapping[str, int] = {}
+        self._demand: dict[str, float] = {}
+
+    def of(self, totals: Mapping[str, int], tenants: Collection[str]) -> Mapping[str, float]:
+        now_s = self._now_s()
+        left = 0.5 ** ((now_s - self._counted_s) / _HALF_LIFE_S)
+        self._counted_s = now_s
+        counted = {tenant: totals.get(tenant, 0) for tenant in tenants}
+        demand = {
+            # A total that fell was forgotten, and begun again.
+            tenant: self._demand.get(tenant, 0.0) * left
+            + (total if total < (before := self._num_counted.get(tenant, 0)) else total - before)
+            for tenant, total in counted.items()
+        }
+        self._num_counted = counted
+        self._demand = {tenant: tokens for tenant, tokens in demand.items() if tokens >= _LEAST}
+        return self._demand
+
+
+def _has_floor(record: TenantRecord) -> bool:
+    return any(record.tiers[tier].floor for tier in (CPU_TIER, DEVICE_TIER))

@@ -1,0 +1,191 @@
+"""Floors of engines: they follow demand from engine to engine, and never exceed their total."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+
+import pytest
+
+from kvferry.membership.base import Records
+from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.tenancy.floor_exchange import DROP_S, KEPT, LEASE_S
+from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
+from kvferry.worker import engine_floors
+from kvferry.worker.engine_floors import FORGET_S, MAX_MOVING, EngineFloors
+from support.waiting import until
+
+CAPACITY = 1000
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Worker:
+    """What an engine was told, and a worker's count of tokens."""
+
+    def __init__(self, registry: MemoryRegistry, worker_id: str, clock: Clock, capacities: Mapping[str, int]) -> None:
+        self.prompt_tokens: dict[str, int] = defaultdict(int)
+        self.floors: Mapping[str, Mapping[str, float]] = {}
+        self.records = MemoryMembership(registry).records
+        self.side = EngineFloors(
+            self.records,
+            role="decode",
+            worker_id=worker_id,
+            capacities=capacities,
+            prompt_tokens=lambda: self.prompt_tokens,
+            apply=self.set_floors,
+            now_s=clock,
+        )
+
+    def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+        self.floors = floors
+
+    def floor(self, tier: str = "device", tenant: str = "acme") -> float:
+        return self.floors.get(tier, {}).get(tenant, 0.0)
+
+    async def step(self) -> None:
+        self.side._take(Records({name: each.value for name, each in (await self.records.read_all(TENANTS)).items()}))
+        await self.side.step()
+
+
+class Cluster:
+    def __init__(self, *capacities: int) -> None:
+        self.registry = MemoryRegistry()
+        self.clock = Clock()
+        self.workers = [
+            Worker(self.registry, f"w{number:03}", self.clock, {"device": capacity, "cpu": 4 * capacity})
+            for number, capacity in enumerate(capacities)
+        ]
+        self.admin = TenantAdmin(MemoryMembership(self.registry), now_unix_s=lambda: 0.0)
+
+    async def rounds(self, count: int, *, busy: Worker | None = None) -> None:
+        for _ in range(count):
+            self.clock.now_s += engine_floors.PERIOD_S
+            if busy is not None:
+                busy.prompt_tokens["acme"] += 1000
+            for worker in self.workers:
+                await worker.step()
+
+    async def num_reports(self, tier: str = "device") -> int:
+        return len(await self.workers[0].records.read_all(f"{ENGINE_FLOORS}/decode-{tier}"))
+
+
+async def with_floor(cluster: Cluster, **floors: float) -> None:
+    await cluster.admin.create("acme")
+    for tier, floor in floors.items():
+        await cluster.admin.set_tier("acme", tier, {"floor": floor, "cap": 1.0})
+
+
+async def test_floors_go_where_the_tenant_is_served() -> None:
+    cluster = Cluster(CAPACITY, CAPACITY)
+    busy, idle = cluster.workers
+    await with_floor(cluster, device=0.2, cpu=0.4)
+    await cluster.rounds(1)
+    assert busy.floor() == idle.floor() == 0.2
+    assert busy.floor("cpu") == idle.floor("cpu") == 0.4
+    for _ in range(12):
+        await cluster.rounds(1, busy=busy)
+        for tier, part in (("device", 0.2), ("cpu", 0.4)):
+            assert busy.floor(tier) + idle.floor(tier) <= 2 * part + 1e-9
+    assert busy.floor() == pytest.approx(0.2 * (2 - KEPT), abs=0.005)
+    assert idle.floor() == pytest.approx(0.2 * KEPT, abs=0.005)
+    assert busy.floor("cpu") == pytest.approx(0.4 * (2 - KEPT), abs=0.005)
+    await cluster.rounds(120)  # nobody is served: it is even again
+    assert busy.floor() == pytest.approx(0.2, abs=0.005)
+    assert idle.floor() == pytest.approx(0.2, abs=0.005)
+
+
+async def test_all_floors_of_a_device_stay_within_their_part_of_it() -> None:
+    cluster = Cluster(CAPACITY, CAPACITY)
+    busy, _ = cluster.workers
+    for tenant, floor in (("acme", 0.25), ("beta", 0.25)):
+        await cluster.admin.create(tenant)
+        await cluster.admin.set_tier(tenant, "device", {"floor": floor, "cap": 1.0})
+    for _ in range(20):
+        busy.prompt_tokens["beta"] += 1000
+        await cluster.rounds(1, busy=busy)
+        for worker in cluster.workers:
+            assert worker.floor() + worker.floor(tenant="beta") <= 0.5 + 1e-9
+    assert busy.floor() + busy.floor(tenant="beta") == pytest.approx(0.5, abs=0.01)
+
+
+async def test_engines_of_other_sizes_and_a_worker_that_is_gone() -> None:
+    cluster = Cluster(CAPACITY, 3 * CAPACITY)
+    small, large = cluster.workers
+    await with_floor(cluster, device=0.1)
+    await cluster.rounds(12, busy=small)
+    total = 0.1 * 4 * CAPACITY
+    assert small.floor() * CAPACITY + large.floor() * 3 * CAPACITY <= total
+    assert small.floor() * CAPACITY == pytest.approx(0.1 * CAPACITY + (1 - KEPT) * 0.3 * CAPACITY, abs=5)
+    cluster.workers.remove(large)
+    await cluster.rounds(int(LEASE_S / engine_floors.PERIOD_S) + 1, busy=small)
+    assert small.floor() == 0.1
+    assert await cluster.num_reports() == 2
+    await cluster.rounds(int(FORGET_S / engine_floors.PERIOD_S) + 2)
+    assert await cluster.num_reports() == 1
+
+
+async def test_without_the_registry_floors_are_even_again() -> None:
+    cluster = Cluster(CAPACITY, CAPACITY)
+    busy, idle = cluster.workers
+    await with_floor(cluster, device=0.2)
+    await cluster.rounds(12, busy=busy)
+    assert idle.floor() < 0.1
+    with cluster.registry.outage():
+        for _ in range(int(DROP_S / engine_floors.PERIOD_S) + 1):
+            cluster.clock.now_s += engine_floors.PERIOD_S
+            for worker in cluster.workers:
+                await worker.side.step()
+            assert busy.floor() + idle.floor() <= 0.4 + 1e-9
+    assert busy.floor() == idle.floor() == 0.2
+
+
+async def test_nothing_is_written_without_floors_and_nothing_stays() -> None:
+    cluster = Cluster(CAPACITY, CAPACITY)
+    await cluster.admin.create("acme")
+    await cluster.rounds(2)
+    assert await cluster.num_reports() == 0
+    await cluster.admin.set_tier("acme", "device", {"floor": 0.2})
+    await cluster.rounds(2)
+    assert await cluster.num_reports() == 2
+    assert await cluster.num_reports("cpu") == 0
+    await cluster.admin.set_tier("acme", "device", {"floor": 0.0})
+    await cluster.rounds(1)
+    assert await cluster.num_reports() == 0
+    assert cluster.workers[0].floors["device"] == {}
+
+
+async def test_only_so_many_workers_move_floors() -> None:
+    cluster = Cluster(*[CAPACITY] * (MAX_MOVING + 2))
+    await with_floor(cluster, device=0.2)
+    first, last = cluster.workers[0], cluster.workers[-1]
+    await cluster.rounds(8, busy=first)
+    assert await cluster.num_reports() == MAX_MOVING
+    assert first.floor() > 0.2
+    assert last.floor() == 0.2
+
+
+async def test_a_worker_follows_records_and_withdraws_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_floors, "PERIOD_S", 0.01)
+    cluster = Cluster(CAPACITY)
+    (worker,) = cluster.workers
+    worker.side.start()
+    try:
+        await with_floor(cluster, device=0.2)
+        await until(lambda: worker.floor() == 0.2)
+        async with asyncio.timeout(10):
+            async for change in worker.records.watch(f"{ENGINE_FLOORS}/decode-device"):
+                if not isinstance(change, Records) or change.by_name:
+                    break
+        await cluster.admin.delete("acme")
+        await until(lambda: worker.floors.get("device") == {})
+    finally:
+        await worker.side.close()
+    assert await cluster.num_reports() == 0
