@@ -434,11 +434,16 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
+def system_s(pid: int) -> float:
+    """stime of all threads of a process, to 10 ms."""
+    return float(psutil.Process(pid).cpu_times().system)
+
+
 def measure(
     children: Children, case: Case, url: str, model: str, pids: Sequence[int], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """One case against a server; `pids[0]` is its front, the others are reported beside it."""
-    before = [cpu_s(pid) for pid in pids]
+    before, system_before_s = [cpu_s(pid) for pid in pids], system_s(pids[0]) if pids else 0.0
     spec = {
         "case": vars(case),
         "url": url,
@@ -452,6 +457,8 @@ def measure(
     if seen["good"] and used:
         seen["cpu_us_per_token"] = used[0] * 1e6 / num_tokens
         seen["cpu_ms_per_request"] = used[0] * 1e3 / seen["good"]
+        # The kernel's part: sends that wake a process which sleeps cost several times others.
+        seen["system_ms_per_request"] = (system_s(pids[0]) - system_before_s) * 1e3 / seen["good"]
         seen["cpu_share"] = used[0] / seen["elapsed_s"]
         seen["cpu_us_per_token_of_others"] = [each * 1e6 / num_tokens for each in used[1:]]
     return {key: round(value, 3) if isinstance(value, float) else value for key, value in seen.items()}
@@ -547,6 +554,7 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "cpu_us_per_token": streams.get("cpu_us_per_token"),
         "cpu_us_per_token_64": results.get("64 streams", {}).get("cpu_us_per_token"),
         "cpu_ms_per_request": short.get("cpu_ms_per_request"),
+        "system_ms_per_request": short.get("system_ms_per_request"),
         "cpu_ms_per_request_streamed": results.get("32 short, streamed", {}).get("cpu_ms_per_request"),
         "requests_per_s": short.get("requests_per_s"),
         "tokens_per_s": streams.get("tokens_per_s"),
