@@ -758,7 +758,10 @@ TIER_QUARANTINED = _keeper(
     "tier_quarantined_pages_total", Kind.COUNTER, "pages", "Bad chunks that were quarantined.", _VOLUME
 )
 TIER_EVICTED = _keeper("tier_evicted_pages_total", Kind.COUNTER, "pages", "Chunks evicted.", _VOLUME)
-_OF_TENANT = (_VOLUME, Label("tenant", "a tenant with a record, or `other`"))
+_OF_TENANT = (
+    _VOLUME,
+    Label("tenant", "one of the first 200 tenants with a record that this keeper knew; `other`: the sum of all others"),
+)
 TIER_TENANT_USED = _keeper("tier_tenant_used_bytes", Kind.GAUGE, "bytes", "What a tenant holds.", *_OF_TENANT)
 TIER_TENANT_FLOOR = _keeper(
     "tier_tenant_floor_bytes", Kind.GAUGE, "bytes", "What demand of other tenants cannot evict.", *_OF_TENANT
