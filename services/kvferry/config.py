@@ -126,6 +126,7 @@ class RoleConfig(_Section):
 
 
 MAX_POOLS = 16
+DEFAULT_POOL = "default"  # as which the workers of `prefill` and `decode` are shown
 _POOL_NAME = re.compile(r"[a-z0-9-]{1,31}")
 
 
@@ -133,6 +134,8 @@ def check_pool_name(name: str) -> None:
     """Raises ValueError."""
     if not _POOL_NAME.fullmatch(name):
         raise ValueError(f"pool {name[:80]!r}: lower-case letters, digits and dashes, at most 31")
+    if name == DEFAULT_POOL:
+        raise ValueError(f"pool {name!r}: the workers of `prefill` and `decode` are called so")
 
 
 class PoolConfig(_Section):

@@ -376,6 +376,7 @@ def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str
     [
         ({"pools": {"Finance": {}}}, "pools: pool 'Finance': lower-case letters, digits and dashes, at most 31"),
         ({"pools": {"": {}}}, "pools: pool '': lower-case"),
+        ({"pools": {"default": {}}}, "pool 'default': the workers of `prefill` and `decode` are called so"),
         ({"pools": {"x" * 32: {}}}, "at most 31"),
         ({"pools": {f"p{i}": {} for i in range(MAX_POOLS + 1)}}, f"pools: 17 pools; {MAX_POOLS} is the limit"),
         ({"pools": {"a": {"decode": {"replica": 1}}}}, "pools.a.decode.replica: unknown key (value 1); did you mean"),
