@@ -144,7 +144,11 @@ _ENDPOINT = Label("endpoint", "the API that was called", ENDPOINTS)
 _WORKER = Label("worker", "the worker's id")
 _ROLE = Label("role", "the worker's role, `prefill` or `decode`")
 _OF_WORKER = (_WORKER, _ROLE)
-_SOURCE = Label("source", "the source of the tokens' KV", PROMPT_SOURCES)
+_SOURCE = Label(
+    "source",
+    "the source of the tokens' KV, as vLLM calls it; `external_kv_transfer`: a KV transfer, the CPU tier or a volume",
+    PROMPT_SOURCES,
+)
 _CACHE_TIER = Label("tier", "the tier that had the KV", CACHE_TIERS)
 _VOLUME = Label("volume", "the volume's id")
 _OF_VOLUME_SEEN = (_VOLUME, Label("keeper", "the keeper that serves it"))
