@@ -1,7 +1,7 @@
 """The pages of one tenant for which clients gave hints, in all tiers."""
 
-# A hint says which of its tenant's pages goes, and not when the tenant loses one: a wanted page that is due leaves its
-# place in the order to the page that goes instead of it, and takes that page's place.
+# A hint decides which of its tenant's pages is evicted, and not when the tenant loses one: when a wanted page would be
+# next, another page is evicted instead, and the wanted one gets that page's place in the order.
 
 from __future__ import annotations
 
