@@ -297,7 +297,10 @@ READY = Metric(
 
 # Gateways: tenants
 
-_TENANT = Label("tenant", "a tenant with a record, up to 200 of them by name; `other`: the sum of all others")
+_TENANT = Label(
+    "tenant",
+    "one of the first 200 tenants with a record that this gateway knew; `other`: the sum of all others",
+)
 TENANT_REQUESTS = Metric(
     "kvferry_tenant_requests_total",
     Kind.COUNTER,

@@ -224,6 +224,7 @@ class GatewayHost:
         self.identification.start()
         if (directory := self.identification.directory) is not None:
             self.metrics.tenants.read_registered = directory.names
+            self.metrics.tenants.is_registered = directory.has
         if gateway.usage_dir is not None:
             self.metrics.tenants.log = UsageLog(gateway.usage_dir, self.gateway_id)
             self.metrics.tenants.log.start()

@@ -67,6 +67,11 @@ class TenantDirectory:
         """Return the tenants that are not deleted."""
         return [name for name, record in self._tenants.items() if not record.is_deleted]
 
+    def has(self, tenant: str) -> bool:
+        """Return whether there is such a tenant, and it is not deleted."""
+        record = self._tenants.get(tenant)
+        return record is not None and not record.is_deleted
+
     def limits(self, tenant: str) -> Limits | None:
         record = self._tenants.get(tenant)
         return None if record is None else record.limits
