@@ -517,10 +517,14 @@ _PRICE_COLUMNS = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", 
 
 def _sources(request: dict[str, Any]) -> str:
     sources = request["prompt_tokens_by_source"]
+    tiers = request.get("cached_prompt_tokens_by_tier")
+    if tiers is None:  # of a gateway or worker of an earlier release
+        brought = f"{sources['external_kv_transfer']} by a KV transfer, from its CPU tier or from a volume"
+    else:
+        brought = f"{tiers['ferry']} by a KV transfer, {tiers['cpu']} from its CPU tier, {tiers['volume']} from volumes"
     return (
         f"prompt tokens of which {sources['local_compute']} were computed by the decode worker, "
-        f"{sources['local_cache_hit']} cached in its engine, {sources['external_kv_transfer']} brought by "
-        + ("a KV transfer" if request["ferried_pages"] else "its CPU tier or a volume")
+        f"{sources['local_cache_hit']} cached in its engine, {brought}"
     )
 
 

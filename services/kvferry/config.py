@@ -41,12 +41,19 @@ _SCALED_INTEGERS = (
 _REFUSED_KV_CACHE_DTYPES = {"nvfp4": _4_BIT_FLOATS, "int8": _SCALED_INTEGERS, "int4": _SCALED_INTEGERS}
 
 
+_ALLOWED_KV_CACHE_DTYPES = (
+    "allowed are auto; float16 or bfloat16, where the model is computed in it; fp8, fp8_e4m3 or fp8_e5m2 by simulated "
+    "engines alone, as vLLM's were not shown to answer the same with them"
+)
+
+
 def _why_no_kv_cache_dtype(value: Any) -> Any:
-    if isinstance(value, str) and value not in _SHOWN_KV_CACHE_DTYPES:
-        for beginning, why in _REFUSED_KV_CACHE_DTYPES.items():
-            if value.startswith(beginning):
-                raise ValueError(f"{why}. Allowed here: {', '.join(_SHOWN_KV_CACHE_DTYPES)}")
-    return value
+    if value is None or value in _SHOWN_KV_CACHE_DTYPES:
+        return value
+    for beginning, why in _REFUSED_KV_CACHE_DTYPES.items():
+        if str(value).startswith(beginning):
+            raise ValueError(f"{why}; {_ALLOWED_KV_CACHE_DTYPES}")
+    raise ValueError(_ALLOWED_KV_CACHE_DTYPES)
 
 
 KvCacheDtype = Annotated[
@@ -126,6 +133,7 @@ class RoleConfig(_Section):
 
 
 MAX_POOLS = 16
+DEFAULT_POOL = "default"  # as which the workers of `prefill` and `decode` are shown
 _POOL_NAME = re.compile(r"[a-z0-9-]{1,31}")
 
 
@@ -133,6 +141,8 @@ def check_pool_name(name: str) -> None:
     """Raises ValueError."""
     if not _POOL_NAME.fullmatch(name):
         raise ValueError(f"pool {name[:80]!r}: lower-case letters, digits and dashes, at most 31")
+    if name == DEFAULT_POOL:
+        raise ValueError(f"pool {name!r}: the workers of `prefill` and `decode` are called so")
 
 
 class PoolConfig(_Section):
@@ -505,9 +515,11 @@ class ClusterConfig(_Section):
             if self.engine.kind != "vllm" or dtype == "auto" or of_pages not in ("float16", "bfloat16"):
                 continue
             if of_pages != dtype:
+                on_cpu = " (model.dtype: auto, on a CPU)" if self.model.dtype == "auto" else ""
                 raise ValueError(
-                    f"{section}.kv_cache_dtype is {of_pages}, and the model is computed in {dtype}: answers from such "
-                    "pages are garbage on a CPU, and were not shown right on a GPU; say auto, or set model.dtype to it"
+                    f"{section}.kv_cache_dtype: allowed are auto, and {of_pages} with model.dtype: {of_pages}. The "
+                    f"model is computed in {dtype}{on_cpu}, and pages of another type gave garbage on a CPU and were "
+                    f"not shown right on a GPU, so not {of_pages!r}"
                 )
         return self
 

@@ -144,7 +144,11 @@ _ENDPOINT = Label("endpoint", "the API that was called", ENDPOINTS)
 _WORKER = Label("worker", "the worker's id")
 _ROLE = Label("role", "the worker's role, `prefill` or `decode`")
 _OF_WORKER = (_WORKER, _ROLE)
-_SOURCE = Label("source", "the source of the tokens' KV", PROMPT_SOURCES)
+_SOURCE = Label(
+    "source",
+    "the source of the tokens' KV, as vLLM calls it; `external_kv_transfer`: a KV transfer, the CPU tier or a volume",
+    PROMPT_SOURCES,
+)
 _CACHE_TIER = Label("tier", "the tier that had the KV", CACHE_TIERS)
 _VOLUME = Label("volume", "the volume's id")
 _OF_VOLUME_SEEN = (_VOLUME, Label("keeper", "the keeper that serves it"))
@@ -293,7 +297,10 @@ READY = Metric(
 
 # Gateways: tenants
 
-_TENANT = Label("tenant", "a tenant with a record, up to 200 of them by name; `other`: the sum of all others")
+_TENANT = Label(
+    "tenant",
+    "one of the first 200 tenants with a record that this gateway knew; `other`: the sum of all others",
+)
 TENANT_REQUESTS = Metric(
     "kvferry_tenant_requests_total",
     Kind.COUNTER,
@@ -765,7 +772,10 @@ TIER_QUARANTINED = _keeper(
     "tier_quarantined_pages_total", Kind.COUNTER, "pages", "Bad chunks that were quarantined.", _VOLUME
 )
 TIER_EVICTED = _keeper("tier_evicted_pages_total", Kind.COUNTER, "pages", "Chunks evicted.", _VOLUME)
-_OF_TENANT = (_VOLUME, Label("tenant", "a tenant with a record, or `other`"))
+_OF_TENANT = (
+    _VOLUME,
+    Label("tenant", "one of the first 200 tenants with a record that this keeper knew; `other`: the sum of all others"),
+)
 TIER_TENANT_USED = _keeper("tier_tenant_used_bytes", Kind.GAUGE, "bytes", "What a tenant holds.", *_OF_TENANT)
 TIER_TENANT_FLOOR = _keeper(
     "tier_tenant_floor_bytes", Kind.GAUGE, "bytes", "What demand of other tenants cannot evict.", *_OF_TENANT

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from kvferry import config as configuration
 from kvferry import plain_yaml
-from kvferry.config import MembershipConfig
+from kvferry.config import MembershipConfig, check_pool_name
 from kvferry.errors import ConfigError, KvferryError, UnavailableError
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import LimitName, Limits, shown
@@ -80,6 +80,12 @@ def _waiting(command: Callable[..., R]) -> Callable[..., R]:
     )(command)  # fmt: skip
 
 
+def _for_a_pool(command: Callable[..., R]) -> Callable[..., R]:
+    return click.option(
+        "--allow-unknown-pool", is_flag=True, help="Also a pool with which no running gateway is configured yet."
+    )(command)
+
+
 def _membership(cluster: str | None, file: Path | None, settings: list[str], etcd: Sequence[str]) -> MembershipConfig:
     from kvferry.local.run_folder import named_folder
 
@@ -98,13 +104,16 @@ def _membership(cluster: str | None, file: Path | None, settings: list[str], etc
 @click.argument("name")
 @click.option("--key", "key_name", help="Also make an API key of this name, and print it once.")
 @click.option("--pool", default="", help="Pool of workers that alone serves it.")
+@_for_a_pool
 @_administering
-async def create(admin: TenantAdmin, name: str, key_name: str | None, pool: str) -> None:
+async def create(admin: TenantAdmin, name: str, key_name: str | None, pool: str, allow_unknown_pool: bool) -> None:
     if key_name is not None:
         try:
             check_key_name(key_name)
         except ValueError as error:
             raise ConfigError(f"--key: {error}") from None
+    if not allow_unknown_pool:
+        await _require_pool(admin, _pool(pool))
     record = await admin.create(name, pool=_pool(pool))
     click.echo(f"created tenant {name}, epoch {record.epoch}", err=True)
     await _warn_of_pools(admin, record)
@@ -162,14 +171,23 @@ async def show(admin: TenantAdmin, name: str, as_json: bool) -> None:
 @click.option("--share", type=float, help="Its share of a saturated cluster's work, relative to the shares of others.")
 @click.option("--class-share", is_flag=True, help="The share of its class again.")
 @click.option("--pool", help="Pool of workers that alone serves it; `none` takes it away.")
+@_for_a_pool
 @_administering
 async def set_contract(
-    admin: TenantAdmin, name: str, class_name: str | None, share: float | None, class_share: bool, pool: str | None
+    admin: TenantAdmin,
+    name: str,
+    class_name: str | None,
+    share: float | None,
+    class_share: bool,
+    pool: str | None,
+    allow_unknown_pool: bool,
 ) -> None:
     if class_name is None and share is None and not class_share and pool is None:
         raise ConfigError("nothing to change: give --class, --share, --class-share or --pool")
     if share is not None and class_share:
         raise ConfigError("--share and --class-share exclude each other")
+    if pool is not None and not allow_unknown_pool:
+        await _require_pool(admin, _pool(pool))
     record = await admin.set_contract(
         name,
         class_name=class_name,
@@ -489,6 +507,20 @@ def _wanted_terms(record: TenantRecord, tier: str, wanted: _WantedTerms) -> Tier
 
 def _pool(text: str) -> str:
     return "" if text == "none" else text
+
+
+async def _require_pool(admin: TenantAdmin, pool: str) -> None:
+    # `apply` only warns: files of tenants may come to a cluster before the configuration that has their pools.
+    if not pool:
+        return
+    try:
+        check_pool_name(pool)
+    except ValueError as error:
+        raise ConfigError(f"--pool: {error}") from None
+    try:
+        await admin.require_known_pool(pool)
+    except ConfigError as error:
+        raise ConfigError(f"{error.message} (--allow-unknown-pool)") from None
 
 
 async def _warn_of_pools(admin: TenantAdmin, *tenants: TenantRecord) -> None:

@@ -44,14 +44,15 @@ async def test_metrics_of_all_tenants_are_an_operators(tmp_path: Path) -> None:
         assert (await http.post("/v1/completions", json=BODY, headers=bearer(operator))).status_code == 200
 
 
-async def test_workers_are_named_to_clients_with_a_key_only(tmp_path: Path) -> None:
+async def test_workers_are_named_to_operators_only(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     key = new_key(keys, "acme", "ci")
+    operator = new_key(keys, "staff", "ci", operator=True)
     async with (
         running(gateway={"keys_file": str(keys)}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
     ):
-        for headers, num_named in (({}, 0), (bearer("wrong"), 0), (bearer(key), 2)):
+        for headers, num_named in (({}, 0), (bearer("wrong"), 0), (bearer(key), 0), (bearer(operator), 2)):
             answer = await http.get("/readyz", headers=headers)
             assert answer.status_code == 200
             assert len(answer.json()["members"]) == num_named

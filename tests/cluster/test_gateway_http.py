@@ -41,6 +41,7 @@ async def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another(
     assert record["prefill_worker"] == cluster.hosts(MemberKind.PREFILL)[0].worker_id
     assert record["decode_worker"] == cluster.hosts(MemberKind.DECODE)[0].worker_id
     assert record["prompt_tokens_by_source"] == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 41}
+    assert record["cached_prompt_tokens_by_tier"] == {"device": 0, "cpu": 0, "volume": 0, "ferry": 41}
     assert record["ferried_pages"] == 3  # of 16 tokens each
     assert cluster.engines(MemberKind.DECODE)[0].stats().prompt_tokens.external_kv_transfer == 41
 

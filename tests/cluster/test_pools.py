@@ -157,10 +157,24 @@ async def test_a_pool_without_workers_is_named_and_no_other_pool_steps_in() -> N
         assert refused.json()["error"]["message"] == "no decode worker of pool 'finance' is connected"
         assert refused.json()["error"]["code"] == "no_decode_worker"
         assert (await ask(http, other)).status_code == 200
-        ready = (await http.get("/readyz", headers=bearer(other))).json()
+        await admin_of(cluster).create("staff")
+        operator = await admin_of(cluster).add_key("staff", "ci", operator=True)
+        await settled(http, operator)
+        ready = (await http.get("/readyz", headers=bearer(operator))).json()
         assert ready["ready"]
         assert ready["waiting_for"] == ["decode worker of pool finance"]
-        assert ready["pools"] == {"finance": {"prefill": 1, "decode": 0}, "fp8": {"prefill": 1, "decode": 1}}
+        assert ready["pools"] == {
+            "default": {"prefill": 1, "decode": 2},
+            "finance": {"prefill": 1, "decode": 0},
+            "fp8": {"prefill": 1, "decode": 1},
+        }
+        assert len(ready["members"]) == 6
+        of_bank = (await http.get("/readyz", headers=bearer(bank))).json()
+        assert (of_bank["waiting_for"], of_bank["members"]) == (["decode worker of pool finance"], [])
+        assert of_bank["pools"] == {"finance": {"prefill": 1, "decode": 0}}
+        of_other = (await http.get("/readyz", headers=bearer(other))).json()
+        assert (of_other["ready"], of_other["waiting_for"], of_other["members"]) == (True, [], [])
+        assert of_other["pools"] == {"default": {"prefill": 1, "decode": 2}}
         to_strangers = (await http.get("/readyz")).json()
         assert (to_strangers["pools"], to_strangers["waiting_for"]) == ({}, ["decode worker"])
         # And the other way: the default pool down, the dedicated one back.

@@ -127,6 +127,26 @@ async def test_a_worker_stops_though_a_gateway_has_just_reset_its_connection(
     await until(lambda: quiet(engine) and not worker.num_requests)
 
 
+async def test_a_workers_grpc_server_stops_though_its_frames_cannot(
+    worker: WorkerServer, engine: SimEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = Gateway(worker, "grpc")
+    await gateway.hello()
+    await gateway.submit(1, request("a", max_tokens=5000))
+    await until(lambda: engine.stats().num_running == 1)
+
+    async def fail(grace_s: float) -> None:
+        raise OSError("the connection is in a state that nobody thought of")
+
+    monkeypatch.setattr(worker._frames, "stop", fail)
+    with pytest.raises(OSError, match="nobody thought of"):
+        await worker.stop(0)
+    assert quiet(engine)
+    assert not worker.num_requests
+    monkeypatch.undo()
+    await gateway.leave()
+
+
 @pytest.mark.parametrize("repeat", range(5))
 async def test_a_submit_directly_followed_by_its_cancel_leaks_nothing(
     worker: WorkerServer, gateway: Gateway, engine: SimEngine, repeat: int

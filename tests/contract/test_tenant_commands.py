@@ -210,7 +210,12 @@ def test_a_tenant_has_a_pool(run: Run, cluster: MembershipConfig, tmp_path: Path
     def pool_of(name: str) -> object:
         return json.loads(run("show", name, "--json").stdout)["pool"]
 
-    made = run("create", "acme", "--pool", "finance")
+    refused = run("create", "acme", "--pool", "finance")
+    assert refused.exit_code == 2
+    assert "no running gateway is configured with the pool 'finance', but with: none;" in refused.stderr
+    assert "--allow-unknown-pool" in refused.stderr
+    assert run("show", "acme").exit_code == 2, "nothing was made"
+    made = run("create", "acme", "--pool", "finance", "--allow-unknown-pool")
     assert made.exit_code == 0
     assert "no running gateway is configured with the pool finance: tenants of it get 503 until one is" in made.stderr
     assert pool_of("acme") == "finance"
@@ -232,6 +237,7 @@ def test_a_tenant_has_a_pool(run: Run, cluster: MembershipConfig, tmp_path: Path
     file = tmp_path / "tenants.yaml"
     file.write_text("- {name: acme, share: 2, limits: {max_choices: 8}, pool: research}\n")
     looked = run("apply", "-f", str(file), "--dry-run")
+    assert run("set", "acme", "--pool", "research").exit_code == 2
     assert looked.stdout == "acme: ~ pool: none -> research\n"
     assert "pool research" in looked.stderr
     assert pool_of("acme") is None
@@ -274,3 +280,8 @@ def test_no_tenant_gets_a_pool_while_a_gateway_does_not_know_them(run: Run, clus
     done = asyncio.run(with_gateways(gateway("new", ("finance",))))
     assert [result.exit_code for result in done] == [0, 0, 0, 0]
     assert not any("503" in result.stderr for result in done), "a gateway is configured with it"
+    known, _, applied, taken_away = asyncio.run(with_gateways(gateway("new", ("batch", "research"))))
+    assert known.exit_code == 2
+    assert "with the pool 'finance', but with: batch, research; a tenant of it would get 503" in known.stderr
+    assert (applied.exit_code, taken_away.exit_code) == (0, 0)
+    assert "get 503 until one is" in applied.stderr, "files may come before the pools"

@@ -258,7 +258,7 @@ def loaded(site: Site) -> Iterator[Load]:
 
 
 def members(site: Site) -> list[str]:
-    """Workers of the gateway, which names them to clients with a key."""
+    """Workers of the gateway, which names them to operators."""
     headers = {"authorization": site.authorization}
     named: list[str] = httpx.get(f"{url(site.http_port)}/readyz", headers=headers, trust_env=False).json()["members"]
     return named

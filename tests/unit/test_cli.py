@@ -12,9 +12,11 @@ from rich.console import Console
 
 from kvferry import cli
 from kvferry.cli import main
+from kvferry.engine.base import CachedTokens, EngineOutput, PromptSources
 from kvferry.gateway.generation import record_values
 from kvferry.local import cluster
 from kvferry.local.child import StartFailed
+from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.router.request_record import RequestRecord
 
 
@@ -135,10 +137,26 @@ def test_the_version_is_told() -> None:
     assert "kvferry, version" in run("--version").output
 
 
+def test_the_explanation_tells_volumes_from_transfers(capsys: pytest.CaptureFixture[str]) -> None:
+    record = RequestRecord()
+    decode = Member(
+        kind=MemberKind.DECODE, member_id=MemberId("d"), address="h:1", model="m", version="1", block_size=16
+    )
+    last = EngineOutput([], "", cached=CachedTokens(device=8, cpu=3, volume=64, kv_transfer=20))
+    record.note_sources(PromptSources(5, 8, 87), last, decode)
+    cli._print_explanation(Console(width=200), {"request_id": "chatcmpl-1", "choices": [], **record_values(record)})
+    said = capsys.readouterr().out
+    assert (
+        "5 were computed by the decode worker, 8 cached in its engine, 20 by a KV transfer, 3 from its CPU tier" in said
+    )
+    assert "64 from volumes, 2 pages ferried" in said
+
+
 def test_the_explanation_shows_what_a_gateway_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     """The printer and the gateway agree on the names of a request's record."""
     recorded = {"request_id": "chatcmpl-1", "choices": [], **record_values(RequestRecord())}
     cli._print_explanation(Console(width=200), {**recorded, "error_code": "request_quarantined"})
     said = capsys.readouterr().out
     assert "0 pages ferried" in said
+    assert "0 by a KV transfer, from its CPU tier or from a volume" in said
     assert "ended with an error: request_quarantined" in said

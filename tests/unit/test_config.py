@@ -376,6 +376,7 @@ def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str
     [
         ({"pools": {"Finance": {}}}, "pools: pool 'Finance': lower-case letters, digits and dashes, at most 31"),
         ({"pools": {"": {}}}, "pools: pool '': lower-case"),
+        ({"pools": {"default": {}}}, "pool 'default': the workers of `prefill` and `decode` are called so"),
         ({"pools": {"x" * 32: {}}}, "at most 31"),
         ({"pools": {f"p{i}": {} for i in range(MAX_POOLS + 1)}}, f"pools: 17 pools; {MAX_POOLS} is the limit"),
         ({"pools": {"a": {"decode": {"replica": 1}}}}, "pools.a.decode.replica: unknown key (value 1); did you mean"),
@@ -406,13 +407,13 @@ def test_pools_that_make_no_sense_are_refused(sections: dict[str, Any], said: st
         ("nvfp4_4over6", "were not shown to pass between engines"),
         ("int8_per_token_head", "returns garbage"),
         ("int4_per_token_head", "returns garbage"),
-        ("float64", "Input should be 'auto', 'float16', 'bfloat16'"),
+        ("float64", "kv_cache_dtype: allowed are auto; float16 or bfloat16, where the model is computed in it"),
     ],
 )
 def test_a_dtype_of_pages_that_was_not_shown_right_is_refused_with_the_reason(dtype: str, said: str) -> None:
     for message in (fault(engine={"kv_cache_dtype": dtype}), fault(pools={"a": {"kv_cache_dtype": dtype}})):
         assert said in message
-        assert "fp8_e5m2" in message
+        assert "fp8, fp8_e4m3 or fp8_e5m2 by simulated engines alone" in message
         assert message.endswith(f"not '{dtype}'")
 
 
@@ -483,7 +484,9 @@ def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused(sectio
         ("bfloat16", "float16", "bfloat16"),
     ):
         said = fault(**sections(dtype, of_pages))
-        assert f"{section}.kv_cache_dtype is {of_pages}, and the model is computed in {computed}: answers" in said
+        assert f"{section}.kv_cache_dtype: allowed are auto, and {of_pages} with model.dtype: {of_pages}." in said
+        assert f"The model is computed in {computed}" in said
+        assert ("(model.dtype: auto, on a CPU)" in said) == (dtype == "auto")
     parse(sections("bfloat16", "bfloat16"))
     parse(sections("auto", "auto"))
     parse(sections("auto", "bfloat16", kind="sim"))

@@ -9,6 +9,13 @@ from kvferry.inference.v1 import inference_pb2 as pb
 
 SERVICE = "/kvferry.inference.v1.Inference"
 
+# Fields of HTTP bodies that have another name here.
+_INSTEAD = {
+    "prompt_cache_retention": "it is a field of HTTP bodies; give cache_ttl_s, in seconds (86400 for '24h')",
+    "max_completion_tokens": "it is a field of HTTP bodies; give max_tokens",
+    "n": "it is a field of HTTP bodies; give num_choices",
+}
+
 # A message as it is, (role, content), or the fields of one.
 MessageLike = pb.Message | tuple[str, str] | Mapping[str, str]
 
@@ -110,6 +117,8 @@ def _require_one_prompt(prompts: Mapping[str, object]) -> None:
 
 
 def _put(message: pb.GenerateRequest | pb.Sampling | pb.TokenIds, name: str, value: object) -> None:
+    if name not in message.DESCRIPTOR.fields_by_name:
+        raise TypeError(f"{name}: {value!r} cannot be sent: {_INSTEAD.get(name, 'there is no such parameter')}")
     try:
         if isinstance(value, Mapping):
             getattr(message, name).update(value)
@@ -117,8 +126,14 @@ def _put(message: pb.GenerateRequest | pb.Sampling | pb.TokenIds, name: str, val
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)
-    except (ValueError, TypeError, AttributeError) as error:
+    except AttributeError:
+        raise TypeError(f"{name}: {value!r} cannot be sent: expected {_kind(getattr(message, name))}") from None
+    except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {value!r} cannot be sent: {error}") from None
+
+
+def _kind(held: object) -> str:
+    return "a mapping" if hasattr(held, "update") else "a list" if hasattr(held, "extend") else "one value"
 
 
 def _checked(name: str, value: int) -> int:

@@ -74,11 +74,15 @@ class Access:
         """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants."""
         if self.metrics_are_open:
             return
-        if not self._shown(authorization, client_name).is_operator:
+        if not self.is_operator(authorization, client_name):
             raise PermissionDenied(
                 "only a key with `operator: true` (kvferry key new --operator) reads this here; "
                 "metrics are also on the listener of section `metrics`"
             )
+
+    def is_operator(self, authorization: str | None, client_name: str | None) -> bool:
+        """Raises as `identify`."""
+        return self._shown(authorization, client_name).is_operator
 
     def _record(self, shown: _Shown) -> TenantRecord | None:
         """Return the tenant's record; None where it needs none."""

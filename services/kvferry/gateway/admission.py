@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.config import GatewayConfig
+from kvferry.config import DEFAULT_POOL, GatewayConfig
 from kvferry.engine.base import RenderedPrompt
 from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.choices import Usage
@@ -44,7 +44,7 @@ class Readiness(msgspec.Struct, frozen=True):
     """Whether requests can be answered now; `waiting_for` names missing parts.
 
     `left_out` names workers that this gateway must not work with, and why; `unpaired` those that exchange KV pages with
-    no worker of the other role. `pools` has the numbers of usable workers of named pools by role.
+    no worker of the other role. `pools` has the numbers of usable workers of pools by role.
     """
 
     ready: bool
@@ -58,6 +58,13 @@ class Readiness(msgspec.Struct, frozen=True):
         """Return readiness without names of workers and pools, and without differences of workers."""
         waiting_for = [part.partition(OF_POOL)[0] for part in self.waiting_for]
         return Readiness(self.ready, waiting_for, members=())
+
+    def for_tenant(self, pool: str) -> Readiness:
+        """Return readiness with one pool only, and without names of workers."""
+        waiting_for = [part for part in self.waiting_for if part.partition(OF_POOL)[2] in ("", pool)]
+        name = pool or DEFAULT_POOL
+        pools = {name: self.pools[name]} if name in self.pools else {}
+        return Readiness(self.ready, waiting_for, members=(), pools=pools)
 
 
 class Work(Protocol):

@@ -170,13 +170,14 @@ class HttpApp:
         }
 
     def _readiness(self, scope: Message) -> Readiness:
-        """Return readiness, with less for a client without a key."""
+        """Return readiness, with less for a tenant, and least for a client without a key."""
         readiness = self._read_readiness()
         try:
-            self._identify(scope)
+            tenant = self._identify(scope)
+            reads_all = self._access.is_open or self._access.is_operator(*self._shown(scope))
         except KvferryError:
             return readiness.for_strangers()
-        return readiness
+        return readiness if reads_all else readiness.for_tenant(tenant.pool)
 
     def _identify(self, scope: Message) -> Tenant:
         return DEFAULT_TENANT if self._access.is_open else self._access.identify(*self._shown(scope))

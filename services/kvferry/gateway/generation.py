@@ -269,6 +269,7 @@ def record_values(record: RequestRecord) -> dict[str, Any]:
         "ferried_pages": record.transferred_pages,
         "ferried_bytes": record.transferred_bytes,
         "prompt_tokens_by_source": structs.asdict(record.sources),
+        **({} if record.cached is None else {"cached_prompt_tokens_by_tier": record.cached.by_tier()}),
     }
 
 

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from kvferry import __version__
 from kvferry.addresses import join_host_port, reachable_host
-from kvferry.config import ClusterConfig
+from kvferry.config import DEFAULT_POOL, ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.engine.grammar_checks import WALL_PER_CPU, GrammarChecks
 from kvferry.engine.grammar_forks import GrammarLimits
@@ -224,6 +224,7 @@ class GatewayHost:
         self.identification.start()
         if (directory := self.identification.directory) is not None:
             self.metrics.tenants.read_registered = directory.names
+            self.metrics.tenants.is_registered = directory.has
         if gateway.usage_dir is not None:
             self.metrics.tenants.log = UsageLog(gateway.usage_dir, self.gateway_id)
             self.metrics.tenants.log.start()
@@ -290,8 +291,8 @@ class GatewayHost:
                 for worker, other in itertools.islice(self.worker_pool.unpaired(), MAX_NAMED)
             ],
             pools={
-                pool: {kind.value: len(self.worker_pool.usable(kind, pool)) for kind in WORKER_KINDS}
-                for pool in self._config.pools
+                pool or DEFAULT_POOL: {kind.value: len(self.worker_pool.usable(kind, pool)) for kind in WORKER_KINDS}
+                for pool in ("", *self._config.pools)
             },
         )
 

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 REWATCH_S: Final = 1.0
 # More than administrators may write: two of them at once must not make gateways choose different tenants to leave out.
 MAX_KNOWN: Final = 2 * records.MAX_TENANTS
+MAX_WITHHELD: Final = MAX_KNOWN
 
 
 class TenantDirectory:
@@ -39,6 +40,7 @@ class TenantDirectory:
         self._now_unix_s = now_unix_s
         self._tenants: dict[str, TenantRecord] = {}
         self._withheld: set[str] = set()  # tenants that have, or had, a record which is not known here
+        self._withholds_others = False  # once there were more of them: any tenant without a record may be one
         # Two tenants with one key have none: the record of either could have been written for the other's pages.
         self._by_digest: dict[bytes, dict[str, KeyRecord]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -57,13 +59,18 @@ class TenantDirectory:
     def record(self, tenant: str) -> TenantRecord | None:
         """Raises NotReady for a tenant whose record is not known here, though it has one, or lost it undeleted."""
         record = self._tenants.get(tenant)
-        if record is None and tenant in self._withheld:
+        if record is None and (self._withholds_others or tenant in self._withheld):
             raise NotReady("this gateway cannot read the record of the client's tenant; its log says why")
         return record
 
     def names(self) -> list[str]:
         """Return the tenants that are not deleted."""
         return [name for name, record in self._tenants.items() if not record.is_deleted]
+
+    def has(self, tenant: str) -> bool:
+        """Return whether there is such a tenant, and it is not deleted."""
+        record = self._tenants.get(tenant)
+        return record is not None and not record.is_deleted
 
     def limits(self, tenant: str) -> Limits | None:
         record = self._tenants.get(tenant)
@@ -109,11 +116,11 @@ class TenantDirectory:
         except ValueError as error:
             # What is known of the tenant stays: a record of another release must not lock it out.
             log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
-            self._withheld.add(name)
+            self._withhold(name)
             return
         if name not in self._tenants and len(self._tenants) >= MAX_KNOWN:
             log.error("tenant %r is left out: there are %d, the limit", name, MAX_KNOWN)
-            self._withheld.add(name)
+            self._withhold(name)
             return
         self._warn_of_older(record)
         self._replace(name, record)
@@ -129,6 +136,17 @@ class TenantDirectory:
                 record.epoch,
             )
 
+    def _withhold(self, name: str) -> None:
+        if len(self._withheld) < MAX_WITHHELD:
+            self._withheld.add(name)
+        elif name not in self._withheld and not self._withholds_others:
+            self._withholds_others = True
+            log.error(
+                "the records of %d tenants cannot be read or are gone, the limit: until this gateway starts again it"
+                " refuses every tenant without a record",
+                MAX_WITHHELD,
+            )
+
     def _replace(self, name: str, record: TenantRecord | None) -> None:
         before = self._tenants.pop(name, None)
         if before is not None:
@@ -138,12 +156,13 @@ class TenantDirectory:
                 owners.pop(name, None)
                 if not owners:
                     self._by_digest.pop(digest, None)
-        self._withheld.discard(name)
         if record is None and before is not None and not before.is_deleted:
             # A key file must not serve it by default: its record may name a pool, and later epochs.
             log.error("the record of tenant %s is gone, which was not deleted: it is refused", name)
-            self._withheld.add(name)
+            self._withhold(name)
         if record is not None:
+            # Only a record that is read ends this: one that was never read and is gone may have named a pool, too.
+            self._withheld.discard(name)
             self._tenants[name] = record
             for key in record.keys:
                 owners = self._by_digest.setdefault(bytes.fromhex(key.sha256), {})

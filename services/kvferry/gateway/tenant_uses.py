@@ -12,7 +12,6 @@ from kvferry.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
 from kvferry.tenancy.outcome import OTHER
 
 MAX_NAMED: Final = 200  # tenants with series of their own
-MAX_KEPT: Final = 10_000
 
 
 class TenantUse:
@@ -24,21 +23,15 @@ class TenantUse:
         self.first_tokens = self.gaps = 0
         self.first_tokens_s = self.gaps_s = 0.0
 
-    def add(self, other: TenantUse) -> None:
-        self.requests = [a + b for a, b in zip(self.requests, other.requests, strict=True)]
-        self.tokens = [a + b for a, b in zip(self.tokens, other.tokens, strict=True)]
-        self.first_tokens += other.first_tokens
-        self.first_tokens_s += other.first_tokens_s
-        self.gaps += other.gaps
-        self.gaps_s += other.gaps_s
-
 
 class TenantUses:
     def __init__(self) -> None:
-        # Names with a series from the start; where tenants are not registered, those that were seen have one.
-        self.read_registered: Callable[[], Iterable[str]] | None = None
+        # Registered tenants have series from the start; where tenants are not registered, all that were seen have one.
+        self.read_registered: Callable[[], Iterable[str]] = tuple
+        self.is_registered: Callable[[str], bool] = lambda name: True
         self.log: UsageLog | None = None
-        self._by_tenant: dict[str, TenantUse] = {}
+        # A name once given stays: counts that came out of the sum, or went into it later, would make it fall.
+        self._by_name = {OTHER: TenantUse()}
 
     @property
     def num_lost(self) -> int:
@@ -48,12 +41,7 @@ class TenantUses:
         """`gap_s` is the mean time between tokens."""
         if self.log is not None:
             self.log.add(record)
-        tenant = record.tenant
-        use = self._by_tenant.get(tenant)
-        if use is None:
-            if len(self._by_tenant) >= MAX_KEPT:
-                tenant = OTHER
-            use = self._by_tenant.setdefault(tenant, TenantUse())
+        use = self._use_of(record.tenant)
         use.requests[TENANT_OUTCOMES.index(record.outcome)] += 1
         tokens = use.tokens
         tokens[0] += record.prompt_tokens
@@ -66,15 +54,17 @@ class TenantUses:
             use.gaps += 1
             use.gaps_s += gap_s
 
+    def _use_of(self, tenant: str) -> TenantUse:
+        use = self._by_name.get(tenant)
+        if use is None:
+            has_name = len(self._by_name) <= MAX_NAMED and self.is_registered(tenant)
+            use = self._by_name.setdefault(tenant if has_name else OTHER, TenantUse())
+        return use
+
     def readings(self) -> Iterator[Reading]:
-        names = self._by_tenant if self.read_registered is None else self.read_registered()
-        named = sorted(name for name in names if name != OTHER)[:MAX_NAMED]
-        uses = {name: self._by_tenant.get(name) or TenantUse() for name in named}
-        other = uses[OTHER] = TenantUse()
-        for name, use in self._by_tenant.items():
-            if name not in uses or name == OTHER:
-                other.add(use)
-        for name, use in uses.items():
+        for name in self.read_registered() if len(self._by_name) <= MAX_NAMED else ():
+            self._use_of(name)
+        for name, use in self._by_name.items():
             for outcome, count in zip(TENANT_OUTCOMES, use.requests, strict=True):
                 yield Reading(telemetry.TENANT_REQUESTS, (name, outcome), count)
             for kind, count in zip(TENANT_TOKEN_KINDS, use.tokens, strict=True):

@@ -29,6 +29,7 @@ REWATCH_S: Final = 1.0
 # Between looks for files of before: another keeper of a shared volume may not have known of the new epoch yet.
 REPEAT_S: Final = 60.0
 EXPIRY_PERIOD_S: Final = 10.0
+RETRY_S: Final = 1.0
 CONFIGURE_PAUSE_S: Final = 0.2  # contracts of 10,000 tenants take some 10 ms
 
 
@@ -101,16 +102,27 @@ class VolumeTenants:
             await self._changed.wait()
             self._changed.clear()
             waiting, self._waiting = self._waiting, []
-            tiers = self._tiers()
-            parts = floor_parts(VOLUME_TIER, tiers)
-            if parts != self._parts:
-                self._parts = parts
-                self._parts_changed.set()
-            floors = {volume.volume_id: self._floors.floors_of(volume, parts) for volume in self._open_volumes()}
-            await asyncio.to_thread(self._configure, tiers, floors)
+            try:
+                await self._configure_volumes()
+            except Exception:
+                log.exception("volumes do not have the contracts of now; trying again")
+                # Floors move on only when volumes have what was given up.
+                self._waiting += waiting
+                self._changed.set()
+                await asyncio.sleep(RETRY_S)
+                continue
             for each in waiting:
                 each.set()
             await asyncio.sleep(CONFIGURE_PAUSE_S)
+
+    async def _configure_volumes(self) -> None:
+        tiers = self._tiers()
+        parts = floor_parts(VOLUME_TIER, tiers)
+        if parts != self._parts:
+            self._parts = parts
+            self._parts_changed.set()
+        floors = {volume.volume_id: self._floors.floors_of(volume, parts) for volume in self._open_volumes()}
+        await asyncio.to_thread(self._configure, tiers, floors)
 
     def _configure(self, tiers: TenantToTiers, floors: Mapping[str, Mapping[str, int]]) -> None:
         for volume in self._volumes:
@@ -150,7 +162,10 @@ class VolumeTenants:
         while True:
             await asyncio.sleep(EXPIRY_PERIOD_S)
             for volume in self._open_volumes():
-                await asyncio.to_thread(volume.expire)
+                try:
+                    await asyncio.to_thread(volume.expire)
+                except Exception:
+                    log.exception("chunks of volume %s do not expire; trying again", volume.path)
 
     async def _purge_for_ever(self) -> None:
         while True:
@@ -168,8 +183,11 @@ class VolumeTenants:
         lowest = dict(self._lowest)
         try:
             removed = await asyncio.to_thread(volume.purge_before, lowest)
-        except TierError as error:
-            log.error("chunks of epochs that are over stay for now: %s", error.message)
+        except Exception as error:
+            if isinstance(error, TierError):
+                log.error("chunks of epochs that are over stay for now: %s", error.message)
+            else:
+                log.exception("chunks of epochs that are over stay for now")
             self._to_report = {**reports, **self._to_report}
             return
         for tenant, num_chunks in removed.items():

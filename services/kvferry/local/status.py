@@ -154,6 +154,6 @@ async def _describe(address: str, tls: TlsConfig) -> WorkerLoad:
         ferried_bytes=load.transferred_bytes,
         prompt_tokens_computed=load.prompt_tokens.local_compute,
         prompt_tokens_cached=load.prompt_tokens.local_cache_hit,
-        prompt_tokens_ferried=load.prompt_tokens.external_kv_transfer,
+        prompt_tokens_ferried=load.cached_tokens.kv_transfer,
         draining=load.draining,
     )

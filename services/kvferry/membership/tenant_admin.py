@@ -117,8 +117,20 @@ class TenantAdmin:
 
     async def unknown_pools(self, pools: Iterable[str]) -> list[str]:
         """Return those that no registered gateway is configured with: their tenants get 503 until one is."""
-        known = {pool for gateway in await self._gateways() for pool in gateway.pools or ()}
-        return sorted(set(pools) - known - {""})
+        return sorted(set(pools) - await self._known_pools() - {""})
+
+    async def require_known_pool(self, pool: str) -> None:
+        """Raise ConfigError for a pool that no registered gateway is configured with."""
+        await self._require_gateways_know_pools(pool)
+        known = await self._patiently(self._known_pools)
+        if pool not in known:
+            raise ConfigError(
+                f"no running gateway is configured with the pool {pool[:64]!r}, but with: "
+                f"{', '.join(sorted(known)) or 'none'}; a tenant of it would get 503"
+            )
+
+    async def _known_pools(self) -> set[str]:
+        return {pool for gateway in await self._gateways() for pool in gateway.pools or ()}
 
     async def _gateways(self) -> list[Member]:
         return [member for member in await self._membership.members() if member.kind is MemberKind.GATEWAY]

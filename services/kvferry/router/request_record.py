@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from kvferry.engine.base import NO_SOURCES, EngineOutput, PromptSources
+from kvferry.engine.base import NO_SOURCES, CachedTokens, EngineOutput, PromptSources
 from kvferry.link.remote_request import transferred_pages
 from kvferry.membership.base import Member, MemberId
 from kvferry.router.placement import Placement
@@ -30,6 +30,7 @@ class RequestRecord:
     unequal_pages: str = ""  # what keeps prefill workers from exchanging pages with the decode worker
     prefill_sources: PromptSources = NO_SOURCES
     sources: PromptSources = NO_SOURCES
+    cached: CachedTokens | None = None  # in the decode worker's tiers, and transferred to it; None: it did not say
     transferred_pages: int = 0
     transferred_bytes: int = 0
     lost_workers: list[MemberId] = field(default_factory=list)  # whose engine or link was lost under the request
@@ -66,7 +67,7 @@ class RequestRecord:
         )
 
     def note_sources(self, sources: PromptSources, last: EngineOutput, decode: Member) -> None:
-        self.sources = sources
+        self.sources, self.cached = sources, last.cached
         self.transferred_pages = transferred_pages(last, decode.block_size)
         self.transferred_bytes = self.transferred_pages * decode.page_bytes
 

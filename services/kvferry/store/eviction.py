@@ -12,7 +12,6 @@ from kvferry.tenancy.outcome import Refusal, TenantUsage, Victim
 from kvferry.tenancy.page import Page
 from kvferry.tenancy.retention import Retention
 
-MAX_NAMED_TENANTS = 200
 # Of evicted chunks of a tenant, for each that it has; 160 bytes each.
 GHOSTS_PER_CHUNK = 2
 
@@ -183,7 +182,7 @@ class TenantRetention:
     def usages(self, names: Collection[str] | None = None) -> Mapping[str, TenantUsage]:
         if names is not None:
             return {name: self._retention.usage_of(name) for name in names}
-        return self._retention.usages(MAX_NAMED_TENANTS)
+        return self._retention.usages()
 
     def select(
         self, tenant: str, num_bytes: int, num_missing: int, now_s: float, may_go: MayGo

@@ -26,6 +26,8 @@ _MAX_LAYOUT_BYTES = 1 << 20
 
 MAX_KEEPERS_OF_A_MACHINE = 64
 ALIVE_FOR_S = 300.0  # since a keeper said so; it does every 30 s
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MAX_PLACE_BYTES = 256
 _MAX_PASSES = 10  # to remove chunks while keepers run
 MAX_WRITER_CHARS = 96  # of a machine's writers, before their numbers
 
@@ -131,8 +133,37 @@ def free_writer(path: Path, name: str) -> str:
     return name
 
 
+def note_holder(lock_fd: int) -> None:
+    """Write into a writer's lock file which machine holds it, for `living_writers`."""
+    # On a full drive the file stays empty: its holder may be anywhere then.
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, _place_of(lock_fd), 0)
+
+
+def _place_of(lock_fd: int) -> bytes:
+    # Locks of one mount reach all processes of its machine. Another mount there may keep its own, as with FUSE.
+    return f"{_BOOT_ID.read_text().strip()} {os.fstat(lock_fd).st_dev}".encode()
+
+
+def _has_ended(lock_file: Path) -> bool:
+    """Return whether a writer's lock was held where this process would see it, and is not."""
+    with contextlib.suppress(OSError):
+        fd = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.pread(fd, _MAX_PLACE_BYTES, 0) == _place_of(fd):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+        finally:
+            os.close(fd)
+    return False
+
+
 def living_writers(path: Path) -> set[str]:
-    """Return the writers whose keepers, perhaps on other nodes, said of late that they live. Raises OSError."""
+    """Return the writers whose keepers, perhaps on other nodes, said of late that they live. Raises OSError.
+
+    One that was killed on this machine is none of them.
+    """
     # Clocks of nodes may differ: all times are the volume's.
     clock = path / paths.LOCK
     clock.touch(mode=0o600)
@@ -140,7 +171,7 @@ def living_writers(path: Path) -> set[str]:
     living = set()
     for file in (path / paths.TEMPORARY).glob("*.lock"):
         with contextlib.suppress(FileNotFoundError):
-            if abs(now_s - file.lstat().st_mtime) < ALIVE_FOR_S:
+            if abs(now_s - file.lstat().st_mtime) < ALIVE_FOR_S and not _has_ended(file):
                 living.add(file.stem)
     return living
 

@@ -15,6 +15,7 @@ from kvferry.tenancy.namespace import Namespace
 # pages/<writer>/<layout digest>/<tenant>.<epoch>/<2 hex>/<chunk key>-<route key>.page
 # quarantine/<writer>/<layout digest>/<tenant>.<epoch>/<chunk key>-<route key>.page.<outcome>.<nanoseconds>
 # tmp/<writer>/                  chunks being written
+# tmp/<writer>.lock              locked by the writer's keeper; says where that runs, and its time when it last lived
 # keys/<writer>.json             numbers of chunks that each sealing key has sealed
 #
 # Digests and keys are lower-case hexadecimal. Two hex digits of the key keep folders below a few thousand files. Each

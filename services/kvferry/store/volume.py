@@ -382,6 +382,7 @@ class Volume:
                 hint = "" if self._shared else "; several keepers of a volume each need `shared: true`"
                 raise TierError(f"volume {self.path} is in use: another process holds {file.name}{hint}")
             self._locks.append(fd)
+        folder.note_holder(self._locks[-1])
         # Before the scan: nodes that do not see the lock may be about to take over what it finds.
         self._files.say_alive()
         for name in paths.OF_WRITERS:

@@ -154,3 +154,4 @@ class VolumeFiles:
                 Path(self.root, name, self.writer).mkdir(0o700, exist_ok=True)
             if not self.writer_lock.exists() and (held := folder.lock(self.writer_lock, shared=False)) is not None:
                 self.locks.append(held)
+                folder.note_holder(held)

@@ -1,7 +1,7 @@
 """The pages of one tenant for which clients gave hints, in all tiers."""
 
-# A hint says which of its tenant's pages goes, and not when the tenant loses one: a wanted page that is due leaves its
-# place in the order to the page that goes instead of it, and takes that page's place.
+# A hint decides which of its tenant's pages is evicted, and not when the tenant loses one: when a wanted page would be
+# next, another page is evicted instead, and the wanted one gets that page's place in the order.
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ class HintedPages(Generic[T]):
 
     # Hints
 
-    def may_want(self, page: T, size: int, most: int) -> bool:
-        return page in self._wants or self.num_units + size <= most
+    def has_room(self, size: int, most: int) -> bool:
+        return self.num_units + size <= most
 
     def want(self, page: T, size: int, until_s: float, most: int) -> bool:
         """Note the longest hint, for a page in use or a wanted one; return False beyond `most` units."""
         want = self._wants.get(page)
-        if want is not None and want.until_s >= until_s and not want.is_used_since:
-            return True  # as for each choice of a prompt
-        if want is None and self.num_units + size > most:
-            return False
         if want is None:
+            if not self.has_room(size, most):
+                return False
             self._wants[page] = want = _Want(size, until_s)
             self.num_units += size
+        elif want.until_s >= until_s and not want.is_used_since:
+            return True  # as for each choice of a prompt
         want.until_s = max(want.until_s, until_s)
         want.is_used_since = False
         self._ending.discard(page)

@@ -25,7 +25,8 @@ _ENDS_PER_CALL = 64  # as `Retention`
 
 class _Tenant:
     __slots__ = (
-        "bonus_s", "contract", "counts", "hinted", "levels", "limit", "name", "num_cached", "num_free", "reserved",
+        "bonus_s", "contract", "counts", "due_s", "hinted", "levels", "limit", "name", "num_cached", "num_free",
+        "reserved",
     )  # fmt: skip
 
     def __init__(self, name: str, counts: Counts) -> None:
@@ -40,6 +41,7 @@ class _Tenant:
         # Times of last use by page, oldest first, for each number of reuses.
         self.levels = tuple(OrderedDict[int, float]() for _ in range(MAX_REUSES + 1))
         self.hinted: HintedPages[int] | None = None  # made with the first hint
+        self.due_s = NEVER  # no hint ends before; hints of pages that were taken since may make it later
 
     def lowest(self) -> tuple[float, int]:
         """Return the lowest score of pages without hints, and its level."""
@@ -118,8 +120,7 @@ class PoolPages:
         self._changed: set[_Tenant] = set()
         self._unreported: set[str] = set()  # tenants
         self._reserved = 0
-        self._hinting: set[_Tenant] = set()  # tenants with hinted pages
-        self._due_s = NEVER  # no hint ends before
+        self._by_due: IndexedHeap[_Tenant] = IndexedHeap()  # tenants with hints that end
         self._now_s = -NEVER
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
@@ -166,7 +167,6 @@ class PoolPages:
             found = self._owners[page]
             if found is not None and found is not owner:
                 owner, hinted, most = found, found.hints(), max(found.contract.floor, found.limit // 2)
-                self._hinting.add(found)
             if found is not None and hinted is not None:
                 hinted.want(page, 1, until_s, most)
 
@@ -176,7 +176,6 @@ class PoolPages:
     def end(self, page: int) -> None:
         """As `Retention.end`."""
         if (owner := self._owners[page]) is not None:
-            self._hinting.add(owner)
             owner.hints().end(page)
 
     # Free pages
@@ -199,8 +198,8 @@ class PoolPages:
             hinted = owner.hinted
             if hinted is None or not hinted.link(page, Place(now_s, level), owner.contract.ttl_s):
                 owner.levels[level][page] = now_s
-            elif hinted.due_s < self._due_s:
-                self._due_s = hinted.due_s
+            elif hinted.due_s < owner.due_s:
+                self._note_due(owner)
             owner.num_free += 1
             self._is_free[page] = 1
             self._changed.add(owner)
@@ -367,7 +366,7 @@ class PoolPages:
         for tenant in self._changed:
             if tenant.hinted is not None and tenant.hinted.is_empty:
                 tenant.hinted = None
-                self._hinting.discard(tenant)
+                self._note_due(tenant)
             self._unreported.add(tenant.name)
             floor = tenant.contract.floor
             self._reserved -= tenant.reserved
@@ -383,18 +382,26 @@ class PoolPages:
                 self._by_expiry.remove(tenant)
             if not tenant.num_cached and tenant.name not in self._contracts:
                 del self._tenants[tenant.name]
-                self._hinting.discard(tenant)
         self._changed.clear()
 
     def _advance(self, now_s: float) -> None:
         self._now_s = now_s = max(self._now_s, now_s)
         num_left = _ENDS_PER_CALL
-        while num_left and self._due_s <= now_s:
-            first = min(self._hinting, key=_due, default=None)
-            self._due_s = NEVER if first is None or first.hinted is None else first.hinted.due_s
-            if self._due_s <= now_s and first is not None and first.hinted is not None:
-                num_left -= first.hinted.end_due(now_s, num_left)
-                self._changed.add(first)
+        while num_left and (first := self._by_due.first) is not None and first[0][0] <= now_s:
+            tenant = first[1]
+            hinted, due_s = tenant.hinted, tenant.due_s
+            # Tenants whose first hints are gone find their place first: hints end in the order of their times.
+            if hinted is not None and hinted.due_s == due_s:
+                num_left -= hinted.end_due(now_s, num_left)
+                self._changed.add(tenant)
+            self._note_due(tenant)
+
+    def _note_due(self, tenant: _Tenant) -> None:
+        tenant.due_s = NEVER if tenant.hinted is None else tenant.hinted.due_s
+        if tenant.due_s == NEVER:
+            self._by_due.remove(tenant)
+        else:
+            self._by_due.put(tenant, (tenant.due_s, tenant.name))
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
@@ -411,7 +418,7 @@ class PoolPages:
         tenant.bonus_s = self._bonus_s * contract.weight
         if tenant.hinted is not None:
             tenant.hinted.shorten(contract.ttl_s)
-            self._due_s = min(self._due_s, tenant.hinted.due_s)
+            self._note_due(tenant)
         self._changed.add(tenant)
 
     def check(self) -> None:
@@ -423,7 +430,7 @@ class PoolPages:
             pages = [page for level in tenant.levels for page in level]
             if tenant.hinted is not None:
                 tenant.hinted.check()
-                assert self._due_s <= tenant.hinted.due_s, "a hint that ends unnoticed"
+                assert tenant.due_s <= tenant.hinted.due_s, "a hint that ends unnoticed"
                 pages += tenant.hinted.linked()
             assert all(self._owners[page] is tenant for page in pages), "a page of another tenant"
             for reuses, level in enumerate(tenant.levels):
@@ -437,11 +444,10 @@ class PoolPages:
         assert self._reserved == sum(tenant.reserved for tenant in self._tenants.values()), "reserved pages"
         self._by_key.check()
         self._by_expiry.check()
+        self._by_due.check()
+        ending = {tenant for tenant in self._tenants.values() if tenant.due_s < NEVER}
+        assert ending == set(self._by_due), "tenants with hints that end"
 
 
 def _loss(tenant: _Tenant) -> tuple[float, str]:
     return tenant.next_out().score, tenant.name
-
-
-def _due(tenant: _Tenant) -> tuple[float, str]:
-    return NEVER if tenant.hinted is None else tenant.hinted.due_s, tenant.name

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from kvferry.tenancy.contract import TierContract, TierSettings, check_floors
 from kvferry.tenancy.hinted_pages import Place, Spot, first_private
 from kvferry.tenancy.outcome import OTHER, Cause, Refusal, Stored, TenantUsage, Victim
 from kvferry.tenancy.page import MAX_COUNTED_REUSES, Page, PageList
+from kvferry.tenancy.tenant_counts import TenantCounts
 from kvferry.tenancy.tenant_order import TenantOrder
 from kvferry.tenancy.tenant_pages import NEVER, Candidate, TenantPages
 
@@ -44,10 +45,7 @@ class Retention:
     def __init__(self, settings: TierSettings) -> None:
         self.settings = settings
         self.used = 0
-        # Counts of tenants without a contract that hold no page any more.
-        self.other_evicted: Counter[Cause] = Counter()
-        self.other_refused: Counter[Refusal] = Counter()
-        self.other_displaced = 0
+        self.counts = TenantCounts()  # of all pages since the start
         self._low = int(settings.capacity * settings.low_water)
         self._high = int(settings.capacity * settings.high_water)
         self._contracts: dict[str, TierContract] = {}
@@ -63,6 +61,7 @@ class Retention:
         """Replace all contracts, or raise ValueError if their floors exceed the capacity."""
         check_floors({name: contract.floor for name, contract in contracts.items()}, self.settings.capacity)
         self._contracts = dict(contracts)
+        self.counts.add_names(contracts)
         for tenant in list(self._tenants.values()):
             self._configure(tenant)
             self._order.update(tenant)
@@ -99,6 +98,7 @@ class Retention:
                 self._put_back(each)
         if refusal is not None:
             tenant.num_refused[refusal] += 1
+            self.counts.of(name).refused[refusal] += 1
             self.release(name, size)
             return refusal
         victims = [self._evict(each.candidate, tenant) for each in taken if each.is_evicted]
@@ -280,18 +280,23 @@ class Retention:
             refused={refusal: tenant.num_refused[refusal] for refusal in Refusal},
         )
 
-    def usages(self, max_named: int) -> dict[str, TenantUsage]:
-        """Return what tenants with a contract hold, by name, and under `OTHER` the sums of all else."""
-        named = [name for name in sorted(self._contracts) if name != OTHER][:max_named]
-        usages = {name: self.usage_of(name) for name in named}
-        other = TenantUsage(
-            displaced=self.other_displaced,
-            evicted={cause: self.other_evicted[cause] for cause in Cause},
-            refused={refusal: self.other_refused[refusal] for refusal in Refusal},
-        )
+    def usages(self) -> dict[str, TenantUsage]:
+        """Return what tenants that `counts` names hold, and under `OTHER` the sums of all else."""
+        usages = {name: self.usage_of(name) for name in self.counts.names}
+        other = TenantUsage(evicted=dict.fromkeys(Cause, 0), refused=dict.fromkeys(Refusal, 0))
         for name in self._tenants.keys() - usages.keys():
             other = other.plus(self.usage_of(name))
-        return {**usages, OTHER: other}
+        return {name: self._since_the_start(name, usage) for name, usage in {**usages, OTHER: other}.items()}
+
+    def _since_the_start(self, name: str, usage: TenantUsage) -> TenantUsage:
+        # A tenant's own counts end with its last page, and those of `OTHER` would fall with a tenant that gets a name.
+        counts = self.counts.of(name)
+        return dataclasses.replace(
+            usage,
+            displaced=counts.displaced,
+            evicted={cause: counts.evicted[cause] for cause in Cause},
+            refused={refusal: counts.refused[refusal] for refusal in Refusal},
+        )
 
     # Inside
 
@@ -366,9 +371,11 @@ class Retention:
         is_own = tenant is demander and found.cause in (Cause.OVER_CAP, Cause.BORROWED)
         cause = Cause.OWN if is_own else found.cause
         tenant.num_evicted[cause] += 1
+        self.counts.of(tenant.name).evicted[cause] += 1
         tenant.forget(found.page)
         if demander not in (None, tenant) and cause is not Cause.EXPIRED:
             demander.num_displaced += 1
+            self.counts.of(demander.name).displaced += 1
         tenant.ghosts.add(found.page.key, found.page.reuses)
         self._trim(tenant)
         return Victim(found.page, cause)
@@ -379,9 +386,6 @@ class Retention:
     def _drop_if_unused(self, tenant: TenantPages) -> None:
         if tenant.num_pages or tenant.name in self._contracts:
             return
-        self.other_evicted.update(tenant.num_evicted)
-        self.other_refused.update(tenant.num_refused)
-        self.other_displaced += tenant.num_displaced
         self._order.remove(tenant)
         del self._tenants[tenant.name]
 

@@ -35,6 +35,11 @@ class TenantCounts:
             if name not in self._by_name:
                 self._by_name[name] = Counts()
 
+    @property
+    def names(self) -> list[str]:
+        """Without `OTHER`."""
+        return [name for name in self._by_name if name != OTHER]
+
     def has_name(self, name: str) -> bool:
         return name in self._by_name
 

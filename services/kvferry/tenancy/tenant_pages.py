@@ -107,7 +107,7 @@ class TenantPages:
             until_s = min(until_s, page.used_s + self.contract.ttl_s)
         if page.home is None or hinted.place_of(page) is not None:
             return hinted.want(page, page.size, until_s, most)
-        if until_s <= page.used_s or not hinted.may_want(page, page.size, most):
+        if until_s <= page.used_s or not hinted.has_room(page.size, most):
             return False
         self.unlink(page)
         hinted.want(page, page.size, until_s, most)

@@ -90,9 +90,10 @@ def record_times(span: Span, last: EngineOutput, times: EngineTimes) -> None:
         if wait is not None
     )
     part("queue", times.queued_s, waits[0][0][0] if waits else times.scheduled_s)
+    cached = last.cached
+    brought = {} if cached is None else {"ferry": cached.kv_transfer, "load from tiers": cached.cpu + cached.volume}
     for (begin_s, end_s), name in waits:
-        brought = {} if sources is None else {"kvferry.tokens": sources.external_kv_transfer}
-        part(name, begin_s, end_s, brought)
+        part(name, begin_s, end_s, {"kvferry.tokens": brought[name]} if brought else {})
     computed = {} if sources is None else {"kvferry.tokens": sources.local_compute}
     part("compute prompt", times.scheduled_s, times.first_token_s, computed)
     if times.last_token_s > times.first_token_s:

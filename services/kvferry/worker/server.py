@@ -157,10 +157,15 @@ class WorkerServer:
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Idempotent."""
-        if self._frames is not None:
-            await self._frames.stop(grace_s)
-        await self._grpc.stop(grace_s)
-        await self._ending.wait()
+        # Each stops whatever happens to the other: a gRPC server that is left would outlive its event loop.
+        try:
+            if self._frames is not None:
+                await self._frames.stop(grace_s)
+        finally:
+            try:
+                await self._grpc.stop(grace_s)
+            finally:
+                await self._ending.wait()
 
     def progress(self) -> Hashable:
         # Not what waits: requests that come to a hung engine are no progress.

@@ -12,7 +12,7 @@ from kvferry.gateway import tenant_directory
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenant_requests import TenantRequests
 from kvferry.gateway.tenants import SECRET_RECORD, keep_secret, shared_secret
-from kvferry.membership.base import RecordChanged, Records
+from kvferry.membership.base import RecordChange, RecordChanged, Records
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy import records
@@ -111,6 +111,35 @@ def test_a_tenant_whose_record_is_gone_is_refused_unless_it_was_deleted() -> Non
     found = directory.record("lost")
     assert found is not None
     assert found.epoch == 9
+
+
+@pytest.mark.parametrize("change", [Records({}), RecordChanged("acme", None)], ids=["snapshot", "event"])
+def test_a_tenant_whose_record_was_never_readable_is_refused_when_it_is_gone(change: RecordChange) -> None:
+    directory = directory_at([0.0], [])
+    directory.apply(Records({"acme": b"{"}))
+    directory.apply(change)
+    with pytest.raises(NotReady):
+        directory.record("acme")
+    directory.apply(RecordChanged("acme", record("acme", is_deleted=True)))
+    directory.apply(RecordChanged("acme", None))
+    assert directory.record("acme") is None
+
+
+def test_beyond_the_limit_of_unknown_records_all_tenants_without_a_record_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tenant_directory, "MAX_WITHHELD", 3)
+    directory = directory_at([0.0], [])
+    directory.apply(Records({"acme": record("acme"), **{f"t{number}": b"{" for number in range(3)}}))
+    directory.apply(RecordChanged("t0", b"["))
+    assert directory.record("in the key file only") is None
+    directory.apply(Records({"acme": record("acme"), **{f"u{number}": b"{" for number in range(9)}}))
+    assert len(directory._withheld) == 3
+    for name in ("t0", "u8", "in the key file only"):
+        with pytest.raises(NotReady):
+            directory.record(name)
+    assert directory.record("acme") is not None
+    assert caplog.text.count("the limit") == 1
 
 
 def test_a_record_with_one_key_under_two_names_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from kvferry.gateway import tenant_uses
 from kvferry.gateway.tenant_uses import OTHER, TenantUses
 from kvferry.gateway.usage_log import UsageRecord
@@ -24,7 +26,7 @@ def requests_of(uses: TenantUses) -> dict[str, float]:
 
 def test_registered_tenants_have_series_before_their_first_request() -> None:
     uses = TenantUses()
-    uses.read_registered = lambda: ["acme", "beta"]
+    uses.read_registered, uses.is_registered = (lambda: ["acme", "beta"]), {"acme", "beta"}.__contains__
     assert requests_of(uses) == {"acme": 0, "beta": 0, OTHER: 0}
     note(uses, "acme")
     note(uses, "stranger", "refused")
@@ -35,22 +37,39 @@ def test_registered_tenants_have_series_before_their_first_request() -> None:
     assert tokens["acme", "generated"] == 3
 
 
-def test_a_deleted_tenants_counts_stay_in_the_sum() -> None:
+def test_a_deleted_tenants_counts_stay() -> None:
     uses = TenantUses()
     registered = ["acme", "beta"]
-    uses.read_registered = lambda: registered
+    uses.read_registered, uses.is_registered = (lambda: registered), (lambda name: name in registered)
     note(uses, "acme")
     note(uses, "beta")
     registered.remove("acme")
-    assert requests_of(uses) == {"beta": 1, OTHER: 1}
+    assert requests_of(uses) == {"acme": 1, "beta": 1, OTHER: 0}
+
+
+def test_no_count_falls_when_other_tenants_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_uses, "MAX_NAMED", 2)
+    uses = TenantUses()
+    registered: set[str] = set()
+    uses.read_registered, uses.is_registered = (lambda: sorted(registered)), (lambda name: name in registered)
+    before: dict[str, float] = {}
+    for named in ("", "my", "aby", "y", "xyz", "", "am", "mz"):
+        registered = set(named)
+        for name in "abmxyz":
+            note(uses, name)
+        counts = requests_of(uses)
+        assert set(counts) == ({"m", "y", OTHER} if before else {OTHER})
+        assert all(counts[name] >= before.get(name, 0) for name in counts), (before, counts)
+        before = counts
+    assert before == {"m": 7, "y": 7, OTHER: 34}
 
 
 def test_series_and_memory_are_limited_and_nothing_is_uncounted() -> None:
     uses = TenantUses()
-    for number in range(tenant_uses.MAX_KEPT + 500):
+    for number in range(tenant_uses.MAX_NAMED + 500):
         note(uses, f"t{number}")
     note(uses, OTHER)  # a tenant may have this name
     counts = requests_of(uses)
     assert len(counts) == tenant_uses.MAX_NAMED + 1
-    assert sum(counts.values()) == tenant_uses.MAX_KEPT + 501
-    assert len(uses._by_tenant) <= tenant_uses.MAX_KEPT + 1
+    assert sum(counts.values()) == tenant_uses.MAX_NAMED + 501
+    assert len(uses._by_name) == tenant_uses.MAX_NAMED + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,43 @@ async def test_chunks_that_were_not_used_for_their_time_leave_the_drive(
             assert host._volumes[0].usages()["acme"].evicted[Cause.EXPIRED] == 3
 
 
+async def test_one_failure_ends_none_of_what_is_done_for_tenants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("EXPIRY_PERIOD_S", "RETRY_S"):
+        monkeypatch.setattr(volume_tenants, name, 0.05)
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
+    await admin.create("acme")
+    await admin.create("beta")
+
+    def fails_once(method: str) -> None:
+        works = getattr(Volume, method)
+
+        def fail(volume: Volume, *arguments: Any) -> Any:
+            monkeypatch.setattr(Volume, method, works)
+            raise RuntimeError(f"{method} meets what nobody thought of")
+
+        monkeypatch.setattr(Volume, method, fail)
+
+    async with hosting(watching(node_config(tmp_path)), MemoryMembership(registry), "n1") as host:
+        volume = host._volumes[0]
+        await until(lambda: floor_of(volume) == 0)
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(3), ACME)
+            await a.store(range(3, 5), BETA)
+        for method in ("configure", "expire", "purge_before"):
+            fails_once(method)
+        await admin.set_tier("acme", "volume", {"floor": 0.5, "ttl_s": 1.0})
+        await until(lambda: floor_of(volume) == int(0.5 * volume.capacity_bytes), what="the floor")
+        await until(lambda: tenants_of(tmp_path) == ["beta"] * 2, what="acme's chunks to expire")
+        await admin.raise_epoch("beta")
+        await until(lambda: tenants_of(tmp_path) == [], what="beta's chunks to be purged")
+    for method in ("configure", "expire", "purge_before"):
+        assert f"{method} meets what nobody thought of" in caplog.text
+
+
 async def test_a_purge_from_outside_frees_the_room_of_its_chunks(tmp_path: Path) -> None:
     registry = MemoryRegistry()
     admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
@@ -288,7 +326,8 @@ async def test_terms_of_a_living_tenant_change_without_a_restart(tmp_path: Path)
             await admin.set_tier("acme", "volume", {"floor": floor})
             await until(lambda floor=floor: floor_of(volume) == int(floor * volume.capacity_bytes))  # type: ignore[misc]
         await admin.delete("acme")
-        await until(lambda: "acme" not in volume.usages())
+        await until(lambda: floor_of(volume) == 0)
+        assert "acme" in volume.usages(), "its counts stay"
 
 
 def floor_of(volume: Volume) -> int:

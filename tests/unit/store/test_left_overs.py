@@ -47,6 +47,7 @@ def say_alive(volume: Volume, ago_s: float = 0.0) -> None:
 
 def without_shared_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "lock", lambda file, *, shared: os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+    monkeypatch.setattr(folder, "_BOOT_ID", Path("/proc/none"))  # as if all else ran on other machines
 
 
 @pytest.mark.parametrize("silent_for_s", [0.0, ALIVE_FOR_S + 1])
@@ -126,15 +127,42 @@ def test_a_keeper_that_starts_during_a_mending_keeps_its_writes(
     unfinished[0].unlink()
 
 
-def test_a_keeper_that_was_killed_delays_a_mending(opened: Opened) -> None:
-    volume = opened()
+def vanished(volume: Volume, silent_for_s: float) -> Path:
+    """Kill a volume's keeper, which last said so long ago that it lives; return a bad chunk."""
     assert volume.write(DIGEST, chunk(1), payload(chunk(1))) is Outcome.OK
-    file = volume.path / paths.chunk_path("local", DIGEST, chunk(1))
-    volume.close()
+    file = volume.path / paths.chunk_path(volume.writer, DIGEST, chunk(1))
     flip(file, 8 * 5000)
+    while volume._locks:
+        os.close(volume._locks.pop())
+    say_alive(volume, silent_for_s)
+    return file
+
+
+def test_a_keeper_that_was_killed_on_this_machine_delays_no_mending(opened: Opened) -> None:
+    volume = opened(shared=True)
+    vanished(volume, 0.0)
+    assert fsck.verify_volume(volume.path, mend=True).by_cause == {"corrupt_payload": 1}
+
+
+@pytest.mark.parametrize("how", ["another machine", "another mount", "an earlier release"])
+def test_a_keeper_that_may_live_elsewhere_delays_a_mending(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    volume = opened()
+    file = vanished(volume, ALIVE_FOR_S - 60)
+    lock_file = volume.path / paths.TEMPORARY / f"{volume.writer}.lock"
+    if how == "another machine":
+        (tmp_path / "boot_id").write_text("another machine")
+        monkeypatch.setattr(folder, "_BOOT_ID", tmp_path / "boot_id")
+    elif how == "another mount":
+        boot_id, _, device = lock_file.read_text().partition(" ")
+        lock_file.write_text(f"{boot_id} {int(device) + 1}")
+    else:
+        lock_file.write_text("")
     say_alive(volume, ALIVE_FOR_S - 60)
     with pytest.raises(TierError, match="the keeper of local lived"):
         fsck.verify_volume(volume.path, mend=True)
+    assert file.exists()
     say_alive(volume, ALIVE_FOR_S + 60)
     assert fsck.verify_volume(volume.path, mend=True).by_cause == {"corrupt_payload": 1}
 

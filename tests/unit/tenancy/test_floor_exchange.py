@@ -279,3 +279,26 @@ def test_what_nodes_want_fits_them() -> None:
     wishes = desired_floors(parts, capacities, {"n1": {"a": 5.0, "b": 1.0}, "n2": {"b": 9.0}})
     for node, capacity in capacities.items():
         assert sum(wishes[node].values()) <= capacity + 1e-6
+
+
+def test_where_a_node_comes_again_with_less_capacity_floors_exceed_their_total_for_a_minute_at_most() -> None:
+    cluster = Cluster(FOUR, {"a": 0.2})
+    cluster.demand = {"n1": {"a": 50.0}}
+    for _ in range(12):
+        cluster.interval()
+    del cluster.exchanges["n4"], cluster.records["n4"], cluster.applied["n4"], cluster.capacities["n4"]
+    again = cluster.exchanges["n5"] = FloorExchange("n5")
+    again.hold(cluster.now_s)
+    cluster.capacities["n5"], cluster.applied["n5"] = 500, {}
+    cluster.now_s += PERIOD_S
+    cluster.tick("n5")
+    excess = sum(floors["a"] for floors in cluster.applied.values()) - cluster.total("a")
+    assert excess == pytest.approx((1 - KEPT) * 0.2 * (1000 - 500))
+    begun_s = cluster.now_s
+    while cluster.now_s < begun_s + 2 * floor_exchange.DROP_S:
+        cluster.now_s += PERIOD_S
+        for node in cluster.exchanges:
+            cluster.tick(node)
+            assert all(sum(floors.values()) <= cluster.capacities[at] for at, floors in cluster.applied.items())
+            if cluster.now_s >= begun_s + floor_exchange.LEASE_S:
+                cluster.check()

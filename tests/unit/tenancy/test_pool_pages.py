@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
+from kvferry.tenancy import pool_pages
 from kvferry.tenancy.contract import TierContract, TierSettings
+from kvferry.tenancy.hinted_pages import HintedPages
 from kvferry.tenancy.outcome import Cause, Refusal
 from kvferry.tenancy.page import Page
 from kvferry.tenancy.pool_pages import PoolPages
@@ -164,12 +167,60 @@ def test_a_tenant_whose_hints_are_over_costs_as_before() -> None:
     pool.end(pages[2])
     pool.put(pages, 1.0)
     pool.check()
-    assert len(pool._hinting) == 1
+    assert len(pool._by_due) == 1
     assert store(pool, "a", 5, 2.0)[-1] == pages[2], "the first to go, after four that are free"
     store(pool, "a", 7, 30.0)
     pool.check()
-    assert not pool._hinting
+    assert not pool._by_due
     assert pool._tenants["a"].hinted is None
+
+
+def test_the_end_of_a_hint_costs_the_same_for_one_tenant_and_for_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    num = 2000
+    pool = pool_of(num + 8)
+    for number in range(num):
+        pages = pool.take(1, f"t{number}", 0.0)
+        pool.claim(pages[0], f"t{number}")
+        pool.want(pages, 1000.0 + number, 0.0)
+        pool.put(pages, 0.0)
+    pool.check()
+    looks = Counter[str]()
+    due_s = HintedPages.due_s.fget
+    assert due_s is not None
+
+    def counting(hinted: HintedPages[int]) -> float:
+        looks["due_s"] += 1
+        return float(due_s(hinted))
+
+    monkeypatch.setattr(HintedPages, "due_s", property(counting))
+    for number in range(20):
+        pool.put_blank(pool.take(1, "other", 1000.0 + number))
+    monkeypatch.undo()
+    pool.check()
+    assert sum(not pool._tenants[f"t{number}"].hinted.num_units for number in range(num)) == 20  # type: ignore[union-attr]
+    assert looks["due_s"] <= 20 * 4, "and not 20 times all tenants"
+
+
+def test_hints_of_taken_pages_leave_the_order_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_pages, "_ENDS_PER_CALL", 1)
+    pool = pool_of(8)
+    held: dict[str, list[int]] = {}
+    for tenant, ttls_s in {"a": (10.0, 40.0), "b": (20.0, 50.0), "c": (30.0, 60.0)}.items():
+        held[tenant] = pool.take(2, tenant, 0.0)
+        for page, ttl_s in zip(held[tenant], ttls_s, strict=True):
+            pool.claim(page, tenant)
+            pool.want([page], ttl_s, 0.0)
+        pool.put(held[tenant], 0.0)
+    pool.use(held["a"][0])  # its hint would have ended first
+
+    def num_wanted() -> list[int]:
+        return [pool._tenants[tenant].hinted.num_free for tenant in "abc"]  # type: ignore[union-attr]
+
+    assert num_wanted() == [1, 2, 2]
+    for wanted in ([1, 1, 2], [1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]):
+        pool.put_blank(pool.take(1, "other", 100.0))
+        pool.check()
+        assert num_wanted() == wanted
 
 
 CONTRACTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.tenancy import tenant_counts
 from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.outcome import OTHER, Cause, Refusal, Stored
 from kvferry.tenancy.page import Page
@@ -151,7 +152,7 @@ def test_a_store_finds_no_room_where_all_is_pinned_or_within_floors() -> None:
     assert tier.policy.room("b") == 0
     assert tier.refuses("b", 1) is Refusal.NO_ROOM
     assert tier.refuses("c", 1) is Refusal.NO_ROOM
-    assert tier.policy.other_refused[Refusal.NO_ROOM] == 1
+    assert tier.policy.counts.of(OTHER).refused[Refusal.NO_ROOM] == 1
     assert tier.policy.room("a") == 2
 
 
@@ -352,7 +353,7 @@ def test_counts_of_tenants_that_left_stay() -> None:
     tier.store("c", "c1", 62)
     tier.store("d", "d1", 62)
     assert tier.policy.usage_of("a").used == tier.policy.usage_of("b").used == 0
-    assert tier.policy.other_evicted == {Cause.BORROWED: 2, Cause.OWN: 2}
+    assert tier.policy.counts.of(OTHER).evicted == {Cause.BORROWED: 2, Cause.OWN: 2}
 
 
 def test_a_tier_counts_for_whom_pages_of_others_went() -> None:
@@ -360,11 +361,32 @@ def test_a_tier_counts_for_whom_pages_of_others_went() -> None:
     tier.store("a", "a1 a2", 0)
     tier.store("b", "b1 b2", 1)
     tier.store("b", "b3", 2)
-    usages = tier.policy.usages(8)
+    usages = tier.policy.usages()
     assert (usages["b"].displaced, usages[OTHER].displaced) == (2, 0), "what it evicts of its own is not of others"
     tier.store("a", "a3", 200)
     tier.store("c", "c1 c2", 300)
-    assert tier.policy.usages(8)[OTHER].displaced == 2, "those of tenants without a contract or a page stay"
+    assert tier.policy.usages()[OTHER].displaced == 2, "those of tenants without a contract or a page stay"
+
+
+def test_no_count_of_a_tier_falls_when_other_tenants_get_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_counts, "MAX_COUNTED", 2)
+    tier = Tier(2, m=TierContract(cap=2), y=TierContract(cap=2))
+    before: dict[str, int] = {}
+
+    def look() -> None:
+        counts = {name: sum(usage.evicted.values()) + usage.displaced for name, usage in tier.policy.usages().items()}
+        assert set(counts) == {"m", "y", OTHER}
+        assert all(counts[name] >= before.get(name, 0) for name in counts), (before, counts)
+        before.update(counts)
+
+    # Named tenants go, others come before them in the alphabet, and some that had pages without a contract get one.
+    for now_s, named in enumerate(("my", "aby", "y", "xyz", "", "am", "mz")):
+        tier.policy.configure({tenant: TierContract(cap=2) for tenant in named})
+        look()
+        for tenant in "abmxyz":
+            tier.store(tenant, f"{tenant}{now_s}a {tenant}{now_s}b {tenant}{now_s}c", 100.0 * now_s)
+        look()
+    assert sum(sum(usage.evicted.values()) for usage in tier.policy.usages().values()) == 7 * 6 * 3 - 2
 
 
 def test_floors_beyond_the_tier_are_refused_and_change_nothing() -> None:
