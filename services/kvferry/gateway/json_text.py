@@ -11,10 +11,8 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway.json_values import MAX_VALUES, num_values_at_most
+from kvferry.gateway.json_values import MAX_NUMBER_CHARS, MAX_VALUES, num_values_at_most
 from kvferry.gateway.long_texts import LONG_BYTES, decode_in_steps
-
-MAX_NUMBER_CHARS = 1024
 
 
 def _float(digits: str) -> float:

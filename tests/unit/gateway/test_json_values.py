@@ -12,6 +12,7 @@ from kvferry.gateway import json_values
 from kvferry.gateway.grpc_bodies import read_generate
 from kvferry.gateway.json_values import (
     MAX_BACKSLASHES,
+    MAX_NUMBER_CHARS,
     MAX_VALUES,
     UNCOUNTED_BYTES,
     check_num_values,
@@ -54,6 +55,18 @@ async def test_texts_have_a_limited_number_of_escapes() -> None:
     await check_num_values(b"\\" * MAX_BACKSLASHES, MOST)
     with pytest.raises(InvalidRequest, match="too many backslashes"):
         await check_num_values(b"\\" * (MAX_BACKSLASHES + 1), MOST)
+
+
+@pytest.mark.parametrize("begin", ["", "-", "0.", "1e"])
+async def test_a_number_of_megabytes_is_refused_before_it_is_decoded(begin: str) -> None:
+    texts = '"text": "' + "7" * 300_000 + '", "\\"": "' + '\\"8' * 100_000 + '"'
+    for num_digits in (MAX_NUMBER_CHARS, 2 * UNCOUNTED_BYTES):
+        body = f'{{{texts}, "n": {begin}{"1" * num_digits}, "more": "{"9" * 5000}"}}'.encode()
+        if num_digits == MAX_NUMBER_CHARS:
+            await check_num_values(body, MOST)
+        else:
+            with pytest.raises(InvalidRequest, match="a number has more than 1024 characters"):
+                await check_num_values(body, MOST)
 
 
 async def test_a_small_body_is_not_counted() -> None:
