@@ -51,7 +51,9 @@ class Worker:
         return self.floors.get(tier, {}).get(tenant, 0.0)
 
     async def step(self) -> None:
-        self.side._take(Records({name: each.value for name, each in (await self.records.read_all(TENANTS)).items()}))
+        await self.side._take(
+            Records({name: each.value for name, each in (await self.records.read_all(TENANTS)).items()})
+        )
         await self.side.step()
 
 
