@@ -59,6 +59,7 @@ class ClusterFloors:
         # Before others hear of it: they may count on what is offered, and no more on what they gave back.
         await apply()
         await self._reports.publish(name, report, records)
+        await self._reports.forget_old(records, name)
 
     def floors_of(self, volume: Volume, parts: Parts) -> dict[str, int]:
         """Return floors in bytes of tenants whose floors move, if the last step had this volume and `parts`."""

@@ -53,7 +53,6 @@ class FloorReports:
         # `records` are those that were read before it.
         own = records.get(name)
         await self._write(name, msgspec.json.encode(report), own.revision if own is not None else 0)
-        await self._forget_old(records, name)
 
     async def withdraw(self, name: str) -> None:
         records = await self.read()
@@ -67,7 +66,8 @@ class FloorReports:
         except (KvferryError, TimeoutError) as error:
             log.debug("a report on floors cannot be written: %s", error)
 
-    async def _forget_old(self, records: Mapping[str, Record], own: str) -> None:
+    async def forget_old(self, records: Mapping[str, Record], own: str) -> None:
+        """Remove a record of another node that has not changed for long."""
         now_s, before, has_removed = self._now_s(), self._revisions, False
         self._revisions = {}
         for name, record in records.items():

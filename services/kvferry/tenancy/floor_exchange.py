@@ -24,6 +24,7 @@ MAX_TENANTS: Final = 64  # whose floors move: those with the largest
 MAX_NODES: Final = 256
 MAX_RECEIVERS: Final = 8  # of a tenant's offers by one node
 MAX_VERSIONS: Final = 32  # of offers that are told apart
+MAX_VERSION: Final = 1 << 53
 MAX_DEMAND: Final = 1e12
 MAX_CAPACITY: Final = 1 << 60
 _LEAST_DEMAND: Final = 0.5  # uses in a minute
@@ -41,12 +42,14 @@ class FloorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def check(self) -> None:
         """Raises ValueError."""
-        if not (self.version > 0 and 0 <= self.capacity <= MAX_CAPACITY):
+        if not (0 < self.version <= MAX_VERSION and 0 <= self.capacity <= MAX_CAPACITY):
             raise ValueError(f"version {self.version}, capacity {self.capacity}")
         if max(len(self.demand), len(self.offers)) > MAX_TENANTS or len(self.seen) > MAX_NODES:
             raise ValueError("more tenants or nodes than a report has")
         if any(len(by_node) > MAX_RECEIVERS for by_node in self.offers.values()):
             raise ValueError(f"offers of a tenant to more than {MAX_RECEIVERS} nodes")
+        if not all(0 <= version <= MAX_VERSION for version in self.seen.values()):
+            raise ValueError("a version that was seen and is no number of a report")
         if not all(0 <= rate <= MAX_DEMAND for rate in self.demand.values()):
             raise ValueError("a demand that is no rate")
         if not all(0 <= units <= MAX_CAPACITY for by_node in self.offers.values() for units in by_node.values()):

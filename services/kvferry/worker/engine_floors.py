@@ -13,17 +13,19 @@ from kvferry.membership.base import Record, RecordChange, Records, RecordStore
 from kvferry.membership.floor_reports import FloorReports, reports_in
 from kvferry.tenancy import records as tenant_records
 from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts
-from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS, TenantRecord
-from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_FLOORS, TenantToTiers, floor_parts
+from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_FLOORS, TierTerms, floor_parts
 
 log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 10.0
+PAUSE_S: Final = 1.0  # at least, where records change one after another
 REWATCH_S: Final = 1.0
 WITHDRAWAL_S: Final = 1.0  # at most, at the end of a worker
 FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each start
 # Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
 MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even parts
+_TIERS: Final = (CPU_TIER, DEVICE_TIER)
 _HALF_LIFE_S: Final = 60.0  # of demand
 _LEAST: Final = 1.0  # token
 _READ_AT_ONCE: Final = 100  # records, 0.6 ms
@@ -49,12 +51,12 @@ class EngineFloors:
         self._prompt_tokens = prompt_tokens
         self._apply = apply
         self._now_s = now_s
-        self._tenants: dict[str, TenantRecord] = {}  # those with a floor in an engine
+        self._tenants: dict[str, Mapping[str, TierTerms]] = {}  # terms by tier, of those with a floor in an engine
         self._demand = _Demand(now_s)
         self._tiers = [
             _Tier(tier, capacity, worker_id, FloorReports(records, f"{ENGINE_FLOORS}/{role}-{tier}", now_s, FORGET_S))
             for tier, capacity in capacities.items()
-            if tier in (CPU_TIER, DEVICE_TIER) and capacity
+            if tier in _TIERS and capacity
         ]
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,7 +81,7 @@ class EngineFloors:
     async def step(self) -> None:
         """Read others' reports, move floors, apply them, and publish. Never raises for the registry."""
         floors: dict[str, Mapping[str, float]] = {}
-        parts = {tier.name: floor_parts(tier.name, self._terms()) for tier in self._tiers}
+        parts = {tier.name: floor_parts(tier.name, self._tenants) for tier in self._tiers}
         demand = self._demand.of(self._prompt_tokens(), {tenant for each in parts.values() for tenant in each})
         for tier in self._tiers:
             floors[tier.name] = await tier.step(parts[tier.name], demand, self._now_s)
@@ -88,9 +90,6 @@ class EngineFloors:
         self._apply(floors)
         for tier in self._tiers:
             await tier.publish()
-
-    def _terms(self) -> TenantToTiers:
-        return {name: record.tiers for name, record in self._tenants.items()}
 
     async def _follow(self) -> None:
         while True:
@@ -105,7 +104,7 @@ class EngineFloors:
         before = self._tenants
         if isinstance(change, Records):
             values: Mapping[str, bytes | None] = change.by_name
-            tenants = {name: record for name, record in before.items() if name in values}
+            tenants = {name: terms for name, terms in before.items() if name in values}
         else:
             values, tenants = {change.name: change.value}, dict(before)
         for number, (name, value) in enumerate(values.items(), start=1):
@@ -116,12 +115,14 @@ class EngineFloors:
             except ValueError as error:
                 log.debug("the record of tenant %.64r cannot be read: %.200s", name, error)
                 continue
-            if record is None or record.is_deleted or not _has_floor(record):
-                tenants.pop(name, None)
+            terms = {} if record is None or record.is_deleted else {tier: record.tiers[tier] for tier in _TIERS}
+            if any(each.floor for each in terms.values()):
+                tenants[name] = terms
             else:
-                tenants[name] = record
-        self._tenants = tenants
-        self._changed.set()
+                tenants.pop(name, None)
+        if tenants != before:
+            self._tenants = tenants
+            self._changed.set()
 
     async def _move_for_ever(self) -> None:
         while True:
@@ -133,6 +134,7 @@ class EngineFloors:
                 await self.step()
             except Exception:
                 log.exception("floors do not move; trying again")
+            await asyncio.sleep(PAUSE_S)
 
 
 class _Tier:
@@ -154,9 +156,14 @@ class _Tier:
     async def step(self, parts: Parts, demand: Mapping[str, float], now_s: Callable[[], float]) -> dict[str, float]:
         self._report = None
         if not parts:
+            self._records = {}
             await self.withdraw()
             return {}
         self._records = await self._reports.read() or {}
+        # With 64 workers and tenants it takes 0.1 s, through which tokens pass the event loop.
+        return await asyncio.to_thread(self._move, parts, demand, now_s)
+
+    def _move(self, parts: Parts, demand: Mapping[str, float], now_s: Callable[[], float]) -> dict[str, float]:
         moving = sorted({*self._records, self._worker_id})[:MAX_MOVING]
         others = {name: self._records[name] for name in moving if name != self._worker_id}
         if self._worker_id in moving:
@@ -174,6 +181,8 @@ class _Tier:
         if self._report is not None:
             self._is_published = True
             await self._reports.publish(self._worker_id, self._report, self._records)
+        # Also where this worker's floors do not move: the names of dead ones may be all that come before it.
+        await self._reports.forget_old(self._records, self._worker_id)
 
     async def withdraw(self) -> None:
         if self._is_published:
@@ -208,7 +217,3 @@ class _Demand:
         self._num_counted = counted
         self._demand = {tenant: tokens for tenant, tokens in demand.items() if tokens >= _LEAST}
         return self._demand
-
-
-def _has_floor(record: TenantRecord) -> bool:
-    return any(record.tiers[tier].floor for tier in (CPU_TIER, DEVICE_TIER))

@@ -176,6 +176,7 @@ async def test_only_so_many_workers_move_floors() -> None:
 
 async def test_a_worker_follows_records_and_withdraws_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_floors, "PERIOD_S", 0.01)
+    monkeypatch.setattr(engine_floors, "PAUSE_S", 0.0)
     cluster = Cluster(CAPACITY)
     (worker,) = cluster.workers
     worker.side.start()
@@ -191,3 +192,52 @@ async def test_a_worker_follows_records_and_withdraws_its_report(monkeypatch: py
     finally:
         await worker.side.close()
     assert await cluster.num_reports() == 0
+
+
+async def test_names_that_dead_workers_left_are_forgotten_and_floors_move_again() -> None:
+    cluster = Cluster(CAPACITY, CAPACITY)
+    busy, idle = cluster.workers
+    await with_floor(cluster, device=0.2)
+    for number in range(MAX_MOVING):  # they come first by name
+        assert await busy.records.write(f"{ENGINE_FLOORS}/decode-device/a{number:03}", b"{}", 0)
+    await cluster.rounds(10, busy=busy)
+    assert busy.floor() == idle.floor() == 0.2
+    await cluster.rounds(int(FORGET_S / engine_floors.PERIOD_S) + MAX_MOVING, busy=busy)
+    assert await cluster.num_reports() == 2
+    assert busy.floor() > 0.3
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b'{"node":"x","version":%d,"capacity":1}' % 2**70,
+        b'{"node":"x","version":1,"capacity":1,"seen":{"w000":%d}}' % 2**70,
+        b'{"node":"x","version":1,"capacity":1,"seen":{"w000":-1}}',
+        b'{"node":"x","version":1,"capacity":1,"demand":{"acme":1e999}}',
+        b"[" * 10_000,
+        b"\xff",
+    ],
+)
+async def test_a_record_that_is_no_report_harms_none(record: bytes) -> None:
+    cluster = Cluster(CAPACITY, CAPACITY)
+    busy, _ = cluster.workers
+    await with_floor(cluster, device=0.2)
+    assert await busy.records.write(f"{ENGINE_FLOORS}/decode-device/a", record, 0)
+    await cluster.rounds(12, busy=busy)
+    assert await cluster.num_reports() == 3
+    assert busy.floor() > 0.3
+
+
+async def test_records_that_change_no_floor_move_none() -> None:
+    cluster = Cluster(CAPACITY)
+    (worker,) = cluster.workers
+    await with_floor(cluster, device=0.2)
+    await cluster.rounds(1)
+    worker.side._changed.clear()
+    await cluster.admin.create("beta")
+    await cluster.admin.set_tier("acme", "volume", {"floor": 0.1})
+    await cluster.rounds(1)
+    assert not worker.side._changed.is_set()
+    await cluster.admin.set_tier("acme", "device", {"floor": 0.1})
+    await cluster.rounds(1)
+    assert worker.side._changed.is_set()

@@ -75,6 +75,8 @@ class VllmRenderer:
             max_model_len=model.max_model_len,
             trust_remote_code=model.trust_remote_code,
             renderer_num_workers=1,
+            # A gateway has the CPU's platform, which refuses some; texts and templates do not depend on it.
+            hf_overrides={"quantization_config": None},
         )
         online = _online_renderer(config, model)
         online.warmup()
