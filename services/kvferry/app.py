@@ -33,6 +33,7 @@ from kvferry import __version__
 from kvferry import config as configuration
 from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ClusterConfig, RoleConfig
+from kvferry.engine.vllm.renderer import render_on_cpu
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.keeper.actor import KeeperActor
@@ -99,6 +100,7 @@ class Gateway:
         self, values: dict[str, Any], model_folder: str, *_others: Any
     ) -> None:
         config = _in_replica(values)
+        render_on_cpu()
         self._host = GatewayHost(config, model_folder, _membership(config))
         try:
             await self._host.start()

@@ -16,6 +16,7 @@ from pathlib import Path
 from kvferry import config as configuration
 from kvferry.addresses import node_address
 from kvferry.config import ClusterConfig
+from kvferry.engine.vllm.renderer import render_on_cpu
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.etcd import EtcdMembership
@@ -58,6 +59,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="a YAML configuration with membership.endpoints")
     parser.add_argument("--model-folder", default="", help="the model's folder or hub id, as the workers have it")
     arguments = parser.parse_args()
+    render_on_cpu()
     try:
         config = configuration.load(arguments.config).on_node(node_address())
         logging.basicConfig(
