@@ -141,6 +141,11 @@ def check_pool_name(name: str) -> None:
     """Raises ValueError."""
     if not _POOL_NAME.fullmatch(name):
         raise ValueError(f"pool {name[:80]!r}: lower-case letters, digits and dashes, at most 31")
+
+
+def check_new_pool_name(name: str) -> None:
+    """As `check_pool_name`, for names that are not stored yet: earlier releases had pools called `default`."""
+    check_pool_name(name)
     if name == DEFAULT_POOL:
         raise ValueError(f"pool {name!r}: the workers of `prefill` and `decode` are called so")
 
@@ -491,7 +496,7 @@ class ClusterConfig(_Section):
         if len(pools) > MAX_POOLS:
             raise ValueError(f"{len(pools)} pools; {MAX_POOLS} is the limit")
         for name in pools:
-            check_pool_name(name)
+            check_new_pool_name(name)
         return pools
 
     @model_validator(mode="after")

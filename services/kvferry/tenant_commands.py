@@ -25,7 +25,7 @@ from rich.table import Table
 
 from kvferry import config as configuration
 from kvferry import plain_yaml
-from kvferry.config import MembershipConfig, check_pool_name
+from kvferry.config import MembershipConfig, check_new_pool_name
 from kvferry.errors import ConfigError, KvferryError, UnavailableError
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import LimitName, Limits, shown
@@ -514,7 +514,7 @@ async def _require_pool(admin: TenantAdmin, pool: str) -> None:
     if not pool:
         return
     try:
-        check_pool_name(pool)
+        check_new_pool_name(pool)
     except ValueError as error:
         raise ConfigError(f"--pool: {error}") from None
     try:

@@ -398,7 +398,7 @@ class Admission:
         )
 
     def _missing(self) -> str:
-        return "waiting for " + (", ".join(self._read_readiness().waiting_for) or "the renderer")
+        return "waiting for " + (", ".join(self._read_readiness().for_strangers().waiting_for) or "the renderer")
 
 
 def _check_logprobs(num_choices: int, max_tokens: int, num_top: int) -> None:

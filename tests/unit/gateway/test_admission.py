@@ -146,3 +146,10 @@ def test_where_there_are_no_tenants_one_client_may_have_all() -> None:
     with gateway.count_request("completions") as one:
         one.claim.take_choices(64)
     assert not gateway._held
+
+
+def test_a_starting_gateway_names_no_pool() -> None:
+    readiness = Readiness(False, ["renderer", "decode worker of pool finance"], members=())
+    starting = Admission(GatewayConfig(), GatewayMetrics(), lambda: readiness)
+    with pytest.raises(NotReady, match="waiting for renderer, decode worker$"):
+        starting.require_admission(can_render=False)

@@ -122,3 +122,8 @@ def test_parts_never_run_into_each_other(pairs: list[tuple[str, str]]) -> None:
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 32"):
         salts.salt(SECRET[:31], Namespace("a"))
+
+
+def test_a_pool_that_could_be_called_default_is_still_read() -> None:
+    record = TenantRecord(name="acme", pool="default")
+    assert records.decode("acme", records.encode(record)) == record
