@@ -21,11 +21,15 @@ class KnownTerms:
         self._tier = tier
         self._capacity = capacity
         self._terms: OrderedDict[str, TierTerms] = OrderedDict()  # least recently seen first
-        self._moved: Mapping[str, float] = {}  # floors that follow demand, as parts of the tier
+        self._moved: dict[str, float] = {}  # floors that follow demand, as parts of the tier
+        self._contracts: dict[str, TierContract] = {}  # as returned last
 
     def learn(self, tenant: str, terms: TierTerms) -> dict[str, TierContract] | None:
         """Return the contracts of all, or None where none has changed."""
-        is_same = self._terms.get(tenant) == terms
+        before = self._terms.get(tenant)
+        is_same = before == terms
+        if before is not None and before.floor != terms.floor:
+            self._moved.pop(tenant, None)  # it was a part of the floor before
         self._terms[tenant] = terms
         self._terms.move_to_end(tenant)
         if is_same:
@@ -36,17 +40,17 @@ class KnownTerms:
 
     def move(self, floors: Mapping[str, float]) -> dict[str, TierContract] | None:
         """As `learn`, for all floors that follow demand: they replace those in the terms of their tenants."""
-        if floors == self._moved:
-            return None
-        self._moved = dict(floors)
-        return self.contracts()
+        before, self._moved = self._contracts, dict(floors)
+        contracts = self.contracts()
+        return None if contracts == before else contracts
 
     def contracts(self) -> dict[str, TierContract]:
         tiers = {tenant: {self._tier: self._with_moved(tenant, terms)} for tenant, terms in self._terms.items()}
-        return contracts_in(self._tier, tiers, self._capacity)
+        self._contracts = contracts_in(self._tier, tiers, self._capacity)
+        return self._contracts
 
     def _with_moved(self, tenant: str, terms: TierTerms) -> TierTerms:
         # A floor that was taken away since is not brought back.
         if not terms.floor or (floor := self._moved.get(tenant)) is None:
             return terms
-        return msgspec.structs.replace(terms, floor=floor)
+        return msgspec.structs.replace(terms, floor=min(floor, terms.cap))

@@ -25,6 +25,7 @@ WITHDRAWAL_S: Final = 1.0  # at most, at the end of a worker
 FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each start
 # Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
 MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even parts
+MAX_ENDED: Final = 1024  # tenants that are known to have had a floor
 _TIERS: Final = (CPU_TIER, DEVICE_TIER)
 _HALF_LIFE_S: Final = 60.0  # of demand
 _LEAST: Final = 1.0  # token
@@ -76,7 +77,7 @@ class EngineFloors:
         # Others remove what is left behind by a worker that could not.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WITHDRAWAL_S):
-                await asyncio.gather(*(tier.withdraw() for tier in self._tiers))
+                await asyncio.gather(*(tier.withdraw() for tier in self._tiers), return_exceptions=True)
 
     async def step(self) -> None:
         """Read others' reports, move floors, apply them, and publish. Never raises for the registry."""
@@ -84,7 +85,8 @@ class EngineFloors:
         parts = {tier.name: floor_parts(tier.name, self._tenants) for tier in self._tiers}
         demand = self._demand.of(self._prompt_tokens(), {tenant for each in parts.values() for tenant in each})
         for tier in self._tiers:
-            floors[tier.name] = await tier.step(parts[tier.name], demand, self._now_s)
+            moved = await tier.step(parts[tier.name], demand, self._now_s)
+            floors[tier.name] = {**tier.ended(parts[tier.name]), **moved}
         # Before others hear of it: they may count on what is offered. An engine learns it with its next request, before
         # which nothing is taken from anybody there.
         self._apply(floors)
@@ -149,6 +151,7 @@ class _Tier:
         self._records: Mapping[str, Record] = {}  # of others and of this worker, as they were read last
         self._report: FloorReport | None = None  # to publish
         self._is_published = False
+        self._had_floor: dict[str, None] = {}  # tenants, first those that had one for longest
 
     def __repr__(self) -> str:
         return f"{self.name}: {self._exchange!r}"
@@ -176,6 +179,15 @@ class _Tier:
         self._report = report if self._worker_id in moving else None
         floors = self._exchange.floors(now_s())
         return {tenant: units / self._capacity for tenant, units in floors.items()}
+
+    def ended(self, parts: Parts) -> dict[str, float]:
+        # An engine knows the terms of a tenant's last request, and would bring such a floor back.
+        for tenant in parts:
+            self._had_floor.pop(tenant, None)
+        self._had_floor.update(dict.fromkeys(parts))
+        while len(self._had_floor) > MAX_ENDED and (first := next(iter(self._had_floor))) not in parts:
+            del self._had_floor[first]
+        return {tenant: 0.0 for tenant in self._had_floor if tenant not in parts}
 
     async def publish(self) -> None:
         if self._report is not None:

@@ -28,7 +28,7 @@ def test_floors_that_follow_demand_take_the_place_of_those_in_terms() -> None:
     known.learn("b", TierTerms())
     contracts = known.move({"a": 0.75, "b": 0.1, "unknown": 0.1})
     assert contracts is not None
-    assert (contracts["a"].floor, contracts["a"].cap) == (75, 75)
+    assert (contracts["a"].floor, contracts["a"].cap) == (50, 50), "no more than it may hold"
     assert contracts["b"].floor == 0, "a floor that its terms do not have"
     assert contracts.keys() == {"a", "b"}
     assert known.move({"a": 0.75, "b": 0.1, "unknown": 0.1}) is None
@@ -36,6 +36,20 @@ def test_floors_that_follow_demand_take_the_place_of_those_in_terms() -> None:
     contracts = known.move({})
     assert contracts is not None
     assert contracts["a"].floor == 25
+    assert known.move({"a": 0.2501}) is None, "the same in units"
+
+
+def test_floors_that_an_operator_lowers_or_takes_away_do_not_come_back() -> None:
+    known = KnownTerms(CPU_TIER, 100)
+    known.learn("a", TierTerms(floor=0.8, cap=0.8))
+    known.move({"a": 0.2})
+    contracts = known.move({"a": 0.0})  # its record has none any more; what its last request said is older
+    assert contracts is not None
+    assert contracts["a"].floor == 0
+    known.move({"a": 0.7})
+    contracts = known.learn("a", TierTerms(floor=0.1, cap=0.8))
+    assert contracts is not None
+    assert contracts["a"].floor == 10, "a part of the floor before"
 
 
 def test_floors_that_do_not_fit_together_are_scaled() -> None:

@@ -161,7 +161,7 @@ async def test_nothing_is_written_without_floors_and_nothing_stays() -> None:
     await cluster.admin.set_tier("acme", "device", {"floor": 0.0})
     await cluster.rounds(1)
     assert await cluster.num_reports() == 0
-    assert cluster.workers[0].floors["device"] == {}
+    assert cluster.workers[0].floors["device"] == {"acme": 0.0}
 
 
 async def test_only_so_many_workers_move_floors() -> None:
@@ -188,7 +188,7 @@ async def test_a_worker_follows_records_and_withdraws_its_report(monkeypatch: py
                 if not isinstance(change, Records) or change.by_name:
                     break
         await cluster.admin.delete("acme")
-        await until(lambda: worker.floors.get("device") == {})
+        await until(lambda: worker.floors.get("device") == {"acme": 0.0})
     finally:
         await worker.side.close()
     assert await cluster.num_reports() == 0
@@ -241,3 +241,17 @@ async def test_records_that_change_no_floor_move_none() -> None:
     await cluster.admin.set_tier("acme", "device", {"floor": 0.1})
     await cluster.rounds(1)
     assert worker.side._changed.is_set()
+
+
+async def test_tenants_whose_floors_ended_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_floors, "MAX_ENDED", 3)
+    cluster = Cluster(CAPACITY)
+    (worker,) = cluster.workers
+    for number in range(6):
+        await cluster.admin.create(f"t{number}")
+        await cluster.admin.set_tier(f"t{number}", "device", {"floor": 0.05})
+        await cluster.rounds(1)
+        if number < 5:
+            await cluster.admin.set_tier(f"t{number}", "device", {"floor": 0.0})
+    await cluster.rounds(1)
+    assert worker.floors["device"] == {"t3": 0.0, "t4": 0.0, "t5": 0.05}
