@@ -151,5 +151,5 @@ def test_where_there_are_no_tenants_one_client_may_have_all() -> None:
 def test_a_starting_gateway_names_no_pool() -> None:
     readiness = Readiness(False, ["renderer", "decode worker of pool finance"], members=())
     starting = Admission(GatewayConfig(), GatewayMetrics(), lambda: readiness)
-    with pytest.raises(NotReady, match="waiting for renderer, decode worker$"):
+    with pytest.raises(NotReady, match=r"waiting for renderer, decode worker$"):
         starting.require_admission(can_render=False)
