@@ -11,13 +11,13 @@ import msgspec
 from kvferry.membership.base import Record, RecordStore
 from kvferry.membership.floor_reports import FloorReports, reports_in
 from kvferry.store.volume import Volume
+from kvferry.tenancy.floor_demand import FloorDemand
 from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts, moving_parts
 from kvferry.tenancy.outcome import Cause
 from kvferry.tenancy.records import FLOORS
 
 PERIOD_S: Final = 10.0
-_HALF_LIFE_S: Final = 60.0  # of demand
-_LEAST: Final = 0.01
+_LEAST: Final = 0.01  # uses
 
 
 class ClusterFloors:
@@ -30,8 +30,7 @@ class ClusterFloors:
         self._parts: Parts = {}
         self._capacities: dict[str, int] = {}  # of the volumes that count, by id
         self._num_counted: dict[tuple[str, str], int] = {}  # by volume and tenant, since the volume was opened
-        self._demand: dict[str, float] = {}
-        self._counted_s = now_s()
+        self._demand = FloorDemand(now_s, _LEAST)
         self._is_new = True
 
     def __repr__(self) -> str:
@@ -53,9 +52,9 @@ class ClusterFloors:
             self._is_new = False
         for report in reports_in({other: record for other, record in records.items() if other != name}):
             self._exchange.see(report, self._now_s())
-        self._count(moving_parts(parts), volumes)
+        demand = self._demand.count(self._new_uses(moving_parts(parts), volumes))
         self._parts, self._capacities = parts, {volume.volume_id: volume.capacity_bytes for volume in volumes}
-        report = self._exchange.step(self._now_s(), parts, sum(self._capacities.values()), self._demand)
+        report = self._exchange.step(self._now_s(), parts, sum(self._capacities.values()), demand)
         # Before others hear of it: they may count on what is offered, and no more on what they gave back.
         await apply()
         await self._reports.publish(name, report, records)
@@ -69,20 +68,18 @@ class ClusterFloors:
         floors = self._exchange.floors(self._now_s())
         return {tenant: units * volume.capacity_bytes // capacity for tenant, units in floors.items()}
 
-    def _count(self, parts: Parts, volumes: Sequence[Volume]) -> None:
-        now_s = self._now_s()
-        left = 0.5 ** ((now_s - self._counted_s) / _HALF_LIFE_S)
-        self._counted_s = now_s
-        self._demand = {tenant: self._demand.get(tenant, 0.0) * left for tenant in parts}
+    def _new_uses(self, parts: Parts, volumes: Sequence[Volume]) -> Mapping[str, float]:
+        """Return uses and losses of tenants since the last call."""
+        new = dict.fromkeys(parts, 0.0)
         counted: dict[tuple[str, str], int] = {}
         for volume in volumes:
             for tenant, usage in volume.usages(parts).items():
                 key = volume.volume_id, tenant
                 lost = usage.evicted[Cause.BORROWED] + usage.evicted[Cause.OVER_CAP]
                 counted[key] = usage.num_uses + lost
-                self._demand[tenant] += max(0, counted[key] - self._num_counted.get(key, 0))
+                new[tenant] += max(0, counted[key] - self._num_counted.get(key, 0))
         self._num_counted = counted
-        self._demand = {tenant: uses for tenant, uses in self._demand.items() if uses >= _LEAST}
+        return new
 
 
 def _may_have_offers(record: Record) -> bool:

@@ -12,6 +12,7 @@ from typing import Final
 from kvferry.membership.base import Record, RecordChange, Records, RecordStore
 from kvferry.membership.floor_reports import FloorReports, reports_in
 from kvferry.tenancy import records as tenant_records
+from kvferry.tenancy.floor_demand import FloorDemand
 from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts
 from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_FLOORS, TierTerms, floor_parts
@@ -27,7 +28,6 @@ FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each 
 MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even parts
 MAX_ENDED: Final = 1024  # tenants that are known to have had a floor
 _TIERS: Final = (CPU_TIER, DEVICE_TIER)
-_HALF_LIFE_S: Final = 60.0  # of demand
 _LEAST: Final = 1.0  # token
 _READ_AT_ONCE: Final = 100  # records, 0.6 ms
 
@@ -53,7 +53,8 @@ class EngineFloors:
         self._apply = apply
         self._now_s = now_s
         self._tenants: dict[str, Mapping[str, TierTerms]] = {}  # terms by tier, of those with a floor in an engine
-        self._demand = _Demand(now_s)
+        self._demand = FloorDemand(now_s, _LEAST)
+        self._num_counted: Mapping[str, int] = {}  # prompt tokens by tenant, at the last step
         self._tiers = [
             _Tier(tier, capacity, worker_id, FloorReports(records, f"{ENGINE_FLOORS}/{role}-{tier}", now_s, FORGET_S))
             for tier, capacity in capacities.items()
@@ -83,7 +84,7 @@ class EngineFloors:
         """Read others' reports, move floors, apply them, and publish. Never raises for the registry."""
         floors: dict[str, Mapping[str, float]] = {}
         parts = {tier.name: floor_parts(tier.name, self._tenants) for tier in self._tiers}
-        demand = self._demand.of(self._prompt_tokens(), {tenant for each in parts.values() for tenant in each})
+        demand = self._demand.count(self._new_tokens({tenant for each in parts.values() for tenant in each}))
         for tier in self._tiers:
             moved = await tier.step(parts[tier.name], demand, self._now_s)
             floors[tier.name] = {**tier.ended(parts[tier.name]), **moved}
@@ -92,6 +93,15 @@ class EngineFloors:
         self._apply(floors)
         for tier in self._tiers:
             await tier.publish()
+
+    def _new_tokens(self, tenants: Collection[str]) -> dict[str, int]:
+        totals, before = self._prompt_tokens(), self._num_counted
+        self._num_counted = counted = {tenant: totals.get(tenant, 0) for tenant in tenants}
+        # A total that fell was forgotten, and begun again.
+        return {
+            tenant: total if total < before.get(tenant, 0) else total - before.get(tenant, 0)
+            for tenant, total in counted.items()
+        }
 
     async def _follow(self) -> None:
         while True:
@@ -204,28 +214,3 @@ class _Tier:
     @property
     def _num_units(self) -> int:
         return int(self._capacity * self._most)
-
-
-class _Demand:
-    # Prompt tokens of the last minute or so, by tenant.
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
-        self._counted_s = now_s()
-        self._num_counted: Mapping[str, int] = {}
-        self._demand: dict[str, float] = {}
-
-    def of(self, totals: Mapping[str, int], tenants: Collection[str]) -> Mapping[str, float]:
-        now_s = self._now_s()
-        left = 0.5 ** ((now_s - self._counted_s) / _HALF_LIFE_S)
-        self._counted_s = now_s
-        counted = {tenant: totals.get(tenant, 0) for tenant in tenants}
-        demand = {
-            # A total that fell was forgotten, and begun again.
-            tenant: self._demand.get(tenant, 0.0) * left
-            + (total if total < (before := self._num_counted.get(tenant, 0)) else total - before)
-            for tenant, total in counted.items()
-        }
-        self._num_counted = counted
-        self._demand = {tenant: tokens for tenant, tokens in demand.items() if tokens >= _LEAST}
-        return self._demand
