@@ -457,7 +457,7 @@ def measure(
     if seen["good"] and used:
         seen["cpu_us_per_token"] = used[0] * 1e6 / num_tokens
         seen["cpu_ms_per_request"] = used[0] * 1e3 / seen["good"]
-        # The kernel's part: sends that wake a process which sleeps cost several times others.
+        # The kernel's part, as it accounts it.
         seen["system_ms_per_request"] = (system_s(pids[0]) - system_before_s) * 1e3 / seen["good"]
         seen["cpu_share"] = used[0] / seen["elapsed_s"]
         seen["cpu_us_per_token_of_others"] = [each * 1e6 / num_tokens for each in used[1:]]

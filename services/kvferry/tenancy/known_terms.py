@@ -40,6 +40,8 @@ class KnownTerms:
 
     def move(self, floors: Mapping[str, float]) -> dict[str, TierContract] | None:
         """As `learn`, for all floors that follow demand: they replace those in the terms of their tenants."""
+        if floors == self._moved:
+            return None  # as at most times: they come every few seconds
         before, self._moved = self._contracts, dict(floors)
         contracts = self.contracts()
         return None if contracts == before else contracts
