@@ -173,10 +173,10 @@ class WorkerHost:
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
-        if self._floors is not None:
-            await self._floors.close()
         if self._registration is not None:
             await self._registration.revoke()
+        if self._floors is not None:
+            await self._floors.close()
         await self.server.stop()
         await self.residency.stop()
         await self._listener.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import heapq
 import math
 from collections import OrderedDict, deque
@@ -61,7 +62,7 @@ class TenantTimes:
 class OnEngine:
     """One request on the engine. Tell it every output until the first with tokens."""
 
-    __slots__ = ("_count_tokens", "_end_prompt", "_stream", "_times", "due_ms", "is_computing")
+    __slots__ = ("_end_prompt", "_stream", "_times", "count_tokens", "due_ms", "is_computing")
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class OnEngine:
         due_ms: float = 0.0,
         times: TenantTimes | None = None,
     ) -> None:
-        self._count_tokens: Callable[[int], None] | None = None
+        self.count_tokens: Callable[[int], None] | None = None  # called with the prompt's, at the request's end
         self.due_ms = due_ms  # for the engine: EngineRequest.due_ms
         self._times = times
         self.is_computing = end_prompt is not None or stream is not None
@@ -88,13 +89,12 @@ class OnEngine:
             end_prompt, self._end_prompt = self._end_prompt, None
             end_prompt(output)
 
-    def count_tokens_by(self, count: Callable[[int], None]) -> None:
-        self._count_tokens = count
-
     def finished(self, last: EngineOutput) -> None:
-        if last.sources is not None and self._count_tokens is not None:
-            self._count_tokens(last.sources.total)
-        if self._times is not None and last.sources is not None:
+        if last.sources is None:
+            return
+        if self.count_tokens is not None:
+            self.count_tokens(last.sources.total)
+        if self._times is not None:
             self._times.num_prompt_tokens += last.sources.total
             self._times.cached += last.cached or CachedTokens()
 
@@ -153,6 +153,7 @@ class Turns:
         """
         turn = request.turn or _NO_TURN
         self._note(turn.tenant)
+        count_tokens = functools.partial(self._count_tokens, turn.tenant)
         async with contextlib.AsyncExitStack() as stack:
             stream: _Stream | None = None
             if self._slots is not None:
@@ -163,13 +164,13 @@ class Turns:
                 times.slot_waited_s += _now_s() - begun_s
             if request.transfer_params is not None:
                 on_engine = OnEngine(stream=stream, times=self._prompts.times_of(turn.tenant))
-                on_engine.count_tokens_by(lambda num_tokens: self._count_tokens(turn.tenant, num_tokens))
+                on_engine.count_tokens = count_tokens
                 yield on_engine
                 return
             if stream is not None:
                 stream.may_end_s = -math.inf  # it has computed nothing yet
             on_engine = await self._prompts.begin(turn, request, stream)
-            on_engine.count_tokens_by(lambda num_tokens: self._count_tokens(turn.tenant, num_tokens))
+            on_engine.count_tokens = count_tokens
             try:
                 yield on_engine
             finally:
