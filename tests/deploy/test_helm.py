@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import resource
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import yaml
 
 from kvferry import __version__
-from support.chart import helm_check, newest_helm, one, write_values
+from support.chart import chart_rules, helm_check, newest_helm, one, write_values
 
 VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
 SCHEMA = json.loads((helm_check.CHART / "values.schema.json").read_text())
@@ -115,6 +117,86 @@ def test_a_spoilt_object_is_seen(
         helm_check.validate(spoil(one(trial, kind), path, value))
 
 
+GROUPS = ["spec", "rayClusterConfig", "workerGroupSpecs"]
+HEAD = ["spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "containers", 0]
+POD = [*GROUPS, 0, "template", "spec"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "fault"),
+    [
+        ("RayService", [*HEAD, "ports"], [{"name": "gcs-server"}], "has no port named serve"),
+        ("RayService", [*GROUPS, 0, "scaleStrategy"], None, "group prefill has no scaleStrategy"),
+        ("RayService", [*POD, "initContainers", 0, "resources"], None, "container model has no resources"),
+        ("RayService", [*POD, "containers", 0, "env", 0, "value"], "", "has an empty value"),
+        ("RayService", [*POD, "containers", 0, "resources", "requests", "cpu"], 2, "cpu is 2, which is written back"),
+        ("RayService", [*POD, "containers", 0, "resources", "requests", "cpu"], "0.5", "cpu is '0.5'"),
+        ("RayService", [*POD, "containers", 0, "resources", "limits", "memory"], "1024Mi", "memory is '1024Mi'"),
+        ("RayService", [*POD, "volumes"], [{"name": "v", "ephemeral": {"volumeClaimTemplate": {}}}], "no metadata"),
+        ("RayService", ["spec", "rayClusterConfig", "enableInTreeAutoscaling"], True, "autoscaler is on"),
+        ("RayService", [*GROUPS, 0, "minReplicas"], 0, "group prefill has several counts"),
+        ("RayService", [*POD, "terminationGracePeriodSeconds"], 120, "drains 150 s of 120 s of grace"),
+        ("RayService", [*POD, "containers", 0, "env"], [{"name": "A"}], "drains None s"),
+        (
+            "RayService",
+            [*POD, "containers", 0, "securityContext", "capabilities", "add"],
+            ["IPC_LOCK"],
+            "adds ['IPC_LOCK'], which has no effect",
+        ),
+        ("PodDisruptionBudget", ["spec", "minAvailable"], "50%", "needs an integer minAvailable"),
+        ("PodDisruptionBudget", ["spec", "maxUnavailable"], 1, "needs an integer minAvailable"),
+        ("StatefulSet", ["spec", "persistentVolumeClaimRetentionPolicy"], None, "does not say whether its claims"),
+        (
+            "StatefulSet",
+            ["spec", "persistentVolumeClaimRetentionPolicy", "whenDeleted"],
+            "Delete",
+            "Secret/trial-etcd-users and the claims of StatefulSet/trial-etcd do not go together",
+        ),
+        (
+            "StatefulSet",
+            ["spec", "template", "spec", "containers", 0, "image"],
+            "etcd-development/etcd:v3.5.21",
+            "is in no registry",
+        ),
+    ],
+)
+def test_a_fault_that_no_schema_states_is_seen(
+    trial: list[dict[str, Any]], kind: str, path: list[Any], value: Any, fault: str
+) -> None:
+    assert chart_rules.faults(trial) == []
+    spoilt = [spoil(each, path, value) if each["kind"] == kind else each for each in trial]
+    if value is None:
+        for each in spoilt:
+            if each["kind"] == kind:
+                here = each
+                for part in path[:-1]:
+                    here = here[part]
+                del here[path[-1]]
+    assert any(fault in each for each in chart_rules.faults(spoilt)), chart_rules.faults(spoilt)
+
+
+def test_an_operator_known_by_its_namespace_is_a_fault(trial: list[dict[str, Any]]) -> None:
+    policy = one(trial, "NetworkPolicy", "trial-operator")
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay-system"}}}]
+    spoilt = spoil(policy, ["spec", "ingress", 0, "from"], peers)
+    assert chart_rules.faults([spoilt]) == [
+        "NetworkPolicy/trial-operator: the operator is known by its namespace alone"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gib", "becomes"), [(0.5, "512Mi"), (1, "1Gi"), (1.5, "1536Mi"), (1400, "1400Gi"), (2048, "2Ti"), (0.0001, "1Mi")]
+)
+def test_quantities_are_as_kubernetes_writes_them(tmp_path: Path, gib: float, becomes: str) -> None:
+    values = merged(at("model.cache.sizeGiB", gib), at("roles.decode.cpusPerWorker", 0.5))
+    rendered = newest_helm().documents(values=write_values(tmp_path, values))
+    group = one(rendered, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]["template"]["spec"]
+    (cache,) = (each for each in group["volumes"] if each["name"] == "cache")
+    assert cache["emptyDir"]["sizeLimit"] == becomes
+    assert group["containers"][0]["resources"]["requests"]["cpu"] == "500m"
+    assert chart_rules.faults(rendered) == []
+
+
 def test_keys_and_certificates_are_never_in_golden_files() -> None:
     text = "".join(file.read_text() for file in helm_check.GOLDEN.glob("*.yaml"))
     assert "BEGIN" not in text
@@ -185,6 +267,31 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         at("monitoring", {"members": {"enabled": True}, "serviceMonitor": {"enabled": True}}),
         "gateways would be counted twice",
     ),
+    (at("roles.decode.env.UCX_TLS", "rc,cuda_copy"), 'roles.decode.env.UCX_TLS is "rc,cuda_copy" and has no tcp'),
+    (at("roles.decode.extraResources", {"a/b": "1000m"}), 'roles.decode.extraResources.a/b is "1000m": write it with'),
+    (
+        merged(at("gateway.mode", "serve"), at("gateway.podDisruptionBudget.maxUnavailable", "50%")),
+        'maxUnavailable is "50%": with gateway.mode serve say a number',
+    ),
+    (
+        merged(at("gateway.mode", "serve"), at("gateway.resources.limits.memory", "4096Mi")),
+        'gateway.resources.limits.memory is "4096Mi": write it with the largest unit',
+    ),
+    (at("model.download.resources.limits.memory", "1.5Gi"), "model.download.resources.limits.memory"),
+    (
+        at("ray", {"mode": "existing", "existing": {"dashboardAddress": "http://h"}}),
+        "nothing downloads a model to that",
+    ),
+    (
+        merged(
+            at("ray", {"mode": "existing", "existing": {"dashboardAddress": "http://h"}}),
+            at("config.model.path", "/models/m"),
+            at("model.volume.claimName", "m"),
+        ),
+        "ray.mode existing needs networkPolicy.rayFrom",
+    ),
+    (at("networkPolicy.rayFrom", [{"podSelector": {}}]), "networkPolicy.rayFrom is for ray.mode: existing"),
+    (at("image.registry", ""), "etcd.image.registry and image.registry are empty: etcd-development/etcd is in no"),
     (at("config.pools", {"finance": {}}), "pods for the default pool only, so theirs would never start"),
     (at("config.metrics.host", "auto"), "metrics"),
     # By the schema.
@@ -288,8 +395,14 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "model.hubToken.key": ("hub-key", "key: hub-key"),
             "model.cache.sizeGiB": (77, "sizeLimit: 77Gi"),
             "etcd.replicas": (3, "ferry-etcd-2=https://"),
-            "etcd.image.repository": ("my/etcd", "image: reg.example/my/etcd:v9"),
-            "etcd.image.tag": ("v9", "image: reg.example/my/etcd:v9"),
+            "etcd.image.registry": ("etcd.example", "image: etcd.example/my/etcd:v9"),
+            "etcd.image.repository": ("my/etcd", "image: etcd.example/my/etcd:v9"),
+            "etcd.image.tag": ("v9", "image: etcd.example/my/etcd:v9"),
+            "etcd.persistence.keep": (False, "whenDeleted: Delete"),
+            "model.download.env": ({"HTTPS_PROXY": "http://proxy:3128"}, "value: http://proxy:3128"),
+            "model.download.resources.requests.cpu": ("4011m", "cpu: 4011m"),
+            "model.download.resources.requests.memory": ("4012Mi", "memory: 4012Mi"),
+            "model.download.resources.limits.memory": ("4013Mi", "memory: 4013Mi"),
             "etcd.persistence.sizeGiB": (71, "storage: 71Gi"),
             "etcd.persistence.storageClassName": ("fast", "storageClassName: fast"),
             "etcd.resources.requests.cpu": ("3100m", "cpu: 3100m"),
@@ -306,7 +419,6 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "securityContext.fsGroup": (4003, "fsGroup: 4003"),
             "tests.timeoutSeconds": (4004, "activeDeadlineSeconds: 4004"),
             "ray.version": ("2.99.0", "rayVersion: 2.99.0"),
-            "ray.autoscaling.idleTimeoutSeconds": (4005, "idleTimeoutSeconds: 4005"),
             "ray.head.cpu": ("41", "cpu: '41'"),
             "ray.head.memoryGiB": (42, "memory: 42Gi"),
             "ray.head.nodeSelector": ({"head": "here"}, "head: here"),
@@ -362,9 +474,9 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
                 "cpusPerWorker": (number + 2.5, f"num_cpus: {number + 2.5}"),
                 "memoryGiB": (number * 100, f"memory: {number}00Gi"),
                 "engine": ({"max_num_seqs": 900 + number}, f"max_num_seqs: {900 + number}"),
-                "extraResources": ({f"rdma/{role}": number}, f"rdma/{role}: {number}"),
+                "extraResources": ({f"rdma/{role}": number}, f"rdma/{role}: '{number}'"),
                 "env": ({f"UCX_{role.upper()}": "rc"}, f"name: UCX_{role.upper()}"),
-                "ipcLock": (True, "- IPC_LOCK"),
+                "rdma": (True, "name: memlock"),
                 "nodeSelector": ({f"pool-{role}": "a"}, f"pool-{role}: a"),
                 "tolerations": ([{"key": f"{role}-taint"}], f"key: {role}-taint"),
                 "affinity": ({"nodeAffinity": {"x": f"{role}-affinity"}}, f"{role}-affinity"),
@@ -374,7 +486,7 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             }.items()
         }
         | {
-            "config.engine.device": ("gpu", "image: kvferry:0.1.0-gpu"),
+            "config.engine.device": ("gpu", "image: registry.example/kvferry:0.1.0-gpu"),
             "config.engine.tensor_parallel_size": (2, "tensor_parallel_size: 2"),
             "config.model.path": ("/m/x", 'model_folder: "/m/x"'),
             "model.volume.claimName": ("model-claim", "claimName: model-claim"),
@@ -410,7 +522,6 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "tests.enabled": (False, "!helm.sh/hook: test"),
             "gateway.podDisruptionBudget.enabled": (False, "!kind: PodDisruptionBudget"),
             "ray.tokenAuth": (False, "!authOptions"),
-            "ray.autoscaling.enabled": (False, "enableInTreeAutoscaling: false"),
         },
     ),
     "scaled": (
@@ -431,8 +542,17 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "tier.cpuOnly": (True, "volumes: []"),
         },
     ),
+    "fenced from a Ray that is there": (
+        merged(
+            at("ray", {"mode": "existing", "existing": {"dashboardAddress": "http://ray:8265"}}),
+            at("config.model.path", "/models/m"),
+            at("model.volume.claimName", "m"),
+            at("networkPolicy.rayFrom", [{"podSelector": {}}]),
+        ),
+        {"networkPolicy.rayFrom": ([{"ipBlock": {"cidr": "10.8.0.0/16"}}], "cidr: 10.8.0.0/16")},
+    ),
     "elsewhere": (
-        {},
+        merged(at("config.model.path", "/models/m"), at("model.volume.claimName", "m")),
         {
             "ray.mode": ("existing", "name: trial-deploy"),
             "ray.existing.dashboardAddress": ("http://ray:8265", "- http://ray:8265"),
@@ -459,7 +579,7 @@ def test_values_reach_their_place(tmp_path: Path, group: str) -> None:
         text: str = helm_check.golden_text(rendered)
         return text
 
-    before = render({})
+    before = render(base if "Ray that is there" in group else {})
     after = render(merged(base, *(at(path, value) for path, (value, _) in changes.items())))
     missing = []
     for path, (_, becomes) in changes.items():
@@ -504,6 +624,84 @@ def test_shared_memory_holds_the_cpu_tiers_of_all_workers_of_a_pod(tmp_path: Pat
         (shm,) = (each for each in group["template"]["spec"]["volumes"] if each["name"] == "shm")
         sizes[group["groupName"]] = shm["emptyDir"]["sizeLimit"]
     assert sizes == {"prefill": "12Gi", "decode": "33Gi"}
+
+
+def init_containers(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in pod["spec"].get("initContainers", [])}
+
+
+def run_container(
+    container: dict[str, Any], *, path: Path | None = None, memlock: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a container's command here."""
+
+    def limit() -> None:
+        if memlock is not None:
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
+
+    command = [*container["command"], *container.get("args", [])]
+    environ = {"PATH": f"{path}:/usr/bin:/bin"}
+    return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=30)
+
+
+def test_a_node_that_limits_locked_memory_is_refused_for_rdma(tmp_path: Path) -> None:
+    rendered = newest_helm().documents(values=write_values(tmp_path, at("roles.decode.rdma", True)))
+    groups = one(rendered, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    found = {group["groupName"]: init_containers(group["template"]).get("memlock") for group in groups}
+    assert found["prefill"] is None
+    assert found["decode"] is not None
+    limited = run_container(found["decode"], memlock=65536)
+    assert limited.returncode == 1
+    assert "lets a container lock 64 KiB of memory" in limited.stderr
+    assert "LimitMEMLOCK=infinity" in limited.stderr
+    # A process may be forbidden to lift its own limit.
+    (script,) = found["decode"]["args"]
+    unlimited = {**found["decode"], "args": ["ulimit() { echo unlimited; }\n" + script]}
+    assert run_container(unlimited).returncode == 0
+
+
+@pytest.mark.parametrize("mode", ["deployment", "serve"])
+def test_gateways_download_no_weights_where_a_revision_names_them(tmp_path: Path, mode: str) -> None:
+    def commands(values: dict[str, Any]) -> dict[str, list[str]]:
+        values = merged(values, at("gateway.mode", mode))
+        rendered = newest_helm().documents(values=write_values(tmp_path, values))
+        groups = one(rendered, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+        pods = {group["groupName"]: group["template"] for group in groups}
+        if mode == "deployment":
+            pods["gateway"] = one(rendered, "Deployment")["spec"]["template"]
+        return {name: init_containers(pod)["model"]["command"] for name, pod in pods.items()}
+
+    unnamed = commands({})
+    assert unnamed["gateway"] == unnamed["decode"]
+    named = commands(at("config.model.revision", "f" * 40))
+    assert named["decode"][-2:] == ["--revision", "f" * 40]
+    assert named["gateway"][: len(named["decode"])] == named["decode"]
+    assert named["gateway"][len(named["decode"]) :][:2] == ["--exclude", "*.safetensors"]
+
+
+def test_an_uninstall_does_not_wait_for_a_ray_that_is_gone(tmp_path: Path) -> None:
+    values = merged(*EVERYTHING["elsewhere"][:1], at("ray.mode", "existing"), at("etcd.enabled", False))
+    values = merged(values, at("ray.existing.dashboardAddress", "http://gone:8265"), at("etcd.endpoints", ["a:1"]))
+    rendered = newest_helm().documents(values=write_values(tmp_path, values))
+    ray = tmp_path / "ray"
+    ray.write_text('#!/bin/sh\necho "$@"\necho gone >&2\nexit 1\n')
+    ray.chmod(0o755)
+    for name, status in (("trial-delete", 0), ("trial-deploy", 1)):
+        (container,) = one(rendered, "Job", name)["spec"]["template"]["spec"]["containers"]
+        ended = run_container(container, path=tmp_path)
+        assert ended.returncode == status, name
+        assert ended.stdout.startswith(
+            "job submit --address http://gone:8265 --working-dir /etc/kvferry/config -- python"
+        )
+        assert "gone" in ended.stderr
+
+
+def test_helm_test_reaches_gateways_that_few_may_call(tmp_path: Path) -> None:
+    values = at("networkPolicy.gatewayFrom", [{"podSelector": {"matchLabels": {"app": "caller"}}}])
+    rendered = newest_helm().documents(values=write_values(tmp_path, values))
+    (rule,) = one(rendered, "NetworkPolicy", "trial-gateway")["spec"]["ingress"]
+    labels = one(rendered, "Pod", "trial-test")["metadata"]["labels"]
+    assert any(peer["podSelector"]["matchLabels"].items() <= labels.items() for peer in rule["from"])
 
 
 def test_every_container_is_confined(tmp_path: Path) -> None:

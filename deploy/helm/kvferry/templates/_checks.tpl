@@ -29,6 +29,13 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- fail (printf "tier.shmGiB is %v and the CPU tiers of a %s pod take %v GiB (workersPerPod %v x tier.cpuGiB %v): give it at least that, or leave it empty" $shm $name $cpu $role.workersPerPod $v.tier.cpuGiB) -}}
 {{- end -}}
 {{- end -}}
+{{- $tls := $role.env.UCX_TLS | default "all" | toString | replace " " "" -}}
+{{- if not (or (hasPrefix "^" $tls) (has "tcp" (splitList "," $tls)) (has "all" (splitList "," $tls))) -}}
+{{- fail (printf "roles.%s.env.UCX_TLS is %q and has no tcp: UCX agrees on a connection over it, whatever carries the pages. Add tcp" $name $tls) -}}
+{{- end -}}
+{{- range $resource, $value := $role.extraResources -}}
+{{- include "kvferry.checkQuantity" (dict "value" $value "path" (printf "roles.%s.extraResources.%s" $name $resource)) -}}
+{{- end -}}
 {{- if le (float64 $role.memoryGiB) $shm -}}
 {{- fail (printf "roles.%s.memoryGiB is %v and /dev/shm of the pod, which counts as its memory, is %v GiB: give it more" $name $role.memoryGiB $shm) -}}
 {{- end -}}
@@ -83,6 +90,21 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and $v.gateway.tls.requireClientCertificates (not $v.gateway.tls.secretName) -}}
 {{- fail "gateway.tls.requireClientCertificates needs gateway.tls.secretName, with tls.crt, tls.key and ca.crt" -}}
 {{- end -}}
+{{- if eq $v.gateway.mode "serve" -}}
+{{- if ne (toString $v.gateway.podDisruptionBudget.maxUnavailable) (int $v.gateway.podDisruptionBudget.maxUnavailable | toString) -}}
+{{- fail (printf "gateway.podDisruptionBudget.maxUnavailable is %q: with gateway.mode serve say a number, as Kubernetes counts no percentage of Ray's pods and then evicts none" (toString $v.gateway.podDisruptionBudget.maxUnavailable)) -}}
+{{- end -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- range $resource, $value := (index $v.gateway.resources $kind | default dict) -}}
+{{- include "kvferry.checkQuantity" (dict "value" $value "path" (printf "gateway.resources.%s.%s" $kind $resource)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- range $resource, $value := (index $v.model.download.resources $kind | default dict) -}}
+{{- include "kvferry.checkQuantity" (dict "value" $value "path" (printf "model.download.resources.%s.%s" $kind $resource)) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.gateway.autoscaling.enabled (ne $v.gateway.mode "deployment") -}}
 {{- fail "gateway.autoscaling.enabled needs gateway.mode: deployment: Kubernetes cannot scale Serve replicas" -}}
 {{- end -}}
@@ -102,6 +124,15 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and (eq $v.ray.mode "existing") (not $v.ray.existing.dashboardAddress) -}}
 {{- fail "ray.mode existing needs ray.existing.dashboardAddress, such as http://ray-head-svc:8265" -}}
 {{- end -}}
+{{- if and (eq $v.ray.mode "existing") (include "kvferry.isHubId" .) -}}
+{{- fail (printf "config.model.path is the hub id %q and ray.mode is existing: nothing downloads a model to that Ray's nodes. Name the folder that all of them have" $v.config.model.path) -}}
+{{- end -}}
+{{- if and (eq $v.ray.mode "existing") $v.etcd.enabled $v.networkPolicy.enabled (not $v.networkPolicy.rayFrom) -}}
+{{- fail "ray.mode existing needs networkPolicy.rayFrom: this chart's etcd is fenced, and workers on that Ray's nodes must reach it" -}}
+{{- end -}}
+{{- if and $v.networkPolicy.rayFrom (ne $v.ray.mode "existing") -}}
+{{- fail "networkPolicy.rayFrom is for ray.mode: existing; pods of this release reach its etcd without it" -}}
+{{- end -}}
 {{- if and $v.ray.gang.queue (not $v.ray.gang.scheduler) -}}
 {{- fail "ray.gang.queue needs ray.gang.scheduler" -}}
 {{- end -}}
@@ -114,6 +145,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- if and (not $v.etcd.enabled) (not $v.etcd.endpoints) -}}
 {{- fail "etcd.enabled is false and etcd.endpoints is empty: members must find each other somewhere" -}}
+{{- end -}}
+{{- if and $v.etcd.enabled (not $v.etcd.image.registry) (not $v.image.registry) -}}
+{{- fail (printf "etcd.image.registry and image.registry are empty: %s is in no registry that container runtimes ask by themselves. Name one that has it: the etcd project's own, or yours" $v.etcd.image.repository) -}}
 {{- end -}}
 {{- if and $v.etcd.enabled (or $v.etcd.external.tlsSecret $v.etcd.external.user $v.etcd.external.passwordSecret) -}}
 {{- fail "etcd.external is for etcd.enabled: false; the chart's own etcd has certificates and a user of its own" -}}

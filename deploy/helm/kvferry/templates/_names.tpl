@@ -20,6 +20,10 @@ kvferry.io/release: {{ include "kvferry.fullname" . }}
 {{- with .Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ .Values.image.repository }}:{{ $tag }}
 {{- end -}}
 
+{{- define "kvferry.etcdImage" -}}
+{{- with .Values.etcd.image.registry | default .Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ .Values.etcd.image.repository }}:{{ .Values.etcd.image.tag }}
+{{- end -}}
+
 {{- define "kvferry.pullSecrets" -}}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:

@@ -27,7 +27,7 @@ capabilities:
   emptyDir: {}
 - name: cache
   emptyDir:
-    sizeLimit: {{ .Values.model.cache.sizeGiB }}Gi
+    sizeLimit: {{ include "kvferry.gib" .Values.model.cache.sizeGiB }}
 {{- end -}}
 
 {{- define "kvferry.scratchEnv" -}}
@@ -44,10 +44,47 @@ capabilities:
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
 {{- end -}}
 
+{{/* An empty value is left out, as the operator would write it back. */}}
 {{- define "kvferry.env" -}}
 {{- range $name, $value := . }}
-- {name: {{ $name }}, value: {{ $value | toString | quote }}}
+- {name: {{ $name }}{{ if ne (toString $value) "" }}, value: {{ $value | toString | quote }}{{ end }}}
 {{- end }}
+{{- end -}}
+
+{{/*
+Quantities as Kubernetes writes them back: strings with the largest unit that divides them.
+Gibibytes, a number: 0.5 is 512Mi, 2048 is 2Ti. Below one mebibyte is rounded up.
+*/}}
+{{- define "kvferry.gib" -}}
+{{- $mib := ceil (mulf . 1024) | int64 -}}
+{{- if eq (mod $mib 1048576) 0 -}}
+{{ div $mib 1048576 }}Ti
+{{- else if eq (mod $mib 1024) 0 -}}
+{{ div $mib 1024 }}Gi
+{{- else -}}
+{{ $mib }}Mi
+{{- end -}}
+{{- end -}}
+
+{{/* CPUs, a number: 0.5 is 500m. Quoted. */}}
+{{- define "kvferry.cpus" -}}
+{{- $milli := ceil (mulf . 1000) | int64 -}}
+{{- if eq (mod $milli 1000) 0 -}}
+{{ div $milli 1000 | toString | quote }}
+{{- else -}}
+{{ printf "%dm" $milli | quote }}
+{{- end -}}
+{{- end -}}
+
+{{/* Fails unless a quantity of the values is as Kubernetes writes it back: {value, path}. */}}
+{{- define "kvferry.checkQuantity" -}}
+{{- $text := toString .value -}}
+{{- $number := regexFind "^[0-9]+" $text | default "1" | int64 -}}
+{{- $unit := regexReplaceAll "^[0-9]+" $text "" -}}
+{{- $base := ternary 1024 1000 (hasSuffix "i" $unit) -}}
+{{- if or (not (regexMatch "^(0|[1-9][0-9]*(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?)$" $text)) (and (gt $number 0) (ne $unit "") (eq (mod $number $base) 0)) -}}
+{{- fail (printf "%s is %q: write it with the largest unit that divides it, as in 500m, 2, 1536Mi or 2Gi. Kubernetes stores it so, and Helm 4 takes another spelling for a conflict" .path $text) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Secrets of members: gateways and workers alike. */}}
@@ -130,27 +167,66 @@ httpGet: {path: {{ .path }}, port: http, scheme: {{ ternary "HTTPS" "HTTP" (not 
 {{- end -}}
 {{- end -}}
 
-{{/* Downloads a model of the hub, or finds it there. */}}
+{{/*
+Downloads a model of the hub, or finds it there: {root, weights}. Without weights, a gateway's, they are left out where
+model.revision says which they are; else a gateway reads them, to compare them with the workers'.
+*/}}
 {{- define "kvferry.modelInit" -}}
+{{- $weights := .weights -}}
+{{- with .root -}}
 {{- if include "kvferry.isHubId" . }}
+{{- $revision := dig "model" "revision" "" .Values.config -}}
+{{- $command := list "hf" "download" .Values.config.model.path "--local-dir" (include "kvferry.modelFolder" .) -}}
+{{- if $revision -}}
+{{- $command = concat $command (list "--revision" $revision) -}}
+{{- if not $weights -}}
+{{- range list "*.safetensors" "*.bin" "*.pt" "*.pth" "*.gguf" "*.h5" "*.msgpack" "*.onnx" -}}
+{{- $command = concat $command (list "--exclude" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 - name: model
   image: {{ include "kvferry.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [hf, download, {{ .Values.config.model.path | quote }}, --local-dir, {{ include "kvferry.modelFolder" . }}]
+  command: {{ toJson $command }}
   env:
     - {name: HOME, value: /var/cache/kvferry/home}
     - {name: HF_HOME, value: /var/cache/kvferry/hub}
+    {{- include "kvferry.env" .Values.model.download.env | nindent 4 }}
     {{- with .Values.model.hubToken }}
     {{- if .secretName }}
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
     {{- end }}
     {{- end }}
+  resources:
+    {{- toYaml .Values.model.download.resources | nindent 4 }}
   securityContext:
     {{- include "kvferry.containerSecurity" . | nindent 4 }}
   volumeMounts:
     {{- include "kvferry.scratchMounts" . | nindent 4 }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Refuses a node whose container runtime limits locked memory. */}}
+{{- define "kvferry.memlockInit" -}}
+- name: memlock
+  image: {{ include "kvferry.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [sh, -c]
+  args:
+    - |
+      limit=$(ulimit -l)
+      [ "$limit" = unlimited ] && exit 0
+      echo "This node lets a container lock $limit KiB of memory, and RDMA registers all of an engine's pages. Set" >&2
+      echo "LimitMEMLOCK=infinity for its container runtime (containerd.service), restart it, and delete this pod." >&2
+      exit 1
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  securityContext:
+    {{- include "kvferry.containerSecurity" . | nindent 4 }}
 {{- end -}}
 
 {{/* Environment of everything of Ray. */}}

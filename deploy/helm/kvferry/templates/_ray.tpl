@@ -20,11 +20,36 @@ ray.io/gang-scheduling-enabled: "true"
 {{- end }}
 {{- end -}}
 
-{{/* Replicas of a worker group: {numPods, root}. With the autoscaler they follow what Serve asks for. */}}
+{{/* How long Ray waits for replicas on a node that goes: their own limit, and time to say so. In seconds. */}}
+{{- define "kvferry.workerDrainSeconds" -}}
+{{ add (ceil (dig "worker" "drain_timeout_s" 120 .Values.config) | int) 30 }}
+{{- end -}}
+
+{{- define "kvferry.gatewayDrainSeconds" -}}
+{{ add (ceil (dig "gateway" "drain_timeout_s" 30 .Values.config) | int) (int .Values.gateway.lingerSeconds) 10 }}
+{{- end -}}
+
+{{/*
+Replicas of a worker group: {numPods}. All three are the count, so that a gang is the whole cluster. scaleStrategy is
+written out because the operator writes it back: workerGroupSpecs is an atomic list, and what differs from the
+rendering makes the operator its owner, with which Helm 4 conflicts.
+*/}}
 {{- define "kvferry.groupCounts" -}}
 replicas: {{ .numPods }}
-minReplicas: {{ ternary 0 .numPods .root.Values.ray.autoscaling.enabled }}
+minReplicas: {{ .numPods }}
 maxReplicas: {{ .numPods }}
+scaleStrategy: {}
+{{- end -}}
+
+{{/* What a worker pod requests and is limited to alike: {role, gpus}. */}}
+{{- define "kvferry.workerLimits" -}}
+memory: {{ include "kvferry.gib" .role.memoryGiB }}
+{{- if .gpus }}
+nvidia.com/gpu: {{ .gpus | toString | quote }}
+{{- end }}
+{{- range $name, $value := .role.extraResources }}
+{{ $name }}: {{ $value | toString | quote }}
+{{- end }}
 {{- end -}}
 
 {{/* One worker group: {root, role}. */}}
@@ -36,7 +61,7 @@ maxReplicas: {{ .numPods }}
 {{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
 {{- $numPods := include "kvferry.numPods" . | int -}}
 - groupName: {{ $name }}
-  {{- include "kvferry.groupCounts" (dict "root" $root "numPods" $numPods) | nindent 2 }}
+  {{- include "kvferry.groupCounts" (dict "numPods" $numPods) | nindent 2 }}
   # A worker takes one, so Serve puts this role's workers here and nowhere else.
   resources: {kvferry_{{ $name }}: "{{ int $role.workersPerPod }}", CPU: "{{ $cpus }}"{{ if $gpus }}, GPU: "{{ $gpus }}"{{ end }}}
   rayStartParams:
@@ -53,7 +78,7 @@ maxReplicas: {{ .numPods }}
       {{- end }}
     spec:
       # A worker that goes finishes its requests first.
-      terminationGracePeriodSeconds: {{ add (int (dig "worker" "drain_timeout_s" 120 $root.Values.config)) 60 }}
+      terminationGracePeriodSeconds: {{ add (include "kvferry.workerDrainSeconds" $root | int) 30 }}
       {{- include "kvferry.pullSecrets" $root | nindent 6 }}
       {{- with $role.runtimeClassName }}
       runtimeClassName: {{ . }}
@@ -63,9 +88,12 @@ maxReplicas: {{ .numPods }}
       {{- end }}
       securityContext:
         {{- include "kvferry.podSecurity" $root | nindent 8 }}
-      {{- with include "kvferry.modelInit" $root }}
+      {{- if or $role.rdma (include "kvferry.isHubId" $root) }}
       initContainers:
-        {{- . | nindent 8 }}
+        {{- if $role.rdma }}
+        {{- include "kvferry.memlockInit" $root | nindent 8 }}
+        {{- end }}
+        {{- include "kvferry.modelInit" (dict "root" $root "weights" true) | nindent 8 }}
       {{- end }}
       containers:
         - name: ray-worker
@@ -74,6 +102,8 @@ maxReplicas: {{ .numPods }}
           env:
             {{- include "kvferry.scratchEnv" $root | nindent 12 }}
             {{- include "kvferry.rayEnv" $root | nindent 12 }}
+            # How long Ray lets a node that is told to go drain; it is killed at the end of the grace period.
+            - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.workerDrainSeconds" $root | quote }}}
             {{- include "kvferry.env" $role.env | nindent 12 }}
           startupProbe:
             {{- include "kvferry.rayletProbe" . | nindent 12 }}
@@ -90,30 +120,15 @@ maxReplicas: {{ .numPods }}
             failureThreshold: 12
           resources:
             requests:
-              cpu: "{{ $cpus }}"
-              memory: {{ $role.memoryGiB }}Gi
-              {{- if $gpus }}
-              nvidia.com/gpu: {{ $gpus }}
-              {{- end }}
-              {{- with $role.extraResources }}
-              {{- toYaml . | nindent 14 }}
-              {{- end }}
+              cpu: {{ include "kvferry.cpus" $cpus }}
+              {{- include "kvferry.workerLimits" (dict "role" $role "gpus" $gpus) | nindent 14 }}
             limits:
-              memory: {{ $role.memoryGiB }}Gi
-              {{- if $gpus }}
-              nvidia.com/gpu: {{ $gpus }}
-              {{- end }}
-              {{- with $role.extraResources }}
-              {{- toYaml . | nindent 14 }}
-              {{- end }}
+              {{- include "kvferry.workerLimits" (dict "role" $role "gpus" $gpus) | nindent 14 }}
           securityContext:
             allowPrivilegeEscalation: false
             readOnlyRootFilesystem: true
             capabilities:
               drop: [ALL]
-              {{- if $role.ipcLock }}
-              add: [IPC_LOCK]
-              {{- end }}
           volumeMounts:
             {{- include "kvferry.scratchMounts" $root | nindent 12 }}
             {{- include "kvferry.memberMounts" $root | nindent 12 }}
@@ -128,7 +143,7 @@ maxReplicas: {{ .numPods }}
         {{- include "kvferry.scratchVolumes" $root | nindent 8 }}
         {{- include "kvferry.memberVolumes" $root | nindent 8 }}
         - name: shm
-          emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.shmGiB" . }}Gi}
+          emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.gib" (include "kvferry.shmGiB" . | float64) }}}
         {{- range $root.Values.tier.volumes }}
         - name: volume-{{ .name }}
           {{- if .hostPath }}
@@ -139,10 +154,11 @@ maxReplicas: {{ .numPods }}
           {{- else }}
           ephemeral:
             volumeClaimTemplate:
+              metadata: {}
               spec:
                 accessModes: [ReadWriteOnce]
                 storageClassName: {{ .storageClassName }}
-                resources: {requests: {storage: {{ ceil (mulf .capacityGiB 1.05) }}Gi}}
+                resources: {requests: {storage: {{ include "kvferry.gib" (ceil (mulf .capacityGiB 1.05)) }}}}
           {{- end }}
         {{- end }}
         {{- with $root.Values.tier.encryptionKeysSecret }}
@@ -176,7 +192,7 @@ maxReplicas: {{ .numPods }}
 {{/* Gateways as Serve replicas: a group of their own, one replica a pod, which the Service finds by its label. */}}
 {{- define "kvferry.gatewayGroup" -}}
 - groupName: gateway
-  {{- include "kvferry.groupCounts" (dict "root" . "numPods" (int .Values.gateway.replicas)) | nindent 2 }}
+  {{- include "kvferry.groupCounts" (dict "numPods" (int .Values.gateway.replicas)) | nindent 2 }}
   resources: {kvferry_gateway: "1", CPU: "1"}
   rayStartParams:
     object-store-memory: "134217728"
@@ -191,11 +207,11 @@ maxReplicas: {{ .numPods }}
         {{- toYaml . | nindent 8 }}
       {{- end }}
     spec:
-      terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (int (dig "gateway" "drain_timeout_s" 30 .Values.config)) 30 }}
+      terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (include "kvferry.gatewayDrainSeconds" . | int) 20 }}
       {{- include "kvferry.pullSecrets" . | nindent 6 }}
       securityContext:
         {{- include "kvferry.podSecurity" . | nindent 8 }}
-      {{- with include "kvferry.modelInit" . }}
+      {{- with include "kvferry.modelInit" (dict "root" . "weights" false) }}
       initContainers:
         {{- . | nindent 8 }}
       {{- end }}
@@ -206,7 +222,8 @@ maxReplicas: {{ .numPods }}
           env:
             {{- include "kvferry.scratchEnv" . | nindent 12 }}
             {{- include "kvferry.rayEnv" . | nindent 12 }}
-            - {name: CUDA_VISIBLE_DEVICES, value: ""}
+            - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.gatewayDrainSeconds" . | quote }}}
+            - {name: CUDA_VISIBLE_DEVICES}
             {{- include "kvferry.env" .Values.gateway.env | nindent 12 }}
           ports:
             {{- include "kvferry.gatewayPorts" . | nindent 12 }}
@@ -253,7 +270,7 @@ maxReplicas: {{ .numPods }}
       {{- end }}
 {{- end -}}
 
-{{/* Submits a command to an existing Ray and waits for its end: {root, command}. */}}
+{{/* Submits a command to an existing Ray and waits for its end: {root, command, optional: a failure is said and passes}. */}}
 {{- define "kvferry.submitJob" -}}
 {{- $root := .root -}}
 backoffLimit: 2
@@ -273,8 +290,12 @@ template:
       - name: submit
         image: {{ include "kvferry.image" $root }}
         imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-        command: [ray, job, submit, --address, {{ $root.Values.ray.existing.dashboardAddress | quote }}, --working-dir, /etc/kvferry/config, "--"]
-        args: {{ toJson .command }}
+        {{- if .optional }}
+        command: [sh, -c, '"$@" || echo "not deleted from Ray: see above"', submit]
+        {{- else }}
+        command: [env]
+        {{- end }}
+        args: {{ concat (list "ray" "job" "submit" "--address" $root.Values.ray.existing.dashboardAddress "--working-dir" "/etc/kvferry/config" "--") .command | toJson }}
         env:
           - {name: HOME, value: /tmp}
           {{- with $root.Values.ray.existing.tokenSecret }}

@@ -1,0 +1,87 @@
+"""What the chart does where a release is already there: it looks objects up in the cluster."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.chart import helm_check, newest_helm, one, write_values
+from support.fake_api_server import api_server
+
+MAJORS = [3, 4]
+
+
+def rendered_over(
+    there: Sequence[dict[str, Any]], values: dict[str, Any], folder: Path, major: int
+) -> list[dict[str, Any]]:
+    """The chart's objects where a namespace has these objects. Raises CheckFailed."""
+    newest_helm()
+    found = [helm for helm in helm_check.helms() if helm.major == major]
+    if not found:
+        pytest.skip(f"no Helm {major} here")
+    namespaced = copy.deepcopy(list(there))
+    for each in namespaced:
+        each["metadata"]["namespace"] = helm_check.NAMESPACE
+        # As an install leaves them; without these Helm does not take an object for the release's.
+        each["metadata"].setdefault("annotations", {}).update(
+            {
+                "meta.helm.sh/release-name": helm_check.RELEASE,
+                "meta.helm.sh/release-namespace": helm_check.NAMESPACE,
+            }
+        )
+    with api_server(namespaced, folder) as kubeconfig:
+        documents: list[dict[str, Any]] = found[0].documents(
+            "--dry-run=server",
+            "--disable-openapi-validation",
+            f"--kubeconfig={kubeconfig}",
+            values=write_values(folder, values),
+        )
+    return documents
+
+
+def installed(values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    documents: list[dict[str, Any]] = newest_helm().documents(values=write_values(folder, values))
+    return documents
+
+
+def secrets(rendered: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {each["metadata"]["name"]: each["data"] for each in rendered if each["kind"] == "Secret"}
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_members_of_etcd_do_not_change_in_number(tmp_path: Path, major: int) -> None:
+    there = installed({}, tmp_path)
+    with pytest.raises(helm_check.CheckFailed, match=r"etcd\.replicas is 3 and this release's etcd has 1"):
+        rendered_over(there, {"etcd": {"replicas": 3}}, tmp_path, major)
+    assert rendered_over(there, {"etcd": {"replicas": 1}}, tmp_path, major)
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_the_size_of_etcd_s_claims_does_not_change(tmp_path: Path, major: int) -> None:
+    there = installed({"etcd": {"persistence": {"sizeGiB": 0.5}}}, tmp_path)
+    with pytest.raises(helm_check.CheckFailed, match=r"sizeGiB is 4 and this release's claims are of 512Mi"):
+        rendered_over(there, {"etcd": {"persistence": {"sizeGiB": 4}}}, tmp_path, major)
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_secrets_that_are_there_are_used_again(tmp_path: Path, major: int) -> None:
+    there = installed({}, tmp_path)
+    assert secrets(rendered_over(there, {}, tmp_path, major)) == secrets(there)
+    # After `helm uninstall` etcd's are left, with its claims: the next install opens these with them.
+    kept = [each for each in there if each["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"]
+    assert {each["metadata"]["name"] for each in kept} == {"trial-etcd-tls", "trial-etcd-users"}
+    again = secrets(rendered_over(kept, {}, tmp_path, major))
+    assert all(again[name] == data for name, data in secrets(kept).items())
+    assert again["trial-first-key"] != secrets(there)["trial-first-key"]
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_switching_autoscaling_on_keeps_the_gateways_there_are(tmp_path: Path, major: int) -> None:
+    there = installed({"gateway": {"replicas": 5}}, tmp_path)
+    scaled = {"gateway": {"autoscaling": {"enabled": True}}}
+    assert one(rendered_over(there, scaled, tmp_path, major), "Deployment", "trial-gateway")["spec"]["replicas"] == 5
+    assert one(installed(scaled, tmp_path), "Deployment", "trial-gateway")["spec"]["replicas"] == 2
