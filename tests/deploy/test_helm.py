@@ -89,7 +89,7 @@ def spoil(document: dict[str, Any], path: list[Any], value: Any) -> dict[str, An
 @pytest.mark.parametrize(
     ("kind", "path", "value", "message"),
     [
-        ("ServiceAccount", ["kind"], "ServiceAcount", "no schema knows v1 ServiceAcount"),
+        ("StatefulSet", ["kind"], "StatefullSet", "no schema knows apps/v1 StatefullSet"),
         ("PodDisruptionBudget", ["apiVersion"], "policy/v3", "no schema knows policy/v3"),
         ("StatefulSet", ["spec", "replcas"], 3, "replcas"),
         ("StatefulSet", ["spec", "replicas"], "three", "three"),
@@ -418,6 +418,12 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "securityContext.runAsGroup": (4002, "runAsGroup: 4002"),
             "securityContext.fsGroup": (4003, "fsGroup: 4003"),
             "tests.timeoutSeconds": (4004, "activeDeadlineSeconds: 4004"),
+            "rollout.restartedAt": ("2026-11-24", "kvferry.io/restarted-at: '2026-11-24'"),
+            "rollout.resources.requests.cpu": ("4014m", "cpu: 4014m"),
+            "rollout.resources.requests.memory": ("4015Mi", "memory: 4015Mi"),
+            "rollout.resources.limits.memory": ("4016Mi", "memory: 4016Mi"),
+            "rollout.nodeSelector": ({"rollout": "here"}, "rollout: here"),
+            "rollout.tolerations": ([{"key": "rollout-taint"}], "key: rollout-taint"),
             "ray.version": ("2.99.0", "rayVersion: 2.99.0"),
             "ray.head.cpu": ("41", "cpu: '41'"),
             "ray.head.memoryGiB": (42, "memory: 42Gi"),
@@ -610,7 +616,8 @@ def test_changing_counts_changes_no_argument_and_no_gateway(tmp_path: Path) -> N
     (before,), (after,) = (helm_check.serve_config(one(each, "RayService"))["applications"] for each in (few, many))
     assert before["args"] == after["args"]
     assert [each["num_replicas"] for each in after["deployments"]] == [3, 5]
-    assert one(few, "Deployment") == one(many, "Deployment")
+    gateways = [one(each, "Deployment", "trial-gateway") for each in (few, many)]
+    assert gateways[0] == gateways[1]
     groups = one(many, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert {group["groupName"]: group["maxReplicas"] for group in groups} == {"prefill": 3, "decode": 5}
 
@@ -668,7 +675,7 @@ def test_gateways_download_no_weights_where_a_revision_names_them(tmp_path: Path
         groups = one(rendered, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
         pods = {group["groupName"]: group["template"] for group in groups}
         if mode == "deployment":
-            pods["gateway"] = one(rendered, "Deployment")["spec"]["template"]
+            pods["gateway"] = one(rendered, "Deployment", "trial-gateway")["spec"]["template"]
         return {name: init_containers(pod)["model"]["command"] for name, pod in pods.items()}
 
     unnamed = commands({})
@@ -726,6 +733,48 @@ def test_every_container_is_confined(tmp_path: Path) -> None:
     assert num_containers > 20
 
 
+def pod_security_level(spec: dict[str, Any]) -> str:
+    """The strictest Pod Security level that a pod meets, by the parts of the standard that the chart touches."""
+    kinds = {kind for volume in spec.get("volumes", []) for kind in volume if kind != "name"}
+    host = [spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")]
+    containers = [*spec.get("initContainers", []), *spec["containers"]]
+    contexts = [container.get("securityContext", {}) for container in containers]
+    added = {each for context in contexts for each in context.get("capabilities", {}).get("add", [])}
+    ports = [port.get("hostPort") for container in containers for port in container.get("ports", [])]
+    if "hostPath" in kinds or any(host) or added or any(ports) or any(each.get("privileged") for each in contexts):
+        return "privileged"
+    pod = spec.get("securityContext", {})
+    is_restricted = (
+        kinds <= {"configMap", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+        and pod.get("runAsNonRoot") is True
+        and pod.get("runAsUser", 1) != 0
+        and pod.get("seccompProfile", {}).get("type") == "RuntimeDefault"
+        and all(context.get("allowPrivilegeEscalation") is False for context in contexts)
+        and all(context.get("capabilities", {}).get("drop") == ["ALL"] for context in contexts)
+    )
+    return "restricted" if is_restricted else "baseline"
+
+
+def test_pods_are_restricted_but_for_folders_of_nodes() -> None:
+    privileged = set()
+    for example in helm_check.examples():
+        for where, spec in chart_rules._pods(newest_helm().documents(values=example)):
+            level = pod_security_level(spec)
+            assert level != "baseline", where
+            if level == "privileged":
+                assert any("hostPath" in volume for volume in spec["volumes"])
+                privileged.add(f"{example.stem}: {where.rpartition(', ')[2]}")
+    # Gateways too where the model is a folder of the node.
+    assert privileged == {
+        "1-gpu: decode",
+        "70b-4plus4: decode",
+        "70b-4plus4: prefill",
+        "70b-4plus4: Deployment/trial-gateway",
+        "8x-h200-pair: decode",
+        "8x-h200-pair: prefill",
+    }
+
+
 def test_only_gateways_are_open_to_others(trial: list[dict[str, Any]]) -> None:
     policies = [each for each in trial if each["kind"] == "NetworkPolicy"]
     open_to_all = [
@@ -752,7 +801,7 @@ def test_the_service_finds_gateways_in_either_mode(tmp_path: Path) -> None:
     for mode in ("deployment", "serve"):
         rendered = newest_helm().documents(values=write_values(tmp_path, at("gateway.mode", mode)))
         selector = one(rendered, "Service", "trial")["spec"]["selector"].items()
-        pods = [one(rendered, "Deployment")["spec"]["template"]] if mode == "deployment" else []
+        pods = [one(rendered, "Deployment", "trial-gateway")["spec"]["template"]] if mode == "deployment" else []
         pods += [template for _, template in helm_check._pod_templates(one(rendered, "RayService"))]
         found = [pod for pod in pods if selector <= pod["metadata"]["labels"].items()]
         assert len(found) == 1

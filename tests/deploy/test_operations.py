@@ -26,8 +26,8 @@ VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
 CONFIG = configuration.parse({}).model_dump(mode="json")
 # What is called besides ours; each with the subcommands that are used.
 OTHERS = {
-    "helm": {"install", "test", "upgrade", "rollback", "lint", "template"},
-    "kubectl": {"get", "port-forward", "logs", "delete", "cordon", "drain", "exec", "apply"},
+    "helm": {"install", "test", "upgrade", "rollback", "lint", "template", "uninstall"},
+    "kubectl": {"get", "port-forward", "logs", "delete", "cordon", "drain", "exec", "apply", "label"},
     "serve": {"deploy"},
     "ray": {"job", "drain-node", "start"},
     "etcdctl": {"snapshot"},

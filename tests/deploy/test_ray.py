@@ -8,7 +8,9 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import functools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -30,6 +32,8 @@ from kvferry.addresses import free_port
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1.inference_pb2_grpc import InferenceStub
 from support.chart import newest_helm, one, write_values
+from support.fake_api_server import write_kubeconfig
+from support.kuberay_model import Model, serving
 from support.local_machine import wait_until
 from support.ray_cluster import RayCluster, a_ray_cluster
 
@@ -304,7 +308,7 @@ def test_a_gateway_of_its_own_serves_the_same_workers_and_drains(ray: RayCluster
     own = dataclasses.replace(site, http_port=free_port(), grpc_port=free_port())
     rendered = own.render(own.values(mode="deployment"))
     own.configure(rendered)
-    container = one(rendered, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    container = one(rendered, "Deployment", "trial-gateway")["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][0] == "python"
     process = subprocess.Popen(
         [sys.executable, *container["command"][1:], *map(own.local, container["args"])],
@@ -337,6 +341,51 @@ def test_a_gateway_of_its_own_serves_the_same_workers_and_drains(ray: RayCluster
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_rollout_waits_for_the_workers_that_are_registered(ray: RayCluster, site: Site) -> None:
+    deploy(ray, site, 1, 2)
+    settle(ray, PrefillWorker=1, DecodeWorker=2, Gateway=1)
+    rendered = site.render(site.values(1, 2))
+    container = one(rendered, "Deployment", "trial-rollout")["spec"]["template"]["spec"]["containers"][0]
+    state = site.folder / "rollout"
+    arguments = [site.local(each).replace("/tmp/rollout", str(state)) for each in container["args"]]
+    # Pods of a model; their workers are those of this Ray, whose address all pods share.
+    model = Model(name="trial", namespace="serving", places_workers=False, address="127.0.0.1")
+    model.apply(one(rendered, "RayService"))
+    with serving(model) as server:
+        kubeconfig = write_kubeconfig(site.folder, server)
+        process = subprocess.Popen(
+            [sys.executable, *container["command"][1:], *arguments],
+            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+        def is_done() -> bool:
+            assert process.poll() is None
+            model.turn()
+            return (state / "done").exists()
+
+        try:
+            for probe in ("startupProbe", "livenessProbe"):
+                command = [each.replace("/tmp/rollout", str(state)) for each in container[probe]["exec"]["command"]]
+                asked = functools.partial(subprocess.run, command, stderr=subprocess.DEVNULL)
+                wait_until(lambda ask=asked: ask().returncode == 0, timeout_s=60, what=probe)
+            wait_until(is_done, timeout_s=60, what="the rollout")
+            model.apply(one(site.render(site.values(1, 3)), "RayService"))
+            missing = ("Waiting", "decode: 2 of 3 workers are registered")
+            wait_until(lambda: not is_done() and missing in model.events, timeout_s=60, what="a rollout that waits")
+            deploy(ray, site, 1, 3)
+            wait_until(is_done, timeout_s=60, what="the rollout of three")
+            assert sum(pod.group == "decode" for pod in model.pods) == 3
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+            said = process.communicate()[1]
+    assert "Done: the Ray cluster is as the release says" in said
 
 
 def test_the_backup_of_the_operations_page(site: Site) -> None:

@@ -82,25 +82,26 @@ def api_server(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Path
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        file = folder / "kubeconfig"
-        cluster = {"server": f"http://127.0.0.1:{server.server_port}"}
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "current-context": "fake",
-                    "clusters": [{"name": "fake", "cluster": cluster}],
-                    "users": [{"name": "fake", "user": {}}],
-                    "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
-                }
-            )
-        )
-        yield file
+        yield write_kubeconfig(folder, f"http://127.0.0.1:{server.server_port}")
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def write_kubeconfig(folder: Path, url: str) -> Path:
+    """A kubeconfig for a server that asks for nothing."""
+    file = folder / "kubeconfig"
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "fake",
+        "clusters": [{"name": "fake", "cluster": {"server": url}}],
+        "users": [{"name": "fake", "user": {}}],
+        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
+    }
+    file.write_text(yaml.safe_dump(content))
+    return file
 
 
 def _root(version: str) -> str:

@@ -105,6 +105,20 @@ Gibibytes, a number: 0.5 is 512Mi, 2048 is 2Ti. Below one mebibyte is rounded up
 {{- define "kvferry.memberVolumes" -}}
 - name: internal-tls
   secret: {secretName: {{ include "kvferry.internalTlsSecret" . }}, defaultMode: 0440}
+{{- include "kvferry.etcdVolume" . }}
+{{- with .Values.model.volume }}
+{{- if .claimName }}
+- name: model
+  persistentVolumeClaim: {claimName: {{ .claimName }}, readOnly: true}
+{{- else if .hostPath }}
+- name: model
+  hostPath: {path: {{ .hostPath }}, type: Directory}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What opens etcd, where that asks for anything. */}}
+{{- define "kvferry.etcdVolume" -}}
 {{- if include "kvferry.hasEtcdSecrets" . }}
 - name: etcd
   projected:
@@ -118,15 +132,6 @@ Gibibytes, a number: 0.5 is 512Mi, 2048 is 2Ti. Below one mebibyte is rounded up
           name: {{ . }}
           items: [{key: password, path: password}]
       {{- end }}
-{{- end }}
-{{- with .Values.model.volume }}
-{{- if .claimName }}
-- name: model
-  persistentVolumeClaim: {claimName: {{ .claimName }}, readOnly: true}
-{{- else if .hostPath }}
-- name: model
-  hostPath: {path: {{ .hostPath }}, type: Directory}
-{{- end }}
 {{- end }}
 {{- end -}}
 

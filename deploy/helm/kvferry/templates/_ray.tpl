@@ -52,6 +52,21 @@ nvidia.com/gpu: {{ .gpus | toString | quote }}
 {{- end }}
 {{- end -}}
 
+{{/*
+Annotations of a pod of Ray: {root, spec, annotations}. The digest says whether a pod is of the present template, for
+kvferry-rollout; labels with versions are no reason to start an engine again.
+*/}}
+{{- define "kvferry.podAnnotations" -}}
+{{- $own := .annotations | default dict -}}
+kvferry.io/template: {{ printf "%s\n%s\n%s" .spec (toYaml $own) .root.Values.rollout.restartedAt | sha256sum }}
+{{- with .root.Values.rollout.restartedAt }}
+kvferry.io/restarted-at: {{ . | quote }}
+{{- end }}
+{{- with $own }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* One worker group: {root, role}. */}}
 {{- define "kvferry.workerGroup" -}}
 {{- $root := .root -}}
@@ -60,6 +75,7 @@ nvidia.com/gpu: {{ .gpus | toString | quote }}
 {{- $gpus := mul (int $role.gpusPerWorker) (int $role.workersPerPod) -}}
 {{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
 {{- $numPods := include "kvferry.numPods" . | int -}}
+{{- $spec := include "kvferry.workerPodSpec" . -}}
 - groupName: {{ $name }}
   {{- include "kvferry.groupCounts" (dict "numPods" $numPods) | nindent 2 }}
   # A worker takes one, so Serve puts this role's workers here and nowhere else.
@@ -72,125 +88,134 @@ nvidia.com/gpu: {{ .gpus | toString | quote }}
         {{- include "kvferry.labels" $root | nindent 8 }}
         kvferry.io/component: {{ $name }}
         kvferry.io/ray: "true"
-      {{- with $role.podAnnotations }}
       annotations:
-        {{- toYaml . | nindent 8 }}
-      {{- end }}
+        {{- include "kvferry.podAnnotations" (dict "root" $root "spec" $spec "annotations" $role.podAnnotations) | nindent 8 }}
     spec:
-      # A worker that goes finishes its requests first.
-      terminationGracePeriodSeconds: {{ add (include "kvferry.workerDrainSeconds" $root | int) 30 }}
-      {{- include "kvferry.pullSecrets" $root | nindent 6 }}
-      {{- with $role.runtimeClassName }}
-      runtimeClassName: {{ . }}
+      {{- $spec | nindent 6 }}
+{{- end -}}
+
+{{/* Pods of a worker group: {root, role}. */}}
+{{- define "kvferry.workerPodSpec" -}}
+{{- $root := .root -}}
+{{- $name := .role -}}
+{{- $role := index $root.Values.roles $name -}}
+{{- $gpus := mul (int $role.gpusPerWorker) (int $role.workersPerPod) -}}
+{{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
+# A worker that goes finishes its requests first.
+terminationGracePeriodSeconds: {{ add (include "kvferry.workerDrainSeconds" $root | int) 30 }}
+{{- include "kvferry.pullSecrets" $root | nindent 0 }}
+{{- with $role.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $role.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+securityContext:
+  {{- include "kvferry.podSecurity" $root | nindent 2 }}
+{{- if or $role.rdma (include "kvferry.isHubId" $root) }}
+initContainers:
+  {{- if $role.rdma }}
+  {{- include "kvferry.memlockInit" $root | nindent 2 }}
+  {{- end }}
+  {{- include "kvferry.modelInit" (dict "root" $root "weights" true) | nindent 2 }}
+{{- end }}
+containers:
+  - name: ray-worker
+    image: {{ include "kvferry.image" $root }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    env:
+      {{- include "kvferry.scratchEnv" $root | nindent 6 }}
+      {{- include "kvferry.rayEnv" $root | nindent 6 }}
+      # How long Ray lets a node that is told to go drain; it is killed at the end of the grace period.
+      - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.workerDrainSeconds" $root | quote }}}
+      {{- include "kvferry.env" $role.env | nindent 6 }}
+    startupProbe:
+      {{- include "kvferry.rayletProbe" . | nindent 6 }}
+      periodSeconds: 5
+      failureThreshold: 60
+    readinessProbe:
+      {{- include "kvferry.rayletProbe" . | nindent 6 }}
+      periodSeconds: 5
+      timeoutSeconds: 5
+    livenessProbe:
+      {{- include "kvferry.rayletProbe" . | nindent 6 }}
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 12
+    resources:
+      requests:
+        cpu: {{ include "kvferry.cpus" $cpus }}
+        {{- include "kvferry.workerLimits" (dict "role" $role "gpus" $gpus) | nindent 8 }}
+      limits:
+        {{- include "kvferry.workerLimits" (dict "role" $role "gpus" $gpus) | nindent 8 }}
+    securityContext:
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      capabilities:
+        drop: [ALL]
+    volumeMounts:
+      {{- include "kvferry.scratchMounts" $root | nindent 6 }}
+      {{- include "kvferry.memberMounts" $root | nindent 6 }}
+      - {name: shm, mountPath: /dev/shm}
+      {{- range $root.Values.tier.volumes }}
+      - {name: volume-{{ .name }}, mountPath: /var/lib/kvferry/volumes/{{ .name }}}
       {{- end }}
-      {{- with $role.priorityClassName }}
-      priorityClassName: {{ . }}
+      {{- if $root.Values.tier.encryptionKeysSecret }}
+      - {name: tier-keys, mountPath: /etc/kvferry/tier, readOnly: true}
       {{- end }}
-      securityContext:
-        {{- include "kvferry.podSecurity" $root | nindent 8 }}
-      {{- if or $role.rdma (include "kvferry.isHubId" $root) }}
-      initContainers:
-        {{- if $role.rdma }}
-        {{- include "kvferry.memlockInit" $root | nindent 8 }}
-        {{- end }}
-        {{- include "kvferry.modelInit" (dict "root" $root "weights" true) | nindent 8 }}
-      {{- end }}
-      containers:
-        - name: ray-worker
-          image: {{ include "kvferry.image" $root }}
-          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-          env:
-            {{- include "kvferry.scratchEnv" $root | nindent 12 }}
-            {{- include "kvferry.rayEnv" $root | nindent 12 }}
-            # How long Ray lets a node that is told to go drain; it is killed at the end of the grace period.
-            - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.workerDrainSeconds" $root | quote }}}
-            {{- include "kvferry.env" $role.env | nindent 12 }}
-          startupProbe:
-            {{- include "kvferry.rayletProbe" . | nindent 12 }}
-            periodSeconds: 5
-            failureThreshold: 60
-          readinessProbe:
-            {{- include "kvferry.rayletProbe" . | nindent 12 }}
-            periodSeconds: 5
-            timeoutSeconds: 5
-          livenessProbe:
-            {{- include "kvferry.rayletProbe" . | nindent 12 }}
-            periodSeconds: 10
-            timeoutSeconds: 5
-            failureThreshold: 12
-          resources:
-            requests:
-              cpu: {{ include "kvferry.cpus" $cpus }}
-              {{- include "kvferry.workerLimits" (dict "role" $role "gpus" $gpus) | nindent 14 }}
-            limits:
-              {{- include "kvferry.workerLimits" (dict "role" $role "gpus" $gpus) | nindent 14 }}
-          securityContext:
-            allowPrivilegeEscalation: false
-            readOnlyRootFilesystem: true
-            capabilities:
-              drop: [ALL]
-          volumeMounts:
-            {{- include "kvferry.scratchMounts" $root | nindent 12 }}
-            {{- include "kvferry.memberMounts" $root | nindent 12 }}
-            - {name: shm, mountPath: /dev/shm}
-            {{- range $root.Values.tier.volumes }}
-            - {name: volume-{{ .name }}, mountPath: /var/lib/kvferry/volumes/{{ .name }}}
-            {{- end }}
-            {{- if $root.Values.tier.encryptionKeysSecret }}
-            - {name: tier-keys, mountPath: /etc/kvferry/tier, readOnly: true}
-            {{- end }}
-      volumes:
-        {{- include "kvferry.scratchVolumes" $root | nindent 8 }}
-        {{- include "kvferry.memberVolumes" $root | nindent 8 }}
-        - name: shm
-          emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.gib" (include "kvferry.shmGiB" . | float64) }}}
-        {{- range $root.Values.tier.volumes }}
-        - name: volume-{{ .name }}
-          {{- if .hostPath }}
-          # Of this role alone: a volume has one keeper, and pods of both roles may share a node.
-          hostPath: {path: {{ printf "%s/%s" (trimSuffix "/" .hostPath) $name }}, type: Directory}
-          {{- else if .claimName }}
-          persistentVolumeClaim: {claimName: {{ .claimName }}}
-          {{- else }}
-          ephemeral:
-            volumeClaimTemplate:
-              metadata: {}
-              spec:
-                accessModes: [ReadWriteOnce]
-                storageClassName: {{ .storageClassName }}
-                resources: {requests: {storage: {{ include "kvferry.gib" (ceil (mulf .capacityGiB 1.05)) }}}}
-          {{- end }}
-        {{- end }}
-        {{- with $root.Values.tier.encryptionKeysSecret }}
-        - name: tier-keys
-          secret: {secretName: {{ . }}, defaultMode: 0440}
-        {{- end }}
-      {{- with $role.nodeSelector }}
-      nodeSelector:
-        {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $role.tolerations }}
-      tolerations:
-        {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- if $role.affinity }}
-      affinity:
-        {{- toYaml $role.affinity | nindent 8 }}
-      {{- else if include "kvferry.hasHostPath" $root }}
-      affinity:
-        # Two pods of a role on one node would want the same volumes, and each volume has one keeper.
-        podAntiAffinity:
-          requiredDuringSchedulingIgnoredDuringExecution:
-            - topologyKey: kubernetes.io/hostname
-              labelSelector:
-                matchLabels:
-                  {{- include "kvferry.selector" $root | nindent 18 }}
-                  kvferry.io/component: {{ $name }}
-      {{- end }}
+volumes:
+  {{- include "kvferry.scratchVolumes" $root | nindent 2 }}
+  {{- include "kvferry.memberVolumes" $root | nindent 2 }}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.gib" (include "kvferry.shmGiB" . | float64) }}}
+  {{- range $root.Values.tier.volumes }}
+  - name: volume-{{ .name }}
+    {{- if .hostPath }}
+    # Of this role alone: a volume has one keeper, and pods of both roles may share a node.
+    hostPath: {path: {{ printf "%s/%s" (trimSuffix "/" .hostPath) $name }}, type: Directory}
+    {{- else if .claimName }}
+    persistentVolumeClaim: {claimName: {{ .claimName }}}
+    {{- else }}
+    ephemeral:
+      volumeClaimTemplate:
+        metadata: {}
+        spec:
+          accessModes: [ReadWriteOnce]
+          storageClassName: {{ .storageClassName }}
+          resources: {requests: {storage: {{ include "kvferry.gib" (ceil (mulf .capacityGiB 1.05)) }}}}
+    {{- end }}
+  {{- end }}
+  {{- with $root.Values.tier.encryptionKeysSecret }}
+  - name: tier-keys
+    secret: {secretName: {{ . }}, defaultMode: 0440}
+  {{- end }}
+{{- with $role.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $role.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if $role.affinity }}
+affinity:
+  {{- toYaml $role.affinity | nindent 2 }}
+{{- else if include "kvferry.hasHostPath" $root }}
+affinity:
+  # Two pods of a role on one node would want the same volumes, and each volume has one keeper.
+  podAntiAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- include "kvferry.selector" $root | nindent 12 }}
+            kvferry.io/component: {{ $name }}
+{{- end }}
 {{- end -}}
 
 {{/* Gateways as Serve replicas: a group of their own, one replica a pod, which the Service finds by its label. */}}
 {{- define "kvferry.gatewayGroup" -}}
+{{- $spec := include "kvferry.gatewayPodSpec" . -}}
 - groupName: gateway
   {{- include "kvferry.groupCounts" (dict "numPods" (int .Values.gateway.replicas)) | nindent 2 }}
   resources: {kvferry_gateway: "1", CPU: "1"}
@@ -202,72 +227,74 @@ nvidia.com/gpu: {{ .gpus | toString | quote }}
         {{- include "kvferry.labels" . | nindent 8 }}
         kvferry.io/component: gateway
         kvferry.io/ray: "true"
-      {{- with .Values.gateway.podAnnotations }}
       annotations:
-        {{- toYaml . | nindent 8 }}
-      {{- end }}
+        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $spec "annotations" .Values.gateway.podAnnotations) | nindent 8 }}
     spec:
-      terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (include "kvferry.gatewayDrainSeconds" . | int) 20 }}
-      {{- include "kvferry.pullSecrets" . | nindent 6 }}
-      securityContext:
-        {{- include "kvferry.podSecurity" . | nindent 8 }}
-      {{- with include "kvferry.modelInit" (dict "root" . "weights" false) }}
-      initContainers:
-        {{- . | nindent 8 }}
-      {{- end }}
-      containers:
-        - name: ray-worker
-          image: {{ include "kvferry.image" . }}
-          imagePullPolicy: {{ .Values.image.pullPolicy }}
-          env:
-            {{- include "kvferry.scratchEnv" . | nindent 12 }}
-            {{- include "kvferry.rayEnv" . | nindent 12 }}
-            - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.gatewayDrainSeconds" . | quote }}}
-            - {name: CUDA_VISIBLE_DEVICES}
-            {{- include "kvferry.env" .Values.gateway.env | nindent 12 }}
-          ports:
-            {{- include "kvferry.gatewayPorts" . | nindent 12 }}
-          # Not ready before Serve has put a gateway here, which it does as soon as the raylet is up.
-          readinessProbe:
-            {{- include "kvferry.gatewayProbe" (dict "root" . "path" "/readyz") | nindent 12 }}
-            periodSeconds: 5
-          livenessProbe:
-            {{- include "kvferry.rayletProbe" . | nindent 12 }}
-            initialDelaySeconds: 60
-            periodSeconds: 10
-            timeoutSeconds: 5
-            failureThreshold: 12
-          lifecycle:
-            preStop:
-              # Ray's end is its replicas' too; one that Serve removes lingers by itself.
-              exec: {command: [sleep, {{ .Values.gateway.lingerSeconds | toString | quote }}]}
-          resources:
-            {{- toYaml .Values.gateway.resources | nindent 12 }}
-          securityContext:
-            {{- include "kvferry.containerSecurity" . | nindent 12 }}
-          volumeMounts:
-            {{- include "kvferry.scratchMounts" . | nindent 12 }}
-            {{- include "kvferry.memberMounts" . | nindent 12 }}
-            {{- include "kvferry.gatewayMounts" . | nindent 12 }}
-            - {name: shm, mountPath: /dev/shm}
-      volumes:
-        {{- include "kvferry.scratchVolumes" . | nindent 8 }}
-        {{- include "kvferry.memberVolumes" . | nindent 8 }}
-        {{- include "kvferry.gatewayVolumes" . | nindent 8 }}
-        - name: shm
-          emptyDir: {medium: Memory, sizeLimit: 1Gi}
-      {{- with .Values.gateway.nodeSelector }}
-      nodeSelector:
-        {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with .Values.gateway.tolerations }}
-      tolerations:
-        {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with .Values.gateway.affinity }}
-      affinity:
-        {{- toYaml . | nindent 8 }}
-      {{- end }}
+      {{- $spec | nindent 6 }}
+{{- end -}}
+
+{{- define "kvferry.gatewayPodSpec" -}}
+terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (include "kvferry.gatewayDrainSeconds" . | int) 20 }}
+{{- include "kvferry.pullSecrets" . | nindent 0 }}
+securityContext:
+  {{- include "kvferry.podSecurity" . | nindent 2 }}
+{{- with include "kvferry.modelInit" (dict "root" . "weights" false) }}
+initContainers:
+  {{- . | nindent 2 }}
+{{- end }}
+containers:
+  - name: ray-worker
+    image: {{ include "kvferry.image" . }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    env:
+      {{- include "kvferry.scratchEnv" . | nindent 6 }}
+      {{- include "kvferry.rayEnv" . | nindent 6 }}
+      - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.gatewayDrainSeconds" . | quote }}}
+      - {name: CUDA_VISIBLE_DEVICES}
+      {{- include "kvferry.env" .Values.gateway.env | nindent 6 }}
+    ports:
+      {{- include "kvferry.gatewayPorts" . | nindent 6 }}
+    # Not ready before Serve has put a gateway here, which it does as soon as the raylet is up.
+    readinessProbe:
+      {{- include "kvferry.gatewayProbe" (dict "root" . "path" "/readyz") | nindent 6 }}
+      periodSeconds: 5
+    livenessProbe:
+      {{- include "kvferry.rayletProbe" . | nindent 6 }}
+      initialDelaySeconds: 60
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 12
+    lifecycle:
+      preStop:
+        # Ray's end is its replicas' too; one that Serve removes lingers by itself.
+        exec: {command: [sleep, {{ .Values.gateway.lingerSeconds | toString | quote }}]}
+    resources:
+      {{- toYaml .Values.gateway.resources | nindent 6 }}
+    securityContext:
+      {{- include "kvferry.containerSecurity" . | nindent 6 }}
+    volumeMounts:
+      {{- include "kvferry.scratchMounts" . | nindent 6 }}
+      {{- include "kvferry.memberMounts" . | nindent 6 }}
+      {{- include "kvferry.gatewayMounts" . | nindent 6 }}
+      - {name: shm, mountPath: /dev/shm}
+volumes:
+  {{- include "kvferry.scratchVolumes" . | nindent 2 }}
+  {{- include "kvferry.memberVolumes" . | nindent 2 }}
+  {{- include "kvferry.gatewayVolumes" . | nindent 2 }}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: 1Gi}
+{{- with .Values.gateway.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.gateway.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.gateway.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* Submits a command to an existing Ray and waits for its end: {root, command, optional: a failure is said and passes}. */}}
@@ -316,4 +343,89 @@ template:
         emptyDir: {}
       - name: config
         configMap: {name: {{ include "kvferry.fullname" $root }}-config}
+{{- end -}}
+
+{{/* The Ray cluster of this release. */}}
+{{- define "kvferry.rayCluster" -}}
+{{- $headSpec := include "kvferry.headPodSpec" . -}}
+rayVersion: {{ .Values.ray.version | quote }}
+{{- if .Values.ray.tokenAuth }}
+authOptions: {mode: token}
+{{- end }}
+# Counts are those of the values; kvferry-rollout takes them to the cluster.
+enableInTreeAutoscaling: false
+{{- with .Values.ray.redis }}
+{{- if .address }}
+gcsFaultToleranceOptions:
+  redisAddress: {{ .address | quote }}
+  {{- if .passwordSecret }}
+  redisPassword:
+    valueFrom: {secretKeyRef: {name: {{ .passwordSecret }}, key: {{ .passwordKey }}}}
+  {{- end }}
+{{- end }}
+{{- end }}
+headGroupSpec:
+  rayStartParams:
+    # Replicas belong on workers.
+    num-cpus: "0"
+    dashboard-host: 0.0.0.0
+    object-store-memory: "134217728"
+  template:
+    metadata:
+      labels:
+        {{- include "kvferry.labels" . | nindent 8 }}
+        kvferry.io/component: head
+        kvferry.io/ray: "true"
+      annotations:
+        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $headSpec "annotations" .Values.ray.head.podAnnotations) | nindent 8 }}
+    spec:
+      {{- $headSpec | nindent 6 }}
+workerGroupSpecs:
+  {{- range $role := list "prefill" "decode" }}
+  {{- if gt (int (index $.Values.roles $role).replicas) 0 }}
+  {{- include "kvferry.workerGroup" (dict "root" $ "role" $role) | nindent 2 }}
+  {{- end }}
+  {{- end }}
+  {{- if eq .Values.gateway.mode "serve" }}
+  {{- include "kvferry.gatewayGroup" . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "kvferry.headPodSpec" -}}
+{{- include "kvferry.pullSecrets" . | nindent 0 }}
+securityContext:
+  {{- include "kvferry.podSecurity" . | nindent 2 }}
+containers:
+  - name: ray-head
+    image: {{ include "kvferry.image" . }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    env:
+      {{- include "kvferry.scratchEnv" . | nindent 6 }}
+      {{- include "kvferry.rayEnv" . | nindent 6 }}
+    ports:
+      - {name: gcs-server, containerPort: 6379}
+      - {name: dashboard, containerPort: 8265}
+      - {name: client, containerPort: 10001}
+      # Without a port of this name KubeRay makes no service for Serve, and a RayService is never ready.
+      - {name: serve, containerPort: 8000}
+    resources:
+      requests: {cpu: {{ include "kvferry.cpus" (float64 .Values.ray.head.cpu) }}, memory: {{ include "kvferry.gib" .Values.ray.head.memoryGiB }}}
+      limits: {memory: {{ include "kvferry.gib" .Values.ray.head.memoryGiB }}}
+    securityContext:
+      {{- include "kvferry.containerSecurity" . | nindent 6 }}
+    volumeMounts:
+      {{- include "kvferry.scratchMounts" . | nindent 6 }}
+      - {name: shm, mountPath: /dev/shm}
+volumes:
+  {{- include "kvferry.scratchVolumes" . | nindent 2 }}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: 1Gi}
+{{- with .Values.ray.head.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.ray.head.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}

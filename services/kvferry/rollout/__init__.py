@@ -1,0 +1,4 @@
+"""Takes what a Helm release says to its Ray cluster: counts, images, resources and certificates, without a second one.
+
+Why KubeRay does not: docs/adr/0017-a-rollout-beside-kuberay.md.
+"""

@@ -1,0 +1,133 @@
+"""Takes changes of a Helm release to its Ray cluster, step by step, as long as it runs.
+
+python -m kvferry.rollout --config kvferry.yaml --namespace NAMESPACE --name NAME --state-folder FOLDER
+
+In the folder, `alive` is touched by each round, and `done` is there while nothing is left to do: files, because a
+listener would need authentication. Exit code 0 after SIGTERM or SIGINT, 2 for a bad configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvferry import config as configuration
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.membership.base import WORKER_KINDS, Membership
+from kvferry.membership.etcd import EtcdMembership
+from kvferry.rollout.kubernetes_api import KubernetesApi, api_client
+from kvferry.rollout.plan import Blocked, DeletePods, Done, SetSpec, Step, Wait, next_step
+
+ROUND_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Rollout:
+    def __init__(self, api: KubernetesApi, membership: Membership, state_folder: Path) -> None:
+        self._api = api
+        self._membership = membership
+        self._alive = state_folder / "alive"
+        self._done = state_folder / "done"
+        self._said: tuple[str, str] | None = None
+
+    async def round(self) -> Step:
+        """Takes and returns one step."""
+        try:
+            seen = await asyncio.to_thread(self._api.observe)
+            workers = await self._workers()
+            step = next_step(dataclasses.replace(seen, workers=workers))
+            await asyncio.to_thread(self._act, step)
+        except UnavailableError as error:
+            step = Wait(str(error))
+        if isinstance(step, Done):
+            self._done.touch()
+        else:
+            self._done.unlink(missing_ok=True)
+        self._alive.touch()
+        await self._say(step)
+        return step
+
+    async def _workers(self) -> Mapping[str, Mapping[str, int]]:
+        workers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for member in await self._membership.members():
+            if member.kind in WORKER_KINDS:
+                workers[member.kind.value][member.address.rpartition(":")[0].strip("[]")] += 1
+        return workers
+
+    def _act(self, step: Step) -> None:
+        if isinstance(step, SetSpec):
+            self._api.set_spec(step)
+        if isinstance(step, DeletePods):
+            for pod in step.pods:
+                self._api.delete_pod(pod)
+
+    async def _say(self, step: Step) -> None:
+        said = words(step)
+        if said == self._said:
+            return
+        self._said = said
+        log.log(logging.WARNING if said[0] == "Blocked" else logging.INFO, "%s: %s", *said)
+        with contextlib.suppress(UnavailableError):
+            await asyncio.to_thread(self._api.report, *said)
+
+
+def words(step: Step) -> tuple[str, str]:
+    """An event's reason and message."""
+    if isinstance(step, Done):
+        return "Done", "the Ray cluster is as the release says" + (f"; {step.left}" if step.left else "")
+    if isinstance(step, DeletePods):
+        return "ReplacingPods", f"{', '.join(pod.name for pod in step.pods)}: {step.why}"
+    if isinstance(step, SetSpec):
+        return "UpdatingCluster", step.why
+    return ("Blocked" if isinstance(step, Blocked) else "Waiting"), step.why
+
+
+async def run(rollout: Rollout, membership: EtcdMembership) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    try:
+        while not stopping.is_set():
+            await rollout.round()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROUND_S):
+                    await stopping.wait()
+    finally:
+        await membership.close()
+
+
+async def _main(arguments: argparse.Namespace) -> int:
+    config = configuration.load(arguments.config)
+    membership = EtcdMembership(config.membership)
+    api = KubernetesApi(arguments.namespace, arguments.name, api_client())
+    arguments.state_folder.mkdir(parents=True, exist_ok=True)
+    await run(Rollout(api, membership, arguments.state_folder), membership)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvferry.rollout", description="Take a release to its Ray cluster.")
+    parser.add_argument("--config", type=Path, required=True, help="the cluster's configuration, with its etcd")
+    parser.add_argument("--namespace", required=True, help="namespace of the RayService")
+    parser.add_argument("--name", required=True, help="name of the RayService")
+    parser.add_argument("--state-folder", type=Path, required=True, help="where `alive` and `done` are kept")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return asyncio.run(_main(arguments))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The seam to the API server and to KubeRay's objects (ray.io/v1)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+import kubernetes
+import urllib3
+import yaml
+from kubernetes.client.exceptions import ApiException
+
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.rollout.plan import HEAD, Document, Observed, Pod, SetSpec
+
+GROUP, VERSION = "ray.io", "v1"
+# On the RayService, and on the RayCluster that KubeRay makes of it: which rendering of the chart it is.
+CLUSTER_DIGEST = "kvferry.io/cluster"
+TEMPLATE_DIGEST = "kvferry.io/template"
+# Serve's deployments, by the worker group whose pods they run on.
+DEPLOYMENTS = {"PrefillWorker": "prefill", "DecodeWorker": "decode", "Gateway": "gateway"}
+TIMEOUT_S = 10.0
+# Kubernetes refuses a longer message of an event.
+MAX_EVENT_CHARACTERS = 1024
+
+log = logging.getLogger(__name__)
+
+
+class KubernetesApi:
+    """One release's RayService, its RayCluster and pods. Calls block; UnavailableError where one fails."""
+
+    def __init__(self, namespace: str, name: str, api_client: kubernetes.client.ApiClient) -> None:
+        self.namespace = namespace
+        self.name = name
+        self._custom = kubernetes.client.CustomObjectsApi(api_client)
+        self._core = kubernetes.client.CoreV1Api(api_client)
+        self._service: Document = {}
+        self._cluster: Document | None = None
+
+    def observe(self) -> Observed:
+        """Reads everything but the workers that are registered."""
+        self._service = self._get("rayservices", self.name)
+        status = self._service.get("status") or {}
+        sides = [status.get("activeServiceStatus") or {}, status.get("pendingServiceStatus") or {}]
+        cluster = next((side["rayClusterName"] for side in sides if side.get("rayClusterName")), "")
+        self._cluster = self._get("rayclusters", cluster) if cluster else None
+        actual = self._cluster or {}
+        return Observed(
+            wanted=self._service["spec"]["rayClusterConfig"],
+            wanted_digest=_annotation(self._service, CLUSTER_DIGEST),
+            actual=actual.get("spec"),
+            actual_digest=_annotation(actual, CLUSTER_DIGEST),
+            pods=tuple(self._pods(cluster)) if cluster else (),
+            counts=worker_counts(self._service["spec"].get("serveConfigV2") or ""),
+            application=_application(sides),
+            is_submitted=status.get("observedGeneration") == self._service["metadata"].get("generation"),
+        )
+
+    def set_spec(self, step: SetSpec) -> None:
+        """Replaces the observed RayCluster's spec, if unchanged since."""
+        assert self._cluster is not None
+        metadata = self._cluster["metadata"]
+        annotations = {**(metadata.get("annotations") or {})}
+        annotations[CLUSTER_DIGEST] = _annotation(self._service, CLUSTER_DIGEST)
+        patch = [
+            {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
+            {"op": "replace", "path": "/spec", "value": step.spec},
+            {"op": "add", "path": "/metadata/annotations", "value": annotations},
+        ]
+        self._call(
+            self._custom.patch_namespaced_custom_object,
+            *(GROUP, VERSION, self.namespace, "rayclusters", metadata["name"]),
+            patch,
+            _content_type="application/json-patch+json",
+        )
+
+    def delete_pod(self, pod: Pod) -> None:
+        """Deletes that very pod, if it is there."""
+        body = kubernetes.client.V1DeleteOptions(preconditions=kubernetes.client.V1Preconditions(uid=pod.uid))
+        try:
+            self._call(self._core.delete_namespaced_pod, pod.name, self.namespace, body=body)
+        except UnavailableError as error:
+            if not isinstance(error.__cause__, ApiException) or error.__cause__.status not in (404, 409):
+                raise
+
+    def report(self, reason: str, message: str) -> None:
+        """Writes an event of the RayService, or logs why not."""
+        now = datetime.now(UTC)
+        metadata = self._service.get("metadata", {})
+        unique = hashlib.sha256(f"{now.isoformat()} {message}".encode()).hexdigest()[:16]
+        event = kubernetes.client.CoreV1Event(
+            metadata=kubernetes.client.V1ObjectMeta(name=f"{self.name}.{unique}", namespace=self.namespace),
+            involved_object=kubernetes.client.V1ObjectReference(
+                api_version=f"{GROUP}/{VERSION}",
+                kind="RayService",
+                name=self.name,
+                namespace=self.namespace,
+                uid=metadata.get("uid"),
+            ),
+            type="Warning" if reason == "Blocked" else "Normal",
+            reason=reason,
+            message=message[:MAX_EVENT_CHARACTERS],
+            source=kubernetes.client.V1EventSource(component="kvferry-rollout"),
+            first_timestamp=now,
+            last_timestamp=now,
+            count=1,
+        )
+        try:
+            self._call(self._core.create_namespaced_event, self.namespace, event)
+        except UnavailableError as error:
+            log.warning("no event: %s", error)
+
+    def _get(self, plural: str, name: str) -> Document:
+        found: Document = self._call(
+            self._custom.get_namespaced_custom_object, GROUP, VERSION, self.namespace, plural, name
+        )
+        return found
+
+    def _pods(self, cluster: str) -> list[Pod]:
+        selector = f"ray.io/cluster={cluster}"
+        listed = self._call(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
+        return [_pod(each) for each in listed.items]
+
+    def _call(self, function: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, _request_timeout=TIMEOUT_S, **options)
+        except (ApiException, urllib3.exceptions.HTTPError) as error:
+            raise UnavailableError(_words(error)) from error
+
+
+def api_client() -> kubernetes.client.ApiClient:
+    """Of the pod's service account; outside a pod, as kubectl would. Raises ConfigError."""
+    try:
+        kubernetes.config.load_incluster_config()
+    except kubernetes.config.ConfigException:
+        try:
+            kubernetes.config.load_kube_config()
+        except kubernetes.config.ConfigException as error:
+            raise ConfigError(f"neither in a pod nor with a kubeconfig: {error}") from None
+    return kubernetes.client.ApiClient()
+
+
+def worker_counts(serve_config: str) -> dict[str, int]:
+    """Worker group -> replicas that Serve is to run there."""
+    counts = {}
+    for application in (yaml.safe_load(serve_config) or {}).get("applications", []):
+        for deployment in application.get("deployments", []):
+            if (group := DEPLOYMENTS.get(deployment["name"])) is not None:
+                counts[group] = int(deployment.get("num_replicas", 1))
+    return counts
+
+
+def _words(error: Exception) -> str:
+    if not isinstance(error, ApiException):
+        return f"the API server does not answer: {type(error).__name__}"
+    try:
+        message = json.loads(error.body or "")["message"]
+    except (TypeError, ValueError, KeyError):
+        message = error.reason
+    return f"the API server answers {error.status}: {str(message)[:500]}"
+
+
+def _annotation(document: Document, key: str) -> str:
+    return str((document.get("metadata", {}).get("annotations") or {}).get(key, ""))
+
+
+def _application(sides: list[Document]) -> str:
+    for side in sides:
+        for status in (side.get("applicationStatuses") or {}).values():
+            return str(status.get("status", ""))
+    return ""
+
+
+def _pod(pod: Any) -> Pod:
+    labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
+    conditions = {each.type: each.status for each in pod.status.conditions or ()}
+    return Pod(
+        name=pod.metadata.name,
+        uid=pod.metadata.uid,
+        group=HEAD if labels.get("ray.io/node-type") == "head" else labels.get("ray.io/group", ""),
+        template=annotations.get(TEMPLATE_DIGEST, ""),
+        address=pod.status.pod_ip or "",
+        is_ready=conditions.get("Ready") == "True",
+        is_ending=pod.metadata.deletion_timestamp is not None,
+    )

@@ -1,0 +1,253 @@
+"""Decides the next step towards the Ray cluster that a release says. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Document = dict[str, Any]
+
+HEAD = "head"
+# Worker groups whose pods hold kvferry's workers, in the order in which they are replaced; others hold gateways.
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    name: str
+    uid: str
+    group: str  # HEAD, or its worker group
+    template: str  # digest of the template it was made from; empty: not known
+    address: str = ""  # its IP
+    is_ready: bool = False
+    is_ending: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """A release and its Ray cluster."""
+
+    wanted: Document  # the RayService's rayClusterConfig
+    wanted_digest: str  # of it, as the chart made it
+    actual: Document | None  # the RayCluster's spec
+    actual_digest: str = ""
+    pods: Sequence[Pod] = ()
+    workers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # role -> address -> registered workers
+    counts: Mapping[str, int] = field(default_factory=dict)  # role -> workers that Serve is to have
+    application: str = ""  # Serve's status of the application, as the operator last saw it
+    is_submitted: bool = True  # the operator has seen the release's last change
+
+
+@dataclass(frozen=True, slots=True)
+class SetSpec:
+    spec: Document
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePods:
+    # The operator makes them anew from the cluster's templates.
+    pods: tuple[Pod, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    # Until a person acts.
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    left: str = ""  # for a person to do
+
+
+Step = SetSpec | DeletePods | Wait | Blocked | Done
+
+
+def next_step(seen: Observed) -> Step:
+    """Returns the next step. One pod is away at a time."""
+    if seen.actual is None:
+        return Wait("KubeRay has not made the Ray cluster yet")
+    if (old := seen.actual.get("rayVersion")) != (new := seen.wanted.get("rayVersion")):
+        return Blocked(
+            f"Ray's version changes from {old} to {new}: workers of one cannot join the head of the other. Delete the "
+            "RayCluster at a time that suits; KubeRay makes it anew, and all workers start again"
+        )
+    if seen.actual_digest != seen.wanted_digest:
+        return SetSpec(_without_shrinking(seen), "the release's templates and counts")
+    step = _replace_useless(seen) or _shrink(seen)
+    if step is not None:
+        return step
+    if (missing := _unsettled(seen)) is not None:
+        return Wait(missing)
+    return _replace_one(seen) or _finish(seen)
+
+
+def _finish(seen: Observed) -> Step:
+    (*heads,) = (pod for pod in seen.pods if pod.group == HEAD and _is_outdated(seen, pod))
+    left = ""
+    if heads and "gcsFaultToleranceOptions" in seen.wanted:
+        return DeletePods(tuple(heads), "the Ray head, whose tables are in Redis")
+    if heads:
+        left = (
+            f"the Ray head {heads[0].name} still has the old template: without ray.redis its end is that of all "
+            "workers. Delete the pod at a time that suits"
+        )
+    if not seen.is_submitted:
+        return Wait("KubeRay has not seen the release's last change yet")
+    if seen.application != "RUNNING":
+        return Wait(f"Serve says of the application: {seen.application or 'nothing yet'}")
+    return Done(left)
+
+
+# Groups
+
+
+def _groups(spec: Document) -> dict[str, Document]:
+    return {group["groupName"]: group for group in spec.get("workerGroupSpecs", [])}
+
+
+def _count(group: Document | None) -> int:
+    return 0 if group is None else int(group["replicas"])
+
+
+def _set_count(group: Document, count: int, pods_to_delete: Sequence[Pod] = ()) -> None:
+    for key in ("replicas", "minReplicas", "maxReplicas"):
+        group[key] = count
+    group["scaleStrategy"] = {"workersToDelete": [pod.name for pod in pods_to_delete]} if pods_to_delete else {}
+
+
+def _without_shrinking(seen: Observed) -> Document:
+    # Which pods of a group go is decided later, by what is on them.
+    assert seen.actual is not None
+    spec = copy.deepcopy(seen.wanted)
+    actual = _groups(seen.actual)
+    for name, group in _groups(spec).items():
+        _set_count(group, max(_count(group), _count(actual.get(name))))
+    for name, group in actual.items():
+        # KubeRay forgets the pods of a group that is not there; they go first.
+        if name not in _groups(spec) and (_count(group) or _pods_of(seen, name)):
+            kept = copy.deepcopy(group)
+            _set_count(kept, _count(group))
+            spec.setdefault("workerGroupSpecs", []).append(kept)
+    # Kueue's, once the cluster is there.
+    spec.pop("suspend", None)
+    if "suspend" in seen.actual:
+        spec["suspend"] = seen.actual["suspend"]
+    return spec
+
+
+def _shrink(seen: Observed) -> Step | None:
+    # Pods that hold no worker, once Serve has ended its own.
+    assert seen.actual is not None
+    for name, group in _groups(seen.actual).items():
+        wanted = _groups(seen.wanted).get(name)
+        excess = _count(group) - _count(wanted)
+        if excess <= 0:
+            if wanted is None and not _pods_of(seen, name):
+                return _drop_group(seen, name)
+            continue
+        pods = [pod for pod in _pods_of(seen, name) if not pod.is_ending]
+        surplus = _num_workers(seen, name) - seen.counts.get(name, 0)
+        idle = [pod for pod in pods if not _holds(seen, pod)]
+        if name in ROLES and surplus > 0 and not idle:
+            return Wait(f"Serve ends {surplus} {name} worker(s)")
+        if not idle and len(pods) < len(_pods_of(seen, name)):
+            return Wait(f"{name}: pods are ending")
+        # Where the workers that stay are spread over more pods than they need, Serve moves those of the emptiest.
+        victims = (idle or sorted(pods, key=lambda pod: _holds(seen, pod))[:1])[: max(0, len(pods) - _count(wanted))]
+        spec = copy.deepcopy(seen.actual)
+        _set_count(_groups(spec)[name], max(_count(wanted), len(pods) - len(victims)), victims)
+        return SetSpec(spec, f"{name}: {len(victims)} pod(s) fewer")
+    return None
+
+
+def _drop_group(seen: Observed, name: str) -> Step:
+    spec = copy.deepcopy(seen.actual or {})
+    spec["workerGroupSpecs"] = [group for group in spec["workerGroupSpecs"] if group["groupName"] != name]
+    return SetSpec(spec, f"no group {name} any more")
+
+
+# Pods
+
+
+def _pods_of(seen: Observed, group: str) -> list[Pod]:
+    return [pod for pod in seen.pods if pod.group == group]
+
+
+def template_digest(template: Document) -> str:
+    """The chart's digest of a pod template."""
+    annotations = template.get("metadata", {}).get("annotations") or {}
+    return str(annotations.get("kvferry.io/template", ""))
+
+
+def _is_outdated(seen: Observed, pod: Pod) -> bool:
+    if pod.is_ending:
+        return False
+    if pod.group == HEAD:
+        return pod.template != template_digest(seen.wanted["headGroupSpec"]["template"])
+    group = _groups(seen.wanted).get(pod.group)
+    return group is not None and pod.template != template_digest(group["template"])
+
+
+def _holds(seen: Observed, pod: Pod) -> int:
+    # A gateway pod is one gateway.
+    if pod.group in ROLES:
+        return seen.workers.get(pod.group, {}).get(pod.address, 0) if pod.address else 0
+    return int(pod.is_ready)
+
+
+def _num_workers(seen: Observed, role: str) -> int:
+    addresses = {pod.address for pod in _pods_of(seen, role) if not pod.is_ending}
+    return sum(count for address, count in seen.workers.get(role, {}).items() if address in addresses)
+
+
+def _replace_useless(seen: Observed) -> Step | None:
+    # At once: an image that cannot be pulled keeps the next one from nothing.
+    useless = tuple(
+        pod
+        for pod in seen.pods
+        if _is_outdated(seen, pod) and not pod.is_ready and (pod.group == HEAD or not _holds(seen, pod))
+    )
+    return DeletePods(useless, "of an older template, and not ready") if useless else None
+
+
+def _unsettled(seen: Observed) -> str | None:
+    """Returns what is missing before another pod may go."""
+    heads = _pods_of(seen, HEAD)
+    if len(heads) != 1 or not heads[0].is_ready or heads[0].is_ending:
+        return "the Ray head is not ready"
+    for name in _groups(seen.actual or {}):
+        if name not in _groups(seen.wanted):
+            return f"{name}: {len(_pods_of(seen, name))} pods are ending"
+    for name, group in _groups(seen.wanted).items():
+        pods = _pods_of(seen, name)
+        ready = sum(pod.is_ready and not pod.is_ending for pod in pods)
+        if any(pod.is_ending for pod in pods) or ready != _count(group):
+            return f"{name}: {ready} of {_count(group)} pods are ready"
+        if name in ROLES and (num_workers := _num_workers(seen, name)) < seen.counts.get(name, 0):
+            return f"{name}: {num_workers} of {seen.counts[name]} workers are registered"
+    return None
+
+
+def _replace_one(seen: Observed) -> Step | None:
+    # Of the group with the most left to do, so that both roles soon have workers of the new template.
+    shares = {}
+    for name in _groups(seen.wanted):
+        pods = _pods_of(seen, name)
+        outdated = [pod for pod in pods if _is_outdated(seen, pod)]
+        if outdated:
+            shares[name] = (len(outdated) / len(pods), min(outdated, key=lambda pod: (_holds(seen, pod), pod.name)))
+    if not shares:
+        return None
+    left = sum(_is_outdated(seen, pod) for pod in seen.pods if pod.group != HEAD)
+    name = max(shares, key=lambda name: shares[name][0])
+    return DeletePods((shares[name][1],), f"{name}: next of {left} pod(s) of an older template")

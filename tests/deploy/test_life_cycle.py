@@ -1,0 +1,327 @@
+"""The life of a release on a model of KubeRay: install, change counts, change the image, roll back, uninstall, again.
+
+The chart renders, kvferry.rollout acts through its own client over HTTP, and tests/support/kuberay_model.py answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import kubernetes
+import pytest
+import yaml
+
+from kvferry.errors import UnavailableError
+from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.rollout.__main__ import Rollout
+from kvferry.rollout.kubernetes_api import KubernetesApi
+from kvferry.rollout.plan import Blocked, Done, SetSpec, Step, Wait
+from support.chart import helm_check, newest_helm, one, write_values
+from support.kuberay_model import Model, serving, written_back
+
+MAX_TURNS = 400
+# As in the run against a real API server: example -> the counts that an upgrade sets.
+COUNTS = {
+    "cpu-trial": {"roles": {"decode": {"replicas": 3}}, "gateway": {"replicas": 2}},
+    "1-gpu": {"gateway": {"replicas": 3}},
+    "8x-h200-pair": {"roles": {"decode": {"replicas": 16}, "prefill": {"replicas": 4}}},
+    "70b-4plus4": {"roles": {"decode": {"replicas": 6}, "prefill": {"replicas": 6}}},
+}
+
+
+class ModelMembership:
+    """The workers that the model has registered."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.is_away = False
+
+    async def members(self) -> tuple[Member, ...]:
+        if self.is_away:
+            raise UnavailableError("etcd does not answer")
+        with self.model.lock:
+            return tuple(
+                Member(
+                    kind=MemberKind(role),
+                    member_id=MemberId(f"{role}-{number}"),
+                    address=f"{address}:{7000 + number}",
+                    model="m",
+                    version="0",
+                )
+                for number, (role, address) in enumerate(self.model.addresses())
+            )
+
+
+@dataclass
+class Site:
+    """A model, what rolls out on it, and the least that was registered since the last change."""
+
+    model: Model
+    membership: ModelMembership
+    rollout: Rollout
+    folder: Path
+    least: dict[str, int] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+    async def settle(self) -> Step:
+        """Turns until nothing is left to do, or nothing more will be. Returns the last step."""
+        self.least = {}
+        self.steps = []
+        for _ in range(MAX_TURNS):
+            self.model.turn()
+            step = await self.rollout.round()
+            self.steps.append(step)
+            for role in ("prefill", "decode"):
+                self.least[role] = min(self.least.get(role, 10**9), self.model.registered(role))
+            if isinstance(step, Done | Blocked) and step == self.steps[-2:][0]:
+                return step
+        raise AssertionError(f"never done: {self.steps[-3:]}")
+
+    def pods(self, group: str) -> int:
+        return sum(pod.group == group for pod in self.model.pods)
+
+    def images(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for pod in self.model.pods:
+            found.setdefault(pod.group, set()).add(pod.template["spec"]["containers"][0]["image"].rpartition(":")[2])
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    model = Model(name=helm_check.RELEASE, namespace=helm_check.NAMESPACE)
+    with serving(model) as url:
+        client = kubernetes.client.ApiClient(kubernetes.client.Configuration(host=url))
+        api = KubernetesApi(helm_check.NAMESPACE, helm_check.RELEASE, client)
+        membership = ModelMembership(model)
+        yield Site(model, membership, Rollout(api, membership, tmp_path), tmp_path)  # type: ignore[arg-type]
+        client.close()
+
+
+def merged(*layers: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
+@functools.cache
+def example_values(name: str) -> str:
+    return (helm_check.EXAMPLES / f"{name}.yaml").read_text()
+
+
+def service(folder: Path, name: str, *changes: dict[str, Any]) -> dict[str, Any]:
+    """The RayService of an example with changed values."""
+    values = merged(yaml.safe_load(example_values(name)), *changes)
+    return one(newest_helm().documents(values=write_values(folder, values)), "RayService")
+
+
+def places(release: dict[str, Any]) -> dict[str, int]:
+    """Role -> workers that fit on a pod."""
+    groups = release["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    return {group["groupName"]: int(group["resources"].get(f"kvferry_{group['groupName']}", 1)) for group in groups}
+
+
+IMAGE = {"image": {"tag": "0.1.1-test"}}
+
+
+@pytest.mark.parametrize("example", sorted(COUNTS))
+async def test_the_life_of_a_release(example: str, site: Site, tmp_path: Path) -> None:
+    model = site.model
+
+    def counts_of(release: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+        groups = release["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+        (application,) = helm_check.serve_config(release)["applications"]
+        workers = {each["name"]: each["num_replicas"] for each in application["deployments"]}
+        return {group["groupName"]: group["replicas"] for group in groups}, workers
+
+    async def reaches(release: dict[str, Any]) -> Step:
+        model.apply(release)
+        step = await site.settle()
+        assert isinstance(step, Done)
+        assert (tmp_path / "done").exists()
+        pods, workers = counts_of(release)
+        assert {group: site.pods(group) for group in pods} == pods
+        assert model.registered("prefill") == workers.get("PrefillWorker", 0)
+        assert model.registered("decode") == workers["DecodeWorker"]
+        return step
+
+    first = service(tmp_path, example)
+    await reaches(first)
+    old_image = next(iter(site.images()["decode"]))
+    decode = model.registered("decode")
+    prefill = model.registered("prefill")
+
+    grown = service(tmp_path, example, COUNTS[example])
+    await reaches(grown)
+    # In place; where Serve empties no pod, those on the emptiest are moved.
+    for role, before in (("prefill", prefill), ("decode", decode)):
+        per_pod = places(grown).get(role, 1)
+        assert site.least[role] >= min(before, model.registered(role)) - (per_pod - 1)
+
+    decode, prefill = model.registered("decode"), model.registered("prefill")
+    changed = service(tmp_path, example, COUNTS[example], IMAGE)
+    step = await reaches(changed)
+    assert site.least["decode"] >= decode - places(changed)["decode"], "one pod at a time"
+    assert site.least["prefill"] >= prefill - places(changed).get("prefill", 0)
+    images = site.images()
+    has_redis = "gcsFaultToleranceOptions" in changed["spec"]["rayClusterConfig"]
+    assert images.pop("head") == ({"0.1.1-test"} if has_redis else {old_image})
+    assert all(each == {"0.1.1-test"} for each in images.values())
+    assert isinstance(step, Done)
+    assert bool(step.left) == (not has_redis)
+
+    await reaches(first)  # as `helm rollback` applies it
+    assert all(each == {old_image} for each in site.images().values())
+
+    model.delete()
+    assert model.pods == []
+    await reaches(first)
+    reasons = [reason for reason, _ in model.events]
+    assert {"UpdatingCluster", "ReplacingPods", "Done"} <= set(reasons)
+
+
+async def test_an_image_that_is_not_there_is_mended_by_an_upgrade(site: Site, tmp_path: Path) -> None:
+    site.model.apply(service(tmp_path, "8x-h200-pair", {"image": {"tag": "no-such"}}))
+    for _ in range(10):
+        site.model.turn()
+        assert isinstance(await site.rollout.round(), Wait)
+    site.model.apply(service(tmp_path, "8x-h200-pair"))
+    assert isinstance(await site.settle(), Done)
+    assert {tag for tags in site.images().values() for tag in tags} == {"0.1.0-gpu"}
+
+
+async def test_a_bad_image_takes_one_pod_and_no_more(site: Site, tmp_path: Path) -> None:
+    counts = {"roles": {"prefill": {"replicas": 8}, "decode": {"replicas": 8}}}
+    good = service(tmp_path, "70b-4plus4", counts)
+    site.model.apply(good)
+    await site.settle()
+    site.model.apply(service(tmp_path, "70b-4plus4", counts, {"image": {"tag": "no-such"}}))
+    for _ in range(60):
+        site.model.turn()
+        step = await site.rollout.round()
+    assert isinstance(step, Wait)
+    assert "pods are ready" in step.why
+    assert not (tmp_path / "done").exists()
+    assert site.model.registered("prefill") + site.model.registered("decode") == 14
+    site.model.apply(good)
+    assert isinstance(await site.settle(), Done)
+    assert site.model.registered("prefill") == site.model.registered("decode") == 8
+
+
+async def test_fewer_workers_take_the_pods_that_serve_emptied(site: Site, tmp_path: Path) -> None:
+    def counts(decode: int) -> dict[str, Any]:
+        return service(tmp_path, "70b-4plus4", {"roles": {"decode": {"replicas": decode, "workersPerPod": 1}}})
+
+    site.model.apply(counts(8))
+    await site.settle()
+    site.model.apply(counts(3))
+    before = {id(worker) for worker in site.model.workers}
+    await site.settle()
+    assert site.pods("decode") == 3
+    assert site.least["decode"] == 3
+    # Those that are left are of before: none was moved because its pod went.
+    assert {id(worker) for worker in site.model.workers if worker.role == "decode"} <= before
+
+
+async def test_workers_spread_over_too_many_pods_are_moved_one_pod_at_a_time(site: Site, tmp_path: Path) -> None:
+    def counts(decode: int) -> dict[str, Any]:
+        return service(tmp_path, "70b-4plus4", {"roles": {"decode": {"replicas": decode, "workersPerPod": 2}}})
+
+    for seed in range(5):
+        site.model.delete()
+        site.model.random.seed(seed)
+        site.model.apply(counts(8))
+        await site.settle()
+        site.model.apply(counts(4))
+        await site.settle()
+        assert site.pods("decode") == 2
+        assert site.model.registered("decode") == 4
+        assert site.least["decode"] >= 2
+
+
+async def test_a_group_that_goes_is_emptied_first(site: Site, tmp_path: Path) -> None:
+    site.model.apply(service(tmp_path, "70b-4plus4"))
+    await site.settle()
+    site.model.apply(service(tmp_path, "70b-4plus4", {"aggregated": True, "roles": {"prefill": {"replicas": 0}}}))
+    assert isinstance(await site.settle(), Done)
+    assert site.pods("prefill") == 0
+    assert site.model.cluster is not None
+    assert [group["groupName"] for group in site.model.cluster["spec"]["workerGroupSpecs"]] == ["decode"]
+    site.model.apply(service(tmp_path, "70b-4plus4"))
+    assert isinstance(await site.settle(), Done)
+    assert site.model.registered("prefill") == 8
+
+
+async def test_new_certificates_replace_all_pods(site: Site, tmp_path: Path) -> None:
+    site.model.apply(service(tmp_path, "70b-4plus4"))
+    await site.settle()
+    before = {pod.name for pod in site.model.pods}
+    site.model.apply(service(tmp_path, "70b-4plus4", {"rollout": {"restartedAt": "2026-11-24"}}))
+    assert isinstance(await site.settle(), Done)
+    assert before & {pod.name for pod in site.model.pods} == set()
+
+
+async def test_another_chart_version_replaces_no_pod(site: Site, tmp_path: Path) -> None:
+    release = service(tmp_path, "70b-4plus4")
+    site.model.apply(release)
+    await site.settle()
+    before = {pod.name for pod in site.model.pods}
+    text = yaml.safe_dump(release).replace("kvferry-0.1.0", "kvferry-0.1.1")
+    later = yaml.safe_load(text)
+    later["metadata"]["annotations"]["kvferry.io/cluster"] = "f" * 64
+    site.model.apply(later)
+    assert isinstance(await site.settle(), Done)
+    assert any(isinstance(step, SetSpec) for step in site.steps)
+    assert {pod.name for pod in site.model.pods} == before
+
+
+async def test_another_ray_is_left_to_a_person(site: Site, tmp_path: Path) -> None:
+    site.model.apply(service(tmp_path, "70b-4plus4"))
+    await site.settle()
+    site.model.apply(service(tmp_path, "70b-4plus4", {"ray": {"version": "2.61.0"}}, IMAGE))
+    step = await site.settle()
+    assert isinstance(step, Blocked)
+    assert "from 2.60.0 to 2.61.0" in step.why
+    assert site.images()["decode"] == {"0.1.0-gpu"}
+    assert site.model.events[-1][0] == "Blocked"
+
+
+async def test_nothing_goes_while_etcd_is_away(site: Site, tmp_path: Path) -> None:
+    site.model.apply(service(tmp_path, "70b-4plus4"))
+    await site.settle()
+    site.membership.is_away = True
+    site.model.apply(service(tmp_path, "70b-4plus4", IMAGE))
+    for _ in range(10):
+        site.model.turn()
+        assert await site.rollout.round() == Wait("etcd does not answer")
+    assert site.images()["decode"] == {"0.1.0-gpu"}
+    site.membership.is_away = False
+    assert isinstance(await site.settle(), Done)
+
+
+async def test_a_release_that_is_gone_is_waited_for(site: Site, tmp_path: Path) -> None:
+    step = await site.rollout.round()
+    assert isinstance(step, Wait)
+    assert "the API server answers 404" in step.why
+    assert (tmp_path / "alive").exists()
+
+
+@pytest.mark.parametrize("example", sorted(COUNTS))
+def test_the_operator_writes_a_release_back_as_it_was_rendered(example: str, tmp_path: Path) -> None:
+    release = service(tmp_path, example)
+    assert written_back(release) == release
+    halves = {"roles": {"decode": {"cpusPerWorker": 0.5, "memoryGiB": 300.25, "env": {"EMPTY": ""}}}}
+    changed = (
+        service(tmp_path, example, halves, {"tier": {"shmGiB": 1.5, "enabled": False, "volumes": []}})
+        if (example == "cpu-trial")
+        else release
+    )
+    assert written_back(changed) == changed

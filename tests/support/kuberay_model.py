@@ -1,0 +1,363 @@
+"""A small KubeRay, kubelet and Serve, in turns, behind an API server that kvferry.rollout calls over HTTP.
+
+The operator's rules are those of KubeRay v1.7.0 (ray-operator/controllers/ray): each names its function there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import http.server
+import json
+import random
+import re
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from kvferry.rollout.kubernetes_api import worker_counts
+
+Document = dict[str, Any]
+
+TURNS_TO_READY = 1
+TURNS_TO_END = 2
+TURNS_TO_LOAD = 2
+
+
+@dataclass
+class ModelPod:
+    name: str
+    group: str
+    template: Document
+    address: str
+    age: int = 0
+    ending: int | None = None  # turns left
+
+    @property
+    def is_ready(self) -> bool:
+        image = self.template["spec"]["containers"][0]["image"]
+        return self.ending is None and self.age >= TURNS_TO_READY and "no-such" not in image
+
+
+@dataclass
+class Worker:
+    role: str
+    pod: ModelPod
+    loading: int = TURNS_TO_LOAD
+
+
+@dataclass
+class Model:
+    """One release. `apply` is what Helm does; `turn` lets everybody else act once."""
+
+    name: str = "kv"
+    namespace: str = "serving"
+    seed: int = 0
+    places_workers: bool = True  # else Serve always says that all run
+    address: str = ""  # of all pods; empty: each has its own
+    service: Document | None = None
+    cluster: Document | None = None
+    pods: list[ModelPod] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    submitted: str = ""
+    events: list[tuple[str, str]] = field(default_factory=list)
+    num_made: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.lock = threading.RLock()
+
+    def apply(self, service: Document) -> None:
+        """Creates or changes the RayService."""
+        with self.lock:
+            generation = 1 if self.service is None else self.service["metadata"]["generation"] + 1
+            status = {} if self.service is None else self.service.get("status", {})
+            self.service = copy.deepcopy(service)
+            self.service["metadata"] |= {"generation": generation, "namespace": self.namespace, "uid": "service"}
+            self.service["status"] = status
+
+    def delete(self) -> None:
+        """Deletes the RayService; owner references take the rest."""
+        with self.lock:
+            self.service = self.cluster = None
+            self.pods, self.workers, self.submitted = [], [], ""
+
+    def turn(self) -> None:
+        with self.lock:
+            self._kubelet()
+            if self.service is not None:
+                self._reconcile_service(self.service)
+            if self.cluster is not None:
+                self._reconcile_cluster(self.cluster)
+            self._serve()
+
+    def registered(self, role: str) -> int:
+        return sum(worker.role == role and not worker.loading for worker in self.workers)
+
+    def addresses(self) -> Iterator[tuple[str, str]]:
+        for worker in self.workers:
+            if not worker.loading:
+                yield worker.role, worker.pod.address
+
+    # The operator
+
+    def _reconcile_service(self, service: Document) -> None:
+        if self.cluster is None:
+            # constructRayClusterForRayService: annotations and labels are the service's.
+            self.cluster = {
+                "apiVersion": "ray.io/v1",
+                "kind": "RayCluster",
+                "metadata": {
+                    "name": f"{self.name}-x1",
+                    "resourceVersion": "1",
+                    "annotations": copy.deepcopy(service["metadata"].get("annotations", {})),
+                },
+                "spec": copy.deepcopy(service["spec"]["rayClusterConfig"]),
+            }
+        # shouldPrepareNewCluster, isZeroDowntimeUpgradeEnabled: with upgradeStrategy None another hash changes nothing.
+        assert service["spec"]["upgradeStrategy"] == {"type": "None"}
+        ready = any(pod.group == "head" and pod.is_ready for pod in self.pods)
+        if ready:
+            # updateServeDeployment: whenever the configuration differs from the one submitted.
+            self.submitted = service["spec"]["serveConfigV2"]
+        side = {"rayClusterName": self.cluster["metadata"]["name"]}
+        if ready:
+            side["applicationStatuses"] = {"kvferry": {"status": self._application()}}
+        service["status"] = {"observedGeneration": service["metadata"]["generation"]}
+        # calculateStatus, reconcileServices: without a port `serve` on the head an error ends the reconcile before it.
+        head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        has_port = any(port["name"] == "serve" for port in head["ports"])
+        is_active = has_port and self._application() == "RUNNING"
+        service["status"]["activeServiceStatus" if is_active else "pendingServiceStatus"] = side
+
+    def _reconcile_cluster(self, cluster: Document) -> None:
+        """reconcilePods, with Ray's autoscaler off."""
+        spec = cluster["spec"]
+        assert not spec.get("enableInTreeAutoscaling")
+        if not any(pod.group == "head" for pod in self.pods):
+            self._make("head", spec["headGroupSpec"]["template"])
+        for group in spec["workerGroupSpecs"]:
+            name = group["groupName"]
+            # GetWorkerGroupDesiredReplicas
+            wanted = min(max(group["replicas"], group["minReplicas"]), group["maxReplicas"])
+            deleted = set(group.get("scaleStrategy", {}).get("workersToDelete", ()))
+            for pod in self.pods:
+                if pod.name in deleted:
+                    self.end(pod)
+            # Pods that are ending still count, unless they were named.
+            running = [pod for pod in self.pods if pod.group == name and pod.name not in deleted]
+            for _ in range(wanted - len(running)):
+                self._make(name, group["template"])
+            for pod in running[: max(0, len(running) - wanted)]:
+                self.end(pod)
+
+    def _make(self, group: str, template: Document) -> None:
+        self.num_made += 1
+        address = self.address or f"10.0.{self.num_made // 250}.{self.num_made % 250 + 1}"
+        self.pods.append(ModelPod(f"{self.name}-{group}-{self.num_made}", group, copy.deepcopy(template), address))
+
+    # The kubelet
+
+    def end(self, pod: ModelPod) -> None:
+        if pod.ending is None:
+            pod.ending = TURNS_TO_END
+
+    def _kubelet(self) -> None:
+        for pod in self.pods:
+            pod.age += 1
+            if pod.ending is not None:
+                pod.ending -= 1
+        gone = [pod for pod in self.pods if pod.ending is not None and pod.ending <= 0]
+        self.pods = [pod for pod in self.pods if pod not in gone]
+        if any(pod.group == "head" for pod in gone):
+            # Without fault tolerance of its tables the head's end is the cluster's.
+            assert self.cluster is not None
+            if "gcsFaultToleranceOptions" not in self.cluster["spec"]:
+                self.workers = []
+                self.submitted = ""
+
+    # Serve
+
+    def _serve(self) -> None:
+        if not self.places_workers:
+            return
+        self.workers = [worker for worker in self.workers if worker.pod in self.pods and worker.pod.ending is None]
+        for worker in self.workers:
+            worker.loading = max(0, worker.loading - 1)
+        counts = worker_counts(self.submitted)
+        for role in ("prefill", "decode"):
+            there = [worker for worker in self.workers if worker.role == role]
+            excess = len(there) - counts.get(role, 0)
+            if excess > 0 and self.submitted:
+                for worker in self.random.sample(there, excess):
+                    self.workers.remove(worker)
+            for pod in self.random.sample(self.pods, len(self.pods)):
+                places = self._places(role) - sum(worker.pod is pod for worker in self.workers)
+                while pod.group == role and pod.is_ready and places > 0 and excess < 0:
+                    self.workers.append(Worker(role, pod))
+                    places, excess = places - 1, excess + 1
+
+    def _places(self, role: str) -> int:
+        assert self.cluster is not None
+        for group in self.cluster["spec"]["workerGroupSpecs"]:
+            if group["groupName"] == role:
+                return int(group["resources"][f"kvferry_{role}"])
+        return 0
+
+    def _application(self) -> str:
+        if not self.submitted:
+            return "NOT_STARTED"
+        if not self.places_workers:
+            return "RUNNING"
+        counts = worker_counts(self.submitted)
+        is_whole = all(self.registered(role) == counts.get(role, 0) for role in ("prefill", "decode"))
+        return "RUNNING" if is_whole else "DEPLOYING"
+
+    # The API server
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Document]:
+        with self.lock:
+            path, _, query = path.partition("?")
+            ray = f"/apis/ray.io/v1/namespaces/{self.namespace}"
+            core = f"/api/v1/namespaces/{self.namespace}"
+            if (method, path) == ("GET", f"{ray}/rayservices/{self.name}") and self.service is not None:
+                return 200, self.service
+            if self.cluster is not None and path == f"{ray}/rayclusters/{self.cluster['metadata']['name']}":
+                return (200, self.cluster) if method == "GET" else self._patch(json.loads(body))
+            if (method, path) == ("GET", f"{core}/pods"):
+                assert self.cluster is not None
+                assert urllib.parse.unquote(query) == f"labelSelector=ray.io/cluster={self.cluster['metadata']['name']}"
+                return 200, {"kind": "PodList", "apiVersion": "v1", "items": [self._as_pod(pod) for pod in self.pods]}
+            if (method, path) == ("POST", f"{core}/events"):
+                event = json.loads(body)
+                self.events.append((event["reason"], event["message"]))
+                return 201, event
+            if method == "DELETE" and (match := re.fullmatch(rf"{core}/pods/([^/]+)", path)):
+                for pod in self.pods:
+                    if pod.name == match[1]:
+                        if json.loads(body)["preconditions"]["uid"] != f"uid-{pod.name}":
+                            return 409, _status(409, "the UID in the precondition does not match")
+                        self.end(pod)
+                        return 200, self._as_pod(pod)
+            return 404, _status(404, f"{path} not found")
+
+    def _patch(self, operations: list[Document]) -> tuple[int, Document]:
+        assert self.cluster is not None
+        metadata = self.cluster["metadata"]
+        for operation in operations:
+            if operation["op"] == "test":
+                if operation["value"] != metadata["resourceVersion"]:
+                    return 422, _status(422, "the server rejected our request: testing value failed")
+            elif operation["path"] == "/spec":
+                self.cluster["spec"] = operation["value"]
+            elif operation["path"] == "/metadata/annotations":
+                metadata["annotations"] = operation["value"]
+            else:
+                return 422, _status(422, f"unknown operation {operation}")
+        metadata["resourceVersion"] = str(int(metadata["resourceVersion"]) + 1)
+        return 200, self.cluster
+
+    def _as_pod(self, pod: ModelPod) -> Document:
+        # buildHeadPod, buildWorkerPod: the template's annotations are the pod's.
+        metadata = {
+            "name": pod.name,
+            "uid": f"uid-{pod.name}",
+            "annotations": pod.template["metadata"].get("annotations", {}),
+            "labels": {"ray.io/node-type": "head" if pod.group == "head" else "worker", "ray.io/group": pod.group},
+        }
+        if pod.ending is not None:
+            metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        condition = {"type": "Ready", "status": str(pod.is_ready)}
+        return {
+            "metadata": metadata,
+            "spec": pod.template["spec"],
+            "status": {"podIP": pod.address, "conditions": [condition]},
+        }
+
+
+def _status(code: int, message: str) -> Document:
+    return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": message}
+
+
+@contextlib.contextmanager
+def serving(model: Model) -> Iterator[str]:
+    """Serves a model's API on loopback. Yields its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, document = model.answer(self.command, self.path, body)
+            data = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815  (http.server's names)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+# What the operator's Go types make of an object when it is written back (utils.go has none of these rules: they are
+# encoding/json's of the types in apis/ray/v1 and k8s.io/api/core/v1).
+
+
+def written_back(service: Document) -> Document:
+    """A RayService after the operator added its finalizer: the whole object, as its types marshal it."""
+    result = copy.deepcopy(service)
+    cluster = result["spec"]["rayClusterConfig"]
+    for group in cluster["workerGroupSpecs"]:
+        group.setdefault("scaleStrategy", {})
+    templates = [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+    for template in templates:
+        template.setdefault("metadata", {})
+        for container in [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]:
+            container.setdefault("resources", {})
+            for variable in container.get("env", []):
+                if variable.get("value") == "":
+                    del variable["value"]
+            for amounts in container["resources"].values():
+                for name, amount in amounts.items():
+                    amounts[name] = canonical(amount)
+        for volume in template["spec"].get("volumes", []):
+            if "ephemeral" in volume:
+                volume["ephemeral"]["volumeClaimTemplate"].setdefault("metadata", {})
+            size = (volume.get("emptyDir") or {}).get("sizeLimit")
+            if size is not None:
+                volume["emptyDir"]["sizeLimit"] = canonical(size)
+    return result
+
+
+def canonical(quantity: object) -> str:
+    """resource.Quantity's CanonicalizeBytes, for what a chart writes."""
+    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(quantity))
+    assert match is not None, quantity
+    decimal = {"m": Fraction(1, 1000), "": Fraction(1), "k": Fraction(10**3), "M": Fraction(10**6)}
+    binary = {
+        "": Fraction(1),
+        **{unit: Fraction(1024**power) for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)},
+    }
+    scales = binary if match[2] in binary and match[2] else decimal
+    value = Fraction(match[1]) * scales[match[2]]
+    for unit, scale in sorted(scales.items(), key=lambda each: -each[1]):
+        if (value / scale).denominator == 1:
+            return f"{value / scale}{unit}"
+    raise AssertionError(f"{quantity} has no canonical form here")
