@@ -87,7 +87,7 @@ def _pods_have_time_to_drain(rendered: Sequence[Document]) -> Iterator[str]:
     for document, cluster in _clusters(rendered):
         for group in cluster.get("workerGroupSpecs", []):
             pod = group["template"]["spec"]
-            (container,) = pod["containers"]
+            container = pod["containers"][0]  # Ray's, as KubeRay takes it
             values = {each["name"]: each.get("value") for each in container["env"]}
             drain = values.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
             grace = pod.get("terminationGracePeriodSeconds", 30)

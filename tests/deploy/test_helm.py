@@ -16,6 +16,7 @@ import yaml
 
 from kvferry import __version__
 from support.chart import chart_rules, helm_check, newest_helm, one, write_values
+from support.kuberay_model import written_back
 
 VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
 SCHEMA = json.loads((helm_check.CHART / "values.schema.json").read_text())
@@ -377,6 +378,26 @@ def test_every_value_has_a_default_a_schema_and_words() -> None:
     ]
 
 
+def pod_values(section: str, name: str) -> dict[str, tuple[Any, str]]:
+    """What every component's pods take, as in EVERYTHING."""
+    spread = {"maxSkew": 1, "topologyKey": f"zone-{name}", "whenUnsatisfiable": "DoNotSchedule"}
+    secret = {"secretKeyRef": {"name": f"secret-{name}", "key": "k"}}
+    values: dict[str, tuple[Any, str]] = {
+        "podLabels": ({f"label-{name}": "x"}, f"label-{name}: x"),
+        "podAnnotations": ({f"{name}-note": "a"}, f"{name}-note: a"),
+        "affinity": ({"nodeAffinity": {"x": f"{name}-affinity"}}, f"{name}-affinity"),
+        "priorityClassName": (f"{name}-prio", f"priorityClassName: {name}-prio"),
+        "schedulerName": (f"{name}-scheduler", f"schedulerName: {name}-scheduler"),
+        "topologySpreadConstraints": ([spread], f"topologyKey: zone-{name}"),
+        "extraEnv": ([{"name": f"{name}_ENV", "valueFrom": secret}], f"name: secret-{name}"),
+        "extraVolumes": ([{"name": f"volume-{name}", "configMap": {"name": f"map-{name}"}}], f"name: map-{name}"),
+        "extraVolumeMounts": ([{"name": f"volume-{name}", "mountPath": f"/at/{name}"}], f"mountPath: /at/{name}"),
+        "extraInitContainers": ([{"name": f"before-{name}", "image": f"i-{name}"}], f"name: before-{name}"),
+        "extraContainers": ([{"name": f"beside-{name}", "image": f"c-{name}"}], f"name: beside-{name}"),
+    }
+    return {f"{section}.{key}": value for key, value in values.items()}
+
+
 # Groups of values that a rendering can hold at once: what they stand on, and path -> (value, what it becomes: a text
 # that was not there; with `!`, one that was).
 EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
@@ -429,7 +450,6 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "ray.head.memoryGiB": (42, "memory: 42Gi"),
             "ray.head.nodeSelector": ({"head": "here"}, "head: here"),
             "ray.head.tolerations": ([{"key": "head-taint"}], "key: head-taint"),
-            "ray.head.podAnnotations": ({"head": "note"}, "head: note"),
             "ray.env": ({"RAY_backend_log_level": "debug"}, "value: debug"),
             "ray.redis.address": ("redis:6379", "redisAddress: redis:6379"),
             "ray.redis.passwordSecret": ("redis-secret", "name: redis-secret"),
@@ -445,8 +465,6 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "gateway.env": ({"G_ENV": 7}, "name: G_ENV"),
             "gateway.nodeSelector": ({"gateway": "here"}, "gateway: here"),
             "gateway.tolerations": ([{"key": "gateway-taint"}], "key: gateway-taint"),
-            "gateway.affinity": ({"nodeAffinity": {"x": "gateway-affinity"}}, "gateway-affinity"),
-            "gateway.podAnnotations": ({"gateway": "note"}, "gateway: note"),
             "gateway.lingerSeconds": (45, "linger_s: 45"),
             "gateway.service.type": ("LoadBalancer", "type: LoadBalancer"),
             "gateway.service.annotations": ({"service": "note"}, "service: note"),
@@ -466,7 +484,15 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "monitoring.serviceMonitor.labels": ({"pick": "me"}, "pick: me"),
             "monitoring.keySecret": ("scrape-key", "name: scrape-key"),
             "monitoring.keyEntry": ("scrape-entry", "key: scrape-entry"),
-        },
+            "extraObjects": (
+                [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}}],
+                "name: trial-more",
+            ),
+        }
+        | pod_values("gateway", "gateway")
+        | pod_values("ray.head", "head")
+        | pod_values("rollout", "rollout")
+        | pod_values("etcd", "etcd"),
     ),
     "roles and tier": (
         at("config.engine.device", "gpu"),
@@ -485,12 +511,13 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
                 "rdma": (True, "name: memlock"),
                 "nodeSelector": ({f"pool-{role}": "a"}, f"pool-{role}: a"),
                 "tolerations": ([{"key": f"{role}-taint"}], f"key: {role}-taint"),
-                "affinity": ({"nodeAffinity": {"x": f"{role}-affinity"}}, f"{role}-affinity"),
+                "resourceClaims": ([{"name": f"claim-{role}"}], f"- name: claim-{role}"),
+                "containerClaims": ([{"name": f"used-{role}"}], f"- name: used-{role}"),
                 "runtimeClassName": (f"{role}-class", f"runtimeClassName: {role}-class"),
-                "priorityClassName": (f"{role}-prio", f"priorityClassName: {role}-prio"),
-                "podAnnotations": ({f"{role}-note": "a"}, f"{role}-note: a"),
             }.items()
         }
+        | pod_values("roles.prefill", "prefill")
+        | pod_values("roles.decode", "decode")
         | {
             "config.engine.device": ("gpu", "image: registry.example/kvferry:0.1.0-gpu"),
             "config.engine.tensor_parallel_size": (2, "tensor_parallel_size: 2"),
@@ -516,7 +543,7 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
     ),
     "gateways of Serve": (
         {},
-        {"gateway.mode": ("serve", "kvferry_gateway: '1'")},
+        {"gateway.mode": ("serve", "kvferry_gateway: '1'")} | pod_values("gateway", "gateway"),
     ),
     "without": (
         {},
@@ -580,7 +607,7 @@ def test_values_reach_their_place(tmp_path: Path, group: str) -> None:
 
     def render(values: dict[str, Any]) -> str:
         rendered = newest_helm().documents(values=write_values(tmp_path, values))
-        if group != "names":  # whose affinity is not one
+        if group != "names":  # which names no configuration of kvferry's
             helm_check.parse_configs(rendered)
         text: str = helm_check.golden_text(rendered)
         return text
@@ -631,6 +658,36 @@ def test_shared_memory_holds_the_cpu_tiers_of_all_workers_of_a_pod(tmp_path: Pat
         (shm,) = (each for each in group["template"]["spec"]["volumes"] if each["name"] == "shm")
         sizes[group["groupName"]] = shm["emptyDir"]["sizeLimit"]
     assert sizes == {"prefill": "12Gi", "decode": "33Gi"}
+
+
+@pytest.mark.parametrize("mode", ["deployment", "serve"])
+def test_pods_with_everything_added_are_valid_and_written_back_alike(tmp_path: Path, mode: str) -> None:
+    added = {
+        key: value
+        for path, (value, _) in pod_values("x", "x").items()
+        if (key := path.removeprefix("x.")) not in ("affinity", "extraEnv")
+    }
+    added["extraEnv"] = [{"name": "EMPTY", "value": ""}, {"name": "FULL", "value": "x"}]
+    sections = ("roles.prefill", "roles.decode", "gateway", "ray.head", "rollout", "etcd")
+    values = merged(
+        *(at(section, added) for section in sections),
+        at("gateway.mode", mode),
+    )
+    rendered = newest_helm().documents(values=write_values(tmp_path, values))
+    for document in rendered:
+        helm_check.validate(document)
+    assert chart_rules.faults(rendered) == []
+    service = one(rendered, "RayService")
+    assert written_back(service) == service
+    components = set()
+    for _, spec in chart_rules._pods(rendered):
+        for constraint in spec.get("topologySpreadConstraints", []):
+            labels = constraint["labelSelector"]["matchLabels"]
+            assert labels.pop("kvferry.io/release") == "trial"
+            components.add(labels["kvferry.io/component"])
+            assert {"beside-x"} <= {container["name"] for container in spec["containers"]}
+            assert {"before-x"} <= {container["name"] for container in spec["initContainers"]}
+    assert components == {"prefill", "decode", "gateway", "head", "rollout", "etcd"}
 
 
 def init_containers(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:

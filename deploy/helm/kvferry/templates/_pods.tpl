@@ -87,6 +87,54 @@ Gibibytes, a number: 0.5 is 512Mi, 2048 is 2Ti. Below one mebibyte is rounded up
 {{- end -}}
 {{- end -}}
 
+{{/*
+What the values add to a component's pods: {root, section, component}. Written as Kubernetes writes it back: each
+container has resources, and no variable an empty value.
+*/}}
+{{- define "kvferry.podExtras" -}}
+{{- with .section.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with .section.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .section.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .section.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- $labels := merge (include "kvferry.selector" .root | fromYaml) (dict "kvferry.io/component" .component) }}
+  {{- range .section.topologySpreadConstraints }}
+  - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A list of containers of the values. */}}
+{{- define "kvferry.extraContainers" -}}
+{{- range . }}
+- {{- toYaml (merge (deepCopy .) (dict "resources" dict)) | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* A list of variables of the values. */}}
+{{- define "kvferry.extraEnv" -}}
+{{- range . }}
+{{- if and (hasKey . "value") (eq (toString .value) "") }}
+- {name: {{ .name }}}
+{{- else }}
+- {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvferry.extraList" -}}
+{{- with . }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* Secrets of members: gateways and workers alike. */}}
 {{- define "kvferry.memberMounts" -}}
 - {name: internal-tls, mountPath: /etc/kvferry/tls/internal, readOnly: true}
@@ -211,6 +259,15 @@ model.revision says which they are; else a gateway reads them, to compare them w
   volumeMounts:
     {{- include "kvferry.scratchMounts" . | nindent 4 }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Init containers of a gateway's pod. */}}
+{{- define "kvferry.gatewayInit" -}}
+{{- if or (include "kvferry.isHubId" .) .Values.gateway.extraInitContainers }}
+initContainers:
+  {{- include "kvferry.modelInit" (dict "root" . "weights" false) | nindent 2 }}
+  {{- include "kvferry.extraContainers" .Values.gateway.extraInitContainers | nindent 2 }}
 {{- end }}
 {{- end -}}
 

@@ -53,12 +53,13 @@ nvidia.com/gpu: {{ .gpus | toString | quote }}
 {{- end -}}
 
 {{/*
-Annotations of a pod of Ray: {root, spec, annotations}. The digest says whether a pod is of the present template, for
+Annotations of a pod of Ray: {root, spec, section}. The digest says whether a pod is of the present template, for
 kvferry-rollout; labels with versions are no reason to start an engine again.
 */}}
 {{- define "kvferry.podAnnotations" -}}
-{{- $own := .annotations | default dict -}}
-kvferry.io/template: {{ printf "%s\n%s\n%s" .spec (toYaml $own) .root.Values.rollout.restartedAt | sha256sum }}
+{{- $own := .section.podAnnotations | default dict -}}
+{{- $labels := .section.podLabels | default dict -}}
+kvferry.io/template: {{ list (fromYaml .spec) $own $labels .root.Values.rollout.restartedAt | toJson | sha256sum }}
 {{- with .root.Values.rollout.restartedAt }}
 kvferry.io/restarted-at: {{ . | quote }}
 {{- end }}
@@ -88,8 +89,9 @@ kvferry.io/restarted-at: {{ . | quote }}
         {{- include "kvferry.labels" $root | nindent 8 }}
         kvferry.io/component: {{ $name }}
         kvferry.io/ray: "true"
+        {{- include "kvferry.extraList" $role.podLabels | nindent 8 }}
       annotations:
-        {{- include "kvferry.podAnnotations" (dict "root" $root "spec" $spec "annotations" $role.podAnnotations) | nindent 8 }}
+        {{- include "kvferry.podAnnotations" (dict "root" $root "spec" $spec "section" $role) | nindent 8 }}
     spec:
       {{- $spec | nindent 6 }}
 {{- end -}}
@@ -107,17 +109,16 @@ terminationGracePeriodSeconds: {{ add (include "kvferry.workerDrainSeconds" $roo
 {{- with $role.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
-{{- with $role.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
+{{- include "kvferry.podExtras" (dict "root" $root "section" $role "component" $name) }}
 securityContext:
   {{- include "kvferry.podSecurity" $root | nindent 2 }}
-{{- if or $role.rdma (include "kvferry.isHubId" $root) }}
+{{- if or $role.rdma (include "kvferry.isHubId" $root) $role.extraInitContainers }}
 initContainers:
   {{- if $role.rdma }}
   {{- include "kvferry.memlockInit" $root | nindent 2 }}
   {{- end }}
   {{- include "kvferry.modelInit" (dict "root" $root "weights" true) | nindent 2 }}
+  {{- include "kvferry.extraContainers" $role.extraInitContainers | nindent 2 }}
 {{- end }}
 containers:
   - name: ray-worker
@@ -129,6 +130,7 @@ containers:
       # How long Ray lets a node that is told to go drain; it is killed at the end of the grace period.
       - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.workerDrainSeconds" $root | quote }}}
       {{- include "kvferry.env" $role.env | nindent 6 }}
+      {{- include "kvferry.extraEnv" $role.extraEnv | nindent 6 }}
     startupProbe:
       {{- include "kvferry.rayletProbe" . | nindent 6 }}
       periodSeconds: 5
@@ -143,6 +145,10 @@ containers:
       timeoutSeconds: 5
       failureThreshold: 12
     resources:
+      {{- with $role.containerClaims }}
+      claims:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       requests:
         cpu: {{ include "kvferry.cpus" $cpus }}
         {{- include "kvferry.workerLimits" (dict "role" $role "gpus" $gpus) | nindent 8 }}
@@ -163,6 +169,8 @@ containers:
       {{- if $root.Values.tier.encryptionKeysSecret }}
       - {name: tier-keys, mountPath: /etc/kvferry/tier, readOnly: true}
       {{- end }}
+      {{- include "kvferry.extraList" $role.extraVolumeMounts | nindent 6 }}
+  {{- include "kvferry.extraContainers" $role.extraContainers | nindent 2 }}
 volumes:
   {{- include "kvferry.scratchVolumes" $root | nindent 2 }}
   {{- include "kvferry.memberVolumes" $root | nindent 2 }}
@@ -189,6 +197,7 @@ volumes:
   - name: tier-keys
     secret: {secretName: {{ . }}, defaultMode: 0440}
   {{- end }}
+  {{- include "kvferry.extraList" $role.extraVolumes | nindent 2 }}
 {{- with $role.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -227,8 +236,9 @@ affinity:
         {{- include "kvferry.labels" . | nindent 8 }}
         kvferry.io/component: gateway
         kvferry.io/ray: "true"
+        {{- include "kvferry.extraList" .Values.gateway.podLabels | nindent 8 }}
       annotations:
-        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $spec "annotations" .Values.gateway.podAnnotations) | nindent 8 }}
+        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $spec "section" .Values.gateway) | nindent 8 }}
     spec:
       {{- $spec | nindent 6 }}
 {{- end -}}
@@ -238,10 +248,8 @@ terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (inclu
 {{- include "kvferry.pullSecrets" . | nindent 0 }}
 securityContext:
   {{- include "kvferry.podSecurity" . | nindent 2 }}
-{{- with include "kvferry.modelInit" (dict "root" . "weights" false) }}
-initContainers:
-  {{- . | nindent 2 }}
-{{- end }}
+{{- include "kvferry.podExtras" (dict "root" . "section" .Values.gateway "component" "gateway") }}
+{{- include "kvferry.gatewayInit" . }}
 containers:
   - name: ray-worker
     image: {{ include "kvferry.image" . }}
@@ -252,6 +260,7 @@ containers:
       - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.gatewayDrainSeconds" . | quote }}}
       - {name: CUDA_VISIBLE_DEVICES}
       {{- include "kvferry.env" .Values.gateway.env | nindent 6 }}
+      {{- include "kvferry.extraEnv" .Values.gateway.extraEnv | nindent 6 }}
     ports:
       {{- include "kvferry.gatewayPorts" . | nindent 6 }}
     # Not ready before Serve has put a gateway here, which it does as soon as the raylet is up.
@@ -277,12 +286,15 @@ containers:
       {{- include "kvferry.memberMounts" . | nindent 6 }}
       {{- include "kvferry.gatewayMounts" . | nindent 6 }}
       - {name: shm, mountPath: /dev/shm}
+      {{- include "kvferry.extraList" .Values.gateway.extraVolumeMounts | nindent 6 }}
+  {{- include "kvferry.extraContainers" .Values.gateway.extraContainers | nindent 2 }}
 volumes:
   {{- include "kvferry.scratchVolumes" . | nindent 2 }}
   {{- include "kvferry.memberVolumes" . | nindent 2 }}
   {{- include "kvferry.gatewayVolumes" . | nindent 2 }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: 1Gi}
+  {{- include "kvferry.extraList" .Values.gateway.extraVolumes | nindent 2 }}
 {{- with .Values.gateway.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -376,8 +388,9 @@ headGroupSpec:
         {{- include "kvferry.labels" . | nindent 8 }}
         kvferry.io/component: head
         kvferry.io/ray: "true"
+        {{- include "kvferry.extraList" .Values.ray.head.podLabels | nindent 8 }}
       annotations:
-        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $headSpec "annotations" .Values.ray.head.podAnnotations) | nindent 8 }}
+        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $headSpec "section" .Values.ray.head) | nindent 8 }}
     spec:
       {{- $headSpec | nindent 6 }}
 workerGroupSpecs:
@@ -395,6 +408,11 @@ workerGroupSpecs:
 {{- include "kvferry.pullSecrets" . | nindent 0 }}
 securityContext:
   {{- include "kvferry.podSecurity" . | nindent 2 }}
+{{- include "kvferry.podExtras" (dict "root" . "section" .Values.ray.head "component" "head") }}
+{{- with .Values.ray.head.extraInitContainers }}
+initContainers:
+  {{- include "kvferry.extraContainers" . | nindent 2 }}
+{{- end }}
 containers:
   - name: ray-head
     image: {{ include "kvferry.image" . }}
@@ -402,6 +420,7 @@ containers:
     env:
       {{- include "kvferry.scratchEnv" . | nindent 6 }}
       {{- include "kvferry.rayEnv" . | nindent 6 }}
+      {{- include "kvferry.extraEnv" .Values.ray.head.extraEnv | nindent 6 }}
     ports:
       - {name: gcs-server, containerPort: 6379}
       - {name: dashboard, containerPort: 8265}
@@ -416,12 +435,19 @@ containers:
     volumeMounts:
       {{- include "kvferry.scratchMounts" . | nindent 6 }}
       - {name: shm, mountPath: /dev/shm}
+      {{- include "kvferry.extraList" .Values.ray.head.extraVolumeMounts | nindent 6 }}
+  {{- include "kvferry.extraContainers" .Values.ray.head.extraContainers | nindent 2 }}
 volumes:
   {{- include "kvferry.scratchVolumes" . | nindent 2 }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: 1Gi}
+  {{- include "kvferry.extraList" .Values.ray.head.extraVolumes | nindent 2 }}
 {{- with .Values.ray.head.nodeSelector }}
 nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.ray.head.affinity }}
+affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.ray.head.tolerations }}
