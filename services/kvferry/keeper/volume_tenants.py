@@ -107,9 +107,11 @@ class VolumeTenants:
             self._changed.clear()
             waiting, self._waiting = self._waiting, []
             try:
-                await self._configure_volumes()
+                have_all = await self._configure_volumes()
             except Exception:
                 log.exception("volumes do not have the contracts of now; trying again")
+                have_all = False
+            if not have_all:
                 # Floors move on only when volumes have what was given up.
                 self._waiting += waiting
                 self._changed.set()
@@ -119,24 +121,33 @@ class VolumeTenants:
                 each.set()
             await asyncio.sleep(CONFIGURE_PAUSE_S)
 
-    async def _configure_volumes(self) -> None:
+    async def _configure_volumes(self) -> bool:
         tiers = self._tiers
         parts = await asyncio.to_thread(floor_parts, VOLUME_TIER, tiers)
         if parts != self._parts:
             self._parts = parts
             self._parts_changed.set()
         floors = {volume.volume_id: self._floors.floors_of(volume, parts) for volume in self._open_volumes()}
-        await asyncio.to_thread(self._configure, tiers, floors)
+        return await asyncio.to_thread(self._configure_each, tiers, floors)
 
-    def _configure(self, tiers: TenantToTiers, floors: Mapping[str, Mapping[str, int]]) -> None:
+    def _configure_each(self, tiers: TenantToTiers, floors: Mapping[str, Mapping[str, int]]) -> bool:
+        """Return whether all volumes have their contracts."""
+        num_failed = 0
         for volume in self._volumes:
-            even = contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes)
-            moved = floors.get(volume.volume_id, {}) if volume.is_open else {}
             try:
-                volume.configure({**even, **_with_floors(even, moved, volume.capacity_bytes)})
-            except ValueError:
-                log.exception("floors that moved do not fit into volume %s: it has the even ones", volume.path)
-                volume.configure(even)
+                self._configure(volume, tiers, floors.get(volume.volume_id, {}) if volume.is_open else {})
+            except Exception:
+                log.exception("volume %s does not have the contracts of now; trying again", volume.path)
+                num_failed += 1
+        return not num_failed
+
+    def _configure(self, volume: Volume, tiers: TenantToTiers, moved: Mapping[str, int]) -> None:
+        even = contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes)
+        try:
+            volume.configure({**even, **_with_floors(even, moved, volume.capacity_bytes)})
+        except ValueError:
+            log.exception("floors that moved do not fit into volume %s: it has the even ones", volume.path)
+            volume.configure(even)
 
     async def _apply_floors(self) -> None:
         """Return when volumes have the contracts of now."""
