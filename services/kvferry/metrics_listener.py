@@ -37,6 +37,13 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def cut(self) -> None:
+        """Abort the connections that are left, after `serve` returned."""
+        # One that was closed stays open while its client does not read what is written already.
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)  # sockets are closed in the next turn of the loop
+
 
 class MetricsListener:
     """`render` runs in the event loop."""
@@ -94,6 +101,8 @@ class MetricsListener:
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
             self._serving = None
+        if self._server is not None:
+            await self._server.cut()
 
     def _listen(self) -> socket.socket:
         host, first = self._config.host, self._first_port

@@ -517,10 +517,7 @@ async def _require_pool(admin: TenantAdmin, pool: str) -> None:
         check_new_pool_name(pool)
     except ValueError as error:
         raise ConfigError(f"--pool: {error}") from None
-    try:
-        await admin.require_known_pool(pool)
-    except ConfigError as error:
-        raise ConfigError(f"{error.message} (--allow-unknown-pool)") from None
+    await admin.require_known_pool(pool)
 
 
 async def _warn_of_pools(admin: TenantAdmin, *tenants: TenantRecord) -> None:

@@ -115,6 +115,26 @@ def test_a_client_that_never_reads_is_cut(
     run(attempt())
 
 
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+def test_a_client_that_never_reads_is_cut_when_the_gateway_stops(
+    certificates: Certificates, has_tls: bool, run: Callable[..., None]
+) -> None:
+    """Its connection was closed, and stayed open to be written to."""
+
+    async def attempt() -> None:
+        gateway = {"tls": certificates.config()} if has_tls else {}
+        async with running(sim=FAST, gateway=gateway) as cluster:
+            assert cluster.gateway is not None
+            limits = cluster.gateway.app.connection_limits
+            _, writer = await ask(cluster, tls=certificates.context() if has_tls else None)
+            assert await left_unread(cluster) > 1 << 20
+        assert limits.num_open == 0
+        writer.transport.abort()
+
+    run(attempt())
+
+
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(certificates: Certificates, has_tls: bool) -> None:
     gateway = {"tls": certificates.config()} if has_tls else {}

@@ -276,6 +276,7 @@ def test_no_tenant_gets_a_pool_while_a_gateway_does_not_know_them(run: Run, clus
     for result in refused:
         assert result.exit_code == 2
         assert "old runs 0.1, which knows no pools" in result.stderr
+        assert "--allow-unknown-pool" not in result.stderr, "it would not help"
     assert taken_away.exit_code == 0
     done = asyncio.run(with_gateways(gateway("new", ("finance",))))
     assert [result.exit_code for result in done] == [0, 0, 0, 0]

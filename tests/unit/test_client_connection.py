@@ -35,3 +35,14 @@ def test_a_key_goes_elsewhere_over_tls_or_where_it_is_said(target: str) -> None:
     assert metadata_of(None, target, None, key_in_clear=False) == ()
     with pytest.raises(ValueError, match="key_in_clear"):
         Client(target, api_key="secret")
+
+
+def test_texts_that_no_connection_has_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"target: 'host\\ud800:1' has characters"):
+        Client("host\ud800:1")
+    with pytest.raises(ValueError, match=r"server_name: '\\ud800' has characters"):
+        Tls(server_name="\ud800")
+    for key in ("secret\ud800", "secret\n", "secr\u00e9t"):
+        with pytest.raises(ValueError, match="api_key: expected printable ASCII") as refused:
+            Client("127.0.0.1:1", api_key=key)
+        assert "secr" not in str(refused.value)

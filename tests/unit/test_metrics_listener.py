@@ -13,6 +13,7 @@ from bench.etcd_server import Authority
 from kvferry.config import ClusterConfig, MetricsConfig, TlsConfig, parse
 from kvferry.errors import ConfigError
 from kvferry.metrics_listener import NUM_PORTS, MetricsListener
+from support.waiting import until
 
 
 async def page() -> bytes:
@@ -37,6 +38,22 @@ async def test_it_answers_metrics_and_nothing_else() -> None:
     host, _, port = listener.address.rpartition(":")
     with socket.socket() as probe:
         assert probe.connect_ex((host, int(port))) != 0
+
+
+async def test_a_client_that_does_not_read_is_cut_when_it_stops() -> None:
+    async def large() -> bytes:
+        return bytes(16 << 20)
+
+    listener = MetricsListener(MetricsConfig(), 0, large)
+    await listener.start()
+    assert listener._server is not None
+    state = listener._server.server_state
+    host, _, port = listener.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: any(each.transport.get_write_buffer_size() for each in state.connections))
+        await listener.stop()
+        assert not state.connections
 
 
 async def test_a_fixed_port_is_the_first_of_several() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypedDict
+
+from google.protobuf.message import Message as ProtobufMessage
 
 from kvferry.inference.v1 import inference_pb2 as pb
 
@@ -62,16 +65,16 @@ def generate_request(
     _require_one_prompt({"text": text, "messages": messages, "token_ids": token_ids})
     if tools and messages is None:
         raise ValueError("tools need messages")
-    request = pb.GenerateRequest(model=model, text=text, return_token_ids=return_token_ids)
+    request = pb.GenerateRequest(return_token_ids=return_token_ids)
+    _put_prompt(request, model, text, messages)
     request.num_choices = _checked("num_choices", num_choices)
     if cache_salt is not None:
         _put(request, "cache_salt", cache_salt)
     if cache_ttl_s is not None:
         _put(request, "cache_ttl_s", cache_ttl_s)
     if messages is not None:
-        request.conversation.CopyFrom(_conversation(messages))
         request.conversation.tools.extend(tools)
-        request.conversation.tool_choice = tool_choice
+        _put(request.conversation, "tool_choice", tool_choice)
     if token_ids is not None:
         request.token_ids.SetInParent()
         _put(request.token_ids, "ids", token_ids)
@@ -84,9 +87,8 @@ def generate_request(
 
 def tokenize_request(model: str, text: str | None, messages: Sequence[MessageLike] | None) -> pb.TokenizeRequest:
     _require_one_prompt({"text": text, "messages": messages})
-    request = pb.TokenizeRequest(model=model, text=text)
-    if messages is not None:
-        request.conversation.CopyFrom(_conversation(messages))
+    request = pb.TokenizeRequest()
+    _put_prompt(request, model, text, messages)
     return request
 
 
@@ -97,17 +99,30 @@ def only_model(response: pb.ListModelsResponse) -> str:
     return names[0]
 
 
-def _conversation(messages: Sequence[MessageLike]) -> pb.Conversation:
-    conversation = pb.Conversation()
-    for message in messages:
-        if isinstance(message, pb.Message):
-            conversation.messages.append(message)
-        elif isinstance(message, Mapping):
-            conversation.messages.add(**message)
-        else:
-            role, content = message
-            conversation.messages.add(role=role, content=content)
-    return conversation
+def _put_prompt(
+    request: pb.GenerateRequest | pb.TokenizeRequest,
+    model: str,
+    text: str | None,
+    messages: Sequence[MessageLike] | None,
+) -> None:
+    _put(request, "model", model)
+    if text is not None:
+        _put(request, "text", text)
+    if messages is not None:
+        request.conversation.SetInParent()
+        for at, message in enumerate(messages):
+            with _naming(f"messages[{at}]", message):
+                _add(request.conversation, message)
+
+
+def _add(conversation: pb.Conversation, message: MessageLike) -> None:
+    if isinstance(message, pb.Message):
+        conversation.messages.append(message)
+    elif isinstance(message, Mapping):
+        conversation.messages.add(**message)
+    else:
+        role, content = message
+        conversation.messages.add(role=role, content=content)
 
 
 def _require_one_prompt(prompts: Mapping[str, object]) -> None:
@@ -116,20 +131,42 @@ def _require_one_prompt(prompts: Mapping[str, object]) -> None:
         raise ValueError(f"exactly one of {', '.join(prompts)} is needed, not {' and '.join(given) or 'none'}")
 
 
-def _put(message: pb.GenerateRequest | pb.Sampling | pb.TokenIds, name: str, value: object) -> None:
+def _put(message: ProtobufMessage, name: str, value: object) -> None:
     if name not in message.DESCRIPTOR.fields_by_name:
         raise TypeError(f"{name}: {value!r} cannot be sent: {_INSTEAD.get(name, 'there is no such parameter')}")
+    with _naming(name, value):
+        try:
+            if isinstance(value, Mapping):
+                getattr(message, name).update(value)
+            elif isinstance(value, Sequence) and not isinstance(value, str):
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
+        except AttributeError:
+            raise TypeError(f"expected {_kind(getattr(message, name))}") from None
+
+
+@contextmanager
+def _naming(name: str, value: object) -> Iterator[None]:
+    """Name an argument in errors of protobuf, and the text in it that UTF-8 does not have."""
     try:
-        if isinstance(value, Mapping):
-            getattr(message, name).update(value)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
-    except AttributeError:
-        raise TypeError(f"{name}: {value!r} cannot be sent: expected {_kind(getattr(message, name))}") from None
+        yield
+    except UnicodeEncodeError as error:
+        around = error.object[max(0, error.start - 20) : error.start + 20]
+        raise ValueError(
+            f"{name}{_place_of(error.object, value)}: {around!r} cannot be sent: character {error.start} is half of a"
+            " surrogate pair, which UTF-8 does not have"
+        ) from None
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {value!r} cannot be sent: {error}") from None
+
+
+def _place_of(text: str, value: object) -> str:
+    """Return the index of a text in an argument, "" for the argument itself."""
+    if isinstance(value, str) or not isinstance(value, Mapping | Sequence):
+        return ""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return next((f"[{key!r}]" for key, held in items if held == text), "")
 
 
 def _kind(held: object) -> str:

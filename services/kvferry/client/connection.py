@@ -39,6 +39,7 @@ class Tls:
     def __post_init__(self) -> None:
         if (self.cert_file is None) != (self.key_file is None):
             raise ValueError("cert_file and key_file go together")
+        _require_printable("server_name", self.server_name)
 
     def credentials(self) -> grpc.ChannelCredentials:
         ca, cert, key = (
@@ -62,13 +63,21 @@ def tls_of(tls: Tls | bool) -> Tls | None:
 
 def metadata_of(api_key: str | None, target: str, tls: Tls | None, *, key_in_clear: bool) -> Metadata:
     """Raises ValueError for a key that would leave this machine in clear, unless `key_in_clear`."""
+    _require_printable("target", target)
     if not api_key:
         return ()
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("api_key: expected printable ASCII characters, without a line's end")
     if tls is None and not key_in_clear and not _is_local(target):
         raise ValueError(
             f"api_key would travel in clear to {target}: use tls, or say key_in_clear=True on a network you trust"
         )
     return (("authorization", f"Bearer {api_key}"),)
+
+
+def _require_printable(name: str, text: str) -> None:
+    if not text.isprintable():
+        raise ValueError(f"{name}: {text!r} has characters that no address has")
 
 
 def _is_local(target: str) -> bool:

@@ -40,7 +40,7 @@ class Identification:
 
     def start(self) -> None:
         if self.directory is not None:
-            self.directory.start()
+            self.directory.follower.start()
         if self._tokens is not None:
             self._tokens.start()
         if not self.access.is_open and not self.tenants.have_secret:
@@ -62,7 +62,7 @@ class Identification:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
         if self.directory is not None:
-            await self.directory.close()
+            await self.directory.follower.close()
         if self._tokens is not None:
             await self._tokens.close()
 

@@ -340,6 +340,7 @@ class GatewayHost:
         if self._renderer is not None:
             await self._renderer.close()
         await self._listener.stop()
+        await self._server.cut()
         if self.metrics.tenants.log is not None:
             await self.metrics.tenants.log.close()
         if self._tracing is not None:

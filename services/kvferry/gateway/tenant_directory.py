@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
 from typing import Final
 
-from kvferry.errors import KvferryError, NotReady
-from kvferry.membership.base import RecordChange, RecordChanged, Records, RecordStore
+from kvferry.errors import NotReady
+from kvferry.membership.base import RecordStore
+from kvferry.membership.tenant_follower import TenantFollower
 from kvferry.tenancy import records
 from kvferry.tenancy.limits import Limits
 from kvferry.tenancy.records import KeyRecord, TenantRecord
 
 log = logging.getLogger(__name__)
 
-REWATCH_S: Final = 1.0
 # More than administrators may write: two of them at once must not make gateways choose different tenants to leave out.
 MAX_KNOWN: Final = 2 * records.MAX_TENANTS
 MAX_WITHHELD: Final = MAX_KNOWN
@@ -33,8 +32,14 @@ class TenantDirectory:
         on_change: Callable[[], None] = lambda: None,
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
-        self.is_known = False  # once the records were read
-        self._store = store
+        self.is_known = False  # once all records were read
+        self.follower = TenantFollower(
+            store,
+            on_record=self._take,
+            on_gone=lambda name: self._replace(name, None),
+            on_unreadable=self._pass_over,
+            on_change=self._finish_change,
+        )
         self._on_ended = on_ended
         self._on_change = on_change
         self._now_unix_s = now_unix_s
@@ -43,18 +48,9 @@ class TenantDirectory:
         self._withholds_others = False  # once there were more of them: any tenant without a record may be one
         # Two tenants with one key have none: the record of either could have been written for the other's pages.
         self._by_digest: dict[bytes, dict[str, KeyRecord]] = {}
-        self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<TenantDirectory tenants={len(self._tenants)} keys={len(self._by_digest)}>"
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._follow(), name="follow tenants")
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     def record(self, tenant: str) -> TenantRecord | None:
         """Raises NotReady for a tenant whose record is not known here, though it has one, or lost it undeleted."""
@@ -79,51 +75,28 @@ class TenantDirectory:
     def find(self, digest: bytes) -> tuple[str, KeyRecord] | None:
         """Return the tenant of a key's SHA-256 and its record, unless it is expired."""
         owners = self._by_digest.get(digest)
-        if owners is None or len(owners) != 1:
+        # While the first records are read, another one may have the same key.
+        if not self.is_known or owners is None or len(owners) != 1:
             return None
         ((tenant, key),) = owners.items()
         return None if key.is_expired(self._now_unix_s()) else (tenant, key)
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                async for change in self._store.watch(records.TENANTS):
-                    self.apply(change)
-            except KvferryError as error:
-                log.warning("the tenants cannot be followed: %s", error.message)
-            except Exception:
-                log.exception("following the tenants failed; trying again")
-            await asyncio.sleep(REWATCH_S)
-
-    def apply(self, change: RecordChange) -> None:
-        match change:
-            case Records(by_name):
-                for name in self._tenants.keys() - by_name.keys():
-                    self._replace(name, None)
-                for name, value in by_name.items():
-                    self._read(name, value)
-                self.is_known = True
-            case RecordChanged(name, value):
-                self._read(name, value)
+    def _finish_change(self) -> None:
+        self.is_known = True
         self._on_change()
 
-    def _read(self, name: str, value: bytes | None) -> None:
-        if value is None:
-            self._replace(name, None)
-            return
-        try:
-            record = records.decode(name, value)
-        except ValueError as error:
-            # What is known of the tenant stays: a record of another release must not lock it out.
-            log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
-            self._withhold(name)
-            return
-        if name not in self._tenants and len(self._tenants) >= MAX_KNOWN:
-            log.error("tenant %r is left out: there are %d, the limit", name, MAX_KNOWN)
-            self._withhold(name)
+    def _pass_over(self, name: str, error: ValueError) -> None:
+        # What is known of the tenant stays: a record of another release must not lock it out.
+        log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
+        self._withhold(name)
+
+    def _take(self, record: TenantRecord) -> None:
+        if record.name not in self._tenants and len(self._tenants) >= MAX_KNOWN:
+            log.error("tenant %r is left out: there are %d, the limit", record.name, MAX_KNOWN)
+            self._withhold(record.name)
             return
         self._warn_of_older(record)
-        self._replace(name, record)
+        self._replace(record.name, record)
 
     def _warn_of_older(self, record: TenantRecord) -> None:
         before = self._tenants.get(record.name)

@@ -273,6 +273,12 @@ class HttpProtocol(HttpToolsProtocol):
         self.was_cut = True
         self.transport.abort()
 
+    def shutdown(self) -> None:
+        # A transport of asyncio's TLS that is closed twice knows nothing any more: neither what is unread, nor how to
+        # abort.
+        if not self.transport.is_closing():
+            super().shutdown()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._unread is not None:

@@ -16,16 +16,15 @@ from kvferry.errors import KvferryError, TierError
 from kvferry.keeper import cluster_floors
 from kvferry.keeper.cluster_floors import ClusterFloors
 from kvferry.keeper.keeper import Keeper
-from kvferry.membership.base import Membership, RecordChange, Records
+from kvferry.membership.base import Membership
+from kvferry.membership.tenant_follower import TenantFollower
 from kvferry.store.volume import Volume
-from kvferry.tenancy import records
 from kvferry.tenancy.contract import TierContract
-from kvferry.tenancy.records import PURGES, TENANTS, Purge, TenantRecord
-from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, contracts_in, floor_parts
+from kvferry.tenancy.records import PURGES, Purge, TenantRecord
+from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, TierTerms, contracts_in, floor_parts
 
 log = logging.getLogger(__name__)
 
-REWATCH_S: Final = 1.0
 # Between looks for files of before: another keeper of a shared volume may not have known of the new epoch yet.
 REPEAT_S: Final = 60.0
 EXPIRY_PERIOD_S: Final = 10.0
@@ -39,9 +38,19 @@ class VolumeTenants:
         self._keeper = keeper
         self._volumes = volumes
         self._floors = ClusterFloors(membership.records, keeper.keeper_id)
-        self._tenants: dict[str, TenantRecord] = {}
+        self._follower = TenantFollower(
+            membership.records,
+            on_record=self._take,
+            on_gone=self._forget,
+            on_unreadable=self._pass_over,
+            on_change=self._finish_change,
+        )
+        self._draft: dict[str, Mapping[str, TierTerms]] = {}  # terms by tier, with what is read of a change so far
+        self._tiers: TenantToTiers = {}  # the same after a whole change: floors of half of one may not fit
         self._lowest: dict[str, int] = {}
+        keeper.lowest_epochs = self._lowest
         self._to_report: dict[str, int] = {}
+        self._epochs_rose = False  # with what is read of a change so far
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
         self._parts: dict[str, float] = {}  # floors, as parts of each volume
@@ -50,8 +59,9 @@ class VolumeTenants:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        self._follower.start()
         duties = (
-            *(self._follow(), self._configure_for_ever(), self._purge_for_ever(), self._expire_for_ever()),
+            *(self._configure_for_ever(), self._purge_for_ever(), self._expire_for_ever()),
             self._move_floors_for_ever(),
         )
         self._tasks = [asyncio.create_task(duty) for duty in duties]
@@ -63,38 +73,32 @@ class VolumeTenants:
         self._wanted.set()
 
     async def close(self) -> None:
+        await self._follower.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                async for change in self._records.watch(TENANTS):
-                    self._apply(change)
-            except Exception:
-                log.exception("following the tenants failed; trying again")
-            await asyncio.sleep(REWATCH_S)
+    def _take(self, record: TenantRecord) -> None:
+        if record.is_deleted:
+            self._forget(record.name)
+        else:
+            self._draft[record.name] = record.tiers
+        # An epoch that is over stays over: a record that was lost with etcd's data brings no page back.
+        if record.epoch > self._lowest.get(record.name, 0):
+            self._lowest[record.name] = self._to_report[record.name] = record.epoch
+            self._epochs_rose = True
 
-    def _apply(self, change: RecordChange) -> None:
-        values = change.by_name if isinstance(change, Records) else {change.name: change.value}
-        if isinstance(change, Records):
-            self._tenants = {name: record for name, record in self._tenants.items() if name in values}
-        for name, value in values.items():
-            try:
-                record = None if value is None else records.decode(name, value)
-            except ValueError as error:
-                log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
-                continue
-            if record is None or record.is_deleted:
-                self._tenants.pop(name, None)
-            else:
-                self._tenants[name] = record
-            # An epoch that is over stays over: a record that was lost with etcd's data brings no page back.
-            if record is not None and record.epoch > self._lowest.get(name, 0):
-                self._lowest[name] = self._to_report[name] = record.epoch
-                self._wanted.set()
-        self._keeper.lowest_epochs = self._lowest
+    def _forget(self, name: str) -> None:
+        self._draft.pop(name, None)
+
+    def _pass_over(self, name: str, error: ValueError) -> None:
+        log.error("the record of tenant %.64r cannot be read: %.200s", name, error)
+
+    def _finish_change(self) -> None:
+        self._tiers = dict(self._draft)
+        if self._epochs_rose:
+            self._epochs_rose = False
+            self._wanted.set()
         self._changed.set()
 
     async def _configure_for_ever(self) -> None:
@@ -103,9 +107,11 @@ class VolumeTenants:
             self._changed.clear()
             waiting, self._waiting = self._waiting, []
             try:
-                await self._configure_volumes()
+                have_all = await self._configure_volumes()
             except Exception:
                 log.exception("volumes do not have the contracts of now; trying again")
+                have_all = False
+            if not have_all:
                 # Floors move on only when volumes have what was given up.
                 self._waiting += waiting
                 self._changed.set()
@@ -115,24 +121,33 @@ class VolumeTenants:
                 each.set()
             await asyncio.sleep(CONFIGURE_PAUSE_S)
 
-    async def _configure_volumes(self) -> None:
-        tiers = self._tiers()
-        parts = floor_parts(VOLUME_TIER, tiers)
+    async def _configure_volumes(self) -> bool:
+        tiers = self._tiers
+        parts = await asyncio.to_thread(floor_parts, VOLUME_TIER, tiers)
         if parts != self._parts:
             self._parts = parts
             self._parts_changed.set()
         floors = {volume.volume_id: self._floors.floors_of(volume, parts) for volume in self._open_volumes()}
-        await asyncio.to_thread(self._configure, tiers, floors)
+        return await asyncio.to_thread(self._configure_each, tiers, floors)
 
-    def _configure(self, tiers: TenantToTiers, floors: Mapping[str, Mapping[str, int]]) -> None:
+    def _configure_each(self, tiers: TenantToTiers, floors: Mapping[str, Mapping[str, int]]) -> bool:
+        """Return whether all volumes have their contracts."""
+        num_failed = 0
         for volume in self._volumes:
-            even = contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes)
-            moved = floors.get(volume.volume_id, {}) if volume.is_open else {}
             try:
-                volume.configure({**even, **_with_floors(even, moved, volume.capacity_bytes)})
-            except ValueError:
-                log.exception("floors that moved do not fit into volume %s: it has the even ones", volume.path)
-                volume.configure(even)
+                self._configure(volume, tiers, floors.get(volume.volume_id, {}) if volume.is_open else {})
+            except Exception:
+                log.exception("volume %s does not have the contracts of now; trying again", volume.path)
+                num_failed += 1
+        return not num_failed
+
+    def _configure(self, volume: Volume, tiers: TenantToTiers, moved: Mapping[str, int]) -> None:
+        even = contracts_in(VOLUME_TIER, tiers, volume.capacity_bytes)
+        try:
+            volume.configure({**even, **_with_floors(even, moved, volume.capacity_bytes)})
+        except ValueError:
+            log.exception("floors that moved do not fit into volume %s: it has the even ones", volume.path)
+            volume.configure(even)
 
     async def _apply_floors(self) -> None:
         """Return when volumes have the contracts of now."""
@@ -151,9 +166,6 @@ class VolumeTenants:
                 await self._floors.step(self._parts, self._open_volumes(), self._apply_floors)
             except Exception:
                 log.exception("floors do not move; trying again")
-
-    def _tiers(self) -> TenantToTiers:
-        return {name: record.tiers for name, record in self._tenants.items()}
 
     def _open_volumes(self) -> list[Volume]:
         return [volume for volume in self._volumes if volume.is_open]

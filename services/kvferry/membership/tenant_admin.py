@@ -126,7 +126,7 @@ class TenantAdmin:
         if pool not in known:
             raise ConfigError(
                 f"no running gateway is configured with the pool {pool[:64]!r}, but with: "
-                f"{', '.join(sorted(known)) or 'none'}; a tenant of it would get 503"
+                f"{', '.join(sorted(known)) or 'none'}; a tenant of it would get 503 (--allow-unknown-pool)"
             )
 
     async def _known_pools(self) -> set[str]:

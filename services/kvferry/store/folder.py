@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -27,6 +28,11 @@ _MAX_LAYOUT_BYTES = 1 << 20
 MAX_KEEPERS_OF_A_MACHINE = 64
 ALIVE_FOR_S = 300.0  # since a keeper said so; it does every 30 s
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_DESCRIPTORS = Path("/proc/self/fdinfo")
+_MOUNTS = Path("/proc/self/mountinfo")
+# What only one running system has mounted, so that all locks are seen there. Machines may keep those of others to
+# themselves (NFS with `nolock` or `local_lock`), and two of them may be clones of a running one, with one boot id.
+_LOCAL_FILE_SYSTEMS = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"))
 _MAX_PLACE_BYTES = 256
 _MAX_PASSES = 10  # to remove chunks while keepers run
 MAX_WRITER_CHARS = 96  # of a machine's writers, before their numbers
@@ -146,14 +152,29 @@ def _place_of(lock_fd: int) -> bytes:
     return f"{_BOOT_ID.read_text().strip()} {os.fstat(lock_fd).st_dev}".encode()
 
 
+def _is_local(fd: int) -> bool:
+    """Return whether a file is on a file system of `_LOCAL_FILE_SYSTEMS`. Raises OSError."""
+    # By the number of its mount: mountinfo has other devices than the files of btrfs.
+    number = re.search(rb"^mnt_id:\s*(\d+)$", (_DESCRIPTORS / str(fd)).read_bytes(), re.MULTILINE)
+    kinds = {
+        mount.split(b" ", 1)[0]: mount.partition(b" - ")[2].split(b" ", 1)[0]
+        for mount in _MOUNTS.read_bytes().splitlines()
+    }
+    return number is not None and kinds.get(number[1], b"").decode(errors="replace") in _LOCAL_FILE_SYSTEMS
+
+
 def _has_ended(lock_file: Path) -> bool:
     """Return whether a writer's lock was held where this process would see it, and is not."""
     with contextlib.suppress(OSError):
         fd = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            if os.pread(fd, _MAX_PLACE_BYTES, 0) == _place_of(fd):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
+            if not _is_local(fd):
+                return False
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Read under the lock: before it, another keeper may come and go. As in `lock`, the file may be another one.
+            return os.path.samestat(os.fstat(fd), os.stat(lock_file)) and (  # noqa: PTH116
+                os.pread(fd, _MAX_PLACE_BYTES, 0) == _place_of(fd)
+            )
         finally:
             os.close(fd)
     return False
@@ -162,7 +183,7 @@ def _has_ended(lock_file: Path) -> bool:
 def living_writers(path: Path) -> set[str]:
     """Return the writers whose keepers, perhaps on other nodes, said of late that they live. Raises OSError.
 
-    One that was killed on this machine is none of them.
+    One that was killed on this machine, where no other has the file system, is none of them.
     """
     # Clocks of nodes may differ: all times are the volume's.
     clock = path / paths.LOCK

@@ -9,19 +9,18 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from kvferry.membership.base import Record, RecordChange, Records, RecordStore
+from kvferry.membership.base import Record, RecordStore
 from kvferry.membership.floor_reports import FloorReports, reports_in
-from kvferry.tenancy import records as tenant_records
+from kvferry.membership.tenant_follower import TenantFollower
 from kvferry.tenancy.floor_demand import FloorDemand
 from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts
-from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
+from kvferry.tenancy.records import ENGINE_FLOORS, TenantRecord
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_FLOORS, TierTerms, floor_parts
 
 log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 10.0
 PAUSE_S: Final = 1.0  # at least, where records change one after another
-REWATCH_S: Final = 1.0
 WITHDRAWAL_S: Final = 1.0  # at most, at the end of a worker
 FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each start
 # Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
@@ -29,7 +28,6 @@ MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name
 MAX_ENDED: Final = 1024  # tenants that are known to have had a floor
 _TIERS: Final = (CPU_TIER, DEVICE_TIER)
 _LEAST: Final = 1.0  # token
-_READ_AT_ONCE: Final = 100  # records, 0.6 ms
 
 
 class EngineFloors:
@@ -52,7 +50,18 @@ class EngineFloors:
         self._prompt_tokens = prompt_tokens
         self._apply = apply
         self._now_s = now_s
-        self._tenants: dict[str, Mapping[str, TierTerms]] = {}  # terms by tier, of those with a floor in an engine
+        self.follower = TenantFollower(
+            records,
+            on_record=self._take,
+            on_gone=lambda name: self._set_terms(name, {}),
+            on_unreadable=lambda name, error: log.debug("the record of %.64r cannot be read: %.200s", name, error),
+            on_change=self._finish_change,
+        )
+        # Terms by tier, of tenants with a floor in an engine: with what is read of a change so far, and after a whole
+        # one. Floors of half of one may exceed what there is.
+        self._draft: dict[str, Mapping[str, TierTerms]] = {}
+        self._differs = False  # `_draft` from `_tenants`
+        self._tenants: Mapping[str, Mapping[str, TierTerms]] = {}
         self._demand = FloorDemand(now_s, _LEAST)
         self._num_counted: Mapping[str, int] = {}  # prompt tokens by tenant, at the last step
         self._tiers = [
@@ -68,9 +77,11 @@ class EngineFloors:
 
     def start(self) -> None:
         if self._tiers:
-            self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._move_for_ever())]
+            self.follower.start()
+            self._tasks = [asyncio.create_task(self._move_for_ever())]
 
     async def close(self) -> None:
+        await self.follower.close()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -103,37 +114,24 @@ class EngineFloors:
             for tenant, total in counted.items()
         }
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                async for change in self._records.watch(TENANTS):
-                    await self._take(change)
-            except Exception:
-                log.exception("following the tenants failed; trying again")
-            await asyncio.sleep(REWATCH_S)
+    def _take(self, record: TenantRecord) -> None:
+        tiers = record.tiers
+        terms = {} if record.is_deleted else {tier: tiers[tier] for tier in _TIERS}
+        self._set_terms(record.name, terms if any(each.floor for each in terms.values()) else {})
 
-    async def _take(self, change: RecordChange) -> None:
-        before = self._tenants
-        if isinstance(change, Records):
-            values: Mapping[str, bytes | None] = change.by_name
-            tenants = {name: terms for name, terms in before.items() if name in values}
+    def _set_terms(self, name: str, terms: Mapping[str, TierTerms]) -> None:
+        if terms == self._draft.get(name, {}):
+            return
+        self._differs = True
+        if terms:
+            self._draft[name] = terms
         else:
-            values, tenants = {change.name: change.value}, dict(before)
-        for number, (name, value) in enumerate(values.items(), start=1):
-            if not number % _READ_AT_ONCE:
-                await asyncio.sleep(0)  # tokens pass this loop, too
-            try:
-                record = None if value is None else tenant_records.decode(name, value)
-            except ValueError as error:
-                log.debug("the record of tenant %.64r cannot be read: %.200s", name, error)
-                continue
-            terms = {} if record is None or record.is_deleted else {tier: record.tiers[tier] for tier in _TIERS}
-            if any(each.floor for each in terms.values()):
-                tenants[name] = terms
-            else:
-                tenants.pop(name, None)
-        if tenants != before:
-            self._tenants = tenants
+            del self._draft[name]
+
+    def _finish_change(self) -> None:
+        if self._differs:
+            self._differs = False
+            self._tenants = dict(self._draft)
             self._changed.set()
 
     async def _move_for_ever(self) -> None:

@@ -102,7 +102,7 @@ def test_with_shares_the_default_tenant_waits_for_its_turn_too() -> None:
     assert Tenants(secret, have_turns=True).named("default").cache_salt == ""
 
 
-def test_the_pool_of_a_tenant_is_that_of_its_record_or_of_the_key_file(tmp_path: Path) -> None:
+async def test_the_pool_of_a_tenant_is_that_of_its_record_or_of_the_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     keys = {tenant: new_key(file, tenant, "ci") for tenant in ("acme", "beta")}
     file.write_text(file.read_text().replace("}", ", pool: finance}", 1))
@@ -111,13 +111,13 @@ def test_the_pool_of_a_tenant_is_that_of_its_record_or_of_the_key_file(tmp_path:
         "finance"
     )
     directory = TenantDirectory(MemoryMembership(MemoryRegistry()).records)
-    directory.apply(Records({}))
+    await directory.follower.take(Records({}))
     access = Access(config, Tenants(SECRET), directory)
     pools = {tenant: access.identify(f"Bearer {key}", None).pool for tenant, key in keys.items()}
     assert pools == {"acme": "finance", "beta": ""}
     for tenant, pool in (("acme", ""), ("beta", "research")):
         record = encode(TenantRecord(name=tenant, pool=pool))
-        directory.apply(RecordChanged(tenant, record))
+        await directory.follower.take(RecordChanged(tenant, record))
         assert access.identify(f"Bearer {keys[tenant]}", None).pool == pool, "a record counts before the file"
 
 

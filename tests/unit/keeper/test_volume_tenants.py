@@ -265,6 +265,33 @@ async def test_one_failure_ends_none_of_what_is_done_for_tenants(
         assert f"{method} meets what nobody thought of" in caplog.text
 
 
+async def test_a_volume_that_cannot_be_configured_keeps_no_other_from_its_contracts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(volume_tenants, "RETRY_S", 0.02)
+    registry = MemoryRegistry()
+    admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
+    await admin.create("acme")
+    async with hosting(watching(node_config(tmp_path, num_volumes=3)), MemoryMembership(registry), "n1") as host:
+        await until(lambda: all(floor_of(volume) == 0 for volume in host._volumes))
+        works = Volume.configure
+
+        def fail(volume: Volume, *arguments: Any) -> None:
+            if volume.path.name == "v0":
+                raise RuntimeError("of this test")
+            works(volume, *arguments)
+
+        monkeypatch.setattr(Volume, "configure", fail)
+        await admin.set_tier("acme", "volume", {"floor": 0.5})
+        wanted = int(0.5 * host._volumes[0].capacity_bytes)
+        await until(lambda: [floor_of(volume) for volume in host._volumes] == [0, wanted, wanted], within_s=10)
+        await until(lambda: "trying again" in caplog.text)
+        assert "v0 does not have the contracts" in caplog.text
+        assert "v1 does not" not in caplog.text
+        monkeypatch.setattr(Volume, "configure", works)
+        await until(lambda: [floor_of(volume) for volume in host._volumes] == [wanted] * 3)
+
+
 async def test_a_purge_from_outside_frees_the_room_of_its_chunks(tmp_path: Path) -> None:
     registry = MemoryRegistry()
     admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -165,6 +166,70 @@ def test_a_keeper_that_may_live_elsewhere_delays_a_mending(
     assert file.exists()
     say_alive(volume, ALIVE_FOR_S + 60)
     assert fsck.verify_volume(volume.path, mend=True).by_cause == {"corrupt_payload": 1}
+
+
+def mounted_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    """Let all mounts be of one kind of file system."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    (tmp_path / "mountinfo").write_text(
+        "\n".join(f"{mount.partition(' - ')[0]} - {kind} /dev/x rw,local_lock=all" for mount in mounts)
+    )
+    monkeypatch.setattr(folder, "_MOUNTS", tmp_path / "mountinfo")
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "fuse.gcsfuse", "ceph", "lustre", "virtiofs", "fuseblk", "9p"])
+def test_where_other_machines_may_have_the_volume_a_killed_keeper_may_live(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """Its note may be of a clone of this machine with the same boot id, whose locks are not seen here."""
+    volume = opened(shared=True)
+    file = vanished(volume, 0.0)
+    mounted_as(monkeypatch, tmp_path, kind)
+    with pytest.raises(TierError, match=r"lived less than 300 s ago"):
+        fsck.verify_volume(volume.path, mend=True)
+    assert file.exists()
+    mounted_as(monkeypatch, tmp_path, "ext4")
+    assert fsck.verify_volume(volume.path, mend=True).by_cause == {"corrupt_payload": 1}
+
+
+def test_a_mount_that_is_not_known_may_be_anywhere(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    volume = opened()
+    vanished(volume, 0.0)
+    for name, where in (("_MOUNTS", "none"), ("_MOUNTS", "empty"), ("_DESCRIPTORS", "none")):
+        (tmp_path / "empty").touch()
+        with monkeypatch.context() as patched:
+            patched.setattr(folder, name, tmp_path / where)
+            assert folder.living_writers(volume.path) == {"local"}
+    assert folder.living_writers(volume.path) == set()
+
+
+@pytest.mark.parametrize("how", ["the same file", "a new file"])
+def test_a_keeper_that_starts_between_the_look_at_a_lock_and_its_taking_lives(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    volume = opened()
+    vanished(volume, 0.0)
+    lock_file = volume.path / paths.TEMPORARY / f"{volume.writer}.lock"
+    take, held = fcntl.flock, []
+
+    def start_keeper_first(fd: int, operation: int) -> None:
+        if not held:
+            if how == "a new file":
+                lock_file.unlink()
+                held.append(os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o600))
+                take(held[0], operation)
+                folder.note_holder(held[0])
+            else:  # of a machine whose locks are not seen
+                held.append(os.open(lock_file, os.O_RDWR))
+                os.pwrite(held[0], b"elsewhere 1", 0)
+        take(fd, operation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", start_keeper_first)
+        assert folder.living_writers(volume.path) == {"local"}
+    os.close(held[0])
 
 
 def test_an_error_names_a_limited_number_of_keepers(opened: Opened) -> None:

@@ -51,7 +51,7 @@ class Worker:
         return self.floors.get(tier, {}).get(tenant, 0.0)
 
     async def step(self) -> None:
-        await self.side._take(
+        await self.side.follower.take(
             Records({name: each.value for name, each in (await self.records.read_all(TENANTS)).items()})
         )
         await self.side.step()
