@@ -18,7 +18,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check check structure fmt proto metrics-doc build ci
+.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ structure: $(STAMP) ## Measure the sources: sizes, docstrings, the files on a re
 
 helm-check: $(STAMP) ## Check the chart and the manifests without a cluster; ARGS="--update" writes what follows from them
 	@$(BIN)/python tools/helm_check.py $(ARGS)
+
+k8s-check: $(STAMP) ## Run the life of a Helm release on the test cluster of $$KUBECONFIG (ARGS="--example 1-gpu")
+	@$(BIN)/python tools/k8s_check.py $(ARGS)
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix-only --exit-zero

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +24,14 @@ from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.rollout.__main__ import Rollout
 from kvferry.rollout.kubernetes_api import KubernetesApi
 from kvferry.rollout.plan import Blocked, Done, SetSpec, Step, Wait
-from support.chart import helm_check, newest_helm, one, write_values
+from support.chart import helm_check, load_tool, newest_helm, one, write_values
+from support.fake_api_server import write_kubeconfig
 from support.kuberay_model import Model, serving, written_back
 
+k8s_check = load_tool("k8s_check")
+
 MAX_TURNS = 400
-# As in the run against a real API server: example -> the counts that an upgrade sets.
-COUNTS = {
-    "cpu-trial": {"roles": {"decode": {"replicas": 3}}, "gateway": {"replicas": 2}},
-    "1-gpu": {"gateway": {"replicas": 3}},
-    "8x-h200-pair": {"roles": {"decode": {"replicas": 16}, "prefill": {"replicas": 4}}},
-    "70b-4plus4": {"roles": {"decode": {"replicas": 6}, "prefill": {"replicas": 6}}},
-}
+COUNTS = k8s_check.COUNTS
 
 
 class ModelMembership:
@@ -325,3 +325,41 @@ def test_the_operator_writes_a_release_back_as_it_was_rendered(example: str, tmp
         else release
     )
     assert written_back(changed) == changed
+
+
+# The same life on a cluster
+
+
+def test_clusters_elsewhere_are_refused_unless_they_are_for_tests() -> None:
+    for server in ("https://127.0.0.1:6443", "https://localhost:6443", "https://[::1]:6443"):
+        k8s_check.refuse_other_clusters(server, is_for_tests=False)
+    with pytest.raises(k8s_check.CheckFailed, match=r"prod\.example is not this machine"):
+        k8s_check.refuse_other_clusters("https://prod.example:443", is_for_tests=False)
+    k8s_check.refuse_other_clusters("https://prod.example:443", is_for_tests=True)
+
+
+def test_without_a_cluster_the_check_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setattr("sys.argv", ["k8s_check.py"])
+    assert k8s_check.main() == 0
+    assert capsys.readouterr().out == "skipped: KUBECONFIG names no cluster\n"
+
+
+def test_a_cluster_that_does_not_answer_is_a_failure(tmp_path: Path) -> None:
+    kubeconfig = write_kubeconfig(tmp_path, "http://127.0.0.1:1")
+    tool = helm_check.ROOT / "tools" / "k8s_check.py"
+    ended = subprocess.run(
+        [sys.executable, str(tool)], env={**os.environ, "KUBECONFIG": str(kubeconfig)}, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("failed: the API server at http://127.0.0.1:1 does not answer")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(
+    not os.environ.get("KVFERRY_K8S_CHECK"), reason="KVFERRY_K8S_CHECK is not set: no cluster for tests"
+)
+def test_the_life_of_a_release_on_a_cluster() -> None:
+    tool = helm_check.ROOT / "tools" / "k8s_check.py"
+    options = os.environ["KVFERRY_K8S_CHECK"].split()
+    assert subprocess.run([sys.executable, str(tool), *options], check=False).returncode == 0

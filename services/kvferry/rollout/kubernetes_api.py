@@ -70,12 +70,18 @@ class KubernetesApi:
             {"op": "replace", "path": "/spec", "value": step.spec},
             {"op": "add", "path": "/metadata/annotations", "value": annotations},
         ]
-        self._call(
-            self._custom.patch_namespaced_custom_object,
-            *(GROUP, VERSION, self.namespace, "rayclusters", metadata["name"]),
-            patch,
-            _content_type="application/json-patch+json",
-        )
+        try:
+            self._call(
+                self._custom.patch_namespaced_custom_object,
+                *(GROUP, VERSION, self.namespace, "rayclusters", metadata["name"]),
+                patch,
+                _content_type="application/json-patch+json",
+            )
+        except UnavailableError as error:
+            if isinstance(error.__cause__, ApiException) and error.__cause__.status == 422:
+                # How a failed `test` of a patch is answered, and a spec that the operator's schema refuses.
+                raise UnavailableError(f"the RayCluster has changed meanwhile, or refuses its spec: {error}") from error
+            raise
 
     def delete_pod(self, pod: Pod) -> None:
         """Deletes that very pod, if it is there."""

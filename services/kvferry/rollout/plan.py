@@ -157,7 +157,7 @@ def _shrink(seen: Observed) -> Step | None:
             continue
         pods = [pod for pod in _pods_of(seen, name) if not pod.is_ending]
         surplus = _num_workers(seen, name) - seen.counts.get(name, 0)
-        idle = [pod for pod in pods if not _holds(seen, pod)]
+        idle = sorted((pod for pod in pods if not _holds(seen, pod)), key=lambda pod: not _is_outdated(seen, pod))
         if name in ROLES and surplus > 0 and not idle:
             return Wait(f"Serve ends {surplus} {name} worker(s)")
         if not idle and len(pods) < len(_pods_of(seen, name)):
