@@ -97,6 +97,14 @@ class Model:
     def registered(self, role: str) -> int:
         return sum(worker.role == role and not worker.loading for worker in self.workers)
 
+    def holds(self, pod: ModelPod) -> int:
+        """Registered workers on a pod."""
+        return sum(worker.pod is pod and not worker.loading for worker in self.workers)
+
+    def counts(self, role: str) -> int:
+        """Workers that Serve is to have."""
+        return worker_counts(self.submitted).get(role, 0)
+
     def addresses(self) -> Iterator[tuple[str, str]]:
         for worker in self.workers:
             if not worker.loading:

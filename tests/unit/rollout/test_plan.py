@@ -1,0 +1,207 @@
+"""Any sequence of releases, changed at any moment, ends as the last one says, and takes one working pod at a time."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.rollout.kubernetes_api import worker_counts
+from kvferry.rollout.plan import HEAD, Blocked, DeletePods, Done, Observed, Pod, SetSpec, Step, Wait, next_step
+from support.kuberay_model import Model
+
+MAX_TURNS = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    prefill: int
+    decode: int
+    gateways: int
+    per_pod: int
+    image: str
+    redis: bool = False
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def template(image: str) -> dict[str, Any]:
+    spec = {"containers": [{"name": "ray", "image": f"kvferry:{image}", "ports": [{"name": "serve"}]}]}
+    return {"metadata": {"annotations": {"kvferry.io/template": digest(spec)}}, "spec": spec}
+
+
+def service_of(release: Release) -> dict[str, Any]:
+    groups = []
+    for name, workers, per_pod in (
+        ("prefill", release.prefill, release.per_pod),
+        ("decode", release.decode, release.per_pod),
+        ("gateway", release.gateways, 1),
+    ):
+        if workers:
+            count = -(-workers // per_pod)
+            groups.append(
+                {
+                    "groupName": name,
+                    "replicas": count,
+                    "minReplicas": count,
+                    "maxReplicas": count,
+                    "scaleStrategy": {},
+                    "resources": {f"kvferry_{name}": str(per_pod)},
+                    "template": template(release.image),
+                }
+            )
+    cluster = {
+        "rayVersion": "2.60.0",
+        "headGroupSpec": {"template": template(release.image)},
+        "workerGroupSpecs": groups,
+    }
+    if release.redis:
+        cluster["gcsFaultToleranceOptions"] = {"redisAddress": "redis:6379"}
+    deployments = [{"name": "DecodeWorker", "num_replicas": release.decode}]
+    if release.prefill:
+        deployments.append({"name": "PrefillWorker", "num_replicas": release.prefill})
+    serve = json.dumps({"applications": [{"name": "kvferry", "deployments": deployments}]})
+    return {
+        "metadata": {"name": "kv", "annotations": {"kvferry.io/cluster": digest(cluster)}},
+        "spec": {"upgradeStrategy": {"type": "None"}, "serveConfigV2": serve, "rayClusterConfig": cluster},
+    }
+
+
+def observe(model: Model) -> Observed:
+    assert model.service is not None
+    status = model.service.get("status", {})
+    side = status.get("activeServiceStatus") or status.get("pendingServiceStatus") or {}
+    cluster = model.cluster or {}
+    workers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for role, address in model.addresses():
+        workers[role][address] += 1
+    return Observed(
+        wanted=model.service["spec"]["rayClusterConfig"],
+        wanted_digest=model.service["metadata"]["annotations"]["kvferry.io/cluster"],
+        actual=cluster.get("spec"),
+        actual_digest=cluster.get("metadata", {}).get("annotations", {}).get("kvferry.io/cluster", ""),
+        pods=[
+            Pod(
+                name=pod.name,
+                uid=pod.name,
+                group=pod.group,
+                template=pod.template["metadata"]["annotations"]["kvferry.io/template"],
+                address=pod.address,
+                is_ready=pod.is_ready,
+                is_ending=pod.ending is not None,
+            )
+            for pod in model.pods
+        ],
+        workers=workers,
+        counts=worker_counts(model.service["spec"]["serveConfigV2"]),
+        application=side.get("applicationStatuses", {}).get("kvferry", {}).get("status", ""),
+        is_submitted=status.get("observedGeneration") == model.service["metadata"]["generation"],
+    )
+
+
+def act(model: Model, step: Step) -> None:
+    if isinstance(step, SetSpec):
+        assert model.cluster is not None
+        assert model.service is not None
+        model.cluster["spec"] = step.spec
+        model.cluster["metadata"]["annotations"] = dict(model.service["metadata"]["annotations"])
+    if isinstance(step, DeletePods):
+        for deleted in step.pods:
+            (pod,) = (pod for pod in model.pods if pod.name == deleted.name)
+            model.end(pod)
+
+
+def turn(model: Model) -> Step:
+    """One turn of all, in which no second working pod of a role is taken to be replaced."""
+    model.turn()
+    seen = observe(model)
+    step = next_step(seen)
+    if isinstance(step, DeletePods):
+        working = [pod for pod in step.pods if pod.is_ready and pod.group != HEAD]
+        ending = [pod for pod in seen.pods if pod.is_ending and pod.group != HEAD]
+        assert len(working) <= 1
+        assert not (working and ending), "a pod is replaced while another one ends"
+    if isinstance(step, SetSpec):
+        for group in step.spec["workerGroupSpecs"]:
+            named = group["scaleStrategy"].get("workersToDelete", ())
+            holding = [pod for pod in model.pods if pod.name in named and pod.ending is None and model.holds(pod)]
+            ending = [pod for pod in seen.pods if pod.is_ending and pod.group == group["groupName"]]
+            assert len(holding) <= 1
+            assert not (holding and ending), "a pod with workers goes while another one ends"
+    act(model, step)
+    return step
+
+
+def settle(model: Model, release: Release) -> Done:
+    last: Step = Wait("")
+    for _ in range(MAX_TURNS):
+        step = turn(model)
+        if isinstance(step, Done) and isinstance(last, Done):
+            return step
+        assert not isinstance(step, Blocked)
+        last = step
+    raise AssertionError(f"{release} is never done: {last}")
+
+
+releases = st.builds(
+    Release,
+    prefill=st.integers(0, 6),
+    decode=st.integers(1, 6),
+    gateways=st.integers(1, 3),
+    per_pod=st.sampled_from([1, 2, 4]),
+    image=st.sampled_from(["a", "b", "no-such"]),
+    redis=st.booleans(),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.lists(st.tuples(releases, st.integers(0, 12)), min_size=1, max_size=5),
+    last=releases,
+    seed=st.integers(0, 999),
+)
+def test_any_changes_end_as_the_last_one_says(changes: list[tuple[Release, int]], last: Release, seed: int) -> None:
+    last = dataclasses.replace(last, image="b" if last.image == "no-such" else last.image)
+    model = Model(seed=seed)
+    for release, turns in changes:
+        model.apply(service_of(dataclasses.replace(release, redis=last.redis)))
+        for _ in range(turns):
+            turn(model)
+    model.apply(service_of(last))
+    done = settle(model, last)
+    assert model.cluster is not None
+    pods = collections.Counter(pod.group for pod in model.pods)
+    wanted = {"prefill": -(-last.prefill // last.per_pod), "decode": -(-last.decode // last.per_pod)}
+    assert pods == collections.Counter({**wanted, "gateway": last.gateways, HEAD: 1})
+    assert (model.registered("prefill"), model.registered("decode")) == (last.prefill, last.decode)
+    tags = {pod.group: pod.template["spec"]["containers"][0]["image"] for pod in model.pods if pod.group != HEAD}
+    assert set(tags.values()) == {f"kvferry:{last.image}"}
+    (head,) = (pod for pod in model.pods if pod.group == HEAD)
+    is_old = head.template["spec"]["containers"][0]["image"] != f"kvferry:{last.image}"
+    assert bool(done.left) == is_old
+    assert not (is_old and last.redis)
+
+
+@settings(max_examples=100, deadline=None)
+@given(first=releases, image=st.sampled_from(["a", "b"]), seed=st.integers(0, 999))
+def test_a_new_image_leaves_all_pods_of_a_role_but_one(first: Release, image: str, seed: int) -> None:
+    first = dataclasses.replace(first, image="old", prefill=max(1, first.prefill))
+    model = Model(seed=seed)
+    model.apply(service_of(first))
+    settle(model, first)
+    second = dataclasses.replace(first, image=image)
+    model.apply(service_of(second))
+    for _ in range(MAX_TURNS):
+        if isinstance(turn(model), Done):
+            break
+        away = {role: model.counts(role) - model.registered(role) for role in ("prefill", "decode")}
+        # Other than the head's end with Redis, in this model nothing takes a second pod's workers.
+        assert sum(count > 0 for count in away.values()) <= 1, away
+        assert all(count <= first.per_pod for count in away.values()), away
