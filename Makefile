@@ -6,6 +6,8 @@ SHELL := /bin/bash
 
 ENGINE ?=
 ARGS ?=
+# Of the image: an image's name, a folder with an OCI layout, an archive of a root filesystem.
+BASE ?=
 N ?= 100000
 TRANSFERS ?= 1000
 # Processes that run tests: most of their time is waiting, so more than one process shares a core.
@@ -18,7 +20,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc build ci
+.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc image test-image release-check build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,6 +131,15 @@ loadtest-smoke: $(STAMP) ## A load test of a sim cluster with its report, in les
 
 loadtest-selfcheck: $(STAMP) ## Measure the load-test harness itself; the last line is JSON
 	@$(BIN)/kvferry-loadtest selfcheck $(ARGS)
+
+image: $(STAMP) ## Build the image for ENGINE (cpu, gpu) with buildah or podman; BASE="NAME or FILE", ARGS="--archive FILE"
+	@$(BIN)/python tools/build_image.py --engine $(or $(ENGINE),cpu) $(if $(BASE),--base $(BASE)) $(ARGS)
+
+test-image: $(STAMP) ## Build the CPU image on BASE, start a cluster in it and ask it a question (as root, with buildah)
+	@KVFERRY_TEST_IMAGE=1 BASE="$(BASE)" $(BIN)/pytest -s tests/deploy/test_image_build.py $(ARGS)
+
+release-check: $(STAMP) ## Do everything of a release but publish it; ARGS="--unreleased --image BASE"
+	@$(BIN)/python tools/release_check.py $(ARGS)
 
 build: $(STAMP) ## Build the wheel and the source archive into dist/
 	@$(BIN)/hatchling build

@@ -32,7 +32,9 @@ OTHERS = {
     "ray": {"job", "drain-node", "start"},
     "etcdctl": {"snapshot"},
     "etcdutl": {"snapshot"},
-    "podman": {"build"},
+    "make": {"image", "test-image"},
+    "mmdebstrap": set(),
+    "podman": {"push"},
     "install": set(),
     "curl": set(),
 }
