@@ -23,7 +23,7 @@ STAMP := .venv/.kvferry-setup
 .PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc image test-image release-check build ci
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS is passed on, as in: make up ARGS="--engine sim"   make test ARGS="-k config"'
 	@echo '  ENGINE=gpu sets up for NVIDIA GPUs instead of the CPU; PYTHON names an interpreter'
