@@ -77,7 +77,7 @@ structure: $(STAMP) ## Measure the sources: sizes, docstrings, the files on a re
 helm-check: $(STAMP) ## Check the chart and the manifests without a cluster; ARGS="--update" writes what follows from them
 	@$(BIN)/python tools/helm_check.py $(ARGS)
 
-k8s-check: $(STAMP) ## Run the life of a Helm release on the test cluster of $$KUBECONFIG (ARGS="--example 1-gpu")
+k8s-check: $(STAMP) ## Run the life of a Helm release on the test cluster that KUBECONFIG names (ARGS="--example 1-gpu")
 	@$(BIN)/python tools/k8s_check.py $(ARGS)
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend
