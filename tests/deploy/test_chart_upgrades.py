@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,16 @@ def test_switching_autoscaling_on_keeps_the_gateways_there_are(tmp_path: Path, m
     scaled = {"gateway": {"autoscaling": {"enabled": True}}}
     assert one(rendered_over(there, scaled, tmp_path, major), "Deployment", "trial-gateway")["spec"]["replicas"] == 5
     assert one(installed(scaled, tmp_path), "Deployment", "trial-gateway")["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_keys_that_were_added_to_the_chart_s_secret_stay(tmp_path: Path, major: int) -> None:
+    there = installed({}, tmp_path)
+    added = base64.b64encode(b"- {tenant: acme, name: ci, sha256: 0}\n").decode()
+    one(there, "Secret", "trial-keys")["data"]["keys.yaml"] = added
+    assert secrets(rendered_over(there, {}, tmp_path, major))["trial-keys"] == {"keys.yaml": added}
+    # Without the first key both are made anew, and fit.
+    rest = [each for each in there if each["metadata"]["name"] != "trial-first-key"]
+    again = secrets(rendered_over(rest, {}, tmp_path, major))
+    key = base64.b64decode(again["trial-first-key"]["key"])
+    assert hashlib.sha256(key).hexdigest() in base64.b64decode(again["trial-keys"]["keys.yaml"]).decode()
