@@ -33,7 +33,7 @@ import urllib3
 import yaml
 
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.rollout.__main__ import Rollout, words
+from kvferry.rollout.__main__ import DONE_ROUNDS, Rollout, words
 from kvferry.rollout.kubernetes_api import KubernetesApi, worker_counts
 from kvferry.rollout.plan import ROLES, Blocked, Done
 
@@ -177,9 +177,9 @@ class Site:
                 print(f"      {words(step)[0]}: {said}", flush=True)
             if isinstance(step, Blocked):
                 raise CheckFailed(said)
-            # Twice: the API server may have shown the release before its change.
+            # As the rollout's own deployment: the API server may show what was before a change.
             num_done = num_done + 1 if isinstance(step, Done) else 0
-            if num_done == 2:
+            if num_done == DONE_ROUNDS:
                 return said, workers.least
             await asyncio.sleep(1)
         raise CheckFailed(f"not done in {READY_S} s: {said}")

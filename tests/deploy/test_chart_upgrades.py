@@ -100,3 +100,15 @@ def test_keys_that_were_added_to_the_chart_s_secret_stay(tmp_path: Path, major: 
     again = secrets(rendered_over(rest, {}, tmp_path, major))
     key = base64.b64decode(again["trial-first-key"]["key"])
     assert hashlib.sha256(key).hexdigest() in base64.b64decode(again["trial-keys"]["keys.yaml"]).decode()
+
+
+@pytest.mark.parametrize("major", MAJORS)
+@pytest.mark.parametrize(("had", "wanted"), [(1, 3), (3, 1)])
+def test_claims_of_another_number_of_members_are_not_opened(tmp_path: Path, major: int, had: int, wanted: int) -> None:
+    claims = [
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": f"data-trial-etcd-{number}"}}
+        for number in range(had)
+    ]
+    with pytest.raises(helm_check.CheckFailed, match=f"etcd.replicas is {wanted} and claims of another number"):
+        rendered_over(claims, {"etcd": {"replicas": wanted}}, tmp_path, major)
+    assert rendered_over(claims, {"etcd": {"replicas": had}}, tmp_path, major)

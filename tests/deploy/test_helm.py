@@ -296,6 +296,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("config.pools", {"finance": {}}), "pods for the default pool only, so theirs would never start"),
     (at("config.metrics.host", "auto"), "metrics"),
     # By the schema.
+    (at("roles.decode.podLabels", {"kvferry.io/component": "x"}), "kvferry.io/component"),
+    (at("rollout.podAnnotations", {"kvferry.io/release": "x"}), "kvferry.io/release"),
     (at("roles.prefil", {"replicas": 1}), "prefil"),
     (at("config.engine.blok_size", 16), "blok_size"),
     (at("config.engine.block_size", 0), "block_size"),

@@ -27,7 +27,19 @@ CONFIG = configuration.parse({}).model_dump(mode="json")
 # What is called besides ours; each with the subcommands that are used.
 OTHERS = {
     "helm": {"install", "test", "upgrade", "rollback", "lint", "template", "uninstall"},
-    "kubectl": {"get", "port-forward", "logs", "delete", "cordon", "drain", "exec", "apply", "label", "edit", "uncordon"},
+    "kubectl": {
+        "get",
+        "port-forward",
+        "logs",
+        "delete",
+        "cordon",
+        "drain",
+        "exec",
+        "apply",
+        "label",
+        "edit",
+        "uncordon",
+    },
     "serve": {"deploy"},
     "ray": {"job", "drain-node", "start"},
     "etcdctl": {"snapshot"},

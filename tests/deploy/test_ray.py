@@ -343,49 +343,59 @@ def test_a_gateway_of_its_own_serves_the_same_workers_and_drains(ray: RayCluster
         process.communicate()
 
 
+@contextlib.contextmanager
+def a_rollout(site: Site, rendered: list[dict[str, Any]], server: str) -> Iterator[Path]:
+    """The rollout as its pod runs it, until it is told to end. Yields its state folder."""
+    container = one(rendered, "Deployment", "trial-rollout")["spec"]["template"]["spec"]["containers"][0]
+    state = site.folder / "rollout"
+
+    def local(words: list[str]) -> list[str]:
+        return [site.local(each).replace("/tmp/rollout", str(state)) for each in words]
+
+    process = subprocess.Popen(
+        [sys.executable, *container["command"][1:], *local(container["args"])],
+        env={**os.environ, "KUBECONFIG": str(write_kubeconfig(site.folder, server))},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for probe in ("startupProbe", "livenessProbe"):
+            asked = functools.partial(subprocess.run, local(container[probe]["exec"]["command"]), capture_output=True)
+            wait_until(lambda ask=asked: ask().returncode == 0, timeout_s=60, what=probe)
+        yield state
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        said = process.communicate()[1]
+    assert "Done: the Ray cluster is as the release says" in said
+
+
 def test_a_rollout_waits_for_the_workers_that_are_registered(ray: RayCluster, site: Site) -> None:
     deploy(ray, site, 1, 2)
     settle(ray, PrefillWorker=1, DecodeWorker=2, Gateway=1)
-    rendered = site.render(site.values(1, 2))
-    container = one(rendered, "Deployment", "trial-rollout")["spec"]["template"]["spec"]["containers"][0]
-    state = site.folder / "rollout"
-    arguments = [site.local(each).replace("/tmp/rollout", str(state)) for each in container["args"]]
     # Pods of a model; their workers are those of this Ray, whose address all pods share.
     model = Model(name="trial", namespace="serving", places_workers=False, address="127.0.0.1")
-    model.apply(one(rendered, "RayService"))
+
+    def is_done(state: Path) -> bool:
+        model.turn()
+        return (state / "done").exists()
+
     with serving(model) as server:
-        kubeconfig = write_kubeconfig(site.folder, server)
-        process = subprocess.Popen(
-            [sys.executable, *container["command"][1:], *arguments],
-            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-        def is_done() -> bool:
-            assert process.poll() is None
-            model.turn()
-            return (state / "done").exists()
-
-        try:
-            for probe in ("startupProbe", "livenessProbe"):
-                command = [each.replace("/tmp/rollout", str(state)) for each in container[probe]["exec"]["command"]]
-                asked = functools.partial(subprocess.run, command, stderr=subprocess.DEVNULL)
-                wait_until(lambda ask=asked: ask().returncode == 0, timeout_s=60, what=probe)
-            wait_until(is_done, timeout_s=60, what="the rollout")
-            model.apply(one(site.render(site.values(1, 3)), "RayService"))
+        before, after = site.render(site.values(1, 2)), site.render(site.values(1, 3))
+        model.apply(one(before, "RayService"))
+        with a_rollout(site, before, server) as state:
+            wait_until(lambda: is_done(state), timeout_s=60, what="the rollout")
+        model.apply(one(after, "RayService"))
+        with a_rollout(site, after, server) as state:
             missing = ("Waiting", "decode: 2 of 3 workers are registered")
-            wait_until(lambda: not is_done() and missing in model.events, timeout_s=60, what="a rollout that waits")
+            wait_until(
+                lambda: not is_done(state) and missing in model.events, timeout_s=60, what="a rollout that waits"
+            )
             deploy(ray, site, 1, 3)
-            wait_until(is_done, timeout_s=60, what="the rollout of three")
-            assert sum(pod.group == "decode" for pod in model.pods) == 3
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 0
-        finally:
-            process.kill()
-            said = process.communicate()[1]
-    assert "Done: the Ray cluster is as the release says" in said
+            wait_until(lambda: is_done(state), timeout_s=60, what="the rollout of three")
+    assert sum(pod.group == "decode" for pod in model.pods) == 3
 
 
 def test_the_backup_of_the_operations_page(site: Site) -> None:

@@ -15,6 +15,7 @@ import yaml
 _KINDS = {
     "v1": [
         ("configmaps", "ConfigMap"),
+        ("persistentvolumeclaims", "PersistentVolumeClaim"),
         ("pods", "Pod"),
         ("secrets", "Secret"),
         ("serviceaccounts", "ServiceAccount"),

@@ -23,7 +23,7 @@ from kvferry.rollout.kubernetes_api import worker_counts
 Document = dict[str, Any]
 
 TURNS_TO_READY = 1
-TURNS_TO_END = 2
+MAX_TURNS_TO_END = 6  # pods drain
 TURNS_TO_LOAD = 2
 
 
@@ -35,11 +35,15 @@ class ModelPod:
     address: str
     age: int = 0
     ending: int | None = None  # turns left
+    has_redis: bool = False
+
+    @property
+    def has_run(self) -> bool:
+        return self.age >= TURNS_TO_READY and "no-such" not in self.template["spec"]["containers"][0]["image"]
 
     @property
     def is_ready(self) -> bool:
-        image = self.template["spec"]["containers"][0]["image"]
-        return self.ending is None and self.age >= TURNS_TO_READY and "no-such" not in image
+        return self.ending is None and self.has_run
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Model:
     submitted: str = ""
     events: list[tuple[str, str]] = field(default_factory=list)
     num_made: int = 0
+    num_taken: int = 0  # pods with workers that the operator ended unnamed
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -157,21 +162,26 @@ class Model:
                     self.end(pod)
             # Pods that are ending still count, unless they were named.
             running = [pod for pod in self.pods if pod.group == name and pod.name not in deleted]
+            self.random.shuffle(running)
             for _ in range(wanted - len(running)):
                 self._make(name, group["template"])
             for pod in running[: max(0, len(running) - wanted)]:
+                self.num_taken += bool(self.holds(pod)) and pod.ending is None
                 self.end(pod)
 
     def _make(self, group: str, template: Document) -> None:
         self.num_made += 1
         address = self.address or f"10.0.{self.num_made // 250}.{self.num_made % 250 + 1}"
-        self.pods.append(ModelPod(f"{self.name}-{group}-{self.num_made}", group, copy.deepcopy(template), address))
+        assert self.cluster is not None
+        has_redis = "gcsFaultToleranceOptions" in self.cluster["spec"]
+        name = f"{self.name}-{group}-{self.num_made}"
+        self.pods.append(ModelPod(name, group, copy.deepcopy(template), address, has_redis=has_redis))
 
     # The kubelet
 
     def end(self, pod: ModelPod) -> None:
         if pod.ending is None:
-            pod.ending = TURNS_TO_END
+            pod.ending = self.random.randint(1, MAX_TURNS_TO_END)
 
     def _kubelet(self) -> None:
         for pod in self.pods:
@@ -180,12 +190,10 @@ class Model:
                 pod.ending -= 1
         gone = [pod for pod in self.pods if pod.ending is not None and pod.ending <= 0]
         self.pods = [pod for pod in self.pods if pod not in gone]
-        if any(pod.group == "head" for pod in gone):
-            # Without fault tolerance of its tables the head's end is the cluster's.
-            assert self.cluster is not None
-            if "gcsFaultToleranceOptions" not in self.cluster["spec"]:
-                self.workers = []
-                self.submitted = ""
+        if any(pod.group == "head" and not pod.has_redis for pod in gone):
+            # Without tables in Redis the head's end is the cluster's.
+            self.workers = []
+            self.submitted = ""
 
     # Serve
 
@@ -200,8 +208,8 @@ class Model:
             there = [worker for worker in self.workers if worker.role == role]
             excess = len(there) - counts.get(role, 0)
             if excess > 0 and self.submitted:
-                for worker in self.random.sample(there, excess):
-                    self.workers.remove(worker)
+                # One a turn.
+                self.workers.remove(self.random.choice(there))
             for pod in self.random.sample(self.pods, len(self.pods)):
                 places = self._places(role) - sum(worker.pod is pod for worker in self.workers)
                 while pod.group == role and pod.is_ready and places > 0 and excess < 0:
@@ -261,8 +269,8 @@ class Model:
                     return 422, _status(422, "the server rejected our request: testing value failed")
             elif operation["path"] == "/spec":
                 self.cluster["spec"] = operation["value"]
-            elif operation["path"] == "/metadata/annotations":
-                metadata["annotations"] = operation["value"]
+            elif operation["path"] in ("/metadata/annotations", "/metadata/labels"):
+                metadata[operation["path"].rpartition("/")[2]] = operation["value"]
             else:
                 return 422, _status(422, f"unknown operation {operation}")
         metadata["resourceVersion"] = str(int(metadata["resourceVersion"]) + 1)
@@ -273,16 +281,28 @@ class Model:
         metadata = {
             "name": pod.name,
             "uid": f"uid-{pod.name}",
-            "annotations": pod.template["metadata"].get("annotations", {}),
+            "annotations": {
+                **pod.template["metadata"].get("annotations", {}),
+                "ray.io/ft-enabled": str(pod.has_redis).lower(),
+            },
             "labels": {"ray.io/node-type": "head" if pod.group == "head" else "worker", "ray.io/group": pod.group},
         }
         if pod.ending is not None:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         condition = {"type": "Ready", "status": str(pod.is_ready)}
+        state = {"running": {}} if pod.has_run else {"waiting": {"reason": "ImagePullBackOff"}}
+        container = {
+            "name": "ray",
+            "image": "",
+            "imageID": "",
+            "ready": pod.is_ready,
+            "restartCount": 0,
+            "state": state,
+        }
         return {
             "metadata": metadata,
             "spec": pod.template["spec"],
-            "status": {"podIP": pod.address, "conditions": [condition]},
+            "status": {"podIP": pod.address, "conditions": [condition], "containerStatuses": [container]},
         }
 
 

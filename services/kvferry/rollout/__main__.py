@@ -19,36 +19,47 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import yaml
+
 from kvferry import config as configuration
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import WORKER_KINDS, Membership
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.rollout.kubernetes_api import KubernetesApi, api_client
-from kvferry.rollout.plan import Blocked, DeletePods, Done, SetSpec, Step, Wait, next_step
+from kvferry.rollout.kubernetes_api import KubernetesApi, api_client, normal_address
+from kvferry.rollout.plan import Blocked, DeletePods, Done, Observed, SetSpec, Step, Wait, next_step
 
 ROUND_S = 5.0
+# KubeRay may show what Serve said before the last change for one reconcile.
+DONE_ROUNDS = 3
+CLOCK_SKEW_S = 60.0
 
 log = logging.getLogger(__name__)
 
 
 class Rollout:
-    def __init__(self, api: KubernetesApi, membership: Membership, state_folder: Path) -> None:
+    def __init__(self, api: KubernetesApi, membership: Membership, state_folder: Path, *, release: str = "") -> None:
+        """`release` is the digest of the release to wait for; empty: any."""
         self._api = api
         self._membership = membership
+        self._release = release
+        self._num_done = 0
         self._alive = state_folder / "alive"
         self._done = state_folder / "done"
         self._said: tuple[str, str] | None = None
+        for file in (self._alive, self._done):
+            file.unlink(missing_ok=True)  # of a process before this one
 
     async def round(self) -> Step:
         """Takes and returns one step."""
         try:
-            seen = await asyncio.to_thread(self._api.observe)
-            workers = await self._workers()
-            step = next_step(dataclasses.replace(seen, workers=workers))
-            await asyncio.to_thread(self._act, step)
-        except UnavailableError as error:
+            step = await self._step()
+        except (UnavailableError, ConfigError) as error:
             step = Wait(str(error))
-        if isinstance(step, Done):
+        except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+            log.exception("an object cannot be read")
+            step = Blocked(f"the RayService or its RayCluster cannot be read: {type(error).__name__}")
+        self._num_done = self._num_done + 1 if isinstance(step, Done) else 0
+        if self._num_done >= DONE_ROUNDS:
             self._done.touch()
         else:
             self._done.unlink(missing_ok=True)
@@ -56,11 +67,23 @@ class Rollout:
         await self._say(step)
         return step
 
-    async def _workers(self) -> Mapping[str, Mapping[str, int]]:
+    async def _step(self) -> Step:
+        seen = await asyncio.to_thread(self._api.observe)
+        if self._release and self._api.release != self._release:
+            return Wait("the API server does not show this release yet")
+        step = next_step(dataclasses.replace(seen, workers=await self._workers(seen)))
+        await asyncio.to_thread(self._act, step)
+        return step
+
+    async def _workers(self, seen: Observed) -> Mapping[str, Mapping[str, int]]:
+        created = {pod.address: pod.created_unix_s for pod in seen.pods}
         workers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for member in await self._membership.members():
-            if member.kind in WORKER_KINDS:
-                workers[member.kind.value][member.address.rpartition(":")[0].strip("[]")] += 1
+            address = normal_address(member.address.rpartition(":")[0])
+            # A pod may have the address of one that is gone, whose workers' leases have not run out.
+            is_older = 0 < member.started_unix_s < created.get(address, 0.0) - CLOCK_SKEW_S
+            if member.kind in WORKER_KINDS and not is_older:
+                workers[member.kind.value][address] += 1
         return workers
 
     def _act(self, step: Step) -> None:
@@ -110,7 +133,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     membership = EtcdMembership(config.membership)
     api = KubernetesApi(arguments.namespace, arguments.name, api_client())
     arguments.state_folder.mkdir(parents=True, exist_ok=True)
-    await run(Rollout(api, membership, arguments.state_folder), membership)
+    await run(Rollout(api, membership, arguments.state_folder, release=arguments.release), membership)
     return 0
 
 
@@ -119,6 +142,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="the cluster's configuration, with its etcd")
     parser.add_argument("--namespace", required=True, help="namespace of the RayService")
     parser.add_argument("--name", required=True, help="name of the RayService")
+    parser.add_argument("--release", default="", help="digest of the release to wait for (kvferry.io/release)")
     parser.add_argument("--state-folder", type=Path, required=True, help="where `alive` and `done` are kept")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import logging
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ GROUP, VERSION = "ray.io", "v1"
 # On the RayService, and on the RayCluster that KubeRay makes of it: which rendering of the chart it is.
 CLUSTER_DIGEST = "kvferry.io/cluster"
 TEMPLATE_DIGEST = "kvferry.io/template"
+RELEASE_DIGEST = "kvferry.io/release"
 # Serve's deployments, by the worker group whose pods they run on.
 DEPLOYMENTS = {"PrefillWorker": "prefill", "DecodeWorker": "decode", "Gateway": "gateway"}
 TIMEOUT_S = 10.0
@@ -45,9 +47,9 @@ class KubernetesApi:
         self._service = self._get("rayservices", self.name)
         status = self._service.get("status") or {}
         sides = [status.get("activeServiceStatus") or {}, status.get("pendingServiceStatus") or {}]
-        cluster = next((side["rayClusterName"] for side in sides if side.get("rayClusterName")), "")
-        self._cluster = self._get("rayclusters", cluster) if cluster else None
+        side, self._cluster = self._find_cluster(sides)
         actual = self._cluster or {}
+        cluster = actual.get("metadata", {}).get("name", "")
         return Observed(
             wanted=self._service["spec"]["rayClusterConfig"],
             wanted_digest=_annotation(self._service, CLUSTER_DIGEST),
@@ -55,9 +57,14 @@ class KubernetesApi:
             actual_digest=_annotation(actual, CLUSTER_DIGEST),
             pods=tuple(self._pods(cluster)) if cluster else (),
             counts=worker_counts(self._service["spec"].get("serveConfigV2") or ""),
-            application=_application(sides),
+            application=_application(side),
             is_submitted=status.get("observedGeneration") == self._service["metadata"].get("generation"),
         )
+
+    @property
+    def release(self) -> str:
+        """Of the RayService that was observed: the chart's digest of what it says."""
+        return _annotation(self._service, RELEASE_DIGEST)
 
     def set_spec(self, step: SetSpec) -> None:
         """Replaces the observed RayCluster's spec, if unchanged since."""
@@ -65,10 +72,13 @@ class KubernetesApi:
         metadata = self._cluster["metadata"]
         annotations = {**(metadata.get("annotations") or {})}
         annotations[CLUSTER_DIGEST] = _annotation(self._service, CLUSTER_DIGEST)
+        labels = self._service["metadata"].get("labels") or {}
         patch = [
             {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
             {"op": "replace", "path": "/spec", "value": step.spec},
             {"op": "add", "path": "/metadata/annotations", "value": annotations},
+            # Gang schedulers read them of new pods' cluster.
+            {"op": "add", "path": "/metadata/labels", "value": {**(metadata.get("labels") or {}), **labels}},
         ]
         try:
             self._call(
@@ -118,6 +128,17 @@ class KubernetesApi:
             self._call(self._core.create_namespaced_event, self.namespace, event)
         except UnavailableError as error:
             log.warning("no event: %s", error)
+
+    def _find_cluster(self, sides: list[Document]) -> tuple[Document, Document | None]:
+        # The active one, as long as it is there: after somebody deleted it, KubeRay goes on naming it for a while.
+        for side in sides:
+            if name := side.get("rayClusterName"):
+                try:
+                    return side, self._get("rayclusters", name)
+                except UnavailableError as error:
+                    if not isinstance(error.__cause__, ApiException) or error.__cause__.status != 404:
+                        raise
+        return {}, None
 
     def _get(self, plural: str, name: str) -> Document:
         found: Document = self._call(
@@ -173,22 +194,39 @@ def _annotation(document: Document, key: str) -> str:
     return str((document.get("metadata", {}).get("annotations") or {}).get(key, ""))
 
 
-def _application(sides: list[Document]) -> str:
-    for side in sides:
-        for status in (side.get("applicationStatuses") or {}).values():
-            return str(status.get("status", ""))
+def _application(side: Document) -> str:
+    for status in (side.get("applicationStatuses") or {}).values():
+        return str(status.get("status", ""))
     return ""
+
+
+def normal_address(address: str) -> str:
+    """An IP address in its shortest form; other text as it is."""
+    try:
+        return str(ipaddress.ip_address(address.strip("[]")))
+    except ValueError:
+        return address
 
 
 def _pod(pod: Any) -> Pod:
     labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
     conditions = {each.type: each.status for each in pod.status.conditions or ()}
+    containers = pod.status.container_statuses or ()
+    created = pod.metadata.creation_timestamp
     return Pod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
         group=HEAD if labels.get("ray.io/node-type") == "head" else labels.get("ray.io/group", ""),
         template=annotations.get(TEMPLATE_DIGEST, ""),
-        address=pod.status.pod_ip or "",
+        address=normal_address(pod.status.pod_ip or ""),
         is_ready=conditions.get("Ready") == "True",
         is_ending=pod.metadata.deletion_timestamp is not None,
+        has_run=any(
+            (each.state is not None and each.state.running is not None)
+            or (each.last_state is not None and each.last_state.terminated is not None)
+            for each in containers
+        ),
+        # KubeRay's, on pods of a cluster with gcsFaultToleranceOptions.
+        has_redis=annotations.get("ray.io/ft-enabled") == "true",
+        created_unix_s=created.timestamp() if created is not None else 0.0,
     )

@@ -23,6 +23,9 @@ class Pod:
     address: str = ""  # its IP
     is_ready: bool = False
     is_ending: bool = False
+    has_run: bool = True  # its container ever ran: an image was found, and a node
+    has_redis: bool = False  # of a head: its tables are in Redis
+    created_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +84,30 @@ def next_step(seen: Observed) -> Step:
             f"Ray's version changes from {old} to {new}: workers of one cannot join the head of the other. Delete the "
             "RayCluster at a time that suits; KubeRay makes it anew, and all workers start again"
         )
-    if seen.actual_digest != seen.wanted_digest:
+    if seen.actual.get("authOptions") != seen.wanted.get("authOptions"):
+        return Blocked(
+            "ray.tokenAuth changes: pods with and without Ray's token cannot join one head. Delete the RayCluster at a "
+            "time that suits; KubeRay makes it anew, and all workers start again"
+        )
+    if seen.actual_digest != seen.wanted_digest or _is_behind(seen):
         return SetSpec(_without_shrinking(seen), "the release's templates and counts")
     step = _replace_useless(seen) or _shrink(seen)
     if step is not None:
         return step
-    if (missing := _unsettled(seen)) is not None:
+    if (missing := _unsettled(seen, seen.wanted)) is not None:
         return Wait(missing)
     return _replace_one(seen) or _finish(seen)
+
+
+def _is_behind(seen: Observed) -> bool:
+    actual = _groups(seen.actual or {})
+    return any(_count(actual.get(name)) < _count(group) for name, group in _groups(seen.wanted).items())
 
 
 def _finish(seen: Observed) -> Step:
     (*heads,) = (pod for pod in seen.pods if pod.group == HEAD and _is_outdated(seen, pod))
     left = ""
-    if heads and "gcsFaultToleranceOptions" in seen.wanted:
+    if heads and heads[0].has_redis and "gcsFaultToleranceOptions" in seen.wanted:
         return DeletePods(tuple(heads), "the Ray head, whose tables are in Redis")
     if heads:
         left = (
@@ -125,18 +138,24 @@ def _set_count(group: Document, count: int, pods_to_delete: Sequence[Pod] = ()) 
     group["scaleStrategy"] = {"workersToDelete": [pod.name for pod in pods_to_delete]} if pods_to_delete else {}
 
 
+def _named(seen: Observed, group: Document | None) -> list[Pod]:
+    # Pods that are to go, and perhaps have not been told yet: without the names others would.
+    names = ((group or {}).get("scaleStrategy") or {}).get("workersToDelete") or ()
+    return [pod for pod in seen.pods if pod.name in names]
+
+
 def _without_shrinking(seen: Observed) -> Document:
     # Which pods of a group go is decided later, by what is on them.
     assert seen.actual is not None
     spec = copy.deepcopy(seen.wanted)
     actual = _groups(seen.actual)
     for name, group in _groups(spec).items():
-        _set_count(group, max(_count(group), _count(actual.get(name))))
+        _set_count(group, max(_count(group), _count(actual.get(name))), _named(seen, actual.get(name)))
     for name, group in actual.items():
         # KubeRay forgets the pods of a group that is not there; they go first.
         if name not in _groups(spec) and (_count(group) or _pods_of(seen, name)):
             kept = copy.deepcopy(group)
-            _set_count(kept, _count(group))
+            _set_count(kept, _count(group), _named(seen, group))
             spec.setdefault("workerGroupSpecs", []).append(kept)
     # Kueue's, once the cluster is there.
     spec.pop("suspend", None)
@@ -146,28 +165,36 @@ def _without_shrinking(seen: Observed) -> Document:
 
 
 def _shrink(seen: Observed) -> Step | None:
-    # Pods that hold no worker, once Serve has ended its own.
+    # What one group waits for does not hold up the others.
     assert seen.actual is not None
-    for name, group in _groups(seen.actual).items():
-        wanted = _groups(seen.wanted).get(name)
-        excess = _count(group) - _count(wanted)
-        if excess <= 0:
-            if wanted is None and not _pods_of(seen, name):
-                return _drop_group(seen, name)
-            continue
-        pods = [pod for pod in _pods_of(seen, name) if not pod.is_ending]
-        surplus = _num_workers(seen, name) - seen.counts.get(name, 0)
-        idle = sorted((pod for pod in pods if not _holds(seen, pod)), key=lambda pod: not _is_outdated(seen, pod))
-        if name in ROLES and surplus > 0 and not idle:
+    steps = [_shrink_group(seen, name, group) for name, group in _groups(seen.actual).items()]
+    found = [step for step in steps if step is not None]
+    return next((step for step in found if isinstance(step, SetSpec)), found[0] if found else None)
+
+
+def _shrink_group(seen: Observed, name: str, group: Document) -> Step | None:
+    # By pods that hold no worker, once Serve has ended its own.
+    wanted = _groups(seen.wanted).get(name)
+    pods = _pods_of(seen, name)
+    if _count(group) <= _count(wanted):
+        return _drop_group(seen, name) if wanted is None and not pods else None
+    if any(pod.is_ending for pod in pods):
+        # The operator counts it until it is gone, and would take another one for it.
+        return Wait(f"{name}: a pod is ending")
+    surplus = _num_workers(seen, name) - seen.counts.get(name, 0)
+    # A ready pod may have a worker that is not registered: only where none is missing does it hold none.
+    idle = [pod for pod in pods if not _holds(seen, pod) and (not pod.is_ready or surplus >= 0)]
+    idle.sort(key=lambda pod: not _is_outdated(seen, pod))
+    if not idle and len(pods) > _count(wanted):
+        if name in ROLES and surplus > 0:
             return Wait(f"Serve ends {surplus} {name} worker(s)")
-        if not idle and len(pods) < len(_pods_of(seen, name)):
-            return Wait(f"{name}: pods are ending")
-        # Where the workers that stay are spread over more pods than they need, Serve moves those of the emptiest.
-        victims = (idle or sorted(pods, key=lambda pod: _holds(seen, pod))[:1])[: max(0, len(pods) - _count(wanted))]
-        spec = copy.deepcopy(seen.actual)
-        _set_count(_groups(spec)[name], max(_count(wanted), len(pods) - len(victims)), victims)
-        return SetSpec(spec, f"{name}: {len(victims)} pod(s) fewer")
-    return None
+        if (missing := _unsettled(seen, seen.actual or {})) is not None:
+            return Wait(missing)
+    # Where the workers that stay are spread over more pods than they need, Serve moves those of the emptiest.
+    victims = (idle or sorted(pods, key=lambda pod: _holds(seen, pod))[:1])[: max(0, len(pods) - _count(wanted))]
+    spec = copy.deepcopy(seen.actual or {})
+    _set_count(_groups(spec)[name], max(_count(wanted), len(pods) - len(victims)), victims)
+    return SetSpec(spec, f"{name}: {len(victims)} pod(s) fewer")
 
 
 def _drop_group(seen: Observed, name: str) -> Step:
@@ -211,24 +238,31 @@ def _num_workers(seen: Observed, role: str) -> int:
 
 
 def _replace_useless(seen: Observed) -> Step | None:
-    # At once: an image that cannot be pulled keeps the next one from nothing.
-    useless = tuple(
-        pod
-        for pod in seen.pods
-        if _is_outdated(seen, pod) and not pod.is_ready and (pod.group == HEAD or not _holds(seen, pod))
-    )
-    return DeletePods(useless, "of an older template, and not ready") if useless else None
+    # Those whose container never ran go at once: an image that cannot be pulled keeps the next one from nothing.
+    unready = [pod for pod in seen.pods if _is_outdated(seen, pod) and not pod.is_ready]
+    is_serving = any(seen.workers.values()) or any(pod.is_ready and pod.group != HEAD for pod in seen.pods)
+    useless = [
+        pod for pod in unready if (not pod.has_run and not _holds(seen, pod)) or (pod.group == HEAD and not is_serving)
+    ]
+    if useless:
+        return DeletePods(tuple(useless), "of an older template, and never started")
+    if any(pod.is_ending for pod in seen.pods):
+        return None
+    broken = [pod for pod in unready if pod.group != HEAD and not _holds(seen, pod)]
+    return DeletePods((broken[0],), f"{broken[0].group}: of an older template, and not ready") if broken else None
 
 
-def _unsettled(seen: Observed) -> str | None:
-    """Returns what is missing before another pod may go."""
+def _unsettled(seen: Observed, spec: Document) -> str | None:
+    """Returns what is missing of a spec before another pod may go."""
     heads = _pods_of(seen, HEAD)
     if len(heads) != 1 or not heads[0].is_ready or heads[0].is_ending:
         return "the Ray head is not ready"
     for name in _groups(seen.actual or {}):
-        if name not in _groups(seen.wanted):
+        if name not in _groups(seen.wanted) and spec is seen.wanted:
             return f"{name}: {len(_pods_of(seen, name))} pods are ending"
-    for name, group in _groups(seen.wanted).items():
+    for name, group in _groups(spec).items():
+        if name not in _groups(seen.wanted):
+            continue  # it goes
         pods = _pods_of(seen, name)
         ready = sum(pod.is_ready and not pod.is_ending for pod in pods)
         if any(pod.is_ending for pod in pods) or ready != _count(group):

@@ -32,9 +32,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def template(image: str) -> dict[str, Any]:
+def template(image: str, more: Any = None) -> dict[str, Any]:
     spec = {"containers": [{"name": "ray", "image": f"kvferry:{image}", "ports": [{"name": "serve"}]}]}
-    return {"metadata": {"annotations": {"kvferry.io/template": digest(spec)}}, "spec": spec}
+    return {"metadata": {"annotations": {"kvferry.io/template": digest([spec, more])}}, "spec": spec}
 
 
 def service_of(release: Release) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def service_of(release: Release) -> dict[str, Any]:
                     "maxReplicas": count,
                     "scaleStrategy": {},
                     "resources": {f"kvferry_{name}": str(per_pod)},
-                    "template": template(release.image),
+                    "template": template(release.image, per_pod),
                 }
             )
     cluster = {
         "rayVersion": "2.60.0",
-        "headGroupSpec": {"template": template(release.image)},
+        "headGroupSpec": {"template": template(release.image, release.redis)},
         "workerGroupSpecs": groups,
     }
     if release.redis:
@@ -96,6 +96,8 @@ def observe(model: Model) -> Observed:
                 address=pod.address,
                 is_ready=pod.is_ready,
                 is_ending=pod.ending is not None,
+                has_run=pod.has_run,
+                has_redis=pod.has_redis,
             )
             for pod in model.pods
         ],
@@ -136,6 +138,7 @@ def turn(model: Model) -> Step:
             assert len(holding) <= 1
             assert not (holding and ending), "a pod with workers goes while another one ends"
     act(model, step)
+    assert not model.num_taken, "the operator ended a pod with workers that was not named"
     return step
 
 
@@ -205,3 +208,106 @@ def test_a_new_image_leaves_all_pods_of_a_role_but_one(first: Release, image: st
         # Other than the head's end with Redis, in this model nothing takes a second pod's workers.
         assert sum(count > 0 for count in away.values()) <= 1, away
         assert all(count <= first.per_pod for count in away.values()), away
+
+
+# Moments that random changes seldom meet
+
+
+def moment(
+    *pods: Pod, decode: int = 2, count: int | None = None, workers: dict[str, int] | None = None, **changes: Any
+) -> Observed:
+    """A cluster of decode pods and a head, as a release of image `a` says it, but for what is given."""
+    wanted = service_of(Release(0, decode, 0, 1, "a"))["spec"]["rayClusterConfig"]
+    actual = service_of(Release(0, count or decode, 0, 1, "a"))["spec"]["rayClusterConfig"]
+    seen = Observed(
+        wanted=wanted,
+        wanted_digest="d",
+        actual=actual,
+        actual_digest="d",
+        pods=pods,
+        workers={"decode": workers or {}},
+        counts={"decode": decode},
+        application="RUNNING",
+    )
+    return dataclasses.replace(seen, **changes)
+
+
+def a_pod(name: str, group: str = "decode", *, image: str = "a", **changes: Any) -> Pod:
+    made = template(image, False if group == HEAD else 1)
+    digest_of = made["metadata"]["annotations"]["kvferry.io/template"]
+    return dataclasses.replace(Pod(name, name, group, digest_of, address=name, is_ready=True), **changes)
+
+
+OLD_HEAD = a_pod("h", HEAD, image="old")
+WORKERS = {"d1": 1, "d2": 1}
+
+
+def test_an_old_head_that_is_not_ready_for_a_moment_stays_while_workers_serve() -> None:
+    head = dataclasses.replace(OLD_HEAD, is_ready=False)
+    assert next_step(moment(head, a_pod("d1"), a_pod("d2"), workers=WORKERS)) == Wait("the Ray head is not ready")
+    # Where nothing serves, and where it never ran, it goes.
+    d1, d2 = (a_pod(name, is_ready=False) for name in ("d1", "d2"))
+    assert isinstance(next_step(moment(head, d1, d2)), DeletePods)
+    never = dataclasses.replace(head, has_run=False)
+    assert isinstance(next_step(moment(never, a_pod("d1"), a_pod("d2"), workers=WORKERS)), DeletePods)
+
+
+def test_a_head_whose_tables_are_not_in_redis_yet_is_left() -> None:
+    seen = moment(OLD_HEAD, a_pod("d1"), a_pod("d2"), workers=WORKERS)
+    seen.wanted["gcsFaultToleranceOptions"] = {"redisAddress": "redis:6379"}
+    step = next_step(seen)
+    assert isinstance(step, Done)
+    assert "still has the old template" in step.left
+    kept = dataclasses.replace(seen, pods=(dataclasses.replace(OLD_HEAD, has_redis=True), *seen.pods[1:]))
+    assert isinstance(next_step(kept), DeletePods)
+
+
+def test_no_group_shrinks_while_one_of_its_pods_ends() -> None:
+    pods = [a_pod("h", HEAD), a_pod("d1"), a_pod("d2"), a_pod("d3"), a_pod("d4", is_ending=True)]
+    assert next_step(moment(*pods, count=4, workers=WORKERS)) == Wait("decode: a pod is ending")
+
+
+def test_loaded_pods_are_not_idle_because_etcd_shows_fewer_members() -> None:
+    pods = [a_pod("h", HEAD), *(a_pod(f"d{number}") for number in range(1, 5))]
+    assert isinstance(next_step(moment(*pods, count=4)), Wait)
+    step = next_step(moment(*pods, count=4, workers=WORKERS))
+    assert isinstance(step, SetSpec)
+    (group,) = step.spec["workerGroupSpecs"]
+    assert (group["replicas"], group["scaleStrategy"]) == (2, {"workersToDelete": ["d3", "d4"]})
+
+
+def test_pods_that_were_named_stay_named_when_the_templates_change() -> None:
+    seen = moment(
+        a_pod("h", HEAD), *(a_pod(f"d{number}") for number in range(1, 4)), workers=WORKERS, actual_digest="x"
+    )
+    assert seen.actual is not None
+    seen.actual["workerGroupSpecs"][0]["scaleStrategy"] = {"workersToDelete": ["d3", "gone"]}
+    step = next_step(seen)
+    assert isinstance(step, SetSpec)
+    assert step.spec["workerGroupSpecs"][0]["scaleStrategy"] == {"workersToDelete": ["d3"]}
+
+
+def test_a_count_lowered_by_hand_is_put_right() -> None:
+    seen = moment(a_pod("h", HEAD), a_pod("d1"), decode=2, count=1, workers={"d1": 1})
+    step = next_step(seen)
+    assert isinstance(step, SetSpec)
+    assert step.spec["workerGroupSpecs"][0]["replicas"] == 2
+
+
+def test_another_way_of_authentication_is_left_to_a_person() -> None:
+    seen = moment(a_pod("h", HEAD), a_pod("d1"), a_pod("d2"), workers=WORKERS)
+    seen.wanted["authOptions"] = {"mode": "token"}
+    step = next_step(seen)
+    assert isinstance(step, Blocked)
+    assert "ray.tokenAuth changes" in step.why
+
+
+def test_pods_that_are_not_ready_together_go_one_by_one() -> None:
+    pods = [a_pod("h", HEAD), *(a_pod(f"d{number}", image="old", is_ready=False) for number in range(1, 3))]
+    step = next_step(moment(*pods))
+    assert isinstance(step, DeletePods)
+    assert [pod.name for pod in step.pods] == ["d1"]
+    never = [dataclasses.replace(pod, has_run=False) for pod in pods[1:]]
+    step = next_step(moment(pods[0], *never))
+    assert isinstance(step, DeletePods)
+    assert len(step.pods) == 2

@@ -5,16 +5,16 @@
 {{- if eq $scheduler "volcano" }}
 ray.io/scheduler-name: volcano
 {{- with $queue }}
-volcano.sh/queue-name: {{ . }}
+volcano.sh/queue-name: {{ . | quote }}
 {{- end }}
 {{- else if eq $scheduler "yunikorn" }}
 ray.io/gang-scheduling-enabled: "true"
 yunikorn.apache.org/app-id: {{ include "kvferry.fullname" . }}
 {{- with $queue }}
-yunikorn.apache.org/queue: {{ . }}
+yunikorn.apache.org/queue: {{ . | quote }}
 {{- end }}
 {{- else if eq $scheduler "kai" }}
-kai.scheduler/queue: {{ $queue | default "default" }}
+kai.scheduler/queue: {{ $queue | default "default" | quote }}
 {{- else if eq $scheduler "scheduler-plugins" }}
 ray.io/gang-scheduling-enabled: "true"
 {{- end }}
@@ -53,13 +53,13 @@ nvidia.com/gpu: {{ .gpus | toString | quote }}
 {{- end -}}
 
 {{/*
-Annotations of a pod of Ray: {root, spec, section}. The digest says whether a pod is of the present template, for
+Annotations of a pod of Ray: {root, spec, section, more: what else a pod is made of}. The digest says whether a pod is of the present template, for
 kvferry-rollout; labels with versions are no reason to start an engine again.
 */}}
 {{- define "kvferry.podAnnotations" -}}
 {{- $own := .section.podAnnotations | default dict -}}
 {{- $labels := .section.podLabels | default dict -}}
-kvferry.io/template: {{ list (fromYaml .spec) $own $labels .root.Values.rollout.restartedAt | toJson | sha256sum }}
+kvferry.io/template: {{ list (fromYaml .spec) $own $labels .root.Values.rollout.restartedAt (.more | default dict) | toJson | sha256sum }}
 {{- with .root.Values.rollout.restartedAt }}
 kvferry.io/restarted-at: {{ . | quote }}
 {{- end }}
@@ -91,7 +91,7 @@ kvferry.io/restarted-at: {{ . | quote }}
         kvferry.io/ray: "true"
         {{- include "kvferry.extraList" $role.podLabels | nindent 8 }}
       annotations:
-        {{- include "kvferry.podAnnotations" (dict "root" $root "spec" $spec "section" $role) | nindent 8 }}
+        {{- include "kvferry.podAnnotations" (dict "root" $root "spec" $spec "section" $role "more" (dict "workers" (int $role.workersPerPod) "cpus" $cpus "gpus" $gpus)) | nindent 8 }}
     spec:
       {{- $spec | nindent 6 }}
 {{- end -}}
@@ -189,7 +189,7 @@ volumes:
         metadata: {}
         spec:
           accessModes: [ReadWriteOnce]
-          storageClassName: {{ .storageClassName }}
+          storageClassName: {{ .storageClassName | quote }}
           resources: {requests: {storage: {{ include "kvferry.gib" (ceil (mulf .capacityGiB 1.05)) }}}}
     {{- end }}
   {{- end }}
@@ -372,7 +372,7 @@ gcsFaultToleranceOptions:
   redisAddress: {{ .address | quote }}
   {{- if .passwordSecret }}
   redisPassword:
-    valueFrom: {secretKeyRef: {name: {{ .passwordSecret }}, key: {{ .passwordKey }}}}
+    valueFrom: {secretKeyRef: {name: {{ .passwordSecret | quote }}, key: {{ .passwordKey | quote }}}}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -390,7 +390,7 @@ headGroupSpec:
         kvferry.io/ray: "true"
         {{- include "kvferry.extraList" .Values.ray.head.podLabels | nindent 8 }}
       annotations:
-        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $headSpec "section" .Values.ray.head) | nindent 8 }}
+        {{- include "kvferry.podAnnotations" (dict "root" . "spec" $headSpec "section" .Values.ray.head "more" .Values.ray.redis) | nindent 8 }}
     spec:
       {{- $headSpec | nindent 6 }}
 workerGroupSpecs:
@@ -402,6 +402,11 @@ workerGroupSpecs:
   {{- if eq .Values.gateway.mode "serve" }}
   {{- include "kvferry.gatewayGroup" . | nindent 2 }}
   {{- end }}
+{{- end -}}
+
+{{/* What tells one release from another. */}}
+{{- define "kvferry.releaseDigest" -}}
+{{ list (include "kvferry.rayCluster" . | fromYaml) (include "kvferry.gangLabels" . | fromYaml) (include "kvferry.serveConfig" . | fromYaml) | toJson | sha256sum }}
 {{- end -}}
 
 {{- define "kvferry.headPodSpec" -}}

@@ -1,0 +1,144 @@
+"""A round of the rollout: what it reads, what it says when it cannot, and when it is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.rollout.__main__ import DONE_ROUNDS, Rollout
+from kvferry.rollout.kubernetes_api import normal_address, worker_counts
+from kvferry.rollout.plan import Blocked, Done, Observed, Pod, Wait
+
+CLUSTER = {
+    "headGroupSpec": {"template": {"metadata": {"annotations": {"kvferry.io/template": "t"}}}},
+    "workerGroupSpecs": [
+        {"groupName": "decode", "replicas": 1, "template": {"metadata": {"annotations": {"kvferry.io/template": "t"}}}}
+    ],
+}
+PODS = (
+    Pod("h", "h", "head", "t", "10.0.0.1", is_ready=True),
+    Pod("d", "d", "decode", "t", "fd00::1", is_ready=True, created_unix_s=1000.0),
+)
+
+
+class FakeApi:
+    """An API server that shows one cluster, or fails."""
+
+    def __init__(self) -> None:
+        self.release = "r1"
+        self.failure: Exception | None = None
+        self.said: list[tuple[str, str]] = []
+
+    def observe(self) -> Observed:
+        if self.failure is not None:
+            raise self.failure
+        return Observed(
+            wanted=CLUSTER,
+            wanted_digest="x",
+            actual=CLUSTER,
+            actual_digest="x",
+            pods=PODS,
+            counts={"decode": 1},
+            application="RUNNING",
+        )
+
+    def report(self, reason: str, message: str) -> None:
+        self.said.append((reason, message))
+
+
+class FakeMembership:
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.member = Member(
+            kind=MemberKind.DECODE,
+            member_id=MemberId("d"),
+            address="[fd00:0:0::1]:7000",
+            model="m",
+            version="0",
+            started_unix_s=1010.0,
+        )
+
+    async def members(self) -> tuple[Member, ...]:
+        if self.failure is not None:
+            raise self.failure
+        return (self.member,)
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    return FakeApi()
+
+
+@pytest.fixture
+def membership() -> FakeMembership:
+    return FakeMembership()
+
+
+def rollout(api: FakeApi, membership: FakeMembership, folder: Path, **options: Any) -> Rollout:
+    return Rollout(api, membership, folder, **options)  # type: ignore[arg-type]
+
+
+async def test_it_is_done_after_some_rounds_and_not_after_a_failure(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path
+) -> None:
+    (tmp_path / "done").touch()  # of a process before
+    rounds = rollout(api, membership, tmp_path)
+    for number in range(1, DONE_ROUNDS + 1):
+        assert isinstance(await rounds.round(), Done)
+        assert (tmp_path / "done").exists() == (number == DONE_ROUNDS)
+    api.failure = UnavailableError("the API server does not answer")
+    assert await rounds.round() == Wait("the API server does not answer")
+    assert not (tmp_path / "done").exists()
+    assert (tmp_path / "alive").exists()
+
+
+async def test_a_release_that_is_not_shown_yet_is_waited_for(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path
+) -> None:
+    rounds = rollout(api, membership, tmp_path, release="r2")
+    assert await rounds.round() == Wait("the API server does not show this release yet")
+    api.release = "r2"
+    assert isinstance(await rounds.round(), Done)
+
+
+@pytest.mark.parametrize("failure", [KeyError("spec"), TypeError("x"), AttributeError("x"), ValueError("x")])
+async def test_objects_that_cannot_be_read_end_nothing(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path, failure: Exception
+) -> None:
+    api.failure = failure
+    step = await rollout(api, membership, tmp_path).round()
+    assert isinstance(step, Blocked)
+    assert step.why == f"the RayService or its RayCluster cannot be read: {type(failure).__name__}"
+    assert api.said == [("Blocked", step.why)]
+
+
+async def test_an_etcd_that_refuses_is_waited_for(api: FakeApi, membership: FakeMembership, tmp_path: Path) -> None:
+    membership.failure = ConfigError("membership.user: etcd refuses kvferry with this password")
+    assert await rollout(api, membership, tmp_path).round() == Wait(str(membership.failure))
+
+
+async def test_workers_of_a_pod_that_had_the_address_before_do_not_count(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path
+) -> None:
+    membership.member = msgspec.structs.replace(membership.member, started_unix_s=900.0)
+    assert await rollout(api, membership, tmp_path).round() == Wait("decode: 0 of 1 workers are registered")
+    # Clocks of nodes differ by seconds.
+    membership.member = msgspec.structs.replace(membership.member, started_unix_s=970.0)
+    assert isinstance(await rollout(api, membership, tmp_path).round(), Done)
+
+
+def test_addresses_are_compared_and_not_their_spelling() -> None:
+    assert normal_address("[fd00:0:0::1]") == normal_address("fd00::1") == "fd00::1"
+    assert normal_address("10.0.0.1") == "10.0.0.1"
+    assert normal_address("a-host") == "a-host"
+
+
+def test_counts_are_those_of_serve_s_deployments() -> None:
+    assert worker_counts("") == {}
+    text = "applications: [{deployments: [{name: DecodeWorker, num_replicas: 3}, {name: Gateway}, {name: Other}]}]"
+    assert worker_counts(text) == {"decode": 3, "gateway": 1}
