@@ -15,12 +15,11 @@ import yaml
 from kubernetes.client.exceptions import ApiException
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.rollout.plan import HEAD, Document, Observed, Pod, SetSpec
+from kvferry.rollout.plan import HEAD, TEMPLATE_DIGEST, Document, Observed, Pod, SetSpec, annotation
 
 GROUP, VERSION = "ray.io", "v1"
 # On the RayService, and on the RayCluster that KubeRay makes of it: which rendering of the chart it is.
 CLUSTER_DIGEST = "kvferry.io/cluster"
-TEMPLATE_DIGEST = "kvferry.io/template"
 RELEASE_DIGEST = "kvferry.io/release"
 # Serve's deployments, by the worker group whose pods they run on.
 DEPLOYMENTS = {"PrefillWorker": "prefill", "DecodeWorker": "decode", "Gateway": "gateway"}
@@ -52,9 +51,9 @@ class KubernetesApi:
         cluster = actual.get("metadata", {}).get("name", "")
         return Observed(
             wanted=self._service["spec"]["rayClusterConfig"],
-            wanted_digest=_annotation(self._service, CLUSTER_DIGEST),
-            actual=actual.get("spec"),
-            actual_digest=_annotation(actual, CLUSTER_DIGEST),
+            wanted_digest=annotation(self._service, CLUSTER_DIGEST),
+            actual=actual.get("spec", {}),
+            actual_digest=annotation(actual, CLUSTER_DIGEST),
             pods=tuple(self._pods(cluster)) if cluster else (),
             counts=worker_counts(self._service["spec"].get("serveConfigV2") or ""),
             application=_application(side),
@@ -64,14 +63,14 @@ class KubernetesApi:
     @property
     def release(self) -> str:
         """Of the RayService that was observed: the chart's digest of what it says."""
-        return _annotation(self._service, RELEASE_DIGEST)
+        return annotation(self._service, RELEASE_DIGEST)
 
     def set_spec(self, step: SetSpec) -> None:
         """Replaces the observed RayCluster's spec, if unchanged since."""
         assert self._cluster is not None
         metadata = self._cluster["metadata"]
         annotations = {**(metadata.get("annotations") or {})}
-        annotations[CLUSTER_DIGEST] = _annotation(self._service, CLUSTER_DIGEST)
+        annotations[CLUSTER_DIGEST] = annotation(self._service, CLUSTER_DIGEST)
         labels = self._service["metadata"].get("labels") or {}
         patch = [
             {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
@@ -88,7 +87,7 @@ class KubernetesApi:
                 _content_type="application/json-patch+json",
             )
         except UnavailableError as error:
-            if isinstance(error.__cause__, ApiException) and error.__cause__.status == 422:
+            if _status(error) == 422:
                 # How a failed `test` of a patch is answered, and a spec that the operator's schema refuses.
                 raise UnavailableError(f"the RayCluster has changed meanwhile, or refuses its spec: {error}") from error
             raise
@@ -99,7 +98,7 @@ class KubernetesApi:
         try:
             self._call(self._core.delete_namespaced_pod, pod.name, self.namespace, body=body)
         except UnavailableError as error:
-            if not isinstance(error.__cause__, ApiException) or error.__cause__.status not in (404, 409):
+            if _status(error) not in (404, 409):
                 raise
 
     def report(self, reason: str, message: str) -> None:
@@ -136,7 +135,7 @@ class KubernetesApi:
                 try:
                     return side, self._get("rayclusters", name)
                 except UnavailableError as error:
-                    if not isinstance(error.__cause__, ApiException) or error.__cause__.status != 404:
+                    if _status(error) != 404:
                         raise
         return {}, None
 
@@ -190,8 +189,9 @@ def _words(error: Exception) -> str:
     return f"the API server answers {error.status}: {str(message)[:500]}"
 
 
-def _annotation(document: Document, key: str) -> str:
-    return str((document.get("metadata", {}).get("annotations") or {}).get(key, ""))
+def _status(error: UnavailableError) -> int | None:
+    """The API server's status, where it answered."""
+    return error.__cause__.status if isinstance(error.__cause__, ApiException) else None
 
 
 def _application(side: Document) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 Document = dict[str, Any]
 
+TEMPLATE_DIGEST = "kvferry.io/template"  # the chart's annotation of pod templates, and so of pods
 HEAD = "head"
 # Worker groups whose pods hold kvferry's workers, in the order in which they are replaced; others hold gateways.
 ROLES = ("prefill", "decode")
@@ -34,7 +35,7 @@ class Observed:
 
     wanted: Document  # the RayService's rayClusterConfig
     wanted_digest: str  # of it, as the chart made it
-    actual: Document | None  # the RayCluster's spec
+    actual: Document  # the RayCluster's spec; empty: there is none
     actual_digest: str = ""
     pods: Sequence[Pod] = ()
     workers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # role -> address -> registered workers
@@ -77,7 +78,7 @@ Step = SetSpec | DeletePods | Wait | Blocked | Done
 
 def next_step(seen: Observed) -> Step:
     """Returns the next step. One pod is away at a time."""
-    if seen.actual is None:
+    if not seen.actual:
         return Wait("KubeRay has not made the Ray cluster yet")
     if (old := seen.actual.get("rayVersion")) != (new := seen.wanted.get("rayVersion")):
         return Blocked(
@@ -100,7 +101,7 @@ def next_step(seen: Observed) -> Step:
 
 
 def _is_behind(seen: Observed) -> bool:
-    actual = _groups(seen.actual or {})
+    actual = _groups(seen.actual)
     return any(_count(actual.get(name)) < _count(group) for name, group in _groups(seen.wanted).items())
 
 
@@ -111,8 +112,8 @@ def _finish(seen: Observed) -> Step:
         return DeletePods(tuple(heads), "the Ray head, whose tables are in Redis")
     if heads:
         left = (
-            f"the Ray head {heads[0].name} still has the old template: without ray.redis its end is that of all "
-            "workers. Delete the pod at a time that suits"
+            f"the Ray head {heads[0].name} still has the old template: without ray.redis all workers end with "
+            "it. Delete the pod at a time that suits"
         )
     if not seen.is_submitted:
         return Wait("KubeRay has not seen the release's last change yet")
@@ -146,7 +147,6 @@ def _named(seen: Observed, group: Document | None) -> list[Pod]:
 
 def _without_shrinking(seen: Observed) -> Document:
     # Which pods of a group go is decided later, by what is on them.
-    assert seen.actual is not None
     spec = copy.deepcopy(seen.wanted)
     actual = _groups(seen.actual)
     for name, group in _groups(spec).items():
@@ -166,7 +166,6 @@ def _without_shrinking(seen: Observed) -> Document:
 
 def _shrink(seen: Observed) -> Step | None:
     # What one group waits for does not hold up the others.
-    assert seen.actual is not None
     steps = [_shrink_group(seen, name, group) for name, group in _groups(seen.actual).items()]
     found = [step for step in steps if step is not None]
     return next((step for step in found if isinstance(step, SetSpec)), found[0] if found else None)
@@ -177,7 +176,9 @@ def _shrink_group(seen: Observed, name: str, group: Document) -> Step | None:
     wanted = _groups(seen.wanted).get(name)
     pods = _pods_of(seen, name)
     if _count(group) <= _count(wanted):
-        return _drop_group(seen, name) if wanted is None and not pods else None
+        if wanted is not None:
+            return None
+        return Wait(f"{name}: {len(pods)} pods are ending") if pods else _drop_group(seen, name)
     if any(pod.is_ending for pod in pods):
         # The operator counts it until it is gone, and would take another one for it.
         return Wait(f"{name}: a pod is ending")
@@ -188,17 +189,17 @@ def _shrink_group(seen: Observed, name: str, group: Document) -> Step | None:
     if not idle and len(pods) > _count(wanted):
         if name in ROLES and surplus > 0:
             return Wait(f"Serve ends {surplus} {name} worker(s)")
-        if (missing := _unsettled(seen, seen.actual or {})) is not None:
+        if (missing := _unsettled(seen, seen.actual)) is not None:
             return Wait(missing)
     # Where the workers that stay are spread over more pods than they need, Serve moves those of the emptiest.
     victims = (idle or sorted(pods, key=lambda pod: _holds(seen, pod))[:1])[: max(0, len(pods) - _count(wanted))]
-    spec = copy.deepcopy(seen.actual or {})
+    spec = copy.deepcopy(seen.actual)
     _set_count(_groups(spec)[name], max(_count(wanted), len(pods) - len(victims)), victims)
     return SetSpec(spec, f"{name}: {len(victims)} pod(s) fewer")
 
 
 def _drop_group(seen: Observed, name: str) -> Step:
-    spec = copy.deepcopy(seen.actual or {})
+    spec = copy.deepcopy(seen.actual)
     spec["workerGroupSpecs"] = [group for group in spec["workerGroupSpecs"] if group["groupName"] != name]
     return SetSpec(spec, f"no group {name} any more")
 
@@ -210,19 +211,18 @@ def _pods_of(seen: Observed, group: str) -> list[Pod]:
     return [pod for pod in seen.pods if pod.group == group]
 
 
-def template_digest(template: Document) -> str:
-    """The chart's digest of a pod template."""
-    annotations = template.get("metadata", {}).get("annotations") or {}
-    return str(annotations.get("kvferry.io/template", ""))
+def annotation(document: Document, key: str) -> str:
+    """An annotation of an object or a template; empty where it has none."""
+    return str((document.get("metadata", {}).get("annotations") or {}).get(key, ""))
 
 
 def _is_outdated(seen: Observed, pod: Pod) -> bool:
     if pod.is_ending:
         return False
     if pod.group == HEAD:
-        return pod.template != template_digest(seen.wanted["headGroupSpec"]["template"])
+        return pod.template != annotation(seen.wanted["headGroupSpec"]["template"], TEMPLATE_DIGEST)
     group = _groups(seen.wanted).get(pod.group)
-    return group is not None and pod.template != template_digest(group["template"])
+    return group is not None and pod.template != annotation(group["template"], TEMPLATE_DIGEST)
 
 
 def _holds(seen: Observed, pod: Pod) -> int:
@@ -257,9 +257,6 @@ def _unsettled(seen: Observed, spec: Document) -> str | None:
     heads = _pods_of(seen, HEAD)
     if len(heads) != 1 or not heads[0].is_ready or heads[0].is_ending:
         return "the Ray head is not ready"
-    for name in _groups(seen.actual or {}):
-        if name not in _groups(seen.wanted) and spec is seen.wanted:
-            return f"{name}: {len(_pods_of(seen, name))} pods are ending"
     for name, group in _groups(spec).items():
         if name not in _groups(seen.wanted):
             continue  # it goes
