@@ -112,6 +112,16 @@ def _values(file: Path | None) -> list[str]:
     return ["--set", "image.registry=registry.example"] if file is None else ["--values", str(file)]
 
 
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of several layers, later ones over earlier ones, as Helm merges them."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+            result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
 def documents(text: str) -> list[Document]:
     """The objects of a rendering, in an order of their own: Helm's differs from version to version."""
     found = [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]

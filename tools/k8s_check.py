@@ -87,6 +87,17 @@ def version_of(api_client: Any) -> str:
     return version
 
 
+def imitated_member(role: str, number: int, address: str) -> Member:
+    """A worker as etcd has it."""
+    return Member(
+        kind=MemberKind(role),
+        member_id=MemberId(f"{role}-{number}"),
+        address=f"{address}:{7000 + number}",
+        model="m",
+        version="0",
+    )
+
+
 class ImitatedWorkers:
     """Members as a membership gives them: the workers that Serve would have on the pods that are ready."""
 
@@ -108,16 +119,7 @@ class ImitatedWorkers:
             addresses = [address for address in self._ready(role) for _ in range(places.get(role, 0))]
             workers = addresses[: counts.get(role, 0)]
             self.least[role] = min(self.least.get(role, len(workers)), len(workers))
-            found += [
-                Member(
-                    kind=MemberKind(role),
-                    member_id=MemberId(f"{role}-{number}"),
-                    address=f"{address}:{7000 + number}",
-                    model="m",
-                    version="0",
-                )
-                for number, address in enumerate(workers)
-            ]
+            found += [imitated_member(role, number, address) for number, address in enumerate(workers)]
         return tuple(found)
 
     def _ready(self, role: str) -> list[str]:
@@ -143,9 +145,8 @@ class Site:
 
     def values(self, *layers: Mapping[str, Any]) -> Path:
         """A file of the example's values with changes."""
-        values = yaml.safe_load((helm_check.EXAMPLES / f"{self.example}.yaml").read_text())
-        for layer in layers:
-            values = _merged(values, layer)
+        example = yaml.safe_load((helm_check.EXAMPLES / f"{self.example}.yaml").read_text())
+        values = helm_check.merged(example, *layers)
         file = self.folder / f"values-{secrets.token_hex(4)}.yaml"
         file.write_text(yaml.safe_dump(values))
         return file
@@ -234,14 +235,6 @@ class Site:
         ]
         found += [f"secret/{each.metadata.name}" for each in core.list_namespaced_secret(self.namespace).items]
         return [each for each in found if each.partition("/")[2] not in own]
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = _merged(result[key], value) if both else value
-    return result
 
 
 async def life(site: Site) -> None:

@@ -18,17 +18,10 @@ from kvferry import __version__
 from support.chart import chart_rules, helm_check, newest_helm, one, write_values
 from support.kuberay_model import written_back
 
+merged = helm_check.merged
+
 VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
 SCHEMA = json.loads((helm_check.CHART / "values.schema.json").read_text())
-
-
-def merged(*layers: dict[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for layer in layers:
-        for key, value in layer.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else copy.deepcopy(value)
-    return result
 
 
 def at(path: str, value: Any) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def observe(model: Model) -> Observed:
     return Observed(
         wanted=model.service["spec"]["rayClusterConfig"],
         wanted_digest=model.service["metadata"]["annotations"]["kvferry.io/cluster"],
-        actual=cluster.get("spec"),
+        actual=cluster.get("spec", {}),
         actual_digest=cluster.get("metadata", {}).get("annotations", {}).get("kvferry.io/cluster", ""),
         pods=[
             Pod(
@@ -280,7 +280,6 @@ def test_pods_that_were_named_stay_named_when_the_templates_change() -> None:
     seen = moment(
         a_pod("h", HEAD), *(a_pod(f"d{number}") for number in range(1, 4)), workers=WORKERS, actual_digest="x"
     )
-    assert seen.actual is not None
     seen.actual["workerGroupSpecs"][0]["scaleStrategy"] = {"workersToDelete": ["d3", "gone"]}
     step = next_step(seen)
     assert isinstance(step, SetSpec)
