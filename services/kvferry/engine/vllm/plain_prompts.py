@@ -7,6 +7,8 @@ failures too, so that errors are vLLM's.
 from __future__ import annotations
 
 import functools
+import json
+import logging
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,10 @@ import msgspec
 from msgspec import structs
 
 from kvferry.engine.base import Parse, Sampling
+from kvferry.engine.vllm.template_tokens import TemplateTokens
 from kvferry.errors import ContextLengthExceeded
+
+log = logging.getLogger(__name__)
 
 # Fields that affect only sampling parameters. Not `min_tokens`: its bounds depend on the prompt's length.
 SAMPLING_FIELDS = frozenset(
@@ -93,6 +98,7 @@ class PlainPrompts:
             self._model_config.enable_prompt_embeds or self._model_config.multimodal_config
         )
         self._sampling_of = functools.lru_cache(_NUM_KEPT_SAMPLINGS)(self._resolve)
+        self._template_tokens = self._tokens_of_template()
 
     def takes_chat(self, body: Mapping[str, Any]) -> bool:
         return (
@@ -113,16 +119,29 @@ class PlainPrompts:
     def chat(self, body: Mapping[str, Any]) -> Rendered | None:
         """Render a body that `takes_chat`. None: use vLLM's renderer. Raises ContextLengthExceeded."""
         try:
-            conversation = self._conversation(body["messages"])
-            assert self._template is not None
-            # Like `render`, but without merging the same globals each time.
-            context = self._template.new_context({**self._template_values, "messages": conversation}, shared=True)
-            text = "".join(self._template.root_render_func(context))
-            return self._rendered("chat", text, body, add_special_tokens=False)
+            text = self._render(self._conversation(body["messages"]))
+            return self._rendered("chat", text, body, self._template_tokens.encode)
         except ContextLengthExceeded:
             raise
         except Exception:  # vLLM's renderer reports it
             return None
+
+    def _tokens_of_template(self) -> TemplateTokens:
+        if self._template is not None:
+            try:
+                return TemplateTokens.of(json.loads(self._tokenizer.to_str()), self._encode_plain, self._render_message)
+            except Exception:  # the template takes no single message of a user
+                log.info("no tokens of the chat template are kept", exc_info=True)
+        return TemplateTokens(self._encode_plain)
+
+    def _render(self, conversation: Sequence[Any]) -> str:
+        assert self._template is not None
+        # Like `render`, but without merging the same globals each time.
+        context = self._template.new_context({**self._template_values, "messages": conversation}, shared=True)
+        return "".join(self._template.root_render_func(context))
+
+    def _render_message(self, text: str) -> str:
+        return self._render(self._conversation([{"role": "user", "content": text}]))
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
         from vllm.renderers.chat_utils import parse_chat_messages
@@ -141,11 +160,11 @@ class PlainPrompts:
 
         Raises ContextLengthExceeded.
         """
-        with_special = body.get("add_special_tokens", True)
+        encode = self._encode_with_special if body.get("add_special_tokens", True) else self._encode_plain
         all_rendered = []
         try:
             for prompt in prompts:
-                rendered = self._rendered("completion", prompt, body, add_special_tokens=with_special)
+                rendered = self._rendered("completion", prompt, body, encode)
                 if rendered is None:
                     return None
                 all_rendered.append(rendered)
@@ -155,7 +174,18 @@ class PlainPrompts:
             return None
         return all_rendered
 
-    def _rendered(self, kind: str, text: str, body: Mapping[str, Any], *, add_special_tokens: bool) -> Rendered | None:
+    def _encode_plain(self, text: str) -> array[int]:
+        # `encode` would hold the GIL.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return array("I", encoding.ids)
+
+    def _encode_with_special(self, text: str) -> array[int]:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)
+        return array("I", encoding.ids)
+
+    def _rendered(
+        self, kind: str, text: str, body: Mapping[str, Any], encode: Callable[[str], array[int]]
+    ) -> Rendered | None:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
@@ -163,9 +193,7 @@ class PlainPrompts:
             raise too_many_chars(
                 self._max_model_len, self._max_chars, len(text), "messages" if kind == "chat" else "prompt"
             )
-        # `encode` would hold the GIL.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        token_ids = array("I", encoding.ids)
+        token_ids = encode(text)
         if not token_ids:
             return None
         asked = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
