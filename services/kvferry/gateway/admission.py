@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -206,19 +205,37 @@ class Claim:
         self.num_body_bytes = 0
 
 
-@dataclass(slots=True, eq=False)
 class CountedRequest:
-    """One request in flight. `status` is its HTTP status in metrics, `trace` its span or None."""
+    """One request in flight, from entering its context to leaving it.
 
-    claim: Claim
-    body: bytes = b""  # until it is rendered
-    status: str = "500"
-    trace: RequestTrace | None = None
-    error: KvferryError | None = None
-    answer_id: str = ""  # once the request was rendered
-    limit: asyncio.Timeout | None = None  # while it is served
-    ended_by: KvferryError | None = None  # why it ends before its time
-    tenant: str = ""  # once it is known, where requests are counted by tenant
+    `status` is its HTTP status in metrics, `trace` its span or None.
+    """
+
+    __slots__ = (
+        "_admission", "answer_id", "begun_s", "body", "claim", "ended_by", "endpoint", "error", "limit", "status",
+        "tenant", "trace",
+    )  # fmt: skip
+
+    def __init__(self, claim: Claim, admission: Admission, endpoint: str) -> None:
+        self.claim = claim
+        self.endpoint = endpoint
+        self.begun_s = time.perf_counter()
+        self.body = b""  # until it is rendered
+        self.status = "500"
+        self.trace: RequestTrace | None = None
+        self.error: KvferryError | None = None
+        self.answer_id = ""  # once the request was rendered
+        self.limit: asyncio.Timeout | None = None  # while it is served
+        self.ended_by: KvferryError | None = None  # why it ends before its time
+        self.tenant = ""  # once it is known, where requests are counted by tenant
+        self._admission = admission
+
+    def __enter__(self) -> Self:
+        self._admission.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._admission.end(self)
 
     def end(self, error: KvferryError) -> None:
         """End it with an error, now or as soon as its body is read."""
@@ -285,35 +302,35 @@ class Admission:
             f"tokens={self.num_prompt_tokens} bytes={self.num_body_bytes}{' draining' if self.draining else ''}>"
         )
 
-    @contextlib.contextmanager
-    def count_request(self, endpoint: str) -> Iterator[CountedRequest]:
-        """Count a request in flight, and its status at the end."""
-        counted = CountedRequest(Claim(self))
-        begun_s = time.perf_counter()
+    def count_request(self, endpoint: str) -> CountedRequest:
+        """Return a context in which a request is in flight; its status is counted at the end."""
+        return CountedRequest(Claim(self), self, endpoint)
+
+    def begin(self) -> None:
         self.num_in_flight += 1
         self.idle.clear()
         self._metrics.requests_in_flight.inc()
-        try:
-            yield counted
-        finally:
-            counted.claim.release()
-            if counted.tenant and self.by_tenant is not None:
-                self.by_tenant.remove(counted)
-            counted.body = b""
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self.idle.set()
-            self._metrics.requests_in_flight.dec()
-            self._metrics.requests(endpoint, counted.status).inc()
-            self._metrics.request_seconds[endpoint].observe(time.perf_counter() - begun_s)
-            has_failed = counted.error is not None
-            if counted.error is not None:
-                self._metrics.note_refusal(counted.error.code)
-                counted.error = None  # its traceback holds the request
-            if counted.trace is not None:
-                counted.trace.end(counted.status)
-            if counted.claim.tenant:
-                self._note_use(endpoint, counted, has_failed=has_failed, seconds=time.perf_counter() - begun_s)
+
+    def end(self, counted: CountedRequest) -> None:
+        counted.claim.release()
+        if counted.tenant and self.by_tenant is not None:
+            self.by_tenant.remove(counted)
+        counted.body = b""
+        self.num_in_flight -= 1
+        if not self.num_in_flight:
+            self.idle.set()
+        endpoint, seconds = counted.endpoint, time.perf_counter() - counted.begun_s
+        self._metrics.requests_in_flight.dec()
+        self._metrics.requests(endpoint, counted.status).inc()
+        self._metrics.request_seconds[endpoint].observe(seconds)
+        has_failed = counted.error is not None
+        if counted.error is not None:
+            self._metrics.note_refusal(counted.error.code)
+            counted.error = None  # its traceback holds the request
+        if counted.trace is not None:
+            counted.trace.end(counted.status)
+        if counted.claim.tenant:
+            self._note_use(endpoint, counted, has_failed=has_failed, seconds=seconds)
 
     def _note_use(self, endpoint: str, counted: CountedRequest, *, has_failed: bool, seconds: float) -> None:
         claim, work = counted.claim, counted.claim.work
