@@ -132,7 +132,6 @@ class Gateway:
 
 
 async def _until_filled(model_folder: str, hub_model: Mapping[str, str] | None) -> None:
-    """Wait until the folder holds that model of the hub: replicas start while a job fills a volume."""
     if hub_model is not None:
         name, revision = hub_model["name"], hub_model["revision"]
         # Not in a thread that asyncio waits for at its end: the replica may be told to go meanwhile.

@@ -1,1 +1,1 @@
-"""A model of the hub in a folder of a shared volume: one job fills it, pods wait until it is whole."""
+"""Models of the hub in folders of a shared volume."""

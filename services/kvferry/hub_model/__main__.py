@@ -3,8 +3,7 @@
 python -m kvferry.hub_model fill --model OWNER/NAME --revision REVISION --folder FOLDER
 python -m kvferry.hub_model wait --model OWNER/NAME --revision REVISION --folder FOLDER [--timeout SECONDS]
 
-HF_TOKEN is the token, HF_ENDPOINT another hub, HTTPS_PROXY and NO_PROXY a proxy. Exit code 2 where another try is in
-vain (no access, no such revision, no space, something else in the folder), 1 where it may help.
+HF_TOKEN, HF_ENDPOINT, HTTPS_PROXY and NO_PROXY are read. Exit code 2 where another try is in vain, 1 where it may help.
 """
 
 from __future__ import annotations

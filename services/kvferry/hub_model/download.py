@@ -1,7 +1,6 @@
-"""Downloads files of the hub over HTTP, each verified before it gets its name, and resumed where a process ended.
+"""Downloads files of the hub, each verified before it gets its name, and resumed where a process ended."""
 
-huggingface_hub (2.4) starts a file anew in each process, so it only lists here; the bytes are fetched by HTTP ranges.
-"""
+# By HTTP ranges: huggingface_hub (2.4) starts a file anew in each process, so it only lists.
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Downloads:
-    """Files of one model at one commit, into `tree`; unfinished ones lie in `parts`."""
+    """Files of one commit, into `tree`; unfinished ones lie in `parts`."""
 
     def __init__(
         self, files: Sequence[HubFile], tree: Path, parts: Path, *, base_url: str, token: str, pause_s: float = 1.0
     ) -> None:
-        """`base_url` ends with the commit; `pause_s` is the first pause after a failure, and doubles."""
+        """`base_url` ends with the commit; `pause_s` is the first pause after a failure."""
         self.num_bytes = sum(file.size_bytes for file in files)
         self._files = files
         self._tree = tree
@@ -45,7 +44,7 @@ class Downloads:
         self._stopping = threading.Event()
 
     def missing_bytes(self) -> int:
-        """Return how many bytes are not on the drive yet."""
+        """Of the files, those that are not there yet."""
         there = 0
         for file in self._files:
             for path in (self._tree / file.path, self._part(file)):
@@ -57,7 +56,7 @@ class Downloads:
         return self.num_bytes - there
 
     def run(self) -> None:
-        """Fetch every file. Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
+        """Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
         headers = {"user-agent": "kvferry", "accept-encoding": "identity"}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
@@ -110,7 +109,6 @@ class Downloads:
         part.rename(target)
 
     def _append(self, client: httpx.Client, file: HubFile, part: Path) -> None:
-        """Add to `part` what it lacks, or a part of that."""
         start = _size(part)
         if start > file.size_bytes:
             part.unlink()

@@ -1,4 +1,4 @@
-"""Fills a folder with a model of the hub: all of it or nothing, whatever ended an earlier try."""
+"""Fills a folder with a model of the hub."""
 
 from __future__ import annotations
 
@@ -37,11 +37,8 @@ def fill(
     token: str = "",
     pause_s: float = 1.0,
 ) -> None:
-    """Make `folder` hold the model, if it does not yet.
-
-    The work lies in a folder beside it, which gets the name at the end. Raises ConfigError where another try is in
-    vain, UnavailableError where it may help: what was downloaded stays for that.
-    """
+    """Raises ConfigError where another try is in vain, UnavailableError where it goes on with what is there."""
+    # In a folder beside it, which gets the name when it is whole.
     if not marker.why_not_whole(folder, model, revision):
         report(f"{folder} holds {model} at {revision} already")
         return
@@ -111,10 +108,7 @@ def _finish(tree: Path, listing: Listing, model: str, revision: str, report: Rep
 
 @contextlib.contextmanager
 def _alone(staging: Path, report: Report) -> Iterator[None]:
-    """Wait until no other process of this volume works in `staging`.
-
-    Where a file system has no locks, two may work at once: each file is verified before it gets its name.
-    """
+    # Where a file system has no locks, two may work at once: each file is verified before it gets its name.
     with (staging / "lock").open("wb") as lock:
         told = False
         while True:

@@ -1,4 +1,4 @@
-"""The files of a model at a revision, as the hub lists them; the only user of huggingface_hub here."""
+"""The files of a model, as the hub lists them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HubFile:
     git_sha1: str = ""  # of the others: git's blob id
 
     def new_digest(self) -> Any:
-        """Return a hash object that has seen what comes before the file's bytes."""
+        """Return a hash object for the file's bytes."""
         if self.sha256:
             return hashlib.sha256()
         # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects, Object Storage
@@ -31,7 +31,7 @@ class HubFile:
 
     @property
     def digest(self) -> str:
-        """The hexadecimal digest that `new_digest` must end with."""
+        """Hexadecimal."""
         return self.sha256 or self.git_sha1
 
 
@@ -42,7 +42,7 @@ class Listing:
 
 
 def list_model(model: str, revision: str, *, endpoint: str, token: str, timeout_s: float) -> Listing:
-    """Ask the hub once. Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
+    """Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
@@ -67,7 +67,7 @@ def list_model(model: str, revision: str, *, endpoint: str, token: str, timeout_
 
 
 def refusal(status: int, what: str, *, has_token: bool) -> ConfigError | UnavailableError:
-    """Return the error for an HTTP status: ConfigError where another try is in vain."""
+    """Return the error for an HTTP status."""
     if status in (401, 403, 404):
         said = {401: "401 Unauthorized", 403: "403 Forbidden", 404: "404 Not Found"}[status]
         why = (
@@ -82,7 +82,7 @@ def refusal(status: int, what: str, *, has_token: bool) -> ConfigError | Unavail
 
 
 def checked(model: str, siblings: Sequence[Any]) -> tuple[HubFile, ...]:
-    """Return the files of the hub's answer, which may hold anything. Raises ConfigError."""
+    """Raises ConfigError for an answer with files that cannot be verified or stored."""
     if not siblings:
         raise ConfigError(f"{model} has no files")
     if len(siblings) > MAX_FILES:

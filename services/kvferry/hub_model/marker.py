@@ -1,4 +1,4 @@
-"""The marker of a whole model: a file in its folder that is written last and says what the folder holds."""
+"""The marker of a whole model: a file in its folder, written last."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def why_not_whole(folder: Path, model: str, revision: str) -> str:
-    """Return what is missing until `folder` holds the model; empty if nothing is.
-
-    Raises ConfigError where waiting is in vain: the folder holds something else.
-    """
+    """Return what is missing of the model; empty if nothing is. Raises ConfigError for a folder of something else."""
     file = folder / MARKER
     try:
         with file.open("rb") as opened:
@@ -64,7 +61,7 @@ def _why_damaged(folder: Path, sizes_bytes: Mapping[str, int]) -> str:
 
 
 def write(folder: Path, marker: Marker) -> None:
-    """Write the marker and wait until it is on the drive. Raises OSError."""
+    """Raises OSError."""
     file = folder / MARKER
     with file.open("wb") as opened:
         opened.write(msgspec.json.format(msgspec.json.encode(marker)))
@@ -75,7 +72,7 @@ def write(folder: Path, marker: Marker) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's entries are on the drive. Raises OSError."""
+    """Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

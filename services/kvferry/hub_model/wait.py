@@ -1,4 +1,4 @@
-"""Waits until a folder holds a model."""
+"""Waiting for a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _LOOK_S = 1.0
 def wait(
     model: str, revision: str, folder: Path, *, report: Callable[[str], None], timeout_s: float = math.inf
 ) -> None:
-    """Return when `folder` holds the model. Blocks.
-
-    Raises ConfigError if it holds something else, UnavailableError after `timeout_s`.
-    """
+    """Raises ConfigError if the folder holds something else, UnavailableError after `timeout_s`."""
     started_s = time.monotonic()
     reported_s = -math.inf
     while why := why_not_whole(folder, model, revision):

@@ -202,10 +202,8 @@ def _application(side: Document) -> str:
 
 
 def with_own_addresses(pods: list[Pod]) -> list[Pod]:
-    """Leave an address to the youngest pod that has it.
-
-    Pods on their host's network have the host's: one that failed there keeps it in its status, beside its successor.
-    """
+    """Leave an address to the youngest pod that has it."""
+    # On its host's network a pod has the host's: one that failed there keeps it, beside its successor.
     youngest: dict[str, Pod] = {}
     for pod in sorted(pods, key=lambda pod: pod.created_unix_s):
         youngest[pod.address] = pod

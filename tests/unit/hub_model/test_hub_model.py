@@ -201,6 +201,14 @@ def test_other_hosts_do_not_get_the_token(folder: Path) -> None:
     assert_whole(folder)
 
 
+def test_a_proxy_of_the_environment_is_used(hub: Hub, folder: Path) -> None:
+    process = start(hub, "fill", folder, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=hub.url)
+    _, faults = process.communicate()
+    assert process.returncode == 0, faults
+    assert all(url.startswith("http://hub.invalid/") for url, _ in hub.requests)
+    assert_whole(folder)
+
+
 def test_a_revision_that_is_not_there_is_named(hub: Hub, folder: Path) -> None:
     with pytest.raises(ConfigError, match="has no revision 'v9'"):
         fill_from(hub, folder, revision="v9")
