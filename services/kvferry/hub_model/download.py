@@ -9,7 +9,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from urllib.parse import quote
 
@@ -67,8 +67,10 @@ class Downloads:
         ):
             futures = [pool.submit(self._fetch, client, file) for file in self._files]
             try:
-                for future in futures:
-                    future.result()
+                ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                faults = [error for future in ended if (error := future.exception()) is not None]
+                for error in sorted(faults, key=lambda each: not isinstance(each, ConfigError)):
+                    raise error
             except OSError as error:
                 raise _words(error, self._tree) from error
             finally:

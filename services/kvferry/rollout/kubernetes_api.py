@@ -202,12 +202,12 @@ def _application(side: Document) -> str:
 
 
 def with_own_addresses(pods: list[Pod]) -> list[Pod]:
-    """Leave an address to the youngest pod that has it."""
+    """Leave an address to the youngest pod of a group that has it."""
     # On its host's network a pod has the host's: one that failed there keeps it, beside its successor.
-    youngest: dict[str, Pod] = {}
+    youngest: dict[tuple[str, str], Pod] = {}
     for pod in sorted(pods, key=lambda pod: pod.created_unix_s):
-        youngest[pod.address] = pod
-    return [pod if youngest[pod.address] is pod else dataclasses.replace(pod, address="") for pod in pods]
+        youngest[pod.group, pod.address] = pod
+    return [pod if youngest[pod.group, pod.address] is pod else dataclasses.replace(pod, address="") for pod in pods]
 
 
 def normal_address(address: str) -> str:

@@ -160,6 +160,20 @@ def test_a_wrong_hash_is_refused(hub: Hub, folder: Path, path: str) -> None:
     assert_whole(folder)
 
 
+def test_a_fault_of_one_file_does_not_wait_for_the_others(folder: Path) -> None:
+    with hub_server(dict(FILES), gate=threading.Event(), wrong={"tokenizer.json"}) as hub:
+        assert hub.gate is not None
+        timer = threading.Timer(0.5, hub.gate.set)
+        timer.start()
+        with pytest.raises(ConfigError, match=r"tokenizer\.json does not have the hash"):
+            fill_from(hub, folder)
+        timer.join()
+        # What came of the others stays for the next try.
+        parts = folder.with_name(f".{folder.name}.partial") / "parts"
+        assert sum(part.stat().st_size for part in parts.glob("*.part")) < 6_000_000
+    assert not folder.exists()
+
+
 def test_what_a_crash_left_of_a_file_is_not_believed(hub: Hub, folder: Path) -> None:
     hub.cut_after_bytes = 0
     with pytest.raises(UnavailableError):

@@ -148,7 +148,8 @@ def test_an_address_is_that_of_the_youngest_pod_that_has_it() -> None:
     """On a host's network all pods have the host's: one that failed there, and its successor."""
     failed = Pod("d-1", "1", "decode", "t", "10.0.0.1", created_unix_s=1000.0)
     present = Pod("d-2", "2", "decode", "t", "10.0.0.1", is_ready=True, created_unix_s=2000.0)
+    elsewhere = Pod("p", "p", "prefill", "t", "10.0.0.1", created_unix_s=500.0)
     waiting = [Pod(name, name, "decode", "t", created_unix_s=3000.0) for name in ("d-3", "d-4")]
-    for pods in ([failed, present, *waiting], [*waiting, present, failed]):
+    for pods in ([failed, present, elsewhere, *waiting], [*waiting, elsewhere, present, failed]):
         addresses = {pod.name: pod.address for pod in with_own_addresses(pods)}
-        assert addresses == {"d-1": "", "d-2": "10.0.0.1", "d-3": "", "d-4": ""}
+        assert addresses == {"d-1": "", "d-2": "10.0.0.1", "d-3": "", "d-4": "", "p": "10.0.0.1"}
