@@ -174,3 +174,72 @@ def test_prometheus_itself_accepts_the_rules(tmp_path: Path) -> None:
     checked = subprocess.run([promtool, "check", "rules", str(file)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert f"SUCCESS: {len(RULES)} rules found" in checked.stdout
+
+
+def load(*, is_bad: bool, queued: int) -> list[dict[str, str]]:
+    """Series of 25 hours, a sample a minute; bad or not in the last of them."""
+    num_minutes, num_bad = 1440, 60
+
+    def gauge(good: float, bad: float) -> str:
+        return f"{good}x{num_minutes} {bad if is_bad else good}x{num_bad}"
+
+    def counter(good: float, bad: float) -> str:
+        reached = good * num_minutes
+        rate = bad if is_bad else good
+        return f"0+{good}x{num_minutes} {reached + rate}+{rate}x{num_bad}"
+
+    worker, volume = 'worker="w",role="decode"', 'volume="v",keeper="k"'
+    return [
+        {"series": series, "values": values}
+        for series, values in {
+            "kvferry_ready": gauge(1, 0),
+            f"kvferry_worker_kv_pages{{{worker}}}": gauge(100, 100),
+            f"kvferry_worker_kv_pages_used{{{worker}}}": gauge(50, 99),
+            f"kvferry_worker_unpaired{{{worker}}}": gauge(0, 1),
+            f"kvferry_worker_requests_waiting{{{worker}}}": gauge(0, 0),
+            "kvferry_queued_requests": gauge(0, queued),
+            f"kvferry_volume_readable{{{volume}}}": gauge(1, 0),
+            f"kvferry_volume_writable{{{volume}}}": gauge(1, 0),
+            'kvferry_requests_total{endpoint="chat",status="200"}': counter(60, 60),
+            'kvferry_requests_refused_total{code="overloaded"}': counter(0, 30),
+            "kvferry_preempted_requests_total": counter(0, 6),
+            'kvferry_quarantined_requests_total{when="first"}': counter(0, 1),
+            f'kvferry_worker_prompt_tokens_total{{{worker},source="computed"}}': counter(1000, 1000),
+            f'kvferry_worker_cached_prompt_tokens_total{{{worker},tier="gpu"}}': counter(500, 10),
+            'kvferry_time_to_first_token_seconds_bucket{le="0.25"}': counter(60, 0),
+            'kvferry_time_to_first_token_seconds_bucket{le="8"}': counter(60, 60),
+            'kvferry_time_to_first_token_seconds_bucket{le="+Inf"}': counter(60, 60),
+        }.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("is_bad", "queued", "silent"),
+    [
+        (False, 0, {rule["alert"] for rule in RULES}),
+        (True, 5, {"KvferrySlowFirstTokensUnqueued"}),
+        (True, 0, {"KvferrySlowFirstTokensQueued"}),
+    ],
+)
+def test_alerts_fire_when_they_should_and_not_before(
+    tmp_path: Path, is_bad: bool, queued: int, silent: set[str]
+) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool here")
+    values = {"monitoring": {"alerts": {"enabled": True}}}
+    rendered = one(newest_helm().documents(values=write_values(tmp_path, values)), "PrometheusRule")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rendered["spec"]))
+    firing = sorted({rule["alert"] for rule in RULES} - silent)
+    expected = {
+        "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+        "eval_time": "1500m",
+        "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing],
+    }
+    case = {"interval": "1m", "input_series": load(is_bad=is_bad, queued=queued), "promql_expr_test": [expected]}
+    whole = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(whole))
+    checked = subprocess.run(
+        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
