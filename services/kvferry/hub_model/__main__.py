@@ -9,6 +9,7 @@ HF_TOKEN, HF_ENDPOINT, HTTPS_PROXY and NO_PROXY are read. Exit code 2 where anot
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import signal
@@ -42,6 +43,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=math.inf, help="seconds that `wait` waits; default: for ever")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _stop)
+    # Reading the weights of a large model takes minutes, of which it logs every 10 s.
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    logging.getLogger("kvferry").setLevel(logging.INFO)
     try:
         if arguments.command == "wait":
             wait(arguments.model, arguments.revision, arguments.folder, report=_report, timeout_s=arguments.timeout)
