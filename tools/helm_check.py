@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cel_rules
 import chart_rules
 import jsonschema
 import kubernetes_validate
@@ -173,6 +174,9 @@ def _validate(text: str) -> None:
     for schema in schemas:
         for error in jsonschema.Draft202012Validator(schema).iter_errors(document):
             raise CheckFailed(f"{where}: {_path(error)}: {error.message}")
+    for schema in rule_schemas()[api_version, str(document.get("kind"))]:
+        for fault in cel_rules.faults(schema, document):
+            raise CheckFailed(f"{where}: {fault}")
     for path, template in _pod_templates(document):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
         try:
@@ -199,10 +203,19 @@ def _pod_templates(document: Document) -> Iterator[tuple[str, Document]]:
 def resource_schemas() -> dict[tuple[str, str], list[Document]]:
     """(apiVersion, kind) -> the schemas that an object of it must satisfy."""
     found: dict[tuple[str, str], list[Document]] = {}
+    for key, schemas in rule_schemas().items():
+        found[key] = [schemas[0], *map(_closed, schemas[1:])]
+    return found
+
+
+@functools.cache
+def rule_schemas() -> dict[tuple[str, str], list[Document]]:
+    """(apiVersion, kind) -> the schemas whose rules in CEL hold for it: the project's own first, then those of CRDs."""
+    found: dict[tuple[str, str], list[Document]] = {}
     for file in sorted(RESOURCE_SCHEMAS.glob("*.json")):
         schema = json.loads(file.read_text())
         properties = schema["properties"]
-        found.setdefault((properties["apiVersion"]["const"], properties["kind"]["const"]), []).append(schema)
+        found[properties["apiVersion"]["const"], properties["kind"]["const"]] = [schema]
     for file in sorted(crd_folder().rglob("*.yaml")) if crd_folder().is_dir() else ():
         definition = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
         if not isinstance(definition, dict) or definition.get("kind") != "CustomResourceDefinition":
@@ -211,7 +224,7 @@ def resource_schemas() -> dict[tuple[str, str], list[Document]]:
         for version in spec["versions"]:
             key = (f"{spec['group']}/{version['name']}", spec["names"]["kind"])
             if key in found:
-                found[key].append(_closed(version["schema"]["openAPIV3Schema"]))
+                found[key].append(version["schema"]["openAPIV3Schema"])
     return found
 
 
@@ -394,6 +407,8 @@ def check(*, update: bool) -> list[str]:
     ]
     has_crds = any(len(schemas) > 1 for schemas in resource_schemas().values())
     print(f"KubeRay's CRDs: {crd_folder() if has_crds else 'not found; tools/resource_schemas alone'}")
+    num_rules = sum(1 for schemas in rule_schemas().values() for schema in schemas for _ in cel_rules.rules(schema))
+    print(f"{num_rules} rules in CEL of {sum(map(len, rule_schemas().values()))} schemas of custom resources")
     if update:
         (CHART / "values.schema.json").write_text(schema_text())
     elif (CHART / "values.schema.json").read_text() != schema_text():

@@ -36,6 +36,7 @@ from kvferry.config import ClusterConfig, RoleConfig
 from kvferry.engine.vllm.renderer import render_on_cpu
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.hub_model.marker import why_not_whole
 from kvferry.keeper.actor import KeeperActor
 from kvferry.keeper.socket_path import socket_path
 from kvferry.membership.base import MemberKind, Membership
@@ -53,6 +54,8 @@ STOP_MARGIN_S = 30.0
 KEEPER_NAMESPACE = "kvferry"
 # How long a worker waits for its node's keeper; it starts without it then, and finds it later.
 KEEPER_START_S = 60.0
+# Between two looks at a folder that a job fills.
+FILL_PERIOD_S = 5.0
 # Between two looks at an application that starts.
 STATUS_PERIOD_S = 0.5
 
@@ -63,9 +66,15 @@ class _WorkerReplica:
     kind: MemberKind
 
     async def __init__(  # type: ignore[misc]
-        self, values: dict[str, Any], model_folder: str, *_others: Any, pool: str = ""
+        self,
+        values: dict[str, Any],
+        model_folder: str,
+        *_others: Any,
+        pool: str = "",
+        hub_model: Mapping[str, str] | None = None,
     ) -> None:
         config = _in_replica(values)
+        await _until_filled(model_folder, hub_model)
         keeper_socket = ""
         if config.volumes_of(pool) is not None:
             await ensure_keeper(values)
@@ -97,9 +106,10 @@ class DecodeWorker(_WorkerReplica):
 
 class Gateway:
     async def __init__(  # type: ignore[misc]
-        self, values: dict[str, Any], model_folder: str, *_others: Any
+        self, values: dict[str, Any], model_folder: str, *_others: Any, hub_model: Mapping[str, str] | None = None
     ) -> None:
         config = _in_replica(values)
+        await _until_filled(model_folder, hub_model)
         render_on_cpu()
         self._host = GatewayHost(config, model_folder, _membership(config))
         try:
@@ -119,6 +129,15 @@ class Gateway:
         if hasattr(self, "_host"):
             await self._host.drain()
             await self._host.stop()
+
+
+async def _until_filled(model_folder: str, hub_model: Mapping[str, str] | None) -> None:
+    if hub_model is not None:
+        name, revision = hub_model["name"], hub_model["revision"]
+        # Not in a thread that asyncio waits for at its end: the replica may be told to go meanwhile.
+        while why := await asyncio.to_thread(why_not_whole, Path(model_folder), name, revision):
+            log.info("waiting for %s at %s: %s", name, revision, why)
+            await asyncio.sleep(FILL_PERIOD_S)
 
 
 def keeper_settings(values: dict[str, Any]) -> str:
@@ -191,24 +210,34 @@ def application(args: Mapping[str, Any]) -> Application:
     """Build the application for `import_path: kvferry.app:application`.
 
     `args`: `config`, as in a YAML file, and `model_folder`, a folder or hub id that is the same on every node (default:
-    `config.model.path`). Raises ConfigError.
+    `config.model.path`); optionally `hub_model`, `name` and `revision` of the model that a job puts there, for which
+    replicas wait. Raises ConfigError.
     """
-    if unknown := sorted(set(args) - {"config", "model_folder"}):
-        raise ConfigError(f"args: unknown key {unknown[0]!r}. Allowed here: config, model_folder")
+    if unknown := sorted(set(args) - {"config", "model_folder", "hub_model"}):
+        raise ConfigError(f"args: unknown key {unknown[0]!r}. Allowed here: config, hub_model, model_folder")
     values = args.get("config")
     if not isinstance(values, Mapping):
         raise ConfigError(f"args.config: expected a mapping of sections, not {values!r}")
     model_folder = args.get("model_folder", "")
     if not isinstance(model_folder, str):
         raise ConfigError(f"args.model_folder: expected a folder or a hub id, not {model_folder!r}")
-    return build(_deployable(configuration.parse(values)), model_folder)
+    hub_model = args.get("hub_model")
+    if hub_model is not None and not _is_hub_model(hub_model):
+        raise ConfigError(f"args.hub_model: expected {{name: ..., revision: ...}}, two texts, not {hub_model!r}")
+    return build(_deployable(configuration.parse(values)), model_folder, hub_model)
 
 
-def build(config: ClusterConfig, model_folder: str = "") -> Application:
+def _is_hub_model(value: object) -> bool:
+    is_mapping = isinstance(value, Mapping) and set(value) == {"name", "revision"}
+    return is_mapping and all(isinstance(each, str) and each for each in value.values())  # type: ignore[attr-defined]
+
+
+def build(config: ClusterConfig, model_folder: str = "", hub_model: Mapping[str, str] | None = None) -> Application:
     model_folder = model_folder or config.model.path
     values = replica_values(config)
-    version = _digest([values, model_folder, __version__])
-    roles: list[tuple[type, dict[str, Any], dict[str, str]]] = []
+    version = _digest([values, model_folder, __version__, *([dict(hub_model)] if hub_model else [])])
+    waits: dict[str, Any] = {"hub_model": dict(hub_model)} if hub_model else {}
+    roles: list[tuple[type, dict[str, Any], dict[str, Any]]] = []
     for pool in ("", *sorted(config.pools)):
         for deployment in (PrefillWorker, DecodeWorker):
             role = config.role_of(deployment.kind.value, pool)
@@ -236,7 +265,9 @@ def build(config: ClusterConfig, model_folder: str = "") -> Application:
         # Each is bound into the next one only to tie them into one application.
         others = () if application is None else (application,)
         application = (
-            serve.deployment(kind).options(**options, _internal=True).bind(values, model_folder, *others, **own)
+            serve.deployment(kind)
+            .options(**options, _internal=True)
+            .bind(values, model_folder, *others, **own, **waits)
         )
     assert application is not None
     return application

@@ -147,6 +147,22 @@ async def test_a_workers_grpc_server_stops_though_its_frames_cannot(
     await gateway.leave()
 
 
+async def test_a_worker_has_no_request_left_when_its_grpc_server_has_stopped(
+    worker: WorkerServer, engine: SimEngine
+) -> None:
+    # gRPC may end its calls before their handlers see it; with many links that is likelier.
+    gateways = [Gateway(worker, "grpc") for _ in range(20)]
+    for number, gateway in enumerate(gateways):
+        await gateway.hello()
+        await gateway.submit(1, request(f"r{number}", max_tokens=5000))
+    await until(lambda: worker.num_requests == len(gateways))
+    await worker.stop(0)
+    assert quiet(engine)
+    assert not worker.num_requests
+    for gateway in gateways:
+        await gateway.leave()
+
+
 @pytest.mark.parametrize("repeat", range(5))
 async def test_a_submit_directly_followed_by_its_cancel_leaks_nothing(
     worker: WorkerServer, gateway: Gateway, engine: SimEngine, repeat: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,26 @@ def test_claims_of_another_number_of_members_are_not_opened(tmp_path: Path, majo
     with pytest.raises(helm_check.CheckFailed, match=f"etcd.replicas is {wanted} and claims of another number"):
         rendered_over(claims, {"etcd": {"replicas": wanted}}, tmp_path, major)
     assert rendered_over(claims, {"etcd": {"replicas": had}}, tmp_path, major)
+
+
+@pytest.mark.parametrize("major", MAJORS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"storageClassName": "other"}, 'storageClassName is "other" and the claim trial-weights has "shared"'),
+        ({"accessMode": "ReadWriteOnce"}, "accessMode is ReadWriteOnce and the claim trial-weights has ReadWriteMany"),
+        ({"sizeGiB": 99.5}, "sizeGiB is 99.5 and the claim trial-weights has 100Gi: a claim can grow, and not shrink"),
+    ],
+)
+def test_what_a_claim_of_weights_keeps_is_not_changed(
+    tmp_path: Path, major: int, changes: dict[str, Any], message: str
+) -> None:
+    def values(**claim: Any) -> dict[str, Any]:
+        weights = {"enabled": True, "claim": {"storageClassName": "shared", "sizeGiB": 100, **claim}}
+        return {"config": {"model": {"path": "acme/tiny", "revision": "v1"}}, "model": {"weights": weights}}
+
+    there = installed(values(), tmp_path)
+    with pytest.raises(helm_check.CheckFailed, match=re.escape(message)):
+        rendered_over(there, values(**changes), tmp_path, major)
+    grown = one(rendered_over(there, values(sizeGiB=2048), tmp_path, major), "PersistentVolumeClaim")
+    assert grown["spec"]["resources"]["requests"]["storage"] == "2Ti"

@@ -204,6 +204,9 @@ VOLUME = {"name": "nvme0", "capacityGiB": 10, "hostPath": "/mnt/nvme0"}
 TIER = {"tier": {"enabled": True, "volumes": [VOLUME]}}
 PREFILL_GPU = merged(GPU, {"roles": {"prefill": {"gpusPerWorker": 1}, "decode": {"gpusPerWorker": 1}}})
 
+WEIGHTS = merged(at("model.weights.enabled", True), at("config.model.revision", "v1"))
+EXTERNAL = {"name": "keys", "entries": {"keys.yaml": {"key": "k"}}}
+
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("roles.prefill.replicas", 0), "decode workers need prefill workers. Say aggregated: true"),
     (at("aggregated", True), "with aggregated there are no prefill workers"),
@@ -288,7 +291,60 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("image.registry", ""), "etcd.image.registry and image.registry are empty: etcd-development/etcd is in no"),
     (at("config.pools", {"finance": {}}), "pods for the default pool only, so theirs would never start"),
     (at("config.metrics.host", "auto"), "metrics"),
+    (merged(WEIGHTS, at("config.model.path", "/models/m")), 'config.model.path is "/models/m": the volume is filled'),
+    (merged(WEIGHTS, at("model.volume.claimName", "c")), "model.volume says where the model is: name one of them"),
+    (at("model.weights.enabled", True), "model.weights needs a revision of HuggingFaceTB/SmolLM2-135M-Instruct"),
+    (merged(WEIGHTS, at("config.model.revision", "refs/pr/1")), 'and it is "refs/pr/1": letters, digits'),
+    (
+        merged(WEIGHTS, at("model.weights.also", [{"path": "a/b", "revision": "v1"}] * 2)),
+        "model.weights would fill a--b--v1 twice",
+    ),
+    (
+        merged(WEIGHTS, at("model.download.env.HTTPS_PROXY", "http://proxy:3128/")),
+        'model.download.env.HTTPS_PROXY is "http://proxy:3128/" and model.weights.egress.ports lacks 3128',
+    ),
+    (at("model.weights.also", [{"path": "a/b", "revision": "v1"}]), "model.weights.also names models and"),
+    (at("roles.decode.dnsPolicy", "Default"), "roles.decode.dnsPolicy is for roles.decode.hostNetwork: true"),
+    (
+        merged(at("ray", {"mode": "existing"}), at("roles.decode.hostNetwork", True)),
+        "roles.decode.hostNetwork is true and ray.mode is existing: that Ray's pods are not this chart's",
+    ),
+    (
+        merged(at("roles.decode.hostNetwork", True), at("roles.decode.affinity", {"nodeAffinity": {}})),
+        "needs a required podAntiAffinity with topologyKey kubernetes.io/hostname",
+    ),
+    (
+        at("roles.decode.hostNetwork", True),
+        "roles.decode.hostNetwork is true and networkPolicy.hostNetworkFrom is empty",
+    ),
+    (at("networkPolicy.hostNetworkFrom", [{"podSelector": {}}]), "networkPolicy.hostNetworkFrom is for roles with"),
+    (at("gateway.inferencePool.enabled", True), "the service of an endpoint picker, which the chart does not run"),
+    (
+        at(
+            "gateway", {"inferencePool": {"enabled": True, "endpointPicker": {"name": "p"}}, "tls": {"secretName": "t"}}
+        ),
+        "gateway.inferencePool.enabled and gateway.tls.secretName: a pool's endpoints are called by plain HTTP",
+    ),
+    (at("gateway.tls.certificate.issuerRef.name", "ca"), "gateway.tls.certificate needs gateway.tls.secretName"),
+    (at("internalTls.certificate.issuerRef.name", "ca"), "internalTls.certificate needs internalTls.secretName"),
+    (
+        at("monitoring.alerts", {"enabled": True, "thresholds": {"KvferryNothing": 1}}),
+        'monitoring.alerts has no alert "KvferryNothing"; there are KvferryKvPagesScarce, ',
+    ),
+    (at("externalSecrets.secrets", [EXTERNAL]), "externalSecrets.secrets needs externalSecrets.store.name"),
+    (
+        at("externalSecrets", {"store": {"name": "v"}, "secrets": [EXTERNAL, EXTERNAL]}),
+        'secret "keys" is made twice, by externalSecrets.secrets or the certificates of gateway.tls and internalTls',
+    ),
     # By the schema.
+    (at("model.weights.claim.accessMode", "ReadOnlyMany"), "accessMode"),
+    (at("model.weights.also", [{"path": "a/b"}]), "revision"),
+    (at("monitoring.alerts.selector", "namespace=serving"), "selector"),
+    (at("monitoring.alerts.thresholds", {"KvferryKvPagesScarce": "85 %"}), "thresholds"),
+    (at("model.weights.egress.ports", []), "ports"),
+    (at("gateway.inferencePool.endpointPicker.failureMode", "Maybe"), "failureMode"),
+    (at("externalSecrets.secrets", [{"name": "k", "entries": {}}]), "entries"),
+    (at("internalTls.certificate.duration", "5y"), "duration"),
     (at("roles.decode.podLabels", {"kvferry.io/component": "x"}), "kvferry.io/component"),
     (at("rollout.podAnnotations", {"kvferry.io/release": "x"}), "kvferry.io/release"),
     (at("roles.prefil", {"replicas": 1}), "prefil"),
@@ -536,6 +592,92 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "serviceAccount.name": ("own-account", "serviceAccountName: own-account"),
         },
     ),
+    "weights": (
+        {},
+        {
+            "config.model.path": ("acme/tiny", "path: acme/tiny"),
+            "config.model.revision": ("v1", 'model_folder: "/w/acme--tiny--v1"'),
+            "model.weights.enabled": (True, "name: trial-weights"),
+            "model.weights.mountPath": ("/w", "mountPath: /w"),
+            "model.weights.claim.sizeGiB": (81, "storage: 81Gi"),
+            "model.weights.claim.storageClassName": ("shared-class", "storageClassName: shared-class"),
+            "model.weights.claim.accessMode": ("ReadWriteOnce", "accessModes:\n  - ReadWriteOnce\n  storageClassName"),
+            "model.weights.also": ([{"path": "acme/next", "revision": "v2"}], "- /w/acme--next--v2"),
+            "model.weights.egress.to": ([{"ipBlock": {"cidr": "10.7.0.0/16"}}], "cidr: 10.7.0.0/16"),
+            "model.weights.egress.ports": ([4431], "port: 4431"),
+            "model.weights.backoffLimit": (17, "backoffLimit: 17"),
+            "model.weights.deadlineSeconds": (4017, "activeDeadlineSeconds: 4017"),
+            "model.weights.nodeSelector": ({"weights": "here"}, "weights: here"),
+            "model.weights.tolerations": ([{"key": "weights-taint"}], "key: weights-taint"),
+        }
+        | {
+            path: value
+            for path, value in pod_values("model.weights", "weights").items()
+            if path.rpartition(".")[2] in VALUES["model"]["weights"]
+        },
+    ),
+    "weights kept nowhere": (
+        {},
+        {
+            "config.model.revision": ("v1", "revision: v1"),
+            "model.weights.enabled": (True, "name: trial-weights"),
+            "model.weights.claim.keep": (False, "kind: PersistentVolumeClaim"),
+        },
+    ),
+    "weights of a claim that is there": (
+        {},
+        {
+            "config.model.revision": ("v1", "revision: v1"),
+            "model.weights.enabled": (True, "kvferry.io/component: weights"),
+            "model.weights.claim.existing": ("other-claim", "claimName: other-claim"),
+        },
+    ),
+    "secrets of operators": (
+        {},
+        {
+            "gateway.tls.secretName": ("edge", "secretName: edge"),
+            "gateway.tls.certificate.issuerRef.name": ("public-ca", "name: public-ca"),
+            "gateway.tls.certificate.issuerRef.kind": ("EdgeIssuer", "kind: EdgeIssuer"),
+            "gateway.tls.certificate.issuerRef.group": ("edge.io", "group: edge.io"),
+            "gateway.tls.certificate.dnsNames": (["llm.example.com"], "- llm.example.com"),
+            "gateway.tls.certificate.duration": ("2161h", "duration: 2161h"),
+            "gateway.tls.certificate.renewBefore": ("721h", "renewBefore: 721h"),
+            "internalTls.secretName": ("inside", "secretName: inside"),
+            "internalTls.certificate.issuerRef.name": ("inside-ca", "name: inside-ca"),
+            "internalTls.certificate.issuerRef.kind": ("InsideIssuer", "kind: InsideIssuer"),
+            "internalTls.certificate.issuerRef.group": ("inside.io", "group: inside.io"),
+            "internalTls.certificate.duration": ("43801h", "duration: 43801h"),
+            "internalTls.certificate.renewBefore": ("2162h", "renewBefore: 2162h"),
+            "externalSecrets.store.name": ("vault", "name: vault"),
+            "externalSecrets.store.kind": ("SecretStore", "kind: SecretStore"),
+            "externalSecrets.refreshInterval": ("17m", "refreshInterval: 17m"),
+            "externalSecrets.secrets": (
+                [{"name": "api-keys", "entries": {"keys.yaml": {"key": "serving/keys", "property": "p"}}}],
+                "key: serving/keys",
+            ),
+        },
+    ),
+    "an endpoint picker": (
+        {},
+        {
+            "gateway.gatewayApi.enabled": (True, "kind: HTTPRoute"),
+            "gateway.gatewayApi.parentRefs": ([{"name": "parent"}], "- name: parent"),
+            "gateway.inferencePool.enabled": (True, "kind: InferencePool"),
+            "gateway.inferencePool.endpointPicker.name": ("picker", "name: picker"),
+            "gateway.inferencePool.endpointPicker.port": (9003, "number: 9003"),
+            "gateway.inferencePool.endpointPicker.failureMode": ("FailClose", "failureMode: FailClose"),
+        },
+    ),
+    "hosts' network": (
+        {},
+        {
+            "roles.prefill.hostNetwork": (True, "hostNetwork: true"),
+            "roles.prefill.dnsPolicy": ("Default", "dnsPolicy: Default"),
+            "roles.decode.hostNetwork": (True, "hostNetwork: true"),
+            "roles.decode.dnsPolicy": ("ClusterFirst", "dnsPolicy: ClusterFirst\n"),
+            "networkPolicy.hostNetworkFrom": ([{"ipBlock": {"cidr": "10.6.0.0/16"}}], "cidr: 10.6.0.0/16"),
+        },
+    ),
     "gateways of Serve": (
         {},
         {"gateway.mode": ("serve", "kvferry_gateway: '1'")} | pod_values("gateway", "gateway"),
@@ -546,6 +688,14 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "monitoring.members.enabled": (True, "kind: ScrapeConfig"),
             "monitoring.members.interval": ("48s", "scrapeInterval: 48s"),
             "monitoring.members.labels": ({"pick": "us"}, "pick: us"),
+            "monitoring.alerts.enabled": (True, "kind: PrometheusRule"),
+            "monitoring.alerts.labels": ({"alert": "here"}, "alert: here"),
+            "monitoring.alerts.selector": ('namespace="n1"', 'kvferry_ready{namespace="n1"}'),
+            "monitoring.alerts.thresholds": ({"KvferryKvPagesScarce": 0.77}, "> 0.77"),
+            "monitoring.alerts.without": (["KvferryWorkerUnpaired"], "alert: KvferryVolumeNotWritable"),
+            "monitoring.dashboards.enabled": (True, "name: trial-dashboards"),
+            "monitoring.dashboards.labels.grafana_dashboard": ("yes", "grafana_dashboard: 'yes'"),
+            "monitoring.dashboards.annotations": ({"grafana_folder": "LLM"}, "grafana_folder: LLM"),
             "networkPolicy.enabled": (False, "!kind: NetworkPolicy"),
             "tests.enabled": (False, "!helm.sh/hook: test"),
             "gateway.podDisruptionBudget.enabled": (False, "!kind: PodDisruptionBudget"),

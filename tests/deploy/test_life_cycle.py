@@ -254,6 +254,31 @@ async def test_new_certificates_replace_all_pods(site: Site, tmp_path: Path) -> 
     assert before & {pod.name for pod in site.model.pods} == set()
 
 
+async def test_pods_on_their_hosts_network_are_replaced_one_by_one_on_the_same_hosts(
+    site: Site, tmp_path: Path
+) -> None:
+    def release(tag: str) -> dict[str, Any]:
+        roles = {role: {"hostNetwork": True, "replicas": 2} for role in ("prefill", "decode")}
+        peers = [{"ipBlock": {"cidr": "10.1.0.0/24"}}]
+        changes = {"roles": roles, "networkPolicy": {"hostNetworkFrom": peers}, "image": {"tag": tag}}
+        return service(tmp_path, "cpu-trial", changes)
+
+    def workers() -> dict[str, str]:
+        return {pod.address: pod.name for pod in site.model.pods if pod.template["spec"].get("hostNetwork")}
+
+    site.model.apply(release("1"))
+    await site.settle()
+    before = workers()
+    assert len(before) == 4
+    site.model.apply(release("2"))
+    assert isinstance(await site.settle(), Done)
+    after = workers()
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+    assert site.images()["decode"] == site.images()["prefill"] == {"2"}
+    assert min(site.least.values()) >= 1
+
+
 async def test_another_chart_version_replaces_no_pod(site: Site, tmp_path: Path) -> None:
     release = service(tmp_path, "70b-4plus4")
     site.model.apply(release)

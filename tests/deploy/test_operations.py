@@ -161,6 +161,38 @@ def test_the_values_that_are_shown_render(tmp_path: Path) -> None:
         helm_check.parse_configs(newest_helm().documents(values=write_values(tmp_path, values)))
 
 
+def gitops(tool: str) -> dict[str, Any]:
+    (found,) = (block for block in blocks(PAGES[0], "yaml") if block.startswith(f"# {tool}\n"))
+    document: dict[str, Any] = yaml.safe_load(found)
+    helm_check.validate(document)
+    return document
+
+
+def test_what_argo_cd_renders_is_the_same_each_time(tmp_path: Path) -> None:
+    source = gitops("Argo CD")["spec"]["source"]
+    assert ROOT / source["path"] == helm_check.CHART
+    file = write_values(tmp_path, source["helm"]["valuesObject"])
+    first, again = (newest_helm().documents(values=file) for _ in range(2))
+    assert first == again
+    for document in first:
+        helm_check.validate(document)
+
+
+def test_what_flux_installs_renders(tmp_path: Path) -> None:
+    spec = gitops("Flux")["spec"]
+    assert ROOT / spec["chart"]["spec"]["chart"] == helm_check.CHART
+    for document in newest_helm().documents(values=write_values(tmp_path, spec["values"])):
+        helm_check.validate(document)
+
+
+@pytest.mark.parametrize("tool", ["Argo CD", "Flux"])
+def test_a_spoilt_gitops_object_is_seen(tool: str) -> None:
+    document = gitops(tool)
+    document["spec"]["intervall"] = "10m"
+    with pytest.raises(helm_check.CheckFailed, match="intervall"):
+        helm_check.validate(document)
+
+
 def test_settings_on_command_lines_exist() -> None:
     for page in PAGES:
         for command in commands(page):

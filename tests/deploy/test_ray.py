@@ -29,6 +29,7 @@ import yaml
 from bench.etcd_server import find_binary
 from kvferry import model_folder
 from kvferry.addresses import free_port
+from kvferry.hub_model import marker
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1.inference_pb2_grpc import InferenceStub
 from support.chart import newest_helm, one, write_values
@@ -427,6 +428,31 @@ def test_what_is_wrong_with_arguments_is_said(ray: RayCluster, site: Site) -> No
     assert application is not None
     assert "engine.blok_size: unknown key (value 16); did you mean 'block_size'?" in application["message"]
     # What ran goes on.
+    assert ask(site, site.http_port)
+
+
+def test_replicas_wait_for_a_model_that_a_job_fills(ray: RayCluster, site: Site) -> None:
+    config = yaml.safe_load(one(site.render(site.values()), "RayService")["spec"]["serveConfigV2"])
+    folder = site.folder / "models" / "acme--tiny--v1"
+    hub_model = {"name": "acme/tiny", "revision": "v1"}
+    config["applications"][0]["args"] |= {"model_folder": str(folder), "hub_model": hub_model}
+    ray.run("serve", "deploy", str(site.serve_file(yaml.safe_dump(config))), "-a", ray.dashboard)
+
+    def starting() -> bool:
+        application = ray.application()
+        deployments = application["deployments"].values() if application is not None else ()
+        states = [replica["state"] for each in deployments for replica in each["replicas"]]
+        return "STARTING" in states and "STOPPING" not in states
+
+    wait_until(starting, timeout_s=60, what="a replica that starts")
+    application = ray.application()
+    assert application is not None
+    assert application["status"] == "DEPLOYING"
+    staging = folder.with_name("staging")
+    staging.mkdir(parents=True)
+    marker.write(staging, marker.Marker("acme/tiny", "v1", "c0ffee", {}))
+    staging.rename(folder)
+    settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
     assert ask(site, site.http_port)
 
 

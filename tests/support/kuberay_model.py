@@ -172,6 +172,10 @@ class Model:
     def _make(self, group: str, template: Document) -> None:
         self.num_made += 1
         address = self.address or f"10.0.{self.num_made // 250}.{self.num_made % 250 + 1}"
+        if template["spec"].get("hostNetwork"):
+            # The scheduler: of hosts that no other such pod has, the first.
+            taken = {pod.address for pod in self.pods}
+            address = next(host for number in range(1, 250) if (host := f"10.1.0.{number}") not in taken)
         assert self.cluster is not None
         has_redis = "gcsFaultToleranceOptions" in self.cluster["spec"]
         name = f"{self.name}-{group}-{self.num_made}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from ray.serve import Application
 from kvferry import app
 from kvferry import config as configuration
 from kvferry.errors import ConfigError
+from kvferry.hub_model import marker
 
 
 def values(**changes: Any) -> dict[str, Any]:
@@ -51,6 +54,29 @@ def test_every_role_becomes_a_deployment_with_its_count_and_its_place() -> None:
     assert {each.init_args[1] for each in built.values()} == {"/models/m"}
 
 
+def test_replicas_wait_for_a_model_that_a_job_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_model = {"name": "acme/tiny", "revision": "v1"}
+    arguments = {"config": values(), "model_folder": str(tmp_path / "m")}
+    without, waiting = (deployments(app.application({**arguments, **more})) for more in ({}, {"hub_model": hub_model}))
+    assert {str(each.init_kwargs) for each in without.values()} == {"{}"}
+    assert all(each.init_kwargs == {"hub_model": hub_model} for each in waiting.values())
+    assert without["DecodeWorker"].version != waiting["DecodeWorker"].version
+
+    async def fill_while_it_waits() -> None:
+        monkeypatch.setattr(app, "FILL_PERIOD_S", 0.01)
+        await app._until_filled(str(tmp_path / "m"), None)
+        wait = asyncio.create_task(app._until_filled(str(tmp_path / "m"), hub_model))
+        done, _ = await asyncio.wait([wait], timeout=0.05)
+        assert not done
+        staging = tmp_path / "staging"
+        staging.mkdir()
+        marker.write(staging, marker.Marker("acme/tiny", "v1", "c0ffee", {}))
+        staging.rename(tmp_path / "m")
+        await asyncio.wait_for(wait, 10)
+
+    asyncio.run(fill_while_it_waits())
+
+
 @pytest.mark.parametrize("role", ["prefill", "gateway"])
 def test_a_role_without_replicas_has_no_deployment(role: str) -> None:
     missing = {"prefill": "PrefillWorker", "gateway": "Gateway"}[role]
@@ -81,7 +107,12 @@ def test_a_replica_gets_a_configuration_that_parses() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"config": values(), "model": "x"}, "args: unknown key 'model'. Allowed here: config, model_folder"),
+        (
+            {"config": values(), "model": "x"},
+            "args: unknown key 'model'. Allowed here: config, hub_model, model_folder",
+        ),
+        ({"config": values(), "hub_model": "a/b"}, "args.hub_model: expected {name: ..., revision: ...}, two texts"),
+        ({"config": values(), "hub_model": {"name": "a/b", "revision": ""}}, "args.hub_model: expected {name:"),
         ({}, "args.config: expected a mapping of sections, not None"),
         ({"config": values(), "model_folder": 3}, "args.model_folder: expected a folder or a hub id, not 3"),
         ({"config": {"engine": {"kind": "sim"}}}, "membership.endpoints: etcd's addresses are needed to deploy"),

@@ -14,6 +14,7 @@ from kvferry.addresses import join_host_port
 from kvferry.errors import UnavailableError
 from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
+from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class GrpcServer:
         self._welcome = welcome
         self._server: grpc.aio.Server | None = None
         self._transports: set[_GrpcTransport] = set()
+        self._handlers = TaskSet()  # of attached sessions
         self.port = 0
 
     async def start(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
@@ -56,12 +58,14 @@ class GrpcServer:
         await server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Wait up to `grace_s` for pending messages to leave."""
+        """Wait up to `grace_s` for pending messages to leave, then until every session is detached."""
         if self._server is not None:
             server, self._server = self._server, None
             for transport in self._transports:
                 transport.close()
             await server.stop(grace_s)
+            # gRPC returns when its calls have ended, which may be before their handlers see that they are cancelled.
+            await self._handlers.wait_until_empty()
 
     async def _serve_describe(self, request: pb.DescribeRequest, context: Context) -> pb.Welcome:
         try:
@@ -77,6 +81,11 @@ class GrpcServer:
         if hello is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
             return
+        handler = asyncio.current_task()
+        if self._server is None or handler is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker stops")
+            return
+        self._handlers.add(handler)
         transport = _GrpcTransport()
         session = transport.session = self._attach(transport, hello)
         self._transports.add(transport)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import ipaddress
 import json
@@ -148,7 +149,7 @@ class KubernetesApi:
     def _pods(self, cluster: str) -> list[Pod]:
         selector = f"ray.io/cluster={cluster}"
         listed = self._call(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
-        return [_pod(each) for each in listed.items]
+        return with_own_addresses([_pod(each) for each in listed.items])
 
     def _call(self, function: Any, *arguments: Any, **options: Any) -> Any:
         try:
@@ -198,6 +199,15 @@ def _application(side: Document) -> str:
     for status in (side.get("applicationStatuses") or {}).values():
         return str(status.get("status", ""))
     return ""
+
+
+def with_own_addresses(pods: list[Pod]) -> list[Pod]:
+    """Leave an address to the youngest pod of a group that has it."""
+    # On its host's network a pod has the host's: one that failed there keeps it, beside its successor.
+    youngest: dict[tuple[str, str], Pod] = {}
+    for pod in sorted(pods, key=lambda pod: pod.created_unix_s):
+        youngest[pod.group, pod.address] = pod
+    return [pod if youngest[pod.group, pod.address] is pod else dataclasses.replace(pod, address="") for pod in pods]
 
 
 def normal_address(address: str) -> str:

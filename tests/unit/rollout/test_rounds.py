@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.rollout.__main__ import DONE_ROUNDS, Rollout
-from kvferry.rollout.kubernetes_api import normal_address, worker_counts
+from kvferry.rollout.kubernetes_api import normal_address, with_own_addresses, worker_counts
 from kvferry.rollout.plan import Blocked, Done, Observed, Pod, Wait
 
 CLUSTER = {
@@ -142,3 +142,14 @@ def test_counts_are_those_of_serve_s_deployments() -> None:
     assert worker_counts("") == {}
     text = "applications: [{deployments: [{name: DecodeWorker, num_replicas: 3}, {name: Gateway}, {name: Other}]}]"
     assert worker_counts(text) == {"decode": 3, "gateway": 1}
+
+
+def test_an_address_is_that_of_the_youngest_pod_that_has_it() -> None:
+    """On a host's network all pods have the host's: one that failed there, and its successor."""
+    failed = Pod("d-1", "1", "decode", "t", "10.0.0.1", created_unix_s=1000.0)
+    present = Pod("d-2", "2", "decode", "t", "10.0.0.1", is_ready=True, created_unix_s=2000.0)
+    elsewhere = Pod("p", "p", "prefill", "t", "10.0.0.1", created_unix_s=500.0)
+    waiting = [Pod(name, name, "decode", "t", created_unix_s=3000.0) for name in ("d-3", "d-4")]
+    for pods in ([failed, present, elsewhere, *waiting], [*waiting, elsewhere, present, failed]):
+        addresses = {pod.name: pod.address for pod in with_own_addresses(pods)}
+        assert addresses == {"d-1": "", "d-2": "10.0.0.1", "d-3": "", "d-4": "", "p": "10.0.0.1"}

@@ -36,6 +36,24 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- range $resource, $value := $role.extraResources -}}
 {{- include "kvferry.checkQuantity" (dict "value" $value "path" (printf "roles.%s.extraResources.%s" $name $resource)) -}}
 {{- end -}}
+{{- if and $role.dnsPolicy (not $role.hostNetwork) -}}
+{{- fail (printf "roles.%s.dnsPolicy is for roles.%s.hostNetwork: true; other pods have the cluster's DNS" $name $name) -}}
+{{- end -}}
+{{- if and $role.hostNetwork (eq $v.ray.mode "existing") -}}
+{{- fail (printf "roles.%s.hostNetwork is true and ray.mode is existing: that Ray's pods are not this chart's" $name) -}}
+{{- end -}}
+{{- if and $role.hostNetwork $role.affinity -}}
+{{- $apart := false -}}
+{{- range (dig "podAntiAffinity" "requiredDuringSchedulingIgnoredDuringExecution" list $role.affinity) -}}
+{{- if eq .topologyKey "kubernetes.io/hostname" -}}{{- $apart = true -}}{{- end -}}
+{{- end -}}
+{{- if not $apart -}}
+{{- fail (printf "roles.%s.hostNetwork is true and roles.%s.affinity replaces the chart's own: it needs a required podAntiAffinity with topologyKey kubernetes.io/hostname over kvferry.io/host-network: \"true\", as two pods would want the same ports of their host" $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $role.hostNetwork $v.networkPolicy.enabled (not $v.networkPolicy.hostNetworkFrom) -}}
+{{- fail (printf "roles.%s.hostNetwork is true and networkPolicy.hostNetworkFrom is empty: policies know such pods by their hosts' addresses alone, so name these (ipBlock), or neither Ray's head nor etcd could be reached" $name) -}}
+{{- end -}}
 {{- if le (float64 $role.memoryGiB) $shm -}}
 {{- fail (printf "roles.%s.memoryGiB is %v and /dev/shm of the pod, which counts as its memory, is %v GiB: give it more" $name $role.memoryGiB $shm) -}}
 {{- end -}}
@@ -74,11 +92,41 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- fail "model.volume has both claimName and hostPath: name one" -}}
 {{- end -}}
 {{- $hasModelVolume := or $v.model.volume.claimName $v.model.volume.hostPath -}}
+{{- if $v.model.weights.enabled -}}
+{{- if not (include "kvferry.isHubId" .) -}}
+{{- fail (printf "model.weights.enabled is true and config.model.path is %q: the volume is filled with a model of the hub, owner/name, for the engine vllm" $v.config.model.path) -}}
+{{- end -}}
+{{- if $hasModelVolume -}}
+{{- fail "model.weights.enabled is true and model.volume says where the model is: name one of them" -}}
+{{- end -}}
+{{- $models := list -}}
+{{- range prepend $v.model.weights.also (dict "path" $v.config.model.path "revision" (include "kvferry.modelRevision" .)) -}}
+{{- if not (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$" .revision) -}}
+{{- fail (printf "model.weights needs a revision of %s (config.model.revision), and it is %q: letters, digits, dots and dashes. Best a commit, as a branch moves and the volume does not" .path .revision) -}}
+{{- end -}}
+{{- $folder := printf "%s--%s" (.path | replace "/" "--") .revision -}}
+{{- if has $folder $models -}}
+{{- fail (printf "model.weights would fill %s twice: name each model and revision once" $folder) -}}
+{{- end -}}
+{{- $models = append $models $folder -}}
+{{- end -}}
+{{- if $v.networkPolicy.enabled -}}
+{{- range $name, $value := $v.model.download.env -}}
+{{- $port := regexFind "[0-9]+$" (regexFind "^[a-zA-Z][a-zA-Z0-9+.-]*://[^/]*:[0-9]+" (toString $value)) -}}
+{{- if and $port (has (upper $name) (list "HTTPS_PROXY" "HTTP_PROXY" "ALL_PROXY" "HF_ENDPOINT")) (not (has $port ($v.model.weights.egress.ports | toStrings))) -}}
+{{- fail (printf "model.download.env.%s is %q and model.weights.egress.ports lacks %s: the job could not reach it" $name (toString $value) $port) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $hasModelVolume (not (hasPrefix (printf "%s/" (trimSuffix "/" $v.model.volume.mountPath)) (printf "%s/" (trimSuffix "/" $v.config.model.path)))) -}}
 {{- fail (printf "config.model.path is %q and model.volume is mounted at %q: the model's folder lies below it" $v.config.model.path $v.model.volume.mountPath) -}}
 {{- end -}}
 {{- if and (hasPrefix "/" $v.config.model.path) (not $hasModelVolume) (ne (dig "engine" "kind" "vllm" $v.config) "sim") -}}
 {{- fail (printf "config.model.path is the folder %q: model.volume must say with claimName or hostPath where it comes from" $v.config.model.path) -}}
+{{- end -}}
+{{- if and (not $v.model.weights.enabled) $v.model.weights.also -}}
+{{- fail "model.weights.also names models and model.weights.enabled is false" -}}
 {{- end -}}
 {{- if eq $v.config.model.path "default" -}}
 {{- fail "config.model.path is default, which `kvferry up` prepares on one machine: name a hub id or a folder" -}}
@@ -114,6 +162,37 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and $v.gateway.gatewayApi.enabled (not $v.gateway.gatewayApi.parentRefs) -}}
 {{- fail "gateway.gatewayApi.enabled needs gateway.gatewayApi.parentRefs: the gateway that routes are attached to" -}}
 {{- end -}}
+{{- if $v.gateway.inferencePool.enabled -}}
+{{- if not $v.gateway.inferencePool.endpointPicker.name -}}
+{{- fail "gateway.inferencePool.enabled needs gateway.inferencePool.endpointPicker.name: the service of an endpoint picker, which the chart does not run" -}}
+{{- end -}}
+{{- if $v.gateway.tls.secretName -}}
+{{- fail "gateway.inferencePool.enabled and gateway.tls.secretName: a pool's endpoints are called by plain HTTP. Let the gateway of the Gateway API end TLS" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.gateway.tls.certificate.issuerRef.name (or (not $v.gateway.tls.secretName) (not $v.gateway.tls.certificate.dnsNames)) -}}
+{{- fail "gateway.tls.certificate needs gateway.tls.secretName, the secret that cert-manager makes, and gateway.tls.certificate.dnsNames, the names that clients call" -}}
+{{- end -}}
+{{- if and $v.internalTls.certificate.issuerRef.name (not $v.internalTls.secretName) -}}
+{{- fail "internalTls.certificate needs internalTls.secretName, the secret that cert-manager makes" -}}
+{{- end -}}
+{{- if and $v.externalSecrets.secrets (not $v.externalSecrets.store.name) -}}
+{{- fail "externalSecrets.secrets needs externalSecrets.store.name: the store that has them" -}}
+{{- end -}}
+{{- $made := list -}}
+{{- if $v.gateway.tls.certificate.issuerRef.name -}}{{- $made = append $made $v.gateway.tls.secretName -}}{{- end -}}
+{{- if $v.internalTls.certificate.issuerRef.name -}}{{- $made = append $made $v.internalTls.secretName -}}{{- end -}}
+{{- range $v.externalSecrets.secrets -}}
+{{- $made = append $made .name -}}
+{{- end -}}
+{{- range $made -}}
+{{- $each := . -}}
+{{- $number := 0 -}}
+{{- range $made -}}{{- if eq . $each -}}{{- $number = add1 $number -}}{{- end -}}{{- end -}}
+{{- if gt (int $number) 1 -}}
+{{- fail (printf "secret %q is made twice, by externalSecrets.secrets or the certificates of gateway.tls and internalTls" $each) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.gateway.grpcPort (eq (int $v.gateway.grpcPort) (int $v.gateway.httpPort)) -}}
 {{- fail (printf "gateway.httpPort and gateway.grpcPort are both %d" (int $v.gateway.httpPort)) -}}
 {{- end -}}
@@ -129,6 +208,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- if and (eq $v.ray.mode "existing") $v.etcd.enabled $v.networkPolicy.enabled (not $v.networkPolicy.rayFrom) -}}
 {{- fail "ray.mode existing needs networkPolicy.rayFrom: this chart's etcd is fenced, and workers on that Ray's nodes must reach it" -}}
+{{- end -}}
+{{- if and $v.networkPolicy.hostNetworkFrom (not (include "kvferry.hasHostNetwork" .)) -}}
+{{- fail "networkPolicy.hostNetworkFrom is for roles with hostNetwork: true; other pods are known by their labels" -}}
 {{- end -}}
 {{- if and $v.networkPolicy.rayFrom (ne $v.ray.mode "existing") -}}
 {{- fail "networkPolicy.rayFrom is for ray.mode: existing; pods of this release reach its etcd without it" -}}

@@ -80,6 +80,9 @@ applications:
     route_prefix: null
     args:
       model_folder: {{ include "kvferry.modelFolder" . | quote }}
+      {{- if $v.model.weights.enabled }}
+      hub_model: {name: {{ $v.config.model.path | quote }}, revision: {{ include "kvferry.modelRevision" . | quote }}}
+      {{- end }}
       config:
         {{- include "kvferry.config" . | nindent 8 }}
     deployments:

@@ -93,7 +93,9 @@ true
 
 {{/* The same string on every node. */}}
 {{- define "kvferry.modelFolder" -}}
-{{- if include "kvferry.isHubId" . -}}
+{{- if .Values.model.weights.enabled -}}
+{{ include "kvferry.weightsFolder" (dict "root" . "path" .Values.config.model.path "revision" (include "kvferry.modelRevision" .)) }}
+{{- else if include "kvferry.isHubId" . -}}
 /var/cache/kvferry/model
 {{- else -}}
 {{ .Values.config.model.path }}
@@ -121,4 +123,12 @@ true
 
 {{- define "kvferry.hasHostPath" -}}
 {{- range .Values.tier.volumes }}{{ if .hostPath }}true{{ end }}{{ end -}}
+{{- end -}}
+
+{{/* Whether pods of a role run on their hosts' network. */}}
+{{- define "kvferry.hasHostNetwork" -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- $role := index $.Values.roles $name -}}
+{{- if and $role.hostNetwork (gt (int $role.replicas) 0) (eq $.Values.ray.mode "rayservice") -}}true{{- end -}}
+{{- end -}}
 {{- end -}}

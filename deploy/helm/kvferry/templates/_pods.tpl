@@ -141,7 +141,9 @@ topologySpreadConstraints:
 {{- if include "kvferry.hasEtcdSecrets" . }}
 - {name: etcd, mountPath: /etc/kvferry/etcd, readOnly: true}
 {{- end }}
-{{- if or .Values.model.volume.claimName .Values.model.volume.hostPath }}
+{{- if .Values.model.weights.enabled }}
+- {name: model, mountPath: {{ .Values.model.weights.mountPath }}, readOnly: true}
+{{- else if or .Values.model.volume.claimName .Values.model.volume.hostPath }}
 - {name: model, mountPath: {{ .Values.model.volume.mountPath }}, readOnly: true}
 {{- end }}
 {{- end -}}
@@ -154,6 +156,10 @@ topologySpreadConstraints:
 - name: internal-tls
   secret: {secretName: {{ include "kvferry.internalTlsSecret" . }}, defaultMode: 0440}
 {{- include "kvferry.etcdVolume" . }}
+{{- with include "kvferry.weightsClaim" . }}
+- name: model
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+{{- end }}
 {{- with .Values.model.volume }}
 {{- if .claimName }}
 - name: model
@@ -227,7 +233,9 @@ model.revision says which they are; else a gateway reads them, to compare them w
 {{- define "kvferry.modelInit" -}}
 {{- $weights := .weights -}}
 {{- with .root -}}
-{{- if include "kvferry.isHubId" . }}
+{{- if .Values.model.weights.enabled }}
+{{- include "kvferry.weightsInit" . }}
+{{- else if include "kvferry.isHubId" . }}
 {{- $revision := dig "model" "revision" "" .Values.config -}}
 {{- $command := list "hf" "download" .Values.config.model.path "--local-dir" (include "kvferry.modelFolder" .) -}}
 {{- if $revision -}}
@@ -245,13 +253,7 @@ model.revision says which they are; else a gateway reads them, to compare them w
   env:
     - {name: HOME, value: /var/cache/kvferry/home}
     - {name: HF_HOME, value: /var/cache/kvferry/hub}
-    {{- include "kvferry.env" .Values.model.download.env | nindent 4 }}
-    {{- with .Values.model.hubToken }}
-    {{- if .secretName }}
-    - name: HF_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
-    {{- end }}
-    {{- end }}
+    {{- include "kvferry.hubEnv" . | nindent 4 }}
   resources:
     {{- toYaml .Values.model.download.resources | nindent 4 }}
   securityContext:

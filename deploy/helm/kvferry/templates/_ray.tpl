@@ -89,6 +89,9 @@ kvferry.io/restarted-at: {{ . | quote }}
         {{- include "kvferry.labels" $root | nindent 8 }}
         kvferry.io/component: {{ $name }}
         kvferry.io/ray: "true"
+        {{- if $role.hostNetwork }}
+        kvferry.io/host-network: "true"
+        {{- end }}
         {{- include "kvferry.extraList" $role.podLabels | nindent 8 }}
       annotations:
         {{- include "kvferry.podAnnotations" (dict "root" $root "spec" $spec "section" $role "more" (dict "workers" (int $role.workersPerPod) "cpus" $cpus "gpus" $gpus)) | nindent 8 }}
@@ -108,6 +111,12 @@ terminationGracePeriodSeconds: {{ add (include "kvferry.workerDrainSeconds" $roo
 {{- include "kvferry.pullSecrets" $root | nindent 0 }}
 {{- with $role.runtimeClassName }}
 runtimeClassName: {{ . }}
+{{- end }}
+{{- if $role.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- with $role.dnsPolicy | default (ternary "ClusterFirstWithHostNet" "" $role.hostNetwork) }}
+dnsPolicy: {{ . }}
 {{- end }}
 {{- include "kvferry.podExtras" (dict "root" $root "section" $role "component" $name) }}
 securityContext:
@@ -131,6 +140,11 @@ containers:
       - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "kvferry.workerDrainSeconds" $root | quote }}}
       {{- include "kvferry.env" $role.env | nindent 6 }}
       {{- include "kvferry.extraEnv" $role.extraEnv | nindent 6 }}
+    {{- if $role.hostNetwork }}
+    ports:
+      # Of Ray's agent, the same in each Ray node: so no two share a host, of whatever release.
+      - {name: ray-agent, containerPort: 52365, hostPort: 52365}
+    {{- end }}
     startupProbe:
       {{- include "kvferry.rayletProbe" . | nindent 6 }}
       periodSeconds: 5
@@ -209,16 +223,26 @@ tolerations:
 {{- if $role.affinity }}
 affinity:
   {{- toYaml $role.affinity | nindent 2 }}
-{{- else if include "kvferry.hasHostPath" $root }}
+{{- else if or $role.hostNetwork (include "kvferry.hasHostPath" $root) }}
 affinity:
-  # Two pods of a role on one node would want the same volumes, and each volume has one keeper.
   podAntiAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
+      {{- if $role.hostNetwork }}
+      # Two would want the same ports, and kvferry-rollout knows workers by their host's address.
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- include "kvferry.selector" $root | nindent 12 }}
+            kvferry.io/host-network: "true"
+      {{- end }}
+      {{- if include "kvferry.hasHostPath" $root }}
+      # Two pods of a role on one node would want the same volumes, and each volume has one keeper.
       - topologyKey: kubernetes.io/hostname
         labelSelector:
           matchLabels:
             {{- include "kvferry.selector" $root | nindent 12 }}
             kvferry.io/component: {{ $name }}
+      {{- end }}
 {{- end }}
 {{- end -}}
 

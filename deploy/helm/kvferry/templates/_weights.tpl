@@ -1,0 +1,123 @@
+{{/* The volume of weights, which a job fills and all members mount read-only. */}}
+{{- define "kvferry.weightsClaim" -}}
+{{- if .Values.model.weights.enabled -}}
+{{- default (printf "%s-weights" (include "kvferry.fullname" .)) .Values.model.weights.claim.existing -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The folder of a model at a revision: {root, path, revision}. Another model or revision has a folder of its own. */}}
+{{- define "kvferry.weightsFolder" -}}
+{{ trimSuffix "/" .root.Values.model.weights.mountPath }}/{{ .path | replace "/" "--" }}--{{ .revision }}
+{{- end -}}
+
+{{- define "kvferry.modelRevision" -}}
+{{ dig "model" "revision" "" .Values.config }}
+{{- end -}}
+
+{{/* Arguments of python -m kvferry.hub_model: {root, command, path, revision}. As JSON. */}}
+{{- define "kvferry.weightsCommand" -}}
+{{ list "python" "-m" "kvferry.hub_model" .command "--model" .path "--revision" .revision "--folder" (include "kvferry.weightsFolder" .) | toJson }}
+{{- end -}}
+
+{{/* How the hub is reached, with the token from its secret. */}}
+{{- define "kvferry.hubEnv" -}}
+{{- include "kvferry.env" .Values.model.download.env }}
+{{- with .Values.model.hubToken }}
+{{- if .secretName }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Waits until the volume holds the model. */}}
+{{- define "kvferry.weightsInit" -}}
+- name: weights
+  image: {{ include "kvferry.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: {{ include "kvferry.weightsCommand" (dict "root" . "command" "wait" "path" .Values.config.model.path "revision" (include "kvferry.modelRevision" .)) }}
+  env:
+    - {name: HOME, value: /tmp}
+  resources:
+    requests: {cpu: 10m, memory: 64Mi}
+    limits: {memory: 256Mi}
+  securityContext:
+    {{- include "kvferry.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: model, mountPath: {{ .Values.model.weights.mountPath }}, readOnly: true}
+{{- end -}}
+
+{{/* Template of the pod that fills the volume with one model: {root, path, revision}. */}}
+{{- define "kvferry.weightsPod" -}}
+{{- $weights := .root.Values.model.weights -}}
+metadata:
+  labels:
+    {{- include "kvferry.labels" .root | nindent 4 }}
+    kvferry.io/component: weights
+    {{- include "kvferry.extraList" $weights.podLabels | nindent 4 }}
+  {{- with $weights.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  # Each try is a pod, whose log stays.
+  restartPolicy: Never
+  serviceAccountName: {{ include "kvferry.serviceAccount" .root }}
+  automountServiceAccountToken: false
+  {{- include "kvferry.pullSecrets" .root | nindent 2 }}
+  securityContext:
+    {{- include "kvferry.podSecurity" .root | nindent 4 }}
+  {{- with $weights.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
+  {{- with $weights.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  containers:
+    - name: fill
+      image: {{ include "kvferry.image" .root }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      command: {{ include "kvferry.weightsCommand" (merge (dict "command" "fill") .) }}
+      env:
+        - {name: HOME, value: /tmp}
+        - {name: HF_HOME, value: /tmp/hub}
+        - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
+        {{- include "kvferry.hubEnv" .root | nindent 8 }}
+      resources:
+        {{- toYaml .root.Values.model.download.resources | nindent 8 }}
+      securityContext:
+        {{- include "kvferry.containerSecurity" .root | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: model, mountPath: {{ $weights.mountPath }}}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    - name: model
+      persistentVolumeClaim: {claimName: {{ include "kvferry.weightsClaim" .root }}}
+  {{- with $weights.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $weights.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $weights.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Mebibytes of a quantity that Kubernetes wrote, rounded down. */}}
+{{- define "kvferry.mebibytes" -}}
+{{- $number := regexFind "^[0-9]+" (toString .) | int64 -}}
+{{- $unit := regexReplaceAll "^[0-9]+" (toString .) "" -}}
+{{- $factor := dict "Mi" 1 "Gi" 1024 "Ti" 1048576 "Pi" 1073741824 -}}
+{{- if hasKey $factor $unit -}}
+{{ mul $number (get $factor $unit) }}
+{{- else -}}
+0
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,1 @@
+"""Models of the hub in folders of a shared volume."""

@@ -1,0 +1,74 @@
+"""Fills a folder with a model of the hub, or waits until it is filled.
+
+python -m kvferry.hub_model fill --model OWNER/NAME --revision REVISION --folder FOLDER
+python -m kvferry.hub_model wait --model OWNER/NAME --revision REVISION --folder FOLDER [--timeout SECONDS]
+
+HF_TOKEN, HF_ENDPOINT, HTTPS_PROXY and NO_PROXY are read. Exit code 2 where another try is in vain, 1 where it may help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from kvferry.errors import ConfigError, KvferryError, UnavailableError
+from kvferry.hub_model.fill import DEFAULT_ENDPOINT, fill
+from kvferry.hub_model.wait import wait
+
+
+def _report(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def _stop(_number: int, _frame: object) -> NoReturn:
+    # What is on the drive stays for the next try.
+    os._exit(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvferry.hub_model", description="A model of the hub in a folder of a shared volume."
+    )
+    parser.add_argument("command", choices=["fill", "wait"])
+    parser.add_argument("--model", required=True, help="as on the hub: owner/name")
+    parser.add_argument("--revision", required=True, help="a commit, a tag or a branch")
+    parser.add_argument("--folder", type=Path, required=True, help="what holds the model in the end")
+    parser.add_argument("--timeout", type=float, default=math.inf, help="seconds that `wait` waits; default: for ever")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, _stop)
+    # Reading the weights of a large model takes minutes, of which it logs every 10 s.
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    logging.getLogger("kvferry").setLevel(logging.INFO)
+    try:
+        if arguments.command == "wait":
+            wait(arguments.model, arguments.revision, arguments.folder, report=_report, timeout_s=arguments.timeout)
+        else:
+            fill(
+                arguments.model,
+                arguments.revision,
+                arguments.folder,
+                report=_report,
+                endpoint=os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT,
+                token=os.environ.get("HF_TOKEN", "").strip(),
+            )
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    except UnavailableError as error:
+        print(f"{error.message}; what is there stays for the next try", file=sys.stderr)
+        return 1
+    except KvferryError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Downloads files of the hub, each verified before it gets its name, and resumed where a process ended."""
+
+# By HTTP ranges: huggingface_hub (2.4) starts a file anew in each process, so it only lists.
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.hub_model.listing import HubFile, refusal
+
+NUM_AT_ONCE = 4
+# Of one file, each without a new byte; and times that a whole file had another hash than the hub says.
+MAX_FAILURES = 6
+MAX_MISMATCHES = 3
+_CHUNK_BYTES = 1 << 20
+_TIMEOUT_S = 60.0  # until the connection, and between two chunks
+_LONGEST_PAUSE_S = 30.0
+
+
+class Downloads:
+    """Files of one commit, into `tree`; unfinished ones lie in `parts`."""
+
+    def __init__(
+        self, files: Sequence[HubFile], tree: Path, parts: Path, *, base_url: str, token: str, pause_s: float = 1.0
+    ) -> None:
+        """`base_url` ends with the commit; `pause_s` is the first pause after a failure."""
+        self.num_bytes = sum(file.size_bytes for file in files)
+        self._files = files
+        self._tree = tree
+        self._parts = parts
+        self._base_url = base_url
+        self._token = token
+        self._pause_s = pause_s
+        self._stopping = threading.Event()
+
+    def missing_bytes(self) -> int:
+        """Of the files, those that are not there yet."""
+        there = 0
+        for file in self._files:
+            for path in (self._tree / file.path, self._part(file)):
+                try:
+                    there += min(path.stat().st_size, file.size_bytes)
+                    break
+                except OSError:
+                    continue
+        return self.num_bytes - there
+
+    def run(self) -> None:
+        """Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
+        headers = {"user-agent": "kvferry", "accept-encoding": "identity"}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        # Other hosts, to which the hub redirects, do not get the token: httpx drops it.
+        with (
+            httpx.Client(headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as client,
+            ThreadPoolExecutor(NUM_AT_ONCE) as pool,
+        ):
+            futures = [pool.submit(self._fetch, client, file) for file in self._files]
+            try:
+                ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                faults = [error for future in ended if (error := future.exception()) is not None]
+                for error in sorted(faults, key=lambda each: not isinstance(each, ConfigError)):
+                    raise error
+            except OSError as error:
+                raise _words(error, self._tree) from error
+            finally:
+                self._stopping.set()
+                pool.shutdown(cancel_futures=True)
+
+    def _part(self, file: HubFile) -> Path:
+        # By content: what another revision left is of no use to this one. By path: files may have equal contents.
+        return self._parts / f"{file.digest}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}.part"
+
+    def _fetch(self, client: httpx.Client, file: HubFile) -> None:
+        target, part = self._tree / file.path, self._part(file)
+        if target.is_file() and target.stat().st_size == file.size_bytes:
+            return  # verified when it got this name
+        num_failures = num_mismatches = 0
+        while True:
+            size_before = _size(part)
+            try:
+                self._append(client, file, part)
+                if _digest(file, part) == file.digest:
+                    break
+                num_mismatches += 1
+                part.unlink()
+                fault = f"{file.path} does not have the hash that the hub says ({file.digest})"
+                if num_mismatches >= MAX_MISMATCHES:
+                    raise ConfigError(f"{fault}, {num_mismatches} times: the hub, or a proxy, changes it")
+            except (httpx.HTTPError, UnavailableError) as error:
+                fault = error.message if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
+                num_failures = 1 if _size(part) > size_before else num_failures + 1
+                if num_failures >= MAX_FAILURES:
+                    raise UnavailableError(
+                        f"{file.path}: {num_failures} tries without a byte, the last one: {fault}"
+                    ) from None
+                if self._stopping.wait(min(_LONGEST_PAUSE_S, self._pause_s * 2.0 ** (num_failures - 1))):
+                    raise UnavailableError("another file failed") from None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.chmod(0o644)
+        part.rename(target)
+
+    def _append(self, client: httpx.Client, file: HubFile, part: Path) -> None:
+        start = _size(part)
+        if start > file.size_bytes:
+            part.unlink()
+            start = 0
+        with part.open("ab") as opened:
+            if start < file.size_bytes:
+                headers = {"range": f"bytes={start}-"} if start else {}
+                with client.stream("GET", f"{self._base_url}/{quote(file.path)}", headers=headers) as response:
+                    if response.status_code not in (200, 206):
+                        raise refusal(response.status_code, file.path, has_token=bool(self._token))
+                    if response.status_code == 200:
+                        opened.truncate(0)  # the range was ignored
+                        start = 0
+                    elif not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
+                        raise UnavailableError(f"{file.path}: asked from byte {start}, and got other bytes")
+                    for chunk in response.iter_bytes():
+                        if self._stopping.is_set():
+                            raise UnavailableError("another file failed")
+                        start += len(chunk)
+                        if start > file.size_bytes:
+                            raise ConfigError(f"{file.path} is longer than the hub says ({file.size_bytes} bytes)")
+                        opened.write(chunk)
+            opened.flush()
+            os.fsync(opened.fileno())
+        if start < file.size_bytes:
+            raise UnavailableError(f"{file.path} ended after {start} of {file.size_bytes} bytes")
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _digest(file: HubFile, part: Path) -> str:
+    digest = file.new_digest()
+    with part.open("rb", buffering=0) as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return str(digest.hexdigest())
+
+
+def _words(error: OSError, folder: Path) -> ConfigError | UnavailableError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ConfigError(f"{folder} is full ({error.strerror}): give its volume more space, and start this again")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ConfigError(f"{folder} cannot be written by user {os.geteuid()}: {error.strerror}")
+    return UnavailableError(f"{folder}: {error.strerror or error}")

@@ -1,0 +1,347 @@
+"""A model of the hub in a folder: all of it or nothing, whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.engine.vllm.weights import MANIFEST
+from kvferry.errors import ConfigError, UnavailableError
+from kvferry.hub_model import download, marker
+from kvferry.hub_model.fill import fill
+from kvferry.hub_model.listing import checked
+from kvferry.hub_model.wait import wait
+from support.hub_server import COMMIT, MODEL, Hub, hub_server
+
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b'{"a": 1}',
+    "model-1.safetensors": random.Random(1).randbytes(3_000_000),
+    "model-2.safetensors": random.Random(2).randbytes(3_000_000),
+    "sub folder/notes.txt": b"",
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_server(dict(FILES)) as hub:
+        yield hub
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "models" / "acme--tiny--v1"
+
+
+def fill_from(hub: Hub, folder: Path, *, model: str = MODEL, revision: str = "v1", token: str = "") -> list[str]:
+    said: list[str] = []
+    fill(model, revision, folder, report=said.append, endpoint=hub.url, token=token, pause_s=0.001)
+    return said
+
+
+def assert_whole(folder: Path) -> None:
+    assert marker.why_not_whole(folder, MODEL, "v1") == ""
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+    assert list(folder.parent.iterdir()) == [folder]
+    names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert names == {*FILES, marker.MARKER, MANIFEST}
+
+
+def start(hub: Hub, command: str, folder: Path, **environ: str) -> subprocess.Popen[str]:
+    arguments = ["--model", MODEL, "--revision", "v1", "--folder", str(folder)]
+    own = {"PATH": os.environ["PATH"], "HOME": str(folder.parent.parent), "HF_ENDPOINT": hub.url, **environ}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvferry.hub_model", command, *arguments],
+        env=own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def until(condition: Any) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_model_is_filled_once(hub: Hub, folder: Path) -> None:
+    said = fill_from(hub, folder)
+    assert_whole(folder)
+    assert any("100 %" in line for line in said)
+    written = json.loads((folder / marker.MARKER).read_text())
+    assert (written["model"], written["revision"], written["commit"]) == (MODEL, "v1", COMMIT)
+    num_requests = len(hub.requests)
+    assert fill_from(hub, folder) == [f"{folder} holds {MODEL} at v1 already"]
+    assert len(hub.requests) == num_requests
+
+
+def test_another_process_goes_on_where_a_killed_one_was(folder: Path) -> None:
+    with hub_server(dict(FILES), gate=threading.Event()) as hub:
+        killed = start(hub, "fill", folder)
+        parts = folder.with_name(f".{folder.name}.partial") / "parts"
+        until(lambda: sum(file.stat().st_size for file in parts.glob("*")) >= 2_000_000)
+        killed.kill()
+        killed.communicate()
+        assert not folder.exists()
+        assert hub.gate is not None
+        hub.gate.set()
+        hub.requests.clear()
+        process = start(hub, "fill", folder)
+        said, faults = process.communicate()
+    assert process.returncode == 0, faults
+    assert_whole(folder)
+    ranges = [headers["range"] for _, headers in hub.requests if "range" in headers]
+    assert len(ranges) >= 2
+    assert all(int(re.findall(r"\d+", each)[0]) >= 1_000_000 for each in ranges)
+    assert re.search(r"MB/s", said)
+
+
+def test_answers_that_are_cut_go_on_where_they_were(hub: Hub, folder: Path) -> None:
+    hub.cut_after_bytes = 1_000_000
+    fill_from(hub, folder)
+    assert_whole(folder)
+    assert hub.num_gets("model-1.safetensors") == 3
+
+
+def test_a_server_without_ranges_starts_again(hub: Hub, folder: Path) -> None:
+    hub.cut_after_bytes, hub.num_cuts, hub.ignores_ranges = 1_000_000, 2, True
+    fill_from(hub, folder)
+    assert_whole(folder)
+
+
+def test_a_hub_that_is_busy_is_asked_again_and_not_for_ever(hub: Hub, folder: Path) -> None:
+    hub.num_unavailable = 4
+    said = fill_from(hub, folder)
+    assert_whole(folder)
+    assert any("503" in line for line in said)
+
+
+def test_a_hub_that_stays_away_ends_the_try(hub: Hub, folder: Path) -> None:
+    hub.num_unavailable = 1000
+    with pytest.raises(UnavailableError, match="503"):
+        fill_from(hub, folder)
+    assert len(hub.requests) == download.MAX_FAILURES
+    assert not folder.exists()
+
+
+def test_a_file_that_never_comes_ends_the_try_and_keeps_the_rest(hub: Hub, folder: Path) -> None:
+    hub.cut_after_bytes = 0
+    with pytest.raises(UnavailableError, match=f"{download.MAX_FAILURES} tries without a byte"):
+        fill_from(hub, folder)
+    hub.cut_after_bytes = None
+    fill_from(hub, folder)
+    assert_whole(folder)
+
+
+@pytest.mark.parametrize("path", ["model-1.safetensors", "tokenizer.json"])
+def test_a_wrong_hash_is_refused(hub: Hub, folder: Path, path: str) -> None:
+    hub.wrong = {path}
+    with pytest.raises(ConfigError, match=re.escape(f"{path} does not have the hash that the hub says")):
+        fill_from(hub, folder)
+    assert hub.num_gets(path) == download.MAX_MISMATCHES
+    assert not folder.exists()
+    hub.wrong = set()
+    fill_from(hub, folder)
+    assert_whole(folder)
+
+
+def test_a_fault_of_one_file_does_not_wait_for_the_others(folder: Path) -> None:
+    with hub_server(dict(FILES), gate=threading.Event(), wrong={"tokenizer.json"}) as hub:
+        assert hub.gate is not None
+        timer = threading.Timer(0.5, hub.gate.set)
+        timer.start()
+        with pytest.raises(ConfigError, match=r"tokenizer\.json does not have the hash"):
+            fill_from(hub, folder)
+        timer.join()
+        # What came of the others stays for the next try.
+        parts = folder.with_name(f".{folder.name}.partial") / "parts"
+        assert sum(part.stat().st_size for part in parts.glob("*.part")) < 6_000_000
+    assert not folder.exists()
+
+
+def test_what_a_crash_left_of_a_file_is_not_believed(hub: Hub, folder: Path) -> None:
+    hub.cut_after_bytes = 0
+    with pytest.raises(UnavailableError):
+        fill_from(hub, folder)
+    hub.cut_after_bytes = None
+    parts = folder.with_name(f".{folder.name}.partial") / "parts"
+    for part in parts.glob("*.part"):
+        part.write_bytes(bytes(2_000_000))  # blocks that were never written
+    fill_from(hub, folder)
+    assert_whole(folder)
+
+
+def test_a_missing_token_is_said_and_the_token_is_never_shown(folder: Path) -> None:
+    with hub_server(dict(FILES), token="hf_secret") as hub:
+        process = start(hub, "fill", folder)
+        said, faults = process.communicate()
+        assert process.returncode == 2
+        assert "the hub answers 401 Unauthorized" in faults
+        assert "no token was given (HF_TOKEN)" in faults
+        assert "Traceback" not in faults
+        process = start(hub, "fill", folder, HF_TOKEN="hf_wrong")
+        said, faults = process.communicate()
+        assert process.returncode == 2
+        assert "the token in HF_TOKEN is not accepted" in faults
+        assert "hf_wrong" not in said + faults
+        process = start(hub, "fill", folder, HF_TOKEN="hf_secret")
+        said, faults = process.communicate()
+        assert process.returncode == 0, faults
+        assert "hf_secret" not in said + faults
+    assert_whole(folder)
+
+
+def test_other_hosts_do_not_get_the_token(folder: Path) -> None:
+    with hub_server(dict(FILES)) as elsewhere, hub_server(dict(FILES), token="hf_secret") as hub:
+        hub.elsewhere_port = elsewhere.port
+        fill_from(hub, folder, token="hf_secret")
+        assert len(elsewhere.requests) == 2
+        assert all("authorization" not in headers for _, headers in elsewhere.requests)
+    assert_whole(folder)
+
+
+def test_a_proxy_of_the_environment_is_used(hub: Hub, folder: Path) -> None:
+    process = start(hub, "fill", folder, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=hub.url)
+    _, faults = process.communicate()
+    assert process.returncode == 0, faults
+    assert all(url.startswith("http://hub.invalid/") for url, _ in hub.requests)
+    assert_whole(folder)
+
+
+def test_a_revision_that_is_not_there_is_named(hub: Hub, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="has no revision 'v9'"):
+        fill_from(hub, folder, revision="v9")
+    with pytest.raises(ConfigError, match="owner/name"):
+        fill_from(hub, folder, model="a/b/c")
+
+
+def test_a_volume_that_is_too_small_is_refused_before_the_first_byte(hub: Hub, folder: Path) -> None:
+    hub.listing = [*hub.siblings(), {"rfilename": "huge.bin", "size": 1 << 60, "blobId": "0" * 40}]
+    with pytest.raises(
+        ConfigError, match=r"1073741824\.01 GiB are to be downloaded, and .* free: give its volume more"
+    ):
+        fill_from(hub, folder)
+    assert hub.num_gets("config.json") == 0
+
+
+def test_a_volume_that_becomes_full_is_said_in_words(hub: Hub, folder: Path) -> None:
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from kvferry.hub_model.fill import fill
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+fill({MODEL!r}, "v1", Path({str(folder)!r}), report=print, endpoint={hub.url!r}, pause_s=0.001)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "is full (File too large): give its volume more space" in ended.stderr
+    fill_from(hub, folder)
+    assert_whole(folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (errno.ENOSPC, ConfigError, "is full"),
+        (errno.EDQUOT, ConfigError, "is full"),
+        (errno.EACCES, ConfigError, "cannot be written by user"),
+        (errno.EIO, UnavailableError, "Input/output error"),
+    ],
+)
+def test_errors_of_drives_have_words(number: int, kind: type[Exception], words: str) -> None:
+    error = download._words(OSError(number, os.strerror(number)), Path("/v"))
+    assert isinstance(error, kind)
+    assert words in str(error)
+
+
+def test_two_at_once_make_one_folder(folder: Path) -> None:
+    with hub_server(dict(FILES), gate=threading.Event()) as hub:
+        first = start(hub, "fill", folder)
+        until(lambda: hub.num_gets("model-1.safetensors"))
+        second = start(hub, "fill", folder)
+        assert second.stdout is not None
+        assert "another process fills the same folder" in second.stdout.readline()
+        assert hub.gate is not None
+        hub.gate.set()
+        for process in (first, second):
+            _, faults = process.communicate()
+            assert process.returncode == 0, faults
+        assert hub.num_gets("model-1.safetensors") == 1
+    assert_whole(folder)
+
+
+def test_waiting_ends_when_the_model_is_whole(hub: Hub, folder: Path) -> None:
+    waiting = start(hub, "wait", folder)
+    assert waiting.stdout is not None
+    assert "is not there yet" in waiting.stdout.readline()
+    fill_from(hub, folder)
+    said, faults = waiting.communicate()
+    assert waiting.returncode == 0, faults
+    assert f"holds {MODEL} at v1" in said
+
+
+def test_waiting_has_a_limit(folder: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"after 0\.01 s: .* is not there yet"):
+        wait(MODEL, "v1", folder, report=lambda _: None, timeout_s=0.01)
+
+
+def test_a_folder_of_something_else_is_neither_used_nor_changed(hub: Hub, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("mine")
+    for call in (lambda: fill_from(hub, folder), lambda: wait(MODEL, "v1", folder, report=lambda _: None)):
+        with pytest.raises(ConfigError, match="it was not filled by this command"):
+            call()
+    assert (folder / "config.json").read_text() == "mine"
+
+
+def test_a_marker_is_believed_only_for_what_it_says(hub: Hub, folder: Path) -> None:
+    fill_from(hub, folder)
+    with pytest.raises(ConfigError, match=r"holds acme/tiny at v1 .*, not acme/tiny at v2"):
+        marker.why_not_whole(folder, MODEL, "v2")
+    (folder / "model-1.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"has 5 bytes, and kvferry-model\.json says 3000000"):
+        marker.why_not_whole(folder, MODEL, "v1")
+    (folder / "model-1.safetensors").unlink()
+    assert "model-1.safetensors cannot be read" in marker.why_not_whole(folder, MODEL, "v1")
+    (folder / marker.MARKER).write_text("{")
+    with pytest.raises(ConfigError, match="is no marker"):
+        marker.why_not_whole(folder, MODEL, "v1")
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a//b", "", "x" * 501, marker.MARKER, "a\0b"])
+def test_names_that_leave_the_folder_are_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be one of a folder"):
+        checked(MODEL, [SimpleNamespace(rfilename=path, size=1, lfs=None, blob_id="0" * 40)])
+
+
+def test_listings_have_a_limit_and_hashes() -> None:
+    def listed(count: int, **changed: Any) -> list[Any]:
+        entry: dict[str, Any] = {"size": 1, "lfs": None, "blob_id": "0" * 40, **changed}
+        return [SimpleNamespace(rfilename=f"f{number}", **entry) for number in range(count)]
+
+    assert len(checked(MODEL, listed(marker.MAX_FILES))) == marker.MAX_FILES
+    with pytest.raises(ConfigError, match=f"at most {marker.MAX_FILES}"):
+        checked(MODEL, listed(marker.MAX_FILES + 1))
+    with pytest.raises(ConfigError, match="has no files"):
+        checked(MODEL, [])
+    with pytest.raises(ConfigError, match="cannot be verified"):
+        checked(MODEL, listed(1, blob_id=None))
+    with pytest.raises(ConfigError, match="cannot be verified"):
+        checked(MODEL, listed(1, size=None))
+    with pytest.raises(ConfigError, match="twice"):
+        checked(MODEL, [*listed(1), *listed(1)])

@@ -1,0 +1,177 @@
+"""Write docs/configuration.md from kvferry.config, or with --check fail when it differs.
+
+Types, defaults and limits come from the models, meanings from the comments beside and above the fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from helm_check import CHART_DECIDES
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from kvferry import config as configuration
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+_HEAD = """\
+# Configuration
+
+Generated from `services/kvferry/config.py` by `make config-doc`; `make check` says when it is not up to date.
+
+Every key of a YAML file (`kvferry up --config FILE`), of the environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), of flags
+(`--set gateway.http_port=8001`), and of the chart's value `config`. Later sources win, in this order. An unknown key or
+a bad value is refused by name; `kvferry config` prints what would be used. The chart decides about keys marked †, and
+has values of its own for them ([values.yaml](../deploy/helm/kvferry/values.yaml)).
+"""
+
+
+def page() -> str:
+    comments = _comments()
+    parts = [_HEAD]
+    for prefix, model in _sections(configuration.ClusterConfig):
+        title = f"`{prefix}`" if prefix else "Top level"
+        lines = [f"## {title}", ""]
+        if model.__doc__ and model.__doc__ != BaseModel.__doc__ and prefix:
+            lines += [" ".join(inspect.cleandoc(model.__doc__).split()), ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for name, field in model.model_fields.items():
+            if _model_of(field) is None or _is_container(field):
+                lines.append(_row(prefix, name, field, comments.get(f"{model.__name__}.{name}", "")))
+        if len(lines) > 4:
+            parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    yield prefix, model
+    for name, field in model.model_fields.items():
+        below = _model_of(field)
+        if below is not None:
+            mark = ("[]" if get_origin(field.annotation) is tuple else ".NAME") if _is_container(field) else ""
+            yield from _sections(below, f"{prefix}.{name}{mark}".lstrip("."))
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel] | None:
+    for each in (field.annotation, *get_args(field.annotation)):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            return each
+    return None
+
+
+def _is_container(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) in (dict, tuple)
+
+
+def _row(prefix: str, name: str, field: FieldInfo, comment: str) -> str:
+    mark = " †" if _chart_decides(f"{prefix}.{name}".lstrip(".")) else ""
+    meaning = comment.replace("|", "\\|") or "–"
+    return f"| `{name}`{mark} | {_type(field.annotation)}{_limits(field)} | {_default(field)} | {meaning} |"
+
+
+def _chart_decides(path: str) -> bool:
+    """Whether a key, or a section that it is in, is one that the chart's value `config` does not take."""
+    parts = path.replace("[]", "").split(".")
+    # Refused by its templates: pods of pools are not the chart's.
+    refused = {"pools", *CHART_DECIDES[""]}
+    return parts[0] in refused or (len(parts) > 1 and parts[1] in CHART_DECIDES.get(parts[0], ()))
+
+
+def _type(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{each}`" for each in get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(each) for each in get_args(annotation))
+    if origin in (tuple, dict, list):
+        (*_, last) = [each for each in get_args(annotation) if each is not Ellipsis]
+        return f"{'mapping' if origin is dict else 'list'} of {_type(last)}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "sections"
+    if hasattr(annotation, "__metadata__"):
+        return _type(annotation.__origin__)
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "empty"}
+    return names[annotation]
+
+
+def _limits(field: FieldInfo) -> str:
+    words = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "max_length": "at most", "min_length": "at least"}
+    found = [
+        f"{words[key]} {value:,}" if isinstance(value, int) else f"{words[key]} {value:g}"
+        for each in field.metadata
+        for key in words
+        if isinstance(value := getattr(each, key, None), int | float)
+    ]
+    return f", {', '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default_factory() if field.default_factory else field.default  # type: ignore[call-arg]
+    if value is None or value is PydanticUndefined or value == "":
+        return "empty"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple | list):
+        return f"`[{', '.join(map(str, value))}]`"
+    if isinstance(value, dict):
+        return "`{}`" if not value else f"`{value}`"
+    return f"`{value}`"
+
+
+def _comments() -> dict[str, str]:
+    """`Class.field` -> its comment: what stands above it, then what stands beside it."""
+    source = Path(inspect.getsourcefile(configuration) or "").read_text(encoding="utf-8")
+    lines = source.splitlines()
+    found = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement in node.body:
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            above = []
+            number = statement.lineno - 1
+            while lines[number - 1].strip().startswith("#"):
+                number -= 1
+                above.insert(0, lines[number].strip().lstrip("# "))
+            last = statement.end_lineno or statement.lineno
+            beside = [
+                line.partition("  # ")[2] or line.partition(" # ")[2]
+                for line in lines[statement.lineno - 1 : last]
+                if " # " in line
+            ]
+            said = [" ".join(each) for each in (above, beside) if each]
+            found[f"{node.name}.{statement.target.id}"] = ". ".join(_sentence(each) for each in said)
+    return found
+
+
+def _sentence(text: str) -> str:
+    return text.rstrip(".")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with the committed page instead of writing it")
+    fresh = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(fresh, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == fresh:
+        return 0
+    print(f"{PAGE.name} differs from kvferry.config: run `make config-doc`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
