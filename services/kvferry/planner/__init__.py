@@ -1,1 +1,1 @@
-"""Plans deployments: how many GPUs of which kind, split how, and what binds. Pure: no I/O but the package's own data."""
+"""Plans deployments: how many GPUs of which kind, split how, and what binds. Pure, beside its own data files."""

@@ -25,7 +25,7 @@ _UNARY: Final[dict[type[ast.unaryop], Callable[[float], float]]] = {ast.UAdd: op
 
 
 def evaluate(formula: str) -> float:
-    """Return the value of `formula`. Raises ValueError for anything that is not arithmetic, or not within the limits."""
+    """Return the value of `formula`. Raises ValueError for what is not arithmetic, or exceeds the limits."""
     if len(formula) > MAX_FORMULA_CHARS:
         raise ValueError(f"a formula of {len(formula)} characters; {MAX_FORMULA_CHARS} is the limit")
     try:
@@ -40,8 +40,9 @@ def evaluate(formula: str) -> float:
 
 
 def _value(node: ast.expr, formula: str) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        value = float(node.value) if isinstance(node.value, float) else node.value
+    value: float
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        value = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         value = _UNARY[type(node.op)](_value(node.operand, formula))
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:

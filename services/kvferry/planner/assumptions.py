@@ -38,7 +38,7 @@ class Assumptions:
     bf16_weight_share: float = _assumed(
         0.03, 0, 1, "share of a quantized model's parameters that stay in bfloat16 (embeddings, head, norms)"
     )
-    utilization_limit: float = _assumed(0.85, 0.05, 0.99, "share of its time that a pool of prefill workers may be busy")
+    utilization_limit: float = _assumed(0.85, 0.05, 0.99, "share of their time that prefill workers may be busy")
     kv_limit: float = _assumed(0.85, 0.05, 1, "share of the KV pages that the plan may use (rules: kv-use-high)")
     ttft_percentile: float = _assumed(0.99, 0.5, 0.9999, "share of requests that meet the TTFT objective")
 

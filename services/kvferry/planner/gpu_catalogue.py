@@ -70,7 +70,7 @@ class Gpu(_Entry):
         """Return dense FLOP/s for weights of `dtype` and the type that computes: the next wider one it has."""
         for each in _COMPUTED_IN.get(dtype, ("bfloat16", "float32")):
             if each in self.flops:
-                return self.flops[each], each  # type: ignore[index]  # a key of the literal above
+                return self.flops[each], each
         name, rate = next(iter(self.flops.items()))
         return rate, name
 

@@ -76,7 +76,7 @@ def _on_cuda(dtype: str, capability: float, weights: str, head_dim: int | None) 
         if weights in _FP8_CHECKPOINTS:
             return _refused(f"vLLM 0.32 refuses fp8_e5m2 with a checkpoint of {weights} weights; use fp8 (e4m3)")
         if capability < 8.9:
-            return Support(("FLASHINFER",), warning="not settled below compute capability 8.9: FlashInfer alone admits it")
+            return Support(("FLASHINFER",), warning="not settled below compute capability 8.9")
         return Support(("FLASHINFER", "TRITON_ATTN"))
     if dtype in _PER_TOKEN_HEAD:
         if dtype == "fp8_per_token_head" and capability < 8.9:
@@ -87,9 +87,13 @@ def _on_cuda(dtype: str, capability: float, weights: str, head_dim: int | None) 
             return Support(("FLASHINFER",))
         if head_dim == 64:
             return _refused("nvfp4 by FlashInfer's FA2 has no head size 64")
-        return Support(("FLASHINFER",), warning="nvfp4 outside compute capability 10.x is computed without FP4 hardware")
+        return Support(("FLASHINFER",), warning="outside compute capability 10.x without FP4 hardware")
     if dtype == "nvfp4_4over6":
-        return Support(("FLASHINFER",)) if 10 <= capability < 12 else _refused("nvfp4_4over6 needs compute capability 10.x")
+        return (
+            Support(("FLASHINFER",))
+            if 10 <= capability < 12
+            else _refused("nvfp4_4over6 needs compute capability 10.x")
+        )
     if dtype == "nvfp4_ds_mla" and not 10 <= capability < 11:
         return _refused("nvfp4_ds_mla needs compute capability 10.0")
     return Support(("FLASHMLA_SPARSE",), warning="for DeepSeek V3.2's sparse attention alone")
@@ -102,8 +106,12 @@ def _fp8_on_cuda(capability: float) -> Support:
             warning="fp8 KV below compute capability 8.9 is not settled in vLLM 0.32: FlashInfer's check admits it, "
             "Triton refuses it; int8_per_token_head runs",
         )
-    backends = ("FLASHINFER", "TRITON_ATTN")
+    backends: tuple[str, ...] = ("FLASHINFER", "TRITON_ATTN")
     # FlashAttention 3 and 4 serve e4m3; both are built for these two architectures.
     if 9 <= capability < 11:
         backends = ("FLASH_ATTN", *backends)
     return Support(backends, warning="scales are 1.0 unless the checkpoint has its own")
+
+
+# What one scale of vLLM 0.32's quantized KV pages covers. Per head: calibrated checkpoints with FlashAttention.
+SCALE_GRANULARITIES: Final = ("per tensor", "per head", "per token and head", "per 16 values")

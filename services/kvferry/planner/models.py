@@ -112,8 +112,8 @@ def planned(geometry: ModelGeometry, weights: str | None, parameters: int | None
     total = parameters or geometry.num_parameters
     if total is None:
         raise ConfigError(
-            f"{geometry.name}: the number of parameters is not known; give --parameters (such as 70.6e9), for a mixture "
-            "of experts --active-parameters too"
+            f"{geometry.name}: the number of parameters is not known; give --parameters (such as 70.6e9), for a "
+            "mixture of experts --active-parameters too"
         )
     is_mixture = geometry.num_experts > 1
     used = active or (geometry.num_active_parameters if parameters is None else None) or (None if is_mixture else total)
