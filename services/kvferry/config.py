@@ -627,12 +627,17 @@ def load(
         if name.startswith(ENV_PREFIX):
             path = name.removeprefix(ENV_PREFIX).lower().split("__")
             _put(merged, path, environ[name], source=name)
+    put_flags(merged, flags)
+    return parse(merged)
+
+
+def put_flags(values: dict[str, Any], flags: Sequence[str]) -> None:
+    """Put `section.key=value`, values in YAML, over `values`. Raises ConfigError for a flag of another form."""
     for flag in flags:
         key, equals, value = flag.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {flag!r}: expected section.key=value")
-        _put(merged, key.split("."), value, source=f"--set {key}")
-    return parse(merged)
+        _put(values, key.split("."), value, source=f"--set {key}")
 
 
 def parse(values: Mapping[str, Any]) -> ClusterConfig:

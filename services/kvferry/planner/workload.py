@@ -89,6 +89,14 @@ class Demand:
     tpot_s: float
     think_s: float = 0.0
     prefix_share: float = 0.0  # of the prompt's tokens, common to all requests: computed and held once per engine
+    restored_share: float = 0.0  # of the prompt's tokens, that come back from a lower tier, as sessions return
+
+    def computed_tokens(self, prompt_tokens: float) -> float:
+        """Return how many tokens of a prompt prefill computes: at least one, for the logits of the next."""
+        return max(1.0, prompt_tokens * (1 - self.prefix_share - self.restored_share))
+
+    def restored_tokens(self, prompt_tokens: float) -> float:
+        return prompt_tokens * self.restored_share
 
     @property
     def shared_tokens(self) -> int:
@@ -110,6 +118,7 @@ def demand(
     tpot_s: float,
     think_s: float = 0.0,
     prefix_share: float = 0.0,
+    restored_share: float = 0.0,
 ) -> Demand:
     """Complete and check a demand. Raises ConfigError naming the option that is wrong."""
     _within("--context", context_tokens, 2, MAX_TOKENS)
@@ -117,6 +126,9 @@ def demand(
     _within("--tpot", tpot_s, 1e-4, 60)
     _within("--think", think_s, 0, 86400)
     _within("--prefix-share", prefix_share, 0, 0.999)
+    _within("--restored-share", restored_share, 0, 0.999)
+    if prefix_share + restored_share >= 1:
+        raise ConfigError("--prefix-share and --restored-share: together they have to be below 1")
     if output is None:
         output = fixed(min(512, max(1, context_tokens // 8)))
     if prompt is None:
@@ -136,7 +148,9 @@ def demand(
         assert rate_per_s is not None
         _within("--rate", rate_per_s, 1e-6, MAX_RATE_PER_S)
         users = rate_per_s * (stay_s + think_s)
-    return Demand(context_tokens, prompt, output, users, rate_per_s, ttft_s, tpot_s, think_s, prefix_share)
+    return Demand(
+        context_tokens, prompt, output, users, rate_per_s, ttft_s, tpot_s, think_s, prefix_share, restored_share
+    )
 
 
 def _within(option: str, value: float, low: float, high: float) -> None:
