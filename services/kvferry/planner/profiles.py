@@ -17,7 +17,7 @@ _GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A setting and why it has its value. `source`: an entry of the published figures, or a page of the documentation."""
+    """A setting and why it has its value. `source`: an entry of the published figures."""
 
     setting: str
     value: str
@@ -49,7 +49,7 @@ class Profile:
     reasons: tuple[Reason, ...] = ()
 
     def kv_cache_dtype(self, context_tokens: int) -> str:
-        """Return the KV dtype that the profile wants for a context; kvferry itself serves the model's own type alone."""
+        """Return the KV dtype that the profile wants for a context. kvferry serves the model's own type alone."""
         for limit, dtype in self.kv_cache_dtypes:
             if context_tokens <= limit:
                 return dtype
@@ -72,7 +72,8 @@ PROFILES: Final = (
     Profile(
         name="chat", title="Chat: short prompts and answers, an answer that begins at once",
         context_tokens=8192, prompt="1500:6000", output="300:1000", ttft_s=0.5, tpot_s=0.03, prefix_share=0.3,
-        offload=False, max_num_batched_tokens=8192, mode="any", kv_cache_dtypes=((_LONG, "auto"),), ttl_s={"device": 600},
+        offload=False, max_num_batched_tokens=8192, mode="any", kv_cache_dtypes=((_LONG, "auto"),),
+        ttl_s={"device": 600},
         example="1-gpu",
         reasons=(
             Reason("mode", "any", "prefill apart pays from prompts of about 5,000 tokens on", "003.disagg.not"),
@@ -86,7 +87,8 @@ PROFILES: Final = (
     Profile(
         name="code", title="Code completion: a file as context, short answers, many requests",
         context_tokens=16384, prompt="4000:12000", output="128:512", ttft_s=0.4, tpot_s=0.02, prefix_share=0.2,
-        offload=False, max_num_batched_tokens=8192, mode="any", kv_cache_dtypes=((_LONG, "auto"),), ttl_s={"device": 300},
+        offload=False, max_num_batched_tokens=8192, mode="any", kv_cache_dtypes=((_LONG, "auto"),),
+        ttl_s={"device": 300},
         reasons=(
             Reason("kv_cache_dtype", "auto", "exact names and numbers matter; FP8 clips outliers without calibration",
                    "000.fp8.default"),

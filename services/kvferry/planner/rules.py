@@ -44,7 +44,7 @@ RULES: Final = (
         name="kv-use-high", severity="warning", threshold=KV_USE_HIGH,
         symptom="KV pages of an engine are used to more than 85 %",
         cause="as many or as long requests as the pages hold; the next burst waits or preempts",
-        action="plan with this load (kvferry plan): more decode workers, FP8 KV where it is shown, a lower max_num_seqs",
+        action="plan with this load (kvferry plan): more decode workers, FP8 KV where it is shown, lower max_num_seqs",
         condition=f"avg_over_time(vllm:kv_cache_usage_perc[5m]) > {KV_USE_HIGH:g}",
         source="002.mon.usage.high",
         caution="cached pages of ended requests count as free in this gauge",
