@@ -7,6 +7,7 @@ and a block id takes `block_bytes` of memory, whichever group has it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class _Layers:
     page_bytes: int
     limit_tokens: int
     can_pad: bool
+    num_state_blocks: int = 0
 
 
 def kv_pool(
@@ -101,17 +103,17 @@ def kv_pool(
     for group in states:
         # vLLM pads states to the page of attention, which it made at least as large.
         page = max(group.state_bytes(model_dtype, tensor_parallel_size), attention_page)
-        layers.append(_Layers(LayerKind.STATE, group.num_layers, block_size, page, 0, can_pad=True))
-    num_state_blocks = 2 if prefix_caching and attention else 1
+        num_blocks = group.num_blocks(prefix_caching=prefix_caching)
+        layers.append(_Layers(LayerKind.STATE, group.num_layers, block_size, page, 0, True, num_blocks))
     if _is_one_type(layers):
         first = layers[0]
         block_bytes = sum(each.page_bytes * each.num_layers for each in layers)
         num_layers = sum(each.num_layers for each in layers)
         kind = first.kind if len({each.kind for each in layers}) == 1 else LayerKind.FULL
         page = block_bytes // num_layers
-        only = PageGroup(kind, num_layers, first.block_size, page, first.limit_tokens, num_state_blocks)
+        only = PageGroup(kind, num_layers, first.block_size, page, first.limit_tokens, first.num_state_blocks)
         return KvPool(first.block_size, block_bytes, (only,))
-    return _shared_pool(_with_equal_pages(layers), block_size, num_state_blocks)
+    return _shared_pool(_with_equal_pages(layers), block_size)
 
 
 def _attention_layers(
@@ -126,10 +128,7 @@ def _attention_layers(
             limit = group.chunk + in_flight
         page = block_size * group.token_bytes(dtype, tensor_parallel_size)
         counts[_Layers(group.kind, 0, block_size, page, limit, not isinstance(group, LatentLayers))] += group.num_layers
-    return [
-        _Layers(each.kind, num_layers, each.block_size, each.page_bytes, each.limit_tokens, each.can_pad)
-        for each, num_layers in counts.items()
-    ]
+    return [dataclasses.replace(each, num_layers=num_layers) for each, num_layers in counts.items()]
 
 
 def _is_one_type(layers: Sequence[_Layers]) -> bool:
@@ -150,11 +149,11 @@ def _with_equal_pages(layers: Sequence[_Layers]) -> list[_Layers]:
             block_size *= largest // each.page_bytes
         elif not each.can_pad and each.page_bytes != largest:
             raise ConfigError(f"pages of {each.page_bytes} and {largest} bytes: vLLM pads no pages of latents (MLA)")
-        equal.append(_Layers(each.kind, each.num_layers, block_size, largest, each.limit_tokens, each.can_pad))
+        equal.append(dataclasses.replace(each, block_size=block_size, page_bytes=largest))
     return equal
 
 
-def _shared_pool(layers: Sequence[_Layers], block_size: int, num_state_blocks: int) -> KvPool:
+def _shared_pool(layers: Sequence[_Layers], block_size: int) -> KvPool:
     """Split kinds into groups of as many layers as the rarest kind has; the last group of a kind may be padded."""
     counts = [each.num_layers for each in layers]
     group_layers = max(counts) if max(counts) < min(counts) * _PADDED_UP_TO else min(counts)
@@ -164,7 +163,9 @@ def _shared_pool(layers: Sequence[_Layers], block_size: int, num_state_blocks: i
         for i in range(num_groups):
             num_layers = len(range(i, each.num_layers, num_groups))
             groups.append(
-                PageGroup(each.kind, num_layers, each.block_size, each.page_bytes, each.limit_tokens, num_state_blocks)
+                PageGroup(
+                    each.kind, num_layers, each.block_size, each.page_bytes, each.limit_tokens, each.num_state_blocks
+                )
             )
     block_bytes = max(group.num_layers * group.page_bytes for group in groups)
     return KvPool(block_size, block_bytes, tuple(groups))

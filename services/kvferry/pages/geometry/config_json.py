@@ -8,7 +8,9 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_fields import MAX_LAYERS, ConfigFields
 from kvferry.pages.geometry.families import DEFAULTS, layers_of, model_types
+from kvferry.pages.geometry.heads import HIDDEN_SIZE, QUERY_HEADS
 from kvferry.pages.geometry.model import ModelGeometry
+from kvferry.pages.geometry.state_families import ATTENTION_FREE
 
 # Parts of a multimodal configuration that describe its language model.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -38,7 +40,7 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         raise ConfigError(f"KV pages of model_type {model_type[:80]!r} are not known; known are {known}")
     fields = ConfigFields(text, DEFAULTS.get(model_type, {}), model_type)
     num_layers = fields.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
-    is_attention_free = model_type in ("mamba", "mamba2", "falcon_mamba")
+    is_attention_free = model_type in ATTENTION_FREE
     architectures = config.get("architectures")
     quantization = config.get("quantization_config") or text.get("quantization_config")
     return ModelGeometry(
@@ -48,8 +50,8 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         groups=layers_of(fields, num_layers),
         num_layers=num_layers,
         # States are divided among ranks by their own sizes.
-        num_attention_heads=0 if is_attention_free else fields.size("num_attention_heads", "n_head", "n_heads"),
-        hidden_size=fields.size("hidden_size", "n_embd", "d_model"),
+        num_attention_heads=0 if is_attention_free else fields.size(*QUERY_HEADS),
+        hidden_size=fields.size(*HIDDEN_SIZE),
         vocab_size=fields.size("vocab_size", "padded_vocab_size"),
         context_length=_context_length(fields, is_attention_free),
         dtype=_dtype(config, text),

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_fields import ConfigFields
+from kvferry.pages.geometry.heads import head_dim, num_kv_heads, windowed_layers
 from kvferry.pages.geometry.layers import KvLayers, LatentLayers, LayerGroup
 from kvferry.pages.geometry.state_families import STATE_FAMILIES
 
@@ -58,6 +59,8 @@ _DENSE = frozenset(
         "granitemoe",
         "internlm2",
         "llama",
+        "minimax_m2",
+        "ministral3",
         "mistral",
         "mixtral",
         "nemotron",
@@ -71,12 +74,15 @@ _DENSE = frozenset(
         "qwen2_moe",
         "qwen3",
         "qwen3_moe",
+        "qwen3_vl_moe_text",
+        "qwen3_vl_text",
         "smollm3",
         "stablelm",
         "starcoder2",
     }
 )
-_LATENT = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "longcat_flash"})
+_SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+_LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}) | _SPARSE
 
 
 def model_types() -> frozenset[str]:
@@ -92,35 +98,8 @@ def layers_of(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     return _dense(fields, num_layers)
 
 
-def num_kv_heads(fields: ConfigFields) -> int:
-    if fields.model_type == "falcon" and not fields.flag("new_decoder_architecture") and fields.flag("multi_query"):
-        return 1
-    given = fields.optional_size(
-        "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups"
-    )
-    return given or fields.size("num_attention_heads", "n_head", "n_heads")
-
-
-def head_dim(fields: ConfigFields) -> int:
-    given = fields.optional_size("head_dim")
-    if given is not None:
-        return given
-    hidden, heads = (
-        fields.size("hidden_size", "n_embd", "d_model"),
-        fields.size("num_attention_heads", "n_head", "n_heads"),
-    )
-    if hidden % heads:
-        raise ConfigError(f"config.json lacks head_dim, and hidden_size {hidden} is no multiple of {heads} heads")
-    return hidden // heads
-
-
 def _dense(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    return _windowed(fields, _windows(fields, num_layers))
-
-
-def _windowed(fields: ConfigFields, windows: list[int | None]) -> tuple[LayerGroup, ...]:
-    heads, dim = num_kv_heads(fields), head_dim(fields)
-    return tuple(KvLayers(count, heads, dim, dim, window=window) for window, count in Counter(windows).items())
+    return windowed_layers(fields, _windows(fields, num_layers))
 
 
 def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
@@ -148,11 +127,63 @@ def _layer_kinds(fields: ConfigFields, num_layers: int) -> list[Any] | None:
 
 
 def _latent(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Layers of sparse attention also store an index, unless they use the choice of an earlier layer."""
+    dims = fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
     index = 0
-    if fields.model_type == "deepseek_v32":
-        dim = fields.size("index_head_dim")
-        index = dim + dim // _INDEX_VALUES_PER_SCALE * _INDEX_SCALE_BYTES
-    return (LatentLayers(num_layers, fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim"), index),)
+    num_indexed = 0
+    if fields.model_type in _SPARSE:
+        values = fields.size("index_head_dim")
+        index = values + values // _INDEX_VALUES_PER_SCALE * _INDEX_SCALE_BYTES
+        num_indexed = sum(_has_index(fields, i) for i in range(num_layers))
+    layers = (LatentLayers(num_indexed, *dims, index), LatentLayers(num_layers - num_indexed, *dims))
+    return tuple(each for each in layers if each.num_layers)
+
+
+def _has_index(fields: ConfigFields, layer: int) -> bool:
+    pattern = fields.text("index_topk_pattern")
+    if pattern:
+        return layer >= len(pattern) or pattern[layer] != "S"
+    every, offset = fields.optional_size("index_topk_freq") or 1, fields.get("index_skip_topk_offset")
+    return max(layer - (2 if offset is None else offset) + 1, 0) % every == 0
+
+
+def _gemma4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Layers that keep every token have heads of their own size; the last layers read the pages of earlier ones."""
+    num_shared = fields.optional_size("num_kv_shared_layers", most=num_layers - 1) or 0
+    windows = _windows(fields, num_layers)[: num_layers - num_shared]
+    heads, dim = num_kv_heads(fields), head_dim(fields)
+    global_dim = fields.optional_size("global_head_dim") or dim
+    global_heads = (
+        fields.optional_size("num_global_key_value_heads") if fields.flag("attention_k_eq_v") else 0
+    ) or heads
+    sizes = Counter((window, dim if window else global_dim, heads if window else global_heads) for window in windows)
+    return tuple(
+        KvLayers(count, num_heads, size, size, window=window) for (window, size, num_heads), count in sizes.items()
+    )
+
+
+def _mimo_v2(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Layers with a window have heads of their own count and size; V is smaller than K."""
+    pattern = fields.layer_list("hybrid_layer_pattern", num_layers)
+    if pattern is None:
+        raise ConfigError("config.json lacks hybrid_layer_pattern")
+    window = fields.size("sliding_window_size", "sliding_window")
+    num_windowed = sum(each == 1 for each in pattern)
+    dim, window_dim = fields.size("head_dim"), fields.size("swa_head_dim")
+    full = KvLayers(
+        num_layers - num_windowed,
+        fields.size("num_key_value_heads"),
+        dim,
+        fields.optional_size("v_head_dim") or dim,
+    )
+    windowed = KvLayers(
+        num_windowed,
+        fields.size("swa_num_key_value_heads"),
+        window_dim,
+        fields.optional_size("swa_v_head_dim") or window_dim,
+        window=window,
+    )
+    return tuple(each for each in (full, windowed) if each.num_layers)
 
 
 def _llama4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
@@ -170,7 +201,7 @@ def _llama4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 def _gemma3n(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     """The last layers read the pages of earlier ones."""
     num_shared = fields.optional_size("num_kv_shared_layers", most=num_layers - 1) or 0
-    return _windowed(fields, _windows(fields, num_layers)[: num_layers - num_shared])
+    return windowed_layers(fields, _windows(fields, num_layers)[: num_layers - num_shared])
 
 
 def _hunyuan(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
@@ -182,6 +213,9 @@ def _hunyuan(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 _OTHERS: Mapping[str, Callable[[ConfigFields, int], tuple[LayerGroup, ...]]] = {
     "llama4_text": _llama4,
+    "gemma4_text": _gemma4,
+    "mimo_v2": _mimo_v2,
+    "mimo_v2_flash": _mimo_v2,
     "gemma3n_text": _gemma3n,
     "hunyuan": _hunyuan,
 }

@@ -97,6 +97,7 @@ class StateLayers:
 
     num_layers: int
     tensors: tuple[StateTensor, ...]
+    num_checkpoints: int = 0  # further states that vLLM keeps of a sequence for prefix caching: 1 of Mamba 2
 
     @property
     def kind(self) -> LayerKind:
@@ -104,6 +105,10 @@ class StateLayers:
 
     def token_bytes(self, dtype: KvDtype, tensor_parallel_size: int = 1) -> int:
         return 0
+
+    def num_blocks(self, *, prefix_caching: bool) -> int:
+        """Return how many states vLLM keeps of one sequence: with prefix caching also that of the last full block."""
+        return 2 + self.num_checkpoints if prefix_caching else 1
 
     def state_bytes(self, model_dtype: str, tensor_parallel_size: int = 1) -> int:
         return sum(tensor.rank_bytes(model_dtype, tensor_parallel_size) for tensor in self.tensors)
