@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -194,21 +195,23 @@ def _demand(
         rate = load.rate_per_s if load else None
         users = 1.0 if rate is None else None
 
-    def first(*values: float | None) -> float:
-        return next(value for value in values if value is not None)
-
     longest = prompt.p99 if prompt else float(context)
-    default_ttft_s = max(_TTFT_S, longest / _PROMPT_TOKENS_S)
+    # What an option, a load or a profile says of the objectives and of shared prompts, in this order.
+    said = [options, *(dataclasses.asdict(each) for each in (load, profile) if each is not None)]
+
+    def first(name: str, default: float) -> float:
+        return next((float(each[name]) for each in said if each.get(name) is not None), default)
+
     return workload.demand(
         context_tokens=context,
         prompt=prompt,
         output=output,
         users=users,
         rate_per_s=rate,
-        ttft_s=first(options["ttft_s"], load and load.ttft_s, profile and profile.ttft_s, default_ttft_s),
-        tpot_s=first(options["tpot_s"], load and load.tpot_s, profile and profile.tpot_s, _TPOT_S),
+        ttft_s=first("ttft_s", max(_TTFT_S, longest / _PROMPT_TOKENS_S)),
+        tpot_s=first("tpot_s", _TPOT_S),
         think_s=options["think_s"],
-        prefix_share=first(options["prefix_share"], load and load.prefix_share, profile and profile.prefix_share, 0.0),
+        prefix_share=first("prefix_share", 0.0),
         restored_share=options["restored_share"],
     )
 

@@ -196,18 +196,26 @@ def print_published(to: Console, judgements: Sequence[Judgement], collection: pu
             why = "; ".join(collection.conventions[name] for name in figure.conventions)
         shown = "does not hold" if ours is False else "holds" if ours is True else "" if ours is None else f"{ours:.6g}"
         table.add_row(
-            figure.id, figure.source, f"{_value(figure.value)} {figure.unit}", kind, shown, difference, escape(why)
+            figure.id,
+            figure.source,
+            f"{_value(figure.value)} {figure.unit}".removesuffix(" -"),
+            kind,
+            shown,
+            difference,
+            escape(why),
         )
     to.print(table)
     to.print(
-        f"{sum(counts.values())} figures: {counts.get('agrees', 0)} agree, {counts.get('convention', 0)} agree under "
-        f"the convention that is named, {counts.get('error', 0)} do not hold, {counts.get('not checked', 0)} are nothing "
-        "that arithmetic or the engines' sources decide"
+        f"{len(judgements)} figures: {counts.get('agrees', 0)} agree, {counts.get('convention', 0)} agree under "
+        f"the convention that is named, {counts.get('error', 0)} do not hold, {counts.get('not checked', 0)} are "
+        "nothing that arithmetic or the engines' sources decide"
     )
 
 
 def _value(value: object) -> str:
-    return escape(" to ".join(map(str, value)) if isinstance(value, list) else str(value))
+    if isinstance(value, list):
+        return " to ".join(f"{each:g}" for each in value)
+    return f"{value:g}" if isinstance(value, float) else escape(str(value))
 
 
 def print_gpus(to: Console, gpus: Iterable[tuple[str, Gpu]]) -> None:

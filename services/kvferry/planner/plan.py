@@ -14,7 +14,8 @@ from kvferry.planner.models import WEIGHT_BYTES
 from kvferry.planner.question import Question
 from kvferry.planner.sizing import Candidate, Miss, size
 
-MAX_SHOWN_MISSES: Final = 3
+# In the order in which a message names them: what is nearest to a plan first.
+_MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU memory", "attention backend")
 
 
 class NoPlan(KvferryError):
@@ -121,17 +122,17 @@ def _rank(candidate: Candidate) -> tuple[bool, float, int, int, int, bool]:
 
 
 def _no_plan(misses: list[Miss]) -> str:
-    lines = ["no layout meets the demand; the nearest:"]
-    shown: set[str] = set()
+    """Name the nearest candidate for each thing that is missing; those that miss an objective first."""
+    if not misses:
+        return "no layout is legal for this model on these GPUs"
+    nearest: dict[str, Miss] = {}
     for miss in misses:
-        by = "" if math.isinf(miss.factor) else f" ({miss.factor:.2f} times what there is)"
-        line = f"  {miss.gpu_name} {miss.layout.text()}: {miss.what}: {miss.message}{by}"
-        if line not in shown:
-            shown.add(line)
-            lines.append(line)
-        if len(shown) == MAX_SHOWN_MISSES:
-            break
-    return "\n".join(lines) if misses else "no layout is legal for this model on these GPUs"
+        nearest.setdefault(miss.what, miss)
+    lines = ["no layout meets the demand; the nearest for each thing that is missing:"]
+    for miss in sorted(nearest.values(), key=lambda miss: _MISSES.index(miss.what)):
+        by = "" if math.isinf(miss.factor) else f" ({miss.factor:.3g} times too much)"
+        lines.append(f"  {miss.what}: {miss.gpu_name} {miss.layout.text()}: {miss.message}{by}")
+    return "\n".join(lines)
 
 
 def _changes(question: Question, best: Candidate) -> list[Change]:
