@@ -74,7 +74,6 @@ PROFILES: Final = (
         context_tokens=8192, prompt="1500:6000", output="300:1000", ttft_s=0.5, tpot_s=0.03, prefix_share=0.3,
         offload=False, max_num_batched_tokens=8192, mode="any", kv_cache_dtypes=((_LONG, "auto"),),
         ttl_s={"device": 600},
-        example="1-gpu",
         reasons=(
             Reason("mode", "any", "prefill apart pays from prompts of about 5,000 tokens on", "003.disagg.not"),
             Reason("offload", "no", "a restore over PCIe stands in the way of the first token", "003.offload.hurts"),
@@ -130,7 +129,7 @@ PROFILES: Final = (
     Profile(
         name="agents", title="Agents with tools: prompts that grow with every step, shared instructions",
         context_tokens=65536, prompt="16000:48000", output="170:300", ttft_s=1.0, tpot_s=0.025, prefix_share=0.4,
-        offload=True, max_num_batched_tokens=16384, mode="disaggregated", kv_cache_dtypes=_FP8_TO_64K,
+        offload=True, max_num_batched_tokens=32768, mode="disaggregated", kv_cache_dtypes=_FP8_TO_64K,
         ttl_s={"device": 120, "cpu": 1800, "volume": 86_400}, cpu_tier_gib=1600, volume_tier_gib=20_000,
         example="70b-4plus4",
         reasons=(
@@ -138,6 +137,7 @@ PROFILES: Final = (
                    "000.offload.cpu.when"),
             Reason("mode", "disaggregated", "each step prefills its tool's result beside hundreds of streams",
                    "003.disagg.for"),
+            Reason("max_num_batched_tokens", "32768", "prefill workers serve no streams, so their steps may be long"),
             Reason("prefix_share", "0.4", "instructions and tool schemas are the same in all sessions",
                    "002.prefix.agent"),
             Reason("ttl", "device 2 min, CPU 30 min, volume a day", "tools answer in seconds to minutes"),
@@ -148,7 +148,8 @@ PROFILES: Final = (
         name="multi-tenant", title="Multi-tenant API: mixed lengths, shares and floors of tenants",
         context_tokens=32768, prompt="3000:16000", output="400:1500", ttft_s=1.5, tpot_s=0.05, prefix_share=0.1,
         offload=True, max_num_batched_tokens=8192, mode="any", kv_cache_dtypes=_FP8_TO_64K,
-        ttl_s={"device": 300, "cpu": 1800, "volume": 604_800}, cpu_tier_gib=512, volume_tier_gib=6000,
+        ttl_s={"device": 300, "cpu": 1800, "volume": 604_800}, example="1-gpu",
+        cpu_tier_gib=512, volume_tier_gib=6000,
         reasons=(
             Reason("max_num_batched_tokens", "8192", "long prompts of one tenant must not stall the tokens of others",
                    "003.tune.api"),

@@ -38,9 +38,9 @@ def fixed(tokens: float) -> Lengths:
 
 def parse_lengths(text: str, option: str) -> Lengths:
     """Read `MEAN` or `MEAN:P99`, in tokens; the latter is taken as lognormal. Raises ConfigError."""
-    mean_text, _, p99_text = text.partition(":")
+    mean_text, colon, p99_text = text.partition(":")
     mean = _tokens(mean_text, option, text)
-    if not p99_text:
+    if not colon:
         return fixed(mean)
     p99 = _tokens(p99_text, option, text)
     if not mean <= p99 <= mean * MAX_P99_BY_MEAN:
