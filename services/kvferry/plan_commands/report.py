@@ -90,7 +90,9 @@ def _print_layouts(to: Console, plan: Plan) -> None:
             engines if candidate.disaggregated else f"{candidate.num_decode} {engines}",
             "vLLM" if obstacles(candidate, plan.question) else "kvferry",
             str(candidate.num_gpus),
-            "-" if cost is None else f"{cost:.2f}",
+            "-"
+            if cost is None
+            else f"{cost:.2f}{' spot' if candidate.price and candidate.price.kind == 'spot' else ''}",
             "-" if per_million is None else f"{per_million:.3g}",
             f"{candidate.ttft.total_s:.2f} s",
             f"{candidate.tpot_s * 1e3:.1f} ms",
