@@ -29,7 +29,7 @@ def emitted(*words: str) -> Any:
     "words",
     [
         ("llama-3.1-8b", "--gpu", "h100", "--users", "256", "--mode", "disaggregated"),
-        ("llama-3.1-70b", "--gpu", "h200", "--profile", "agents", "--users", "32"),
+        ("llama-3.1-70b", "--gpu", "h200", "--profile", "agents", "--users", "32", "--ttft", "15"),
         ("llama-3.1-8b", "--gpu", "h100", "--profile", "chat"),
         ("default", "--gpu", "cpu-node", "--context", "1024", "--tpot", "1"),
     ],

@@ -20,6 +20,7 @@ from kvferry.plan_commands import inputs, report
 from kvferry.planner import (
     answer,
     assumptions,
+    calibration,
     emit,
     gpu_catalogue,
     models,
@@ -29,9 +30,11 @@ from kvferry.planner import (
     published_functions,
     workload,
 )
+from kvferry.planner.layouts import Layout
 from kvferry.planner.plan import Plan
 from kvferry.planner.profiles import Profile
 from kvferry.planner.question import Question, priced
+from kvferry.planner.roofline import Engine
 from kvferry.planner.sizing import Candidate
 
 P = ParamSpec("P")
@@ -91,6 +94,7 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 @click.option("--block-size", type=int, help="Tokens of a KV page.  [default: 16, 32 on CPUs]")
 @click.option("--max-num-seqs", type=int, default=1024, show_default=True)
 @click.option("--max-num-batched-tokens", type=int, help="Tokens of a step.  [default: 8192]")
+@click.option("--kv-cache-gib", type=int, help="GiB for KV pages of one engine, as engine.kv_cache_gib on CPUs.")
 @click.option("--cpu-tier", "cpu_tier_gib", type=int, help="GiB of CPU memory for KV, of one node.")
 @click.option("--volume-tier", "volume_tier_gib", type=int, help="GiB of NVMe for KV, of one node.")
 @click.option(
@@ -125,6 +129,8 @@ def plan_command(model: str | None, show_published: bool, listed: str | None, **
 
 def _show_plan(name: str, options: dict[str, Any]) -> None:
     question = _question(name, options)
+    if options["calibrate"]:
+        question = _calibrated(question, options["calibrate"])
     found = plan.make(question)
     if options["emitted"]:
         click.echo(_emitted(options["emitted"], found, name, options["settings"]), nl=False)
@@ -142,6 +148,25 @@ def _show_plan(name: str, options: dict[str, Any]) -> None:
         report.print_bars(to, found)
     if options["explained"]:
         report.print_explanation(to, found)
+
+
+def _calibrated(question: Question, url: str) -> Question:
+    """Measure the deployment at `url`, which has to be of this model, on the one GPU that --gpu names."""
+    from kvferry.plan_commands.measuring import measure
+
+    if len(question.gpus) != 1:
+        raise ConfigError("--calibrate: name the GPU that serves there with --gpu")
+    ((_, gpu),) = question.gpus.items()
+    layout = Layout(question.tensor_parallel_size or 1)
+    engine = Engine(question.model, gpu, layout, question.kv_dtype, question.assumptions)
+    measured = measure(url, longest_tokens=question.demand.context_tokens)
+    found = calibration.calibrate(engine, measured.prefills, measured.decodes)
+    click.echo(
+        f"kvferry: calibrated at {url}: the fit is within {found.prefill_error:.0%} of prefill and "
+        f"{found.decode_error:.0%} of decode",
+        err=True,
+    )
+    return question.with_changes(assumptions=found.assumptions)
 
 
 def _question(name: str, options: dict[str, Any]) -> Question:
@@ -176,6 +201,7 @@ def _question(name: str, options: dict[str, Any]) -> Question:
         max_gpus=options["max_gpus"] or 100_000,
         cpu_tier_bytes=_tier(options["cpu_tier_gib"], profile.cpu_tier_gib if profile else 0),
         volume_tier_bytes=_tier(options["volume_tier_gib"], profile.volume_tier_gib if profile else 0),
+        kv_cache_bytes=_tier(options["kv_cache_gib"], 0) or None,
         served_architectures=ARCHITECTURES,
     )
 

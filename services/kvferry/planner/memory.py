@@ -30,9 +30,12 @@ class Memory:
     weight_bytes: float
     activation_bytes: float
     engine_bytes: float
+    given_kv_bytes: int | None = None  # that the engine was told to take
 
     @property
     def kv_bytes(self) -> float:
+        if self.given_kv_bytes is not None:
+            return self.given_kv_bytes
         return self.usable_bytes - self.weight_bytes - self.activation_bytes - self.engine_bytes
 
 
@@ -44,6 +47,7 @@ def memory(
     *,
     gpu_memory_utilization: float,
     max_num_batched_tokens: int,
+    kv_cache_bytes: int | None = None,
 ) -> Memory:
     return Memory(
         total_bytes=gpu.memory_bytes,
@@ -51,6 +55,7 @@ def memory(
         weight_bytes=model.weight_bytes(assumptions) / layout.num_gpus,
         activation_bytes=2 * assumptions.activation_factor * model.geometry.hidden_size * max_num_batched_tokens,
         engine_bytes=assumptions.engine_bytes,
+        given_kv_bytes=kv_cache_bytes,
     )
 
 

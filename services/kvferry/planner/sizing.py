@@ -160,6 +160,7 @@ def _base(question: Question, gpu_name: str, layout: Layout) -> _Base | Miss:
         assume,
         gpu_memory_utilization=question.gpu_memory_utilization,
         max_num_batched_tokens=question.max_num_batched_tokens,
+        kv_cache_bytes=question.kv_cache_bytes,
     )
     if parts.kv_bytes <= 0:
         needed = parts.usable_bytes - parts.kv_bytes
