@@ -55,7 +55,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
 
 
 def _draw_roofline(axes: Axes, plan: Plan) -> None:
-    """Draw attainable FLOP/s of one GPU over FLOPs per byte, and where prefill and decode lie."""
+    # Draw attainable FLOP/s of one GPU over FLOPs per byte, and where prefill and decode lie.
     gpu, model, assume = plan.best.gpu, plan.question.model, plan.question.assumptions
     peak, dtype = gpu.flops_of(model.compute_dtype())
     bandwidth = gpu.memory_bytes_s

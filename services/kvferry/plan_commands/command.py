@@ -151,7 +151,7 @@ def _show_plan(name: str, options: dict[str, Any]) -> None:
 
 
 def _calibrated(question: Question, url: str) -> Question:
-    """Measure the deployment at `url`, which has to be of this model, on the one GPU that --gpu names."""
+    # Measure the deployment at `url`, which has to be of this model, on the one GPU that --gpu names.
     from kvferry.plan_commands.measuring import measure
 
     if len(question.gpus) != 1:
@@ -306,7 +306,7 @@ def _emitted(form: str, found: Plan, name: str, settings: tuple[str, ...]) -> st
 
 
 def _servable(found: Plan) -> Candidate:
-    """Return the best candidate that kvferry serves. Raises ConfigError with the reasons against the best one."""
+    # Return the best candidate that kvferry serves. Raises ConfigError with the reasons against the best one.
     for candidate in found.candidates:
         if not emit.obstacles(candidate, found.question):
             return candidate

@@ -133,7 +133,7 @@ def read_scenario(file: Path) -> Load:
 
 
 class _Table:
-    """A table of a scenario; a span `{min, max}` counts as its mean."""
+    # A table of a scenario; a span `{min, max}` counts as its mean.
 
     def __init__(self, values: Any, where: str) -> None:
         self._values = values if isinstance(values, dict) else {}

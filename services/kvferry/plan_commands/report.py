@@ -54,6 +54,8 @@ def print_plan(to: Console, plan: Plan) -> None:
     if not plan.changes:
         to.print("[bold]next best[/]  none of the changes that were tried saves a GPU")
     _print_needs(to, plan)
+    for rule in rules.at_risk(best.kv_use):
+        to.print(f"[bold]rule[/]       {rule.name}: {escape(rule.symptom)}; {escape(rule.action)}")
     for warning in best.warnings:
         to.print(f"[bold]warning[/]    {escape(warning)}")
     if best.price is not None:
@@ -67,7 +69,7 @@ def print_plan(to: Console, plan: Plan) -> None:
 
 
 def _shown_assumptions(plan: Plan) -> list[tuple[str, float, str]]:
-    """Those that decide most, and all that are not the defaults."""
+    # Those that decide most, and all that are not the defaults.
     deciding = ("prefill_mfu", "decode_mfu", "memory_efficiency", "network_efficiency", "kv_limit", "ttft_percentile")
     defaults = {name: value for name, value, _ in describe(DEFAULTS)}
     return [each for each in describe(plan.question.assumptions) if each[0] in deciding or each[1] != defaults[each[0]]]
@@ -106,7 +108,7 @@ def _print_layouts(to: Console, plan: Plan) -> None:
 
 
 def _shown(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best candidate of each GPU, with prefill apart and together."""
+    # The best candidate of each GPU, with prefill apart and together.
     first: dict[tuple[str, bool], Candidate] = {}
     for candidate in candidates:
         first.setdefault((candidate.gpu_name, candidate.disaggregated), candidate)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
-from kvferry.planner import emit
+from kvferry.planner import emit, rules
 from kvferry.planner.assumptions import describe
+from kvferry.planner.memory import Memory
 from kvferry.planner.plan import Change, Plan
 from kvferry.planner.question import Question
 from kvferry.planner.roofline import Roof
@@ -37,6 +39,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "restored_share": demand.restored_share,
         },
         "binds": best.binds,
+        "rules_at_risk": [rule.name for rule in rules.at_risk(best.kv_use)],
         "layouts": [candidate_as_json(each, question) for each in plan.candidates[:MAX_LAYOUTS]],
         "num_layouts": len(plan.candidates),
         "tiers": [
@@ -72,7 +75,6 @@ def kv_sizes(question: Question) -> dict[str, Any]:
 
 def candidate_as_json(candidate: Candidate, question: Question) -> dict[str, Any]:
     demand, price = question.demand, candidate.price
-    parts = candidate.memory
     tokens = demand.request_tokens
     return {
         "gpu": candidate.gpu_name,
@@ -89,14 +91,7 @@ def candidate_as_json(candidate: Candidate, question: Question) -> dict[str, Any
         "gpus": candidate.num_gpus,
         "nodes": candidate.num_nodes,
         "served_by_kvferry": not emit.obstacles(candidate, question),
-        "gpu_memory_bytes": {
-            "all": parts.total_bytes,
-            "usable": parts.usable_bytes,
-            "weights": parts.weight_bytes,
-            "activations": parts.activation_bytes,
-            "engine": parts.engine_bytes,
-            "kv": parts.kv_bytes,
-        },
+        "gpu_memory_bytes": _memory(candidate.memory),
         "kv_pages_of_engine": candidate.room.num_pages_in_all,
         "kv_block_bytes": candidate.room.pool.block_bytes,
         "max_requests_by_kv_pages": candidate.max_batch_of_pages,
@@ -104,12 +99,7 @@ def candidate_as_json(candidate: Candidate, question: Question) -> dict[str, Any
         "requests_of_decode_engine": candidate.batch,
         "ttft_s": candidate.ttft.total_s,
         "ttft_parts_s": {
-            "routing": candidate.ttft.routing_s,
-            "wait": candidate.ttft.wait_s,
-            "load": candidate.ttft.load_s,
-            "prefill": candidate.ttft.prefill_s,
-            "transfer": candidate.ttft.transfer_s,
-            "first_step": candidate.ttft.first_step_s,
+            name.removesuffix("_s"): seconds for name, seconds in dataclasses.asdict(candidate.ttft).items()
         },
         "tpot_s": candidate.tpot_s,
         "prefill_s_of_mean_prompt": _roof(candidate.prefill),
@@ -131,6 +121,17 @@ def candidate_as_json(candidate: Candidate, question: Question) -> dict[str, Any
         "usd_per_hour": candidate.usd_per_hour,
         "usd_per_million_tokens": candidate.usd_per_million_tokens(demand.rate_per_s, tokens),
         "usd_per_million_output_tokens": candidate.usd_per_million_tokens(demand.rate_per_s, demand.output.mean),
+    }
+
+
+def _memory(parts: Memory) -> dict[str, Any]:
+    return {
+        "all": parts.total_bytes,
+        "usable": parts.usable_bytes,
+        "weights": parts.weight_bytes,
+        "activations": parts.activation_bytes,
+        "engine": parts.engine_bytes,
+        "kv": parts.kv_bytes,
     }
 
 

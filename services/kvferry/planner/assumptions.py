@@ -1,7 +1,6 @@
-"""Factors of the planner that are assumptions: each is named, can be set, and is replaced by `--calibrate`.
+"""Factors of the planner that are assumptions: each is named, can be set, and is replaced by `--calibrate`."""
 
-None of the defaults was measured on a GPU by this project.
-"""
+# None of the defaults was measured on a GPU by this project.
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Fits the planner's efficiencies to what was measured on a running engine. Pure.
+"""Fits the planner's efficiencies to what was measured on a running engine. Pure."""
 
-Prefill: seconds = overhead + FLOPs / (peak x MFU). Decode: seconds of a step = overhead + bytes / (bandwidth x
-efficiency), or overhead + FLOPs / (peak x MFU), whichever fits better; the other roof is taken as not reached. Both are
-least squares over relative errors with two unknowns that are not negative.
-"""
+# Prefill: seconds = overhead + FLOPs / (peak x MFU). Decode: seconds of a step = overhead + bytes / (bandwidth x
+# efficiency), or overhead + FLOPs / (peak x MFU), whichever fits better; the other roof is taken as not reached. Both
+# are least squares over relative errors with two unknowns that are not negative.
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def _judged(
 
 
 def _fit(ideals: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (a, b) of seconds = a x ideal + b, neither negative, with the least squares of relative errors."""
+    # Return (a, b) of seconds = a x ideal + b, neither negative, with the least squares of relative errors.
     weights = [1 / (each * each) for each in seconds]
     whole = sum(weights)
     mean_x = sum(w * x for w, x in zip(weights, ideals, strict=True)) / whole
@@ -117,7 +116,7 @@ def _fit(ideals: Sequence[float], seconds: Sequence[float]) -> tuple[float, floa
 
 
 def _share(slope: float, name: str) -> float:
-    """Return the efficiency that makes ideal seconds `slope` times as long."""
+    # Return the efficiency that makes ideal seconds `slope` times as long.
     if slope <= 0:
         return 1.0
     if slope < 1:

@@ -1,10 +1,9 @@
-"""Settings of other engines, and of earlier vLLM releases, by what vLLM 0.32 takes for them.
+"""Settings of other engines, and of earlier vLLM releases, by what vLLM 0.32 takes for them."""
 
-`COUNTERPARTS` has one row for each thing that can be set, with its name in each engine; an empty name means that the
-engine has no counterpart. `published-settings.json` has every setting that the sources of the published figures
-name, and what became of it. vLLM's column is checked against its argument parser by tests; the others were read in the
-engines' sources of 2026-11.
-"""
+# `COUNTERPARTS` has one row for each thing that can be set, with its name in each engine; an empty name means that the
+# engine has no counterpart. `published-settings.json` has every setting that the sources of the published figures
+# name, and what became of it. vLLM's column is checked against its argument parser by tests; the others were read in
+# the engines' sources of 2026-11.
 
 from __future__ import annotations
 

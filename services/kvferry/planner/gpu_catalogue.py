@@ -1,7 +1,6 @@
-"""The catalogue of GPUs: memory as the driver reports it, bandwidths, dense FLOPs, links and dated prices.
+"""The catalogue of GPUs: memory as the driver reports it, bandwidths, dense FLOPs, links and dated prices."""
 
-`gpus.yaml` ships with the package. A file of the user has the same form; its entries win, key by key.
-"""
+# `gpus.yaml` ships with the package. A file of the user has the same form; its entries win, key by key.
 
 from __future__ import annotations
 

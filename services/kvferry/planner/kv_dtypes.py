@@ -1,7 +1,6 @@
-"""Which KV dtypes of vLLM 0.32 run on which GPU, with which checkpoint, and by which attention backend.
+"""Which KV dtypes of vLLM 0.32 run on which GPU, with which checkpoint, and by which attention backend."""
 
-Read in vLLM 0.32's sources (`v1/attention/backends`, `config/cache.py`), not run on GPUs.
-"""
+# Read in vLLM 0.32's sources (`v1/attention/backends`, `config/cache.py`), not run on GPUs.
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _limit(group: LayerGroup) -> float:
 
 
 def _attended(group: LayerGroup, num_tokens: int, num_cached: int) -> float:
-    """Sum of min(position, limit) over the positions num_cached + 1 ... num_cached + num_tokens."""
+    # Sum of min(position, limit) over the positions num_cached + 1 ... num_cached + num_tokens.
     limit, last = _limit(group), num_cached + num_tokens
     full_until = min(last, max(num_cached, limit))
     growing = (full_until * (full_until + 1) - num_cached * (num_cached + 1)) / 2

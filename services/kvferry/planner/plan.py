@@ -108,7 +108,7 @@ def _all(question: Question) -> tuple[list[Candidate], list[Miss]]:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int, int, int, bool]:
-    """By cost; those without a price after all others, by GPUs. Ties: the simpler layout."""
+    # By cost; those without a price after all others, by GPUs. Ties: the simpler layout.
     cost = candidate.usd_per_hour
     layout = candidate.layout
     return (
@@ -122,7 +122,7 @@ def _rank(candidate: Candidate) -> tuple[bool, float, int, int, int, bool]:
 
 
 def _no_plan(misses: list[Miss]) -> str:
-    """Name the nearest candidate for each thing that is missing; those that miss an objective first."""
+    # Name the nearest candidate for each thing that is missing; those that miss an objective first.
     if not misses:
         return "no layout is legal for this model on these GPUs"
     nearest: dict[str, Miss] = {}
@@ -136,7 +136,7 @@ def _no_plan(misses: list[Miss]) -> str:
 
 
 def _changes(question: Question, best: Candidate) -> list[Change]:
-    """Return changes that save something, best first: each is planned anew, with everything else as it is."""
+    # Return changes that save something, best first: each is planned anew, with everything else as it is.
     found = []
     for what, changed in _variants(question, best):
         candidates, _ = _all(changed)

@@ -1,8 +1,7 @@
-"""Profiles: demands and settings of common workloads, each setting with its reason.
+"""Profiles: demands and settings of common workloads, each setting with its reason."""
 
-`kvferry plan --profile NAME` starts from one; the chart's examples are made from them (deploy/helm/kvferry/examples).
-Lengths are those of the load-test harness's scenarios of the same kind, where there is one.
-"""
+# `kvferry plan --profile NAME` starts from one; the chart's examples are made from them (deploy/helm/kvferry/examples).
+# Lengths are those of the load-test harness's scenarios of the same kind, where there is one.
 
 from __future__ import annotations
 

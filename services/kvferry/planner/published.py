@@ -1,9 +1,8 @@
-"""Published figures of KV caches and their sizing, compared with arithmetic.
+"""Published figures of KV caches and their sizing, compared with arithmetic."""
 
-`published-figures.json` holds each figure with its source, its inputs, a formula, and the expected outcome of the
-comparison. `judge` makes the comparison anew from the formula, and from the planner's own functions where an entry
-names one (`via`): neither reads `agrees` or `expected`.
-"""
+# `published-figures.json` holds each figure with its source, its inputs, a formula, and the expected outcome of the
+# comparison. `judge` makes the comparison anew from the formula, and from the planner's own functions where an entry
+# names one (`via`): neither reads `agrees` or `expected`.
 
 from __future__ import annotations
 

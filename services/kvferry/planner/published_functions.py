@@ -1,7 +1,6 @@
-"""Functions that published figures name: the planner's own arithmetic under the terms of the figures.
+"""Functions that published figures name: the planner's own arithmetic under the terms of the figures."""
 
-`functions` binds them to a source of geometries, so that this package stays without I/O. Bytes, seconds, tokens.
-"""
+# `functions` binds them to a source of geometries, so that this package stays without I/O. Bytes, seconds, tokens.
 
 from __future__ import annotations
 
@@ -22,11 +21,39 @@ _BF16_BYTES = 2.0
 def functions(geometry_of: GeometryOf) -> Mapping[str, Callable[..., float | bool]]:
     """Return the functions by name."""
     bound = _Published(geometry_of)
-    return {name: getattr(bound, name) for name in dir(_Published) if not name.startswith("_")}
+    found: tuple[Callable[..., float | bool], ...] = (
+        bound.kv_bytes,
+        bound.gqa_factor,
+        bound.mla_factor,
+        bound.is_latent,
+        bound.kv_ratio,
+        bound.kv_saving,
+        bound.element_bytes,
+        bound.kv_dtype_share,
+        bound.kv_dtype_factor,
+        bound.kv_dtype_saving_percent,
+        bound.weight_bytes,
+        bound.kv_over_weights,
+        bound.footprint_bytes,
+        bound.gpus_for,
+        bound.heads_left_over,
+        bound.requests_in_memory,
+        bound.restore_s,
+        bound.sessions_to_equal,
+        bound.price_per_gpu_hour,
+        bound.prefill_tokens,
+        bound.kv_dtype_runs,
+        bound.kv_dtype_needs,
+        bound.context_fits,
+        bound.kv_scale_is,
+        bound.utilization_is_of,
+        bound.setting_holds,
+    )
+    return {function.__name__: function for function in found}
 
 
 class _Published:
-    """One method for each function; arguments are those of the entries."""
+    # One method for each function; arguments are those of the entries.
 
     def __init__(self, geometry_of: GeometryOf) -> None:
         self._geometry_of = geometry_of

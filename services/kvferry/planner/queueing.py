@@ -1,9 +1,8 @@
-"""Waiting times of a pool of equal servers (M/G/c).
+"""Waiting times of a pool of equal servers (M/G/c)."""
 
-Probability of waiting: Erlang's C. Its mean for general service times: Allen and Cunneen's approximation (Allen,
-Probability, Statistics, and Queueing Theory, 1990), exact for c = 1 (Pollaczek and Khinchine). Tail: exponential with
-that mean.
-"""
+# Probability of waiting: Erlang's C. Its mean for general service times: Allen and Cunneen's approximation (Allen,
+# Probability, Statistics, and Queueing Theory, 1990), exact for c = 1 (Pollaczek and Khinchine). Tail: exponential with
+# that mean.
 
 from __future__ import annotations
 

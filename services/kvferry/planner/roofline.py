@@ -1,8 +1,7 @@
-"""Seconds of a prefill and of a decode step of one engine: the slower of compute and memory, and the links between.
+"""Seconds of a prefill and of a decode step of one engine: the slower of compute and memory, and the links between."""
 
-Rooflines (Williams, Waterman, Patterson, 2009) with a named efficiency for each roof. Tensor parallelism adds two
-all-reduces a layer (Shoeybi et al., Megatron-LM, 2019); a ring of n ranks moves 2 (n - 1) / n of the bytes.
-"""
+# Rooflines (Williams, Waterman, Patterson, 2009) with a named efficiency for each roof. Tensor parallelism adds two
+# all-reduces a layer (Shoeybi et al., Megatron-LM, 2019); a ring of n ranks moves 2 (n - 1) / n of the bytes.
 
 from __future__ import annotations
 

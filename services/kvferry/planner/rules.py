@@ -1,8 +1,7 @@
-"""Headroom and thresholds: symptom, cause, action, and the condition in PromQL, shared by docs, alerts and `plan`.
+"""Headroom and thresholds: symptom, cause, action, and the condition in PromQL, shared by docs, alerts and `plan`."""
 
-Each rule names its source: an entry of the published figures, or kvferry's own documentation. A `condition` becomes an
-alert as it stands; metrics are vLLM's (`vllm:*`, exported by workers) and kvferry's (docs/metrics.md).
-"""
+# Each rule names its source: an entry of the published figures, or kvferry's own documentation. A `condition` becomes
+# an alert as it stands; metrics are vLLM's (`vllm:*`, exported by workers) and kvferry's (docs/metrics.md).
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Sizes one candidate: GPUs of one kind in one layout, prefill and decode apart or together.
+"""Sizes one candidate: GPUs of one kind in one layout, prefill and decode apart or together."""
 
-Decode engines: as many as the rate needs with the largest batch that both the KV pages and the TPOT objective allow
-(Little's law: requests in an engine = their rate x their stay). Prefill engines: as many as keep the wait of a queue
-M/G/c, the prefill of the longest prompts, the KV transfer and the first step within the TTFT objective.
-"""
+# Decode engines: as many as the rate needs with the largest batch that both the KV pages and the TPOT objective allow
+# (Little's law: requests in an engine = their rate x their stay). Prefill engines: as many as keep the wait of a queue
+# M/G/c, the prefill of the longest prompts, the KV transfer and the first step within the TTFT objective.
 
 from __future__ import annotations
 
@@ -79,6 +78,7 @@ class Candidate:
     backends: tuple[str, ...]
     warnings: tuple[str, ...]
     price: Price | None
+    request_tokens: float
 
     @property
     def num_gpus(self) -> int:
@@ -87,6 +87,11 @@ class Candidate:
     @property
     def num_nodes(self) -> int:
         return math.ceil(self.num_gpus / self.gpu.gpus_per_node)
+
+    @property
+    def kv_use(self) -> float:
+        """Share of a decode engine's KV pages that the mean load takes."""
+        return self.batch * self.room.pages_of(self.request_tokens) / self.room.num_pages_in_all
 
     @property
     def usd_per_hour(self) -> float | None:
@@ -99,7 +104,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What prefill and decode of a candidate share."""
+    # What prefill and decode of a candidate share.
 
     question: Question
     gpu_name: str
@@ -280,6 +285,7 @@ def _candidate(
         prefill=prefill, decode=decode, ttft=ttft, tpot_s=tpot_s, prefill_use=prefill_use,
         transfer_bytes_s=transfer_bytes_s, restore_bytes_s=restore_bytes_s, binds=binds,
         backends=base.backends, warnings=base.warnings, price=base.gpu.price(),
+        request_tokens=demand.request_tokens,
     )  # fmt: skip
 
 
@@ -294,7 +300,7 @@ def _service_s(base: _Base) -> float:
 
 
 def _settled_batch(base: _Base, rate_per_s: float) -> float:
-    """Return b with b = rate x answer x step(b). The step grows by less than the batch, so the iteration settles."""
+    # Return b with b = rate x answer x step(b). The step grows by less than the batch, so the iteration settles.
     demand, batch = base.question.demand, 1.0
     for _ in range(64):
         step_s = base.engine.decode_step(batch, base.context_tokens).total_s
@@ -337,7 +343,7 @@ def _ttft_miss(base: _Base, best: Ttft) -> Miss:
 
 
 def _binds_decode(base: _Base) -> str:
-    """Return what keeps the decode batch from growing."""
+    # Return what keeps the decode batch from growing.
     if base.max_batch_of_pages < base.max_batch_of_tpot:
         return "decode: KV pages"
     if base.max_batch_of_tpot >= base.question.max_num_seqs:
@@ -346,7 +352,7 @@ def _binds_decode(base: _Base) -> str:
 
 
 def _smallest(fits: Callable[[int], bool], least: int) -> int | None:
-    """Return the smallest number from `least` on that fits, if larger ones fit too; None above the limit."""
+    # Return the smallest number from `least` on that fits, if larger ones fit too; None above the limit.
     if least > MAX_ENGINES or not fits(MAX_ENGINES):
         return None
     low, high = least - 1, MAX_ENGINES

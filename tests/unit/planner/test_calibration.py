@@ -31,13 +31,13 @@ def engine(gpu: str = "h100", **assumptions: float) -> Engine:
 
 
 def measured_on(real: Engine) -> Calibration:
-    prefills = [PrefillMeasurement(tokens, real.prefill(tokens).total_s) for tokens in (500, 2000, 8000)]
+    prefills = [PrefillMeasurement(tokens, real.prefill(tokens).total_s) for tokens in (2000, 4000, 8000)]
     decodes = [DecodeMeasurement(batch, 500, real.decode_step(batch, 500).total_s) for batch in (1, 4, 16, 64)]
     return calibrate(engine(), prefills, decodes)
 
 
 @settings(max_examples=30, deadline=None)
-@given(mfu=st.floats(0.05, 0.9), efficiency=st.floats(0.1, 0.9), overhead_s=st.floats(0, 0.05))
+@given(mfu=st.floats(0.05, 0.9), efficiency=st.floats(0.3, 0.9), overhead_s=st.floats(0, 0.05))
 def test_the_efficiencies_of_a_memory_bound_engine_are_found(mfu: float, efficiency: float, overhead_s: float) -> None:
     real = engine(prefill_mfu=mfu, memory_efficiency=efficiency, decode_mfu=1.0, step_overhead_s=overhead_s)
     found = measured_on(real)
@@ -123,7 +123,7 @@ def test_lengths_and_batches_are_measured() -> None:
 def test_what_is_no_deployment_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a URL"):
         measure("127.0.0.1:8000", longest_tokens=100)
-    with pytest.raises(MeasuringFailed, match="--calibrate http://127.0.0.1:1"):
+    with pytest.raises(MeasuringFailed, match=r"--calibrate http://127\.0\.0\.1:1"):
         measure("http://127.0.0.1:1", longest_tokens=100)
     with endpoint(401) as url, pytest.raises(MeasuringFailed, match="401"):
         measure(url, longest_tokens=100)
