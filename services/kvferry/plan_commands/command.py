@@ -148,6 +148,14 @@ def _show_plan(name: str, options: dict[str, Any]) -> None:
         report.print_bars(to, found)
     if options["explained"]:
         report.print_explanation(to, found)
+    wanted = "auto"
+    if options["profile"] and options["kv_cache_dtype"] is None:
+        wanted = profiles.find(options["profile"]).kv_cache_dtype(question.demand.context_tokens)
+    if wanted != "auto":
+        to.print(
+            f"[bold]profile[/]    wants KV pages in {wanted} at this context: --kv-cache-dtype {wanted} plans them, "
+            "for vLLM alone where kvferry does not serve them"
+        )
 
 
 def _calibrated(question: Question, url: str) -> Question:

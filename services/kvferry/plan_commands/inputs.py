@@ -99,11 +99,9 @@ def _length(record: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int
 
 
 def read_scenario(file: Path) -> Load:
-    """Read a scenario of kvferry-loadtest, by the mean of its lengths. Raises ConfigError.
-
-    Prompts of later turns contain the earlier ones; what a turn shares with others counts as shared only where all
-    sessions share it (the system prompt).
-    """
+    """Read a scenario of kvferry-loadtest, by the mean of its lengths. Raises ConfigError."""
+    # Prompts of later turns contain the earlier ones. Only the system prompt, which all sessions share, counts as
+    # shared.
     try:
         content = tomllib.loads(plain_yaml.read_bounded(file, MAX_SCENARIO_BYTES).decode())
     except OSError as error:

@@ -71,10 +71,8 @@ class KvRoom:
         return self.pool.num_blocks_of_sequence(math.ceil(num_tokens))
 
     def max_requests(self, demand: Demand) -> int:
-        """Return how many requests fit with a probability of 99 %: n means plus 2.33 deviations of their sum.
-
-        The shared beginning of prompts is held once. Lengths of requests are taken as independent.
-        """
+        """Return how many requests of independent lengths fit with a probability of 99 %."""
+        # The shared beginning of prompts is held once.
         shared = self.pages_of(demand.shared_tokens) if demand.shared_tokens else 0
         mean = self.pages_of(demand.request_tokens) - shared
         free = self.num_pages - shared

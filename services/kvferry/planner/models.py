@@ -71,10 +71,8 @@ class PlannedModel:
         return quantized * (1 - kept) + WEIGHT_BYTES["bfloat16"] * kept
 
     def touched_bytes(self, num_tokens: float, assumptions: Assumptions) -> float:
-        """Bytes of weights that a step of `num_tokens` reads: of experts those that at least one token takes.
-
-        Expected distinct experts of a layer under even routing: E * (1 - (1 - k/E)^n).
-        """
+        """Bytes of weights that a step of `num_tokens` reads: of experts those that at least one token takes."""
+        # Expected distinct experts of a layer under even routing: E * (1 - (1 - k/E)^n).
         dense = self.num_parameters - self.expert_parameters
         return (dense + self.expert_parameters * self.touched_share(num_tokens)) * self.bytes_per_parameter(assumptions)
 

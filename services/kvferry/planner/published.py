@@ -68,17 +68,13 @@ class Collection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A comparison: the arithmetic's value, by formula and by function, and whether the figure agrees.
-
-    `agrees` is None where nothing can be checked by arithmetic. `ratio` is the arithmetic's value over the nearest
-    published one, where both are numbers.
-    """
+    """A comparison: the arithmetic's value, by formula and by function, and whether the figure agrees."""
 
     figure: Figure
     by_formula: float | None
     by_function: float | bool | None
-    agrees: bool | None
-    ratio: float | None
+    agrees: bool | None  # None where nothing can be checked
+    ratio: float | None  # the arithmetic's value by the nearest published one, where both are numbers
 
     @property
     def ours(self) -> float | bool | None:

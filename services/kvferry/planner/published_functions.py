@@ -148,10 +148,8 @@ class _Published:
         kv_cache_dtype: str,
         tokens: int,
     ) -> float:
-        """Requests of `tokens` beside the weights. Nothing is kept for activations.
-
-        The figures take 85.52e9 bytes for an H100, which is what its driver reports, to four digits.
-        """
+        """Requests of `tokens` beside the weights. Nothing is kept for activations."""
+        # The figures take 85.52e9 bytes for an H100: what its driver reports, to four digits.
         memory_bytes = float(f"{gpu_catalogue.shipped()[gpu].memory_bytes:.4g}")
         pool = num_gpus * pool_bytes(
             memory_bytes=memory_bytes,

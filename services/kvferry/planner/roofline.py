@@ -67,10 +67,8 @@ class Engine:
         )
 
     def decode_step(self, num_requests: float, context_tokens: float) -> Roof:
-        """Generate one token of each of `num_requests`, whose contexts have `context_tokens` on the average.
-
-        In a pipeline each stage has its share of the requests at a time, and a token passes all stages.
-        """
+        """Generate one token of each of `num_requests`, with contexts of `context_tokens` on the average."""
+        # In a pipeline each stage has its share of the requests at a time, and a token passes all stages.
         assume, tensor = self.assumptions, self.layout.tensor_parallel_size
         batch = max(1.0, num_requests / self.layout.pipeline_parallel_size)
         weights = self.model.touched_bytes(batch, assume) / tensor

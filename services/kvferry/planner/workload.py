@@ -74,11 +74,10 @@ def _tokens(text: str, option: str, whole: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Load and objectives. Seconds; tokens.
+    """Load and objectives, in seconds and tokens."""
 
-    `users` is how many requests are under way at once, `rate_per_s` how many arrive; each follows from the other by
-    Little's law, at the objectives: a user waits `ttft_s`, then takes `tpot_s` for each further token, then thinks.
-    """
+    # `users` is how many requests are under way at once, `rate_per_s` how many arrive; each follows from the other by
+    # Little's law, at the objectives: a user waits `ttft_s`, takes `tpot_s` for each further token, then thinks.
 
     context_tokens: int  # the longest request, prompt and answer
     prompt: Lengths
