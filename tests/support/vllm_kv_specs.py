@@ -139,7 +139,11 @@ def _pages(vllm_config: Any) -> VllmPages:
         if isinstance(spec, UniformTypeKVCacheSpecs):
             page //= len(group.layer_names)
         shown.append((len(group.layer_names), spec.block_size, page))
-        longest_blocks += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        required = -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        if isinstance(spec, SlidingWindowSpec):
+            # vLLM reserves a page beside the window, also where the window is longer than the context.
+            required = min(required, -(-vllm_config.model_config.max_model_len // spec.block_size))
+        longest_blocks += required
     block_bytes = _get_kv_cache_bytes_per_block(groups, layout)
     return VllmPages(
         token_bytes=sum(spec.real_page_size_bytes // spec.block_size for spec in attention),
