@@ -13,7 +13,7 @@ from bench import tiny_models
 from kvferry.model_catalogue import catalogue
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.pages.geometry.layers import LatentLayers
-from support.vllm_kv_specs import our_pages, vllm_pages, vllm_process_group
+from support.vllm_kv_specs import built_model, our_pages, sizes_of, vllm_pages, vllm_process_group
 
 pytestmark = pytest.mark.model
 
@@ -37,7 +37,7 @@ TEXT_CLASSES = {
 # Fields that vLLM needs to build the layers, and sizes of pages do not depend on.
 BUILT_WITH: Mapping[str, Mapping[str, Any]] = {
     "gemma-4-26B-A4B": {"moe_intermediate_size": 704, "enable_moe_block": True},
-    "MiniMax-M2.5": {"rotary_dim": 64, "qk_norm_type": "per_layer", "use_routing_bias": True},
+    "MiniMax-M2.5": {"rotary_dim": 64, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
     "MiMo-V2-Flash": {
         "layernorm_epsilon": 1e-5,
         "moe_layer_freq": [0] + [1] * 47,
@@ -59,8 +59,9 @@ BUILT_WITH: Mapping[str, Mapping[str, Any]] = {
 ALWAYS_UNQUANTIZED = frozenset({"Falcon-7B"})
 REAL = (
     "SmolLM2-135M-Instruct", "Llama-3.1-70B", "Llama-3.1-405B", "Llama-4-Scout", "Mixtral-8x22B-v0.1",
-    "Mistral-7B-v0.1", "Qwen2.5-72B", "Qwen3-235B-A22B", "DeepSeek-V3", "gpt-oss-20b", "Gemma-2-9B", "Gemma-3-27B", "gemma-4-26B-A4B",
-    "Falcon-7B", "Phi-3-mini-4k", "MiniMax-M2.5", "MiMo-V2-Flash", "Nemotron-H-56B", "OLMo-2-7B", "Granite-3.3-8B",
+    "Mistral-7B-v0.1", "Qwen2.5-72B", "Qwen3-235B-A22B", "DeepSeek-V3", "gpt-oss-20b", "Gemma-2-9B", "Gemma-3-27B",
+    "gemma-4-26B-A4B", "Falcon-7B", "Phi-3-mini-4k", "MiniMax-M2.5", "MiMo-V2-Flash", "Nemotron-H-56B", "OLMo-2-7B",
+    "Granite-3.3-8B",
 )  # fmt: skip
 
 
@@ -127,6 +128,19 @@ def test_real_models_take_what_geometry_says(name: str) -> None:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_ranks_take_what_geometry_says(name: str, ranks: int) -> None:
     compare(real_config(name), ranks=ranks)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2", "gemma3", "gpt-oss", "falcon-h1", "qwen3-next"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engines_pages_are_described_by_what_they_take(name: str, ranks: int, tmp_path: Path) -> None:
+    """`EngineInfo.page_bytes` and `pool_bytes`: once two sides of all heads, whatever the layers were."""
+    from kvferry.engine.vllm.arguments import page_sizes
+
+    config = tiny_config(name, tmp_path)
+    with built_model(config, tensor_parallel_size=ranks, dtype="float32", block_size=BLOCK_SIZE) as vllm_config:
+        ours, vllm = page_sizes(vllm_config), sizes_of(vllm_config)
+    assert ours.page_bytes == vllm.token_bytes * vllm.block_size * ranks
+    assert ours.block_bytes == vllm.block_bytes
 
 
 def test_scaled_types_have_the_sizes_of_vllms_backends() -> None:
