@@ -19,7 +19,7 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
-from kvferry import tenant_commands
+from kvferry import quality_command, tenant_commands
 from kvferry.addresses import join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
@@ -278,6 +278,7 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool) -> None:
 
 main.add_command(tenant_commands.tenant)
 main.add_command(plan_command)
+main.add_command(quality_command.quality)
 
 
 @main.group()

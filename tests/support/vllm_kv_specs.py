@@ -56,7 +56,16 @@ def vllm_process_group() -> Iterator[None]:
 def vllm_pages(
     config: Mapping[str, Any], *, tensor_parallel_size: int = 1, device: str = "meta", **arguments: Any
 ) -> VllmPages:
-    """Build the model of a config.json on the meta device and ask its layers. Needs `vllm_process_group`.
+    """Return the sizes that vLLM's layers and pool have. Needs `vllm_process_group`."""
+    with built_model(config, tensor_parallel_size=tensor_parallel_size, device=device, **arguments) as vllm_config:
+        return sizes_of(vllm_config)
+
+
+@contextlib.contextmanager
+def built_model(
+    config: Mapping[str, Any], *, tensor_parallel_size: int = 1, device: str = "meta", **arguments: Any
+) -> Iterator[Any]:
+    """Build the layers of a config.json on the meta device; yield vLLM's resolved configuration.
 
     With more than one rank, vLLM is only told so: layers are built as of rank 0.
     """
@@ -83,7 +92,7 @@ def vllm_pages(
         with torch.device(device):
             initialize_model(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
-        return _pages(vllm_config)
+        yield vllm_config
 
 
 def our_pages(geometry: ModelGeometry, kv_cache_dtype: str, block_size: int, vllm: VllmPages) -> VllmPages:
@@ -114,7 +123,7 @@ def _inspect_here(model: Any) -> Any:
     return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
-def _pages(vllm_config: Any) -> VllmPages:
+def sizes_of(vllm_config: Any) -> VllmPages:
     from vllm.v1.core.kv_cache_utils import _get_kv_cache_bytes_per_block, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -139,7 +148,11 @@ def _pages(vllm_config: Any) -> VllmPages:
         if isinstance(spec, UniformTypeKVCacheSpecs):
             page //= len(group.layer_names)
         shown.append((len(group.layer_names), spec.block_size, page))
-        longest_blocks += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        required = -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        if isinstance(spec, SlidingWindowSpec):
+            # vLLM reserves a page beside the window, also where the window is longer than the context.
+            required = min(required, -(-vllm_config.model_config.max_model_len // spec.block_size))
+        longest_blocks += required
     block_bytes = _get_kv_cache_bytes_per_block(groups, layout)
     return VllmPages(
         token_bytes=sum(spec.real_page_size_bytes // spec.block_size for spec in attention),

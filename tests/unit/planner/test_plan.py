@@ -34,6 +34,8 @@ from support.plan_questions import planned_model, question
         ("qwen3-235b-a22b", "auto", 192_512),
         ("qwen3-30b-a3b", "auto", 98_304),
         ("gemma-3-27b", "auto", 507_904),
+        ("gpt-oss-120b", "auto", 73_728),
+        ("gpt-oss-20b", "auto", 49_152),
     ],
 )
 def test_bytes_of_a_token(model: str, dtype: str, per_token: int) -> None:

@@ -40,14 +40,15 @@ class ConfigFields:
         value = self.get(*names)
         if value is None:
             return None
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or value != int(value)
-            or not 1 <= value <= most
-        ):
-            raise self._unusable(names[0], value, f"a whole number from 1 to {most}")
-        return int(value)
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value
+        if isinstance(whole, bool) or not isinstance(whole, int) or not 1 <= whole <= most:
+            named = next(name for name in names if self.get(name) is not None)
+            raise self._unusable(named, value, f"a whole number from 1 to {most}")
+        return whole
+
+    def count(self, *names: str, most: int = _MAX_SIZE) -> int:
+        """Return a size that may be 0, which it is without a field."""
+        return 0 if self.get(*names) == 0 else self.optional_size(*names, most=most) or 0
 
     def flag(self, name: str) -> bool:
         value = self.get(name)
@@ -69,12 +70,6 @@ class ConfigFields:
         if not isinstance(value, list) or len(value) < num_layers:
             raise self._unusable(name, value, f"a list of {num_layers} entries, one for each layer")
         return value[:num_layers]
-
-    def sizes_of_layers(self, name: str, num_layers: int) -> list[int]:
-        return [
-            ConfigFields({name: each}, {}, self.model_type).size(name)
-            for each in self.layer_list(name, num_layers) or ()
-        ]
 
     def _unusable(self, name: str, value: Any, expected: str) -> ConfigError:
         return ConfigError(

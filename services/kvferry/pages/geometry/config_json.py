@@ -58,7 +58,9 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         quantization=str(quantization.get("quant_method", "")) if isinstance(quantization, Mapping) else "",
         num_experts=fields.optional_size("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
         or 0,
-        num_experts_per_token=fields.optional_size("num_experts_per_tok", "num_experts_per_token", "moe_k") or 0,
+        num_experts_per_token=fields.count(
+            "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "experts_per_token"
+        ),
     )
 
 

@@ -108,7 +108,7 @@ def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
         return [None] * num_layers
     kinds = _layer_kinds(fields, num_layers)
     if kinds is None:
-        return [fields.optional_size("sliding_window") or None] * num_layers
+        return [fields.count("sliding_window") or None] * num_layers
     if unknown := set(kinds) - {_FULL, _SLIDING}:
         raise ConfigError(f"layers of kind {', '.join(sorted(map(str, unknown)))[:80]} are not known")
     if _SLIDING not in kinds:
@@ -149,7 +149,7 @@ def _has_index(fields: ConfigFields, layer: int) -> bool:
 
 def _gemma4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     """Layers that keep every token have heads of their own size; the last layers read the pages of earlier ones."""
-    num_shared = fields.optional_size("num_kv_shared_layers", most=num_layers - 1) or 0
+    num_shared = fields.count("num_kv_shared_layers", most=num_layers - 1)
     windows = _windows(fields, num_layers)[: num_layers - num_shared]
     heads, dim = num_kv_heads(fields), head_dim(fields)
     global_dim = fields.optional_size("global_head_dim") or dim
@@ -200,7 +200,7 @@ def _llama4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 def _gemma3n(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     """The last layers read the pages of earlier ones."""
-    num_shared = fields.optional_size("num_kv_shared_layers", most=num_layers - 1) or 0
+    num_shared = fields.count("num_kv_shared_layers", most=num_layers - 1)
     return windowed_layers(fields, _windows(fields, num_layers)[: num_layers - num_shared])
 
 
