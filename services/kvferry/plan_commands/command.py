@@ -183,9 +183,12 @@ def _question(name: str, options: dict[str, Any]) -> Question:
     geometry = model_catalogue.geometry_of(name)
     parameters = _count(options["parameters"], "--parameters")
     active = _count(options["active_parameters"], "--active-parameters")
-    model = models.planned(geometry, options["weights"], parameters, active)
     gpus = _gpus(options)
     only_cpus = all(gpu.is_cpu for gpu in gpus.values())
+    if only_cpus:
+        # As kvferry serves there: model.dtype `auto` is float32 on CPUs.
+        geometry = dataclasses.replace(geometry, dtype="float32")
+    model = models.planned(geometry, options["weights"], parameters, active)
     context = options["context_tokens"] or (
         profile.context_tokens if profile else min(_CONTEXT_TOKENS, geometry.context_length)
     )

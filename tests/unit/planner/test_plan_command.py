@@ -185,3 +185,21 @@ def test_a_plot_is_a_png(tmp_path: Path) -> None:
     assert run("llama-3.1-8b", "--gpu", "h100", "--plot", str(file)).exit_code == 0
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "No such file" in refused("llama-3.1-8b", "--gpu", "h100", "--plot", str(tmp_path / "no" / "x.png"))
+
+
+def test_cpus_compute_and_store_in_float32() -> None:
+    found = planned("default", "--gpu", "cpu-node", "--context", "1024", "--tpot", "1", "--kv-cache-gib", "1")
+    assert (found["weights"], found["kv_cache_dtype"], found["kv_bytes_per_token"]) == ("float32", "float32", 46_080)
+    assert found["layouts"][0]["gpu_memory_bytes"]["kv"] == 1 << 30
+    assert found["layouts"][0]["served_by_kvferry"]
+
+
+def test_calibration_needs_one_gpu_and_a_deployment() -> None:
+    assert "name the GPU that serves there" in refused("llama-3.1-8b", "--calibrate", "http://127.0.0.1:1")
+    said = refused("default", "--gpu", "cpu-node", "--context", "1024", "--calibrate", "http://127.0.0.1:1", code=1)
+    assert "--calibrate http://127.0.0.1:1" in said
+
+
+def test_a_profile_says_which_dtype_it_wants() -> None:
+    shown = run("llama-3.1-8b", "--profile", "rag", "--users", "8", "--gpu", "h100")
+    assert "wants KV pages in fp8" in shown.stdout
