@@ -41,7 +41,7 @@ def print_plan(to: Console, plan: Plan) -> None:
         f"{sizes['kv_bytes_of_longest_request'] / 1e9:.2f} GB for {demand.context_tokens:,} tokens"
     )
     to.print(
-        f"{demand.users:,.{0 if demand.users >= 10 else 1}f} users, {demand.rate_per_s:.3g} requests/s of {demand.prompt.mean:,.0f} + "
+        f"{_count(demand.users)} users, {demand.rate_per_s:.3g} requests/s of {demand.prompt.mean:,.0f} + "
         f"{demand.output.mean:,.0f} tokens; TTFT {demand.ttft_s:g} s, TPOT {demand.tpot_s * 1e3:g} ms\n"
     )
     _print_layouts(to, plan)
@@ -214,6 +214,10 @@ def print_published(to: Console, judgements: Sequence[Judgement], collection: pu
         f"the convention that is named, {counts.get('error', 0)} do not hold, {counts.get('not checked', 0)} are "
         "nothing that arithmetic or the engines' sources decide"
     )
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
 def _value(value: object) -> str:
