@@ -67,8 +67,12 @@ class ConfigFields:
         value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) < num_layers:
-            raise self._unusable(name, value, f"a list of {num_layers} entries, one for each layer")
+        if (
+            not isinstance(value, list)
+            or len(value) < num_layers
+            or not all(isinstance(each, str | int) for each in value)
+        ):
+            raise self._unusable(name, value, f"a list of {num_layers} entries, a text or number for each layer")
         return value[:num_layers]
 
     def _unusable(self, name: str, value: Any, expected: str) -> ConfigError:
