@@ -32,7 +32,6 @@ class ModelGeometry:
     num_experts_per_token: int = 0
     num_parameters: int | None = None  # None: not known
     num_active_parameters: int | None = None  # of one token, in mixtures of experts
-    num_sink_tokens: int = 0  # tokens whose pages no window drops; learned sinks (gpt-oss) store none
 
     def bytes_per_token(self, kv_cache_dtype: str, tensor_parallel_size: int = 1) -> int:
         """Return what a token adds while no window is full. Raises ConfigError for an impossible type or size."""
