@@ -1,8 +1,4 @@
-"""Finds the geometry of a model: of a folder, of the shipped catalogue (model_catalogue.json), or of the hub.
-
-The catalogue holds the fields of published config.json files that sizes depend on, parameter counts, and where and when
-each was read. A folder's own config.json always wins.
-"""
+"""Finds the geometry of a model: of a folder, of the shipped catalogue (model_catalogue.json), or of the hub."""
 
 from __future__ import annotations
 
@@ -42,16 +38,14 @@ class CatalogueEntry:
 
 @functools.cache
 def catalogue() -> tuple[CatalogueEntry, ...]:
-    """Return all entries, as the file orders them."""
     text = resources.files("kvferry").joinpath(_FILE).read_text(encoding="utf-8")
     return tuple(CatalogueEntry(**entry) for entry in json.loads(text))
 
 
 def geometry_of(name: str) -> ModelGeometry:
-    """Return the geometry of a folder with a config.json, a catalogue name or its hub id, or another hub id.
+    """Take a folder, a catalogue name, or a hub id. Only the catalogue has parameter counts.
 
-    Parameter counts are known for catalogue names alone. The hub is asked last, for config.json and no weights. Raises
-    ConfigError if the model cannot be found, or its pages are not known.
+    Raises ConfigError if the model is not found, or its pages are not known.
     """
     if model_folder.is_folder(name):
         return from_config(model_folder.read_config(name), name=name)

@@ -172,6 +172,7 @@ class TestFaults:
             ({"model_type": "t5"}, "is an encoder-decoder"),
             ({"is_encoder_decoder": True}, "is an encoder-decoder"),
             ({"layer_types": ["sliding_attention"] * 3}, "layer_types .*expected a list of 4 entries"),
+            ({"layer_types": [["sliding_attention"]] * 4}, "layer_types .*a text or number for each layer"),
             ({"layer_types": ["sliding_attention"] * 4}, "lacks sliding_window"),
             ({"layer_types": ["other"] * 4}, "layers of kind other are not known"),
             ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "lacks qk_rope_head_dim"),

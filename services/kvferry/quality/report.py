@@ -90,7 +90,7 @@ def write_report(report: QualityReport, file: Path) -> None:
 
 
 def read_report(file: Path) -> QualityReport:
-    """Raises ConfigError for a file that cannot be read or is no report of this format."""
+    """Raises ConfigError for an unusable file."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -107,10 +107,7 @@ def read_report(file: Path) -> QualityReport:
 
 
 def why_not_shown(report: QualityReport, **asked: str) -> str:
-    """Return why the report does not show what is asked; empty if it does.
-
-    `asked` has values of `weights`, `revision`, `kv_cache_dtype`, `vllm` and `device`.
-    """
+    """Return why the report does not show what is asked, by field; empty if it does."""
     reasons = []
     if report.mode != ENGINE_MODE:
         reasons.append(f"its mode is {report.mode!r}; {ENGINE_MODE!r} is needed")

@@ -1,4 +1,4 @@
-"""Samples to score: text of a file, or the shipped one with made-up records between its paragraphs, and tasks."""
+"""Texts to score, and tasks."""
 
 from __future__ import annotations
 
@@ -63,10 +63,8 @@ def load_dataset(file: Path | None) -> Dataset:
 
 
 def sample_text(dataset: Dataset, number: int, num_samples: int) -> Iterator[str]:
-    """Yield paragraphs without end, each sample from another beginning.
-
-    The shipped text is short: records that differ from sample to sample stand between its paragraphs.
-    """
+    """Yield paragraphs without end, each sample from another beginning."""
+    # The shipped text is short: records that differ from sample to sample stand between its paragraphs.
     first = number * len(dataset.paragraphs) // num_samples
     numbers = random.Random(f"sample {number}")
     i = first

@@ -24,10 +24,7 @@ class Interval(NamedTuple):
 
 
 def interval_of_mean(values: Sequence[float]) -> Interval:
-    """Return Student's interval of the mean of independent values.
-
-    One value has an endless interval; values that are not finite have an endless mean. Raises ValueError without any.
-    """
+    """Student's; endless for one value. Raises ValueError without values."""
     if not values:
         raise ValueError("no values")
     if not all(map(math.isfinite, values)):
@@ -40,7 +37,7 @@ def interval_of_mean(values: Sequence[float]) -> Interval:
 
 
 def interval_of_share(num_hits: int, num_trials: int) -> Interval:
-    """Return Wilson's score interval. Raises ValueError without trials."""
+    """Wilson's. Raises ValueError without trials."""
     if num_trials < 1 or not 0 <= num_hits <= num_trials:
         raise ValueError(f"{num_hits} hits of {num_trials} trials")
     share, square = num_hits / num_trials, _NORMAL**2

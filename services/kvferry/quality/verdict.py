@@ -41,7 +41,7 @@ class LengthResult:
 
 
 def by_length(scores: Sequence[SampleScores], budget: float) -> list[LengthResult]:
-    """Samples are independent; positions of one are not, so intervals are over samples."""
+    """Intervals are over samples: positions of one depend on each other."""
     lengths = sorted({score.num_tokens for score in scores})
     return [_result([score for score in scores if score.num_tokens == length], budget) for length in lengths]
 
@@ -64,7 +64,7 @@ def _result(scores: Sequence[SampleScores], budget: float) -> LengthResult:
 
 
 def judge(excess: Interval, budget: float) -> Verdict:
-    """Judge a mean excess in nats: a budget of 0.005 allows 0.5 % more perplexity, so log(1.005) nats."""
+    """A budget of 0.005 allows log(1.005) nats."""
     limit = math.log1p(budget)
     if excess.high <= limit:
         return Verdict.PASS
@@ -72,14 +72,14 @@ def judge(excess: Interval, budget: float) -> Verdict:
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """Raises ValueError without verdicts: nothing measured is no pass."""
+    """Raises ValueError without verdicts."""
     if not verdicts:
         raise ValueError("no verdicts")
     return next(each for each in (Verdict.FAIL, Verdict.UNDECIDED, Verdict.PASS) if each in verdicts)
 
 
 def exact_match(baseline: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Interval:
-    """Return the share of greedy answers that equal the baseline's, token for token."""
+    """Return the share of answers that equal the baseline's."""
     equal = sum(list(one) == list(other) for one, other in zip(baseline, answers, strict=True))
     return interval_of_share(equal, len(answers))
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -41,7 +42,8 @@ AUTO = "auto"
 _SHORTEST = 1024
 _MAX_ANSWER_TOKENS = 24
 _MAX_NUM_SEQS = 16
-_LOG_LINES = 12
+_LOG_LINES, _MAX_LINE = 12, 300
+_CAUSE = re.compile(r"\b\w*(Error|Exception|Killed)\b")
 _PIECE_CHARACTERS = 20_000
 _UNQUANTIZED = ("float32", "bfloat16", "float16")
 
@@ -78,7 +80,7 @@ class _Plan:
 
 
 def measure(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Progress) -> Iterator[QualityReport]:
-    """Yield a report for each type. Raises ConfigError for what cannot be measured here, before any engine runs."""
+    """Yield a report for each type. Raises ConfigError before any engine runs."""
     started_s = time.monotonic()
     plan = _plan(config, settings, dataset, say)
     with tempfile.TemporaryDirectory(prefix="quality-", dir=os.environ.get("KVFERRY_RUN_DIR")) as work:
@@ -156,7 +158,7 @@ def this_hardware(device: str) -> Hardware:
 
 
 def context_lengths(geometry: ModelGeometry, config: ClusterConfig, settings: Settings) -> tuple[int, ...]:
-    """Return the lengths of contexts, so that each has room for its scored tokens. Raises ConfigError."""
+    """Return the lengths of contexts. Raises ConfigError."""
     longest = (config.model.max_model_len or geometry.context_length) - settings.num_scored_tokens
     if settings.lengths:
         if too_long := [length for length in settings.lengths if length > longest]:
@@ -209,8 +211,11 @@ def run_engine(folder: Path, run: QualityRun, timeout_s: float, say: Progress, n
     if expired.is_set():
         raise LocalError(f"the engine with {name} did not end within {timeout_s:g} s (--timeout)")
     if code:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        raise LocalError(f"the engine with {name} failed (exit code {code}); its log ends:\n" + "\n".join(lines))
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        # The cause stands in a process of vLLM's, far above the end.
+        causes = [line for line in lines[:-_LOG_LINES] if _CAUSE.search(line)][-_LOG_LINES:]
+        shown = "\n".join(line[:_MAX_LINE] for line in (*causes, *lines[-_LOG_LINES:]))
+        raise LocalError(f"the engine with {name} failed (exit code {code}); of its log:\n{shown}")
 
 
 def _check(values: dict[str, Any], name: str, hardware: Hardware) -> tuple[str, ...]:
@@ -221,10 +226,8 @@ def _check(values: dict[str, Any], name: str, hardware: Hardware) -> tuple[str, 
 
 
 def _types(plan: _Plan, name: str) -> tuple[str, str]:
-    """Return the type of pages, as vLLM's option has it, and the type in which the model is computed.
-
-    On CPUs pages of 16 bits need a model that is computed in them; with another one vLLM gives garbage.
-    """
+    """Return vLLM's option for pages, and the type in which the model is computed."""
+    # On CPUs pages of 16 bits need a model that is computed in them; with another one vLLM gives garbage.
     own: str = plan.config.model.dtype
     if own == AUTO:
         own = "float32" if plan.config.engine.device == "cpu" else plan.geometry.dtype

@@ -1,9 +1,4 @@
-"""How vLLM 0.32 divides one rank's memory for KV pages among the layers of a model.
-
-Imitates `vllm/v1/core/kv_cache_utils.py` (`get_kv_cache_groups`, `_get_kv_cache_bytes_per_block`) and
-`Platform._align_hybrid_block_size`. Layers of one group share a block table. All groups draw block ids from one pool,
-and a block id takes `block_bytes` of memory, whichever group has it.
-"""
+"""How vLLM 0.32 divides one rank's memory for KV pages among the layers of a model."""
 
 from __future__ import annotations
 
@@ -15,6 +10,10 @@ from dataclasses import dataclass
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.kv_dtypes import KvDtype
 from kvferry.pages.geometry.layers import KvLayers, LatentLayers, LayerGroup, LayerKind, StateLayers
+
+# Imitates vllm/v1/core/kv_cache_utils.py (get_kv_cache_groups, _get_kv_cache_bytes_per_block) and
+# Platform._align_hybrid_block_size. Layers of one group share a block table. All groups draw block ids from one pool,
+# and a block id takes `block_bytes` of memory, whichever group has it.
 
 # vLLM pads groups to the largest one, if it has fewer layers than this times the smallest one.
 _PADDED_UP_TO = 1.5
@@ -57,11 +56,11 @@ class KvPool:
         return self.num_blocks_of_sequence(num_tokens) * self.block_bytes
 
     def num_blocks(self, num_bytes: int) -> int:
-        """Return how many block ids a pool of `num_bytes` has. vLLM keeps one of them for itself."""
+        """Return the block ids of a pool, with the one that vLLM keeps for itself."""
         return num_bytes // self.block_bytes
 
     def num_sequences(self, num_tokens: int, num_bytes: int) -> int:
-        """Return how many sequences of equal length, without common prefixes, a pool of `num_bytes` holds."""
+        """Return how many equal sequences without common prefixes fit."""
         return max(0, self.num_blocks(num_bytes) - 1) // max(1, self.num_blocks_of_sequence(num_tokens))
 
 
@@ -88,7 +87,7 @@ def kv_pool(
     max_in_flight_tokens: int = 0,
     prefix_caching: bool = True,
 ) -> KvPool:
-    """Raises ConfigError for sizes that vLLM does not bring together, or a block size below 1."""
+    """Raises ConfigError for sizes that vLLM cannot combine."""
     if block_size < 1:
         raise ConfigError(f"block size {block_size}: at least 1 token is needed")
     if not groups:
@@ -132,7 +131,7 @@ def _attention_layers(
 
 
 def _is_one_type(layers: Sequence[_Layers]) -> bool:
-    """Whether all layers always need the same number of tokens: then they share one block table."""
+    """Whether all layers share one block table."""
     kinds = {each.kind for each in layers}
     if kinds <= {LayerKind.FULL, LayerKind.LATENT}:
         return True
@@ -154,7 +153,7 @@ def _with_equal_pages(layers: Sequence[_Layers]) -> list[_Layers]:
 
 
 def _shared_pool(layers: Sequence[_Layers], block_size: int) -> KvPool:
-    """Split kinds into groups of as many layers as the rarest kind has; the last group of a kind may be padded."""
+    """Split kinds into groups of as many layers as the rarest kind has."""
     counts = [each.num_layers for each in layers]
     group_layers = max(counts) if max(counts) < min(counts) * _PADDED_UP_TO else min(counts)
     groups = []
@@ -174,7 +173,7 @@ def _shared_pool(layers: Sequence[_Layers], block_size: int) -> KvPool:
 def _hybrid_block_size(
     groups: Sequence[LayerGroup], dtype: KvDtype, block_size: int, tensor_parallel_size: int, state_bytes: int
 ) -> int:
-    """Return the block size at which a page of attention is at least as large as a state."""
+    """Return a size at which attention's page holds a state."""
     token_bytes = max(group.token_bytes(dtype, tensor_parallel_size) for group in groups)
     if any(isinstance(group, LatentLayers) for group in groups):
         block_size = max(block_size, 128)

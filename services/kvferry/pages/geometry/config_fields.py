@@ -1,4 +1,4 @@
-"""Typed reading of a model's config.json: each fault names the field, its value and what was expected."""
+"""Typed reading of a model's config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SHOWN = 80  # characters of a value in an error
 
 
 class ConfigFields:
-    """The fields of one model, with the defaults of its `model_type` for those that config.json leaves out."""
+    """The fields of one model, and its type's defaults for absent ones."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], model_type: str) -> None:
         self._values = values
@@ -22,7 +22,7 @@ class ConfigFields:
         self.model_type = model_type
 
     def get(self, *names: str) -> Any:
-        """Return the first value that is there and not null; None without one."""
+        """Return the first value that is not null."""
         for values in (self._values, self._defaults):
             for name in names:
                 if values.get(name) is not None:
@@ -30,7 +30,7 @@ class ConfigFields:
         return None
 
     def size(self, *names: str, most: int = _MAX_SIZE) -> int:
-        """Raises ConfigError if the field is missing or no whole number from 1."""
+        """Raises ConfigError unless it is a whole number from 1."""
         value = self.optional_size(*names, most=most)
         if value is None:
             raise ConfigError(f"config.json of model_type {self.model_type!r} lacks {' or '.join(names)}")
@@ -47,7 +47,7 @@ class ConfigFields:
         return whole
 
     def count(self, *names: str, most: int = _MAX_SIZE) -> int:
-        """Return a size that may be 0, which it is without a field."""
+        """Return a size; 0 if absent."""
         return 0 if self.get(*names) == 0 else self.optional_size(*names, most=most) or 0
 
     def flag(self, name: str) -> bool:
@@ -63,12 +63,16 @@ class ConfigFields:
         return value or ""
 
     def layer_list(self, name: str, num_layers: int) -> list[Any] | None:
-        """Return a list with an entry for each layer, or None without one."""
+        """Return an entry for each layer, or None."""
         value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) < num_layers:
-            raise self._unusable(name, value, f"a list of {num_layers} entries, one for each layer")
+        if (
+            not isinstance(value, list)
+            or len(value) < num_layers
+            or not all(isinstance(each, str | int) for each in value)
+        ):
+            raise self._unusable(name, value, f"a list of {num_layers} entries, a text or number for each layer")
         return value[:num_layers]
 
     def _unusable(self, name: str, value: Any, expected: str) -> ConfigError:

@@ -21,10 +21,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def from_config(config: Mapping[str, Any], *, name: str = "the model") -> ModelGeometry:
-    """Read a parsed config.json. A multimodal configuration is read for its language model.
+    """Read a parsed config.json; a multimodal one for its language model.
 
-    Raises ConfigError for an encoder-decoder, a `model_type` whose pages are not known here, and a field that is
-    missing or of the wrong kind.
+    Raises ConfigError for an encoder-decoder, an unknown `model_type`, and a missing or unusable field.
     """
     try:
         return _read(config, name)

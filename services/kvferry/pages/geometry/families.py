@@ -90,7 +90,7 @@ def model_types() -> frozenset[str]:
 
 
 def layers_of(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Return the groups of layers that keep something. Raises ConfigError for a field that is missing."""
+    """Raises ConfigError for a missing field."""
     if make := STATE_FAMILIES.get(fields.model_type) or _OTHERS.get(fields.model_type):
         return make(fields, num_layers)
     if fields.model_type in _LATENT and fields.get("kv_lora_rank") is not None:
@@ -103,7 +103,7 @@ def _dense(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
-    """Return the window of each layer; None for one that keeps every token."""
+    """Return each layer's window; None keeps every token."""
     if fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window"):
         return [None] * num_layers
     kinds = _layer_kinds(fields, num_layers)
@@ -127,7 +127,7 @@ def _layer_kinds(fields: ConfigFields, num_layers: int) -> list[Any] | None:
 
 
 def _latent(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Layers of sparse attention also store an index, unless they use the choice of an earlier layer."""
+    """Sparse attention stores an index, unless a layer uses an earlier one's choice."""
     dims = fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
     index = 0
     num_indexed = 0
@@ -148,7 +148,7 @@ def _has_index(fields: ConfigFields, layer: int) -> bool:
 
 
 def _gemma4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Layers that keep every token have heads of their own size; the last layers read the pages of earlier ones."""
+    """Full layers have heads of their own; the last layers read earlier ones' pages."""
     num_shared = fields.count("num_kv_shared_layers", most=num_layers - 1)
     windows = _windows(fields, num_layers)[: num_layers - num_shared]
     heads, dim = num_kv_heads(fields), head_dim(fields)
@@ -163,7 +163,7 @@ def _gemma4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _mimo_v2(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Layers with a window have heads of their own count and size; V is smaller than K."""
+    """Windowed layers have heads of their own; V is smaller than K."""
     pattern = fields.layer_list("hybrid_layer_pattern", num_layers)
     if pattern is None:
         raise ConfigError("config.json lacks hybrid_layer_pattern")
@@ -205,7 +205,7 @@ def _gemma3n(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _hunyuan(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Cross-layer attention: the first of so many layers stores the pages that all of them read."""
+    """Cross-layer attention: one of so many layers stores pages for all."""
     share = fields.size("cla_share_factor") if fields.flag("use_cla") else 1
     heads, dim = num_kv_heads(fields), head_dim(fields)
     return (KvLayers(-(-num_layers // share), heads, dim, dim),)

@@ -17,7 +17,7 @@ _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_gr
 
 
 def num_kv_heads(fields: ConfigFields) -> int:
-    """Return the KV heads; without a field for them, each query head has its own."""
+    """Without a field, each query head has its own."""
     if fields.model_type == "falcon" and not fields.flag("new_decoder_architecture") and fields.flag("multi_query"):
         return 1
     if fields.model_type in _MULTI_HEAD:
@@ -35,11 +35,11 @@ def head_dim(fields: ConfigFields) -> int:
 
 
 def attention_layers(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Return layers of equal heads that keep every token."""
+    """Layers that keep every token."""
     return windowed_layers(fields, [None] * num_layers)
 
 
 def windowed_layers(fields: ConfigFields, windows: Iterable[int | None]) -> tuple[LayerGroup, ...]:
-    """Return layers of equal heads; `windows` has the window of each, None for one that keeps every token."""
+    """Layers of equal heads, by their windows."""
     heads, dim = num_kv_heads(fields), head_dim(fields)
     return tuple(KvLayers(count, heads, dim, dim, window=window) for window, count in Counter(windows).items())

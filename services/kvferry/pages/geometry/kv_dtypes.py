@@ -1,7 +1,4 @@
-"""Types of KV pages by vLLM's names, and the bytes that a head stores in each, scales included.
-
-Sizes are those of vLLM 0.32: `AttentionSpec.state_content_size_bytes` and the backends' `customize_spec`.
-"""
+"""Types of KV pages by vLLM's names, and the bytes of a head in each, scales included."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class KvDtype:
     ds_mla_bytes: int = 0  # of a token and layer, for types of DeepSeek's latent alone
 
     def head_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one token's K, or V, of one head. Raises ConfigError if the type has no such head."""
+        """Return the bytes of a token's K, or V. Raises ConfigError if the type has no such head."""
         if self.ds_mla_bytes:
             raise ConfigError(f"KV pages of type {self.name} hold latents (MLA); this model has heads of K and V")
         unit = self.values_per_scale or max(1, 8 // self.bits)
@@ -32,7 +29,7 @@ class KvDtype:
         return packed + self.scale_bytes + (head_dim // self.values_per_scale if self.values_per_scale else 0)
 
     def latent_bytes(self, latent_dim: int, rope_dim: int) -> int:
-        """Return the bytes of one token's latent (MLA) of one layer. Raises ConfigError if the type has none."""
+        """Return the bytes of a token's latent. Raises ConfigError if the type has none."""
         if self.ds_mla_bytes:
             if (latent_dim, rope_dim) != (_DS_MLA_LATENT, _DS_MLA_ROPE):
                 raise ConfigError(
@@ -77,7 +74,7 @@ _ALIASES = {
 
 
 def kv_dtype(name: str) -> KvDtype:
-    """Return a type by vLLM's name or by a short one (bf16, fp8, int8, ...). Raises ConfigError for another name."""
+    """Accept vLLM's names and short ones. Raises ConfigError for others."""
     found = KV_DTYPES.get(_ALIASES.get(name, name))
     if found is None:
         known = ", ".join((*KV_DTYPES, *_ALIASES))

@@ -1,8 +1,7 @@
-"""Kinds of layers by what they keep of a sequence. All sizes are bytes of one layer on one tensor-parallel rank."""
+"""Kinds of layers by what they keep; bytes of one layer on one tensor-parallel rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -23,7 +22,7 @@ class LayerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvLayers:
-    """Layers that store K and V of tokens. Layers that read the pages of others are not counted (`num_layers`)."""
+    """Layers that store K and V. Readers of other layers' pages are not counted."""
 
     num_layers: int
     num_kv_heads: int
@@ -39,7 +38,7 @@ class KvLayers:
         return LayerKind.FULL if self.chunk is None else LayerKind.CHUNK
 
     def rank_heads(self, tensor_parallel_size: int) -> int:
-        """Return the KV heads of one rank. Ranks beyond the KV heads hold copies, as in vLLM."""
+        """Ranks beyond the KV heads hold copies, as in vLLM."""
         if tensor_parallel_size > self.num_kv_heads:
             if tensor_parallel_size % self.num_kv_heads:
                 raise _not_divisible(f"{self.num_kv_heads} KV heads", tensor_parallel_size)
@@ -55,7 +54,7 @@ class KvLayers:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayers:
-    """Layers of multi-head latent attention: one latent for all heads, of which every rank holds a copy."""
+    """Multi-head latent attention: every rank has the one latent of all heads."""
 
     num_layers: int
     latent_dim: int  # kv_lora_rank
@@ -73,11 +72,11 @@ class LatentLayers:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a layer's state. `sharded_dim` is divided among ranks."""
+    """One tensor of a state."""
 
     shape: tuple[int, ...]
     dtype: str = ""  # empty: the model's
-    sharded_dim: int = 0
+    sharded_dim: int = 0  # divided among ranks
     # Groups of Mamba 2, which ranks that share one hold copies of: (groups, values of each that the dimension counts).
     groups: tuple[int, int] = (0, 0)
 
@@ -93,7 +92,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateLayers:
-    """Layers that keep a state of fixed size for each sequence: Mamba, Mamba 2, linear attention, convolutions."""
+    """Layers with a state of fixed size: Mamba, linear attention, convolutions."""
 
     num_layers: int
     tensors: tuple[StateTensor, ...]
@@ -107,7 +106,7 @@ class StateLayers:
         return 0
 
     def num_blocks(self, *, prefix_caching: bool) -> int:
-        """Return how many states vLLM keeps of one sequence: with prefix caching also that of the last full block."""
+        """Return the states of one sequence, with prefix caching also that of its last full block."""
         return 2 + self.num_checkpoints if prefix_caching else 1
 
     def state_bytes(self, model_dtype: str, tensor_parallel_size: int = 1) -> int:
@@ -115,10 +114,6 @@ class StateLayers:
 
 
 LayerGroup = KvLayers | LatentLayers | StateLayers
-
-
-def total_layers(groups: Sequence[LayerGroup]) -> int:
-    return sum(group.num_layers for group in groups)
 
 
 def _not_divisible(what: str, tensor_parallel_size: int) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Geometry of a model: the sizes that decide how many bytes its KV pages take."""
+"""Geometry of a model: the sizes that decide its KV bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ DEFAULT_BLOCK_SIZE = 16  # tokens, of vLLM on GPUs
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Sizes of one model. `groups` are the layers that keep something of a sequence, by kind.
+    """Sizes of one model. Where a method takes `tensor_parallel_size`, bytes are those of one rank."""
 
-    Bytes are of one tensor-parallel rank where a method takes `tensor_parallel_size`. Pipeline stages are not modelled:
-    a stage holds the share of its layers.
-    """
-
+    # Pipeline stages are not modelled: a stage holds the share of its layers.
     name: str
     model_type: str
     architecture: str  # the first of `architectures`; empty if the configuration names none
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[LayerGroup, ...]  # layers that keep something of a sequence, by kind
     num_layers: int  # all layers, also those that store nothing of their own
     num_attention_heads: int
     hidden_size: int
@@ -35,19 +32,15 @@ class ModelGeometry:
     num_experts_per_token: int = 0
     num_parameters: int | None = None  # None: not known
     num_active_parameters: int | None = None  # of one token, in mixtures of experts
-    num_sink_tokens: int = 0  # tokens whose pages no window drops; learned sinks (gpt-oss) store none
 
     def bytes_per_token(self, kv_cache_dtype: str, tensor_parallel_size: int = 1) -> int:
-        """Return what one more token adds on one rank, while no window is full. States add nothing.
-
-        Raises ConfigError for a type that the model cannot have, or heads that do not divide.
-        """
+        """Return what a token adds while no window is full. Raises ConfigError for an impossible type or size."""
         self.check_tensor_parallel(tensor_parallel_size)
         dtype = kv_dtype(kv_cache_dtype)
         return sum(group.num_layers * group.token_bytes(dtype, tensor_parallel_size) for group in self.groups)
 
     def lasting_bytes_per_token(self, kv_cache_dtype: str, tensor_parallel_size: int = 1) -> int:
-        """Return what one more token adds on one rank once all windows and chunks are full."""
+        """Return what a token adds once all windows and chunks are full."""
         self.check_tensor_parallel(tensor_parallel_size)
         dtype = kv_dtype(kv_cache_dtype)
         return sum(
@@ -57,11 +50,11 @@ class ModelGeometry:
         )
 
     def bytes_per_token_of_all_ranks(self, kv_cache_dtype: str, tensor_parallel_size: int = 1) -> int:
-        """Return `bytes_per_token` summed over all ranks, with every copy of a KV head and of a latent."""
+        """Return the sum over ranks, copies of KV heads and latents included."""
         return tensor_parallel_size * self.bytes_per_token(kv_cache_dtype, tensor_parallel_size)
 
     def state_bytes(self, tensor_parallel_size: int = 1) -> int:
-        """Return the bytes of one sequence's states on one rank, without the padding of pages."""
+        """Return the bytes of one sequence's states, without padding."""
         return sum(
             group.num_layers * group.state_bytes(self.dtype, tensor_parallel_size)
             for group in self.groups
@@ -77,10 +70,8 @@ class ModelGeometry:
         max_in_flight_tokens: int = 0,
         prefix_caching: bool = True,
     ) -> KvPool:
-        """Return how vLLM divides the memory of one rank into pages of `block_size` tokens.
-
-        `max_in_flight_tokens` are scheduled at once for a sequence (chunked prefill): windows keep them too.
-        """
+        """Return how vLLM divides the memory of one rank into pages of `block_size` tokens."""
+        # Tokens in flight are scheduled at once for a sequence (chunked prefill): windows keep them too.
         self.check_tensor_parallel(tensor_parallel_size)
         return kv_pool(
             self.groups,
@@ -102,7 +93,7 @@ class ModelGeometry:
         max_in_flight_tokens: int = 0,
         prefix_caching: bool = True,
     ) -> int:
-        """Return the bytes of whole pages that one sequence takes on one rank: windows capped, states included."""
+        """Return the bytes of all pages of a sequence: windows capped, states included."""
         pool = self.pool(
             kv_cache_dtype,
             block_size=block_size,
@@ -122,7 +113,7 @@ class ModelGeometry:
         max_in_flight_tokens: int = 0,
         prefix_caching: bool = True,
     ) -> int:
-        """Return the longest sequence, at most the model's context, whose pages fit in `num_bytes` of one rank."""
+        """Return the longest sequence within the context whose pages fit in `num_bytes`."""
         pool = self.pool(
             kv_cache_dtype,
             block_size=block_size,
@@ -140,7 +131,7 @@ class ModelGeometry:
         return fits
 
     def check_tensor_parallel(self, tensor_parallel_size: int) -> None:
-        """Raises ConfigError for a size among which vLLM does not divide the query heads."""
+        """Raises ConfigError where vLLM cannot divide the query heads."""
         if tensor_parallel_size < 1:
             raise ConfigError(f"tensor parallel size {tensor_parallel_size}: at least 1 is needed")
         if self.num_attention_heads % tensor_parallel_size:
