@@ -1,6 +1,6 @@
 """Compare `kvferry plan` after --calibrate with real engines on this machine's CPU, for two models of different shape.
 
-    python -m bench.plan_reality        about five minutes; the last line is JSON
+    make bench-plan        about five minutes; the last line is JSON
 
 For each model one worker with vLLM is started, measured as `--calibrate` does, and compared at points that the fit did
 not see: KV pages, the requests of the longest context that vLLM says fit, a prompt of another length, another batch.
