@@ -20,7 +20,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc image test-image release-check build ci
+.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,7 @@ check: $(STAMP) ## Lint, format, types, import contract, generated code and page
 	@$(BIN)/python tools/generate_wire.py --check
 	@$(BIN)/python tools/generate_metrics_doc.py --check
 	@$(BIN)/python tools/generate_config_doc.py --check
+	@$(BIN)/python tools/generate_plan_docs.py --check
 	@$(BIN)/python tools/check_unused.py
 	@$(BIN)/python tools/structure.py --check
 
@@ -94,6 +95,9 @@ metrics-doc: $(STAMP) ## Write docs/metrics.md from the catalogue of metrics
 config-doc: $(STAMP) ## Write docs/configuration.md from the configuration's models
 	@$(BIN)/python tools/generate_config_doc.py
 
+plan-docs: $(STAMP) ## Write docs/headroom.md and the tables of docs/plan.md from the planner's data
+	@$(BIN)/python tools/generate_plan_docs.py
+
 bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON
 	@$(BIN)/python -m bench.gateway $(ARGS)
 
@@ -111,6 +115,9 @@ bench-fair-queue: $(STAMP) ## Drift of tenants in random schedules of the fair q
 
 bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RAG load, with a report (half an hour)
 	@$(BIN)/python -m bench.rag $(ARGS)
+
+bench-plan: $(STAMP) ## kvferry plan after calibration beside real engines on this CPU (five minutes); the last line is JSON
+	@$(BIN)/python -m bench.plan_reality $(ARGS)
 
 bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the same bytes and descriptors; the last line is JSON
 	@$(BIN)/python -m bench.handoff $(ARGS)

@@ -42,6 +42,7 @@ _RAY_TESTS = (
     "tests/cluster/test_keepers.py",
     "tests/cluster/test_chaos.py",
     "tests/deploy/test_ray.py",
+    "tests/deploy/test_plan_emits.py::test_an_emitted_serve_file_starts_on_a_local_ray",
 )
 
 

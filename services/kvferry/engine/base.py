@@ -290,11 +290,13 @@ class EngineInfo:
     model: str
     max_model_len: int
     block_size: int  # tokens per KV page
-    page_bytes: int  # bytes of one KV page over all layers
+    page_bytes: int  # bytes of one KV page over all layers and ranks, copies included
     num_pages: int
     kv_cache_dtype: str
     num_cpu_pages: int = 0  # capacity of the CPU tier
     exchange: ExchangeFields = ()
+    # Memory of all pages. Layers with windows share block ids, so it may be less than num_pages * page_bytes. 0: equal.
+    pool_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

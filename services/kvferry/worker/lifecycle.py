@@ -192,7 +192,7 @@ class WorkerHost:
             role=self._kind.value,
             worker_id=self.worker_id,
             capacities={
-                DEVICE_TIER: info.num_pages * info.page_bytes,
+                DEVICE_TIER: info.pool_bytes or info.num_pages * info.page_bytes,
                 CPU_TIER: info.num_cpu_pages * info.page_bytes,
             },
             prompt_tokens=self.server.prompt_tokens,

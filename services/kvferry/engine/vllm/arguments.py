@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.config import EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.model_folder import cache_folder
 from kvferry.pages.exchange import WEIGHTS
+from kvferry.pages.geometry.config_json import from_config
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"
@@ -178,28 +179,39 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
 def describe(
     vllm_config: Any, engine_id: EngineId, model_folder: str, *, weights: str, cpu_bytes: int = 0
 ) -> EngineInfo:
-    import torch
-
     from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields, page_dtype, type_name
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    dtype = page_dtype(vllm_config)
-    per_token = (
-        2
-        * model.get_num_layers(parallel)
-        * model.get_num_kv_heads(parallel)
-        * parallel.tensor_parallel_size
-        * model.get_head_size()
-        * torch.empty((), dtype=dtype).element_size()
-    )
+    pages = page_sizes(vllm_config)
     return EngineInfo(
         engine_id=engine_id,
         model=model_folder,
         max_model_len=model.max_model_len,
         block_size=cache.block_size,
-        page_bytes=per_token * cache.block_size,
+        page_bytes=pages.page_bytes,
         num_pages=cache.num_gpu_blocks,
-        kv_cache_dtype=type_name(dtype),
-        num_cpu_pages=cpu_bytes // (per_token * cache.block_size),
+        kv_cache_dtype=type_name(page_dtype(vllm_config)),
+        num_cpu_pages=cpu_bytes // pages.page_bytes,
         exchange=exchange_fields(vllm_config, weights=weights),
+        pool_bytes=cache.num_gpu_blocks * pages.block_bytes * parallel.tensor_parallel_size,
     )
+
+
+class PageSizes(NamedTuple):
+    page_bytes: int  # of `block_size` tokens in all layers, over all tensor-parallel ranks
+    block_bytes: int  # of one block id of the engine's pool, on one rank
+
+
+def page_sizes(vllm_config: Any) -> PageSizes:
+    """Return the sizes of pages of a model that is served. Raises ConfigError for a model whose pages are not known."""
+    from kvferry.engine.vllm.plugins.exchange_fields import kv_cache_dtype
+
+    cache, ranks = vllm_config.cache_config, vllm_config.parallel_config.tensor_parallel_size
+    model, dtype = vllm_config.model_config, kv_cache_dtype(vllm_config)
+    geometry = from_config(model.hf_config.to_dict(), name=model.architecture)
+    page_bytes = geometry.bytes_per_token(dtype, ranks) * cache.block_size
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        # All layers have one block table, also those with a window.
+        return PageSizes(page_bytes * ranks, page_bytes)
+    pool = geometry.pool(dtype, block_size=cache.block_size, tensor_parallel_size=ranks)
+    return PageSizes(page_bytes * ranks, pool.block_bytes)

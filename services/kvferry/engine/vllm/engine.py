@@ -52,6 +52,8 @@ from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, st
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.model_folder import cache_folder
+from kvferry.pages.geometry.kv_dtypes import kv_dtype
+from kvferry.quality.report import QualityReport, read_report, why_not_shown
 from kvferry.tenancy.outcome import TenantUsage
 
 if TYPE_CHECKING:
@@ -86,6 +88,8 @@ class VllmEngine:
         self._has_tenants = has_tenants
         self._engine_id: EngineId | None = None
         self._weights = ""
+        self._weights_digest = ""
+        self._quality: QualityReport | None = None
         self._model_folder = model_folder
         self._model = model
         self._config = engine
@@ -113,8 +117,10 @@ class VllmEngine:
         self._engine_id = engine_id = EngineId(secrets.token_hex(16))
         # A revision is a name that an operator gives; two folders may have the same one.
         digest = await asyncio.to_thread(weights_revision, Path(self._model_folder), cache_folder() / "weights")
+        self._weights_digest = digest
         self._weights = f"{self._model.revision}:{digest}" if self._model.revision else digest
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
+        self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
         try:
             await asyncio.wait_for(asyncio.to_thread(self._build, engine_id), self._config.start_timeout_s)
         except TimeoutError:
@@ -161,6 +167,7 @@ class VllmEngine:
             vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if reason := why_refused(vllm_config, has_tiers=self._tier.enabled):
                 raise UnsupportedEngine(reason)
+            self._require_quality(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
             )
@@ -178,6 +185,24 @@ class VllmEngine:
             weights=self._weights,
             cpu_bytes=cpu_tier_bytes(self._tier),
         )
+
+    def _require_quality(self, vllm_config: Any) -> None:
+        if self._quality is None:
+            return
+        from vllm import __version__
+
+        from kvferry.engine.vllm.plugins.exchange_fields import kv_cache_dtype
+
+        reason = why_not_shown(
+            self._quality,
+            weights=self._weights_digest,
+            revision=self._model.revision,
+            kv_cache_dtype=kv_dtype(kv_cache_dtype(vllm_config)).name,
+            vllm=__version__,
+            device=self._config.device,
+        )
+        if reason:
+            raise UnsupportedEngine(f"engine.quality_report {self._config.quality_report}: {reason}")
 
     def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
         tiers = None

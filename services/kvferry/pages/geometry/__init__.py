@@ -1,0 +1,1 @@
+"""Bytes of KV pages, computed from a model's configuration. Pure."""

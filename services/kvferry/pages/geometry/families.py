@@ -1,0 +1,221 @@
+"""Which layers of a model keep what of a sequence, by `model_type`, as vLLM 0.32 serves it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.errors import ConfigError
+from kvferry.pages.geometry.config_fields import ConfigFields
+from kvferry.pages.geometry.heads import head_dim, num_kv_heads, windowed_layers
+from kvferry.pages.geometry.layers import KvLayers, LatentLayers, LayerGroup
+from kvferry.pages.geometry.state_families import STATE_FAMILIES
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_INDEX_SCALE_BYTES, _INDEX_VALUES_PER_SCALE = 4, 128
+
+# Values that transformers supplies where config.json leaves a field out.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"sliding_window": 4096, "head_dim": 256},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
+    "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "head_dim": 128},
+    "cohere2": {"sliding_window": 4096},
+    "falcon": {"multi_query": True, "max_position_embeddings": 2048},
+    "bloom": {"max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "hunyuan": {},
+}
+# One pattern repeats: the last layer of so many attends to all tokens, the others to a window.
+_PATTERN_FIELDS = ("sliding_window_pattern", "_sliding_window_pattern")
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "cohere2": 4, "olmo3": 4, "gpt_oss": 2}
+# Their sliding_window counts only with use_sliding_window.
+_SWITCHED_WINDOWS = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+_WINDOW_BESIDE_ITSELF = frozenset({"cohere2"})  # the window does not count the present token
+
+_DENSE = frozenset(
+    {
+        "bloom",
+        "cohere",
+        "cohere2",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_oss",
+        "gptj",
+        "granite",
+        "granitemoe",
+        "internlm2",
+        "llama",
+        "minimax_m2",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "phimoe",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_vl_moe_text",
+        "qwen3_vl_text",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
+)
+_SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+_LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}) | _SPARSE
+
+
+def model_types() -> frozenset[str]:
+    return _DENSE | _LATENT | frozenset(_OTHERS) | frozenset(STATE_FAMILIES)
+
+
+def layers_of(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Raises ConfigError for a missing field."""
+    if make := STATE_FAMILIES.get(fields.model_type) or _OTHERS.get(fields.model_type):
+        return make(fields, num_layers)
+    if fields.model_type in _LATENT and fields.get("kv_lora_rank") is not None:
+        return _latent(fields, num_layers)
+    return _dense(fields, num_layers)
+
+
+def _dense(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    return windowed_layers(fields, _windows(fields, num_layers))
+
+
+def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
+    """Return each layer's window; None keeps every token."""
+    if fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window"):
+        return [None] * num_layers
+    kinds = _layer_kinds(fields, num_layers)
+    if kinds is None:
+        return [fields.count("sliding_window") or None] * num_layers
+    if unknown := set(kinds) - {_FULL, _SLIDING}:
+        raise ConfigError(f"layers of kind {', '.join(sorted(map(str, unknown)))[:80]} are not known")
+    if _SLIDING not in kinds:
+        return [None] * num_layers
+    window = fields.size("sliding_window") + (fields.model_type in _WINDOW_BESIDE_ITSELF)
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _layer_kinds(fields: ConfigFields, num_layers: int) -> list[Any] | None:
+    if (given := fields.layer_list("layer_types", num_layers)) is not None:
+        return given
+    every = fields.optional_size(*_PATTERN_FIELDS) or _PATTERNS.get(fields.model_type)
+    if every is None:
+        return None
+    return [_SLIDING if (i + 1) % every else _FULL for i in range(num_layers)]
+
+
+def _latent(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Sparse attention stores an index, unless a layer uses an earlier one's choice."""
+    dims = fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
+    index = 0
+    num_indexed = 0
+    if fields.model_type in _SPARSE:
+        values = fields.size("index_head_dim")
+        index = values + values // _INDEX_VALUES_PER_SCALE * _INDEX_SCALE_BYTES
+        num_indexed = sum(_has_index(fields, i) for i in range(num_layers))
+    layers = (LatentLayers(num_indexed, *dims, index), LatentLayers(num_layers - num_indexed, *dims))
+    return tuple(each for each in layers if each.num_layers)
+
+
+def _has_index(fields: ConfigFields, layer: int) -> bool:
+    pattern = fields.text("index_topk_pattern")
+    if pattern:
+        return layer >= len(pattern) or pattern[layer] != "S"
+    every, offset = fields.optional_size("index_topk_freq") or 1, fields.get("index_skip_topk_offset")
+    return max(layer - (2 if offset is None else offset) + 1, 0) % every == 0
+
+
+def _gemma4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Full layers have heads of their own; the last layers read earlier ones' pages."""
+    num_shared = fields.count("num_kv_shared_layers", most=num_layers - 1)
+    windows = _windows(fields, num_layers)[: num_layers - num_shared]
+    heads, dim = num_kv_heads(fields), head_dim(fields)
+    global_dim = fields.optional_size("global_head_dim") or dim
+    global_heads = (
+        fields.optional_size("num_global_key_value_heads") if fields.flag("attention_k_eq_v") else 0
+    ) or heads
+    sizes = Counter((window, dim if window else global_dim, heads if window else global_heads) for window in windows)
+    return tuple(
+        KvLayers(count, num_heads, size, size, window=window) for (window, size, num_heads), count in sizes.items()
+    )
+
+
+def _mimo_v2(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Windowed layers have heads of their own; V is smaller than K."""
+    pattern = fields.layer_list("hybrid_layer_pattern", num_layers)
+    if pattern is None:
+        raise ConfigError("config.json lacks hybrid_layer_pattern")
+    window = fields.size("sliding_window_size", "sliding_window")
+    num_windowed = sum(each == 1 for each in pattern)
+    dim, window_dim = fields.size("head_dim"), fields.size("swa_head_dim")
+    full = KvLayers(
+        num_layers - num_windowed,
+        fields.size("num_key_value_heads"),
+        dim,
+        fields.optional_size("v_head_dim") or dim,
+    )
+    windowed = KvLayers(
+        num_windowed,
+        fields.size("swa_num_key_value_heads"),
+        window_dim,
+        fields.optional_size("swa_v_head_dim") or window_dim,
+        window=window,
+    )
+    return tuple(each for each in (full, windowed) if each.num_layers)
+
+
+def _llama4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Layers with rotary embeddings attend to chunks, the others to everything."""
+    with_rope = fields.layer_list("no_rope_layers", num_layers)
+    if not with_rope:
+        every = fields.size("no_rope_layer_interval")
+        with_rope = [int((i + 1) % every != 0) for i in range(num_layers)]
+    chunk = fields.optional_size("attention_chunk_size")
+    heads, dim = num_kv_heads(fields), head_dim(fields)
+    counts = Counter(chunk if has_rope else None for has_rope in with_rope)
+    return tuple(KvLayers(count, heads, dim, dim, chunk=chunk) for chunk, count in counts.items())
+
+
+def _gemma3n(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """The last layers read the pages of earlier ones."""
+    num_shared = fields.count("num_kv_shared_layers", most=num_layers - 1)
+    return windowed_layers(fields, _windows(fields, num_layers)[: num_layers - num_shared])
+
+
+def _hunyuan(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
+    """Cross-layer attention: one of so many layers stores pages for all."""
+    share = fields.size("cla_share_factor") if fields.flag("use_cla") else 1
+    heads, dim = num_kv_heads(fields), head_dim(fields)
+    return (KvLayers(-(-num_layers // share), heads, dim, dim),)
+
+
+_OTHERS: Mapping[str, Callable[[ConfigFields, int], tuple[LayerGroup, ...]]] = {
+    "llama4_text": _llama4,
+    "gemma4_text": _gemma4,
+    "mimo_v2": _mimo_v2,
+    "mimo_v2_flash": _mimo_v2,
+    "gemma3n_text": _gemma3n,
+    "hunyuan": _hunyuan,
+}

@@ -1,0 +1,1 @@
+"""The command `kvferry plan`: reads its inputs, asks the planner, shows the answer."""

@@ -1,0 +1,188 @@
+"""Ranks deployments that meet a demand, and says what binds and which change would gain most."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvferry.errors import ConfigError, KvferryError
+from kvferry.planner import kv_dtypes, layouts
+from kvferry.planner.models import WEIGHT_BYTES
+from kvferry.planner.question import Question
+from kvferry.planner.sizing import Candidate, Miss, size
+
+# In the order in which a message names them: what is nearest to a plan first.
+_MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU memory", "attention backend")
+
+
+class NoPlan(KvferryError):
+    """Nothing meets the demand; the message says by how much the nearest candidates miss it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of one thing, and the best plan with it. `saving` is the share of cost, or of GPUs, that it saves."""
+
+    what: str
+    candidate: Candidate
+    saving: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """What one tier of the whole deployment holds, and how fast a mean prompt comes back from it."""
+
+    name: str
+    num_bytes: float
+    num_tokens: float
+    num_requests: float
+    load_s: float | None  # None: it is there already
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Candidates, best first, of all legal layouts that meet the demand."""
+
+    question: Question
+    candidates: tuple[Candidate, ...]
+    misses: tuple[Miss, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    def tiers(self) -> Iterator[TierRoom]:
+        """Yield device memory and the lower tiers of the best candidate."""
+        best, question = self.best, self.question
+        demand = question.demand
+        tokens = math.ceil(demand.request_tokens)
+        ranks = best.layout.tensor_parallel_size
+        per_request = best.room.pool.bytes_of_sequence(tokens) * ranks
+        device = best.room.num_pages_in_all * best.room.pool.block_bytes * ranks * best.num_decode
+        sizes = {
+            "device": (device, None),
+            "cpu": (question.cpu_tier_bytes * best.num_nodes, False),
+            "volume": (question.volume_tier_bytes * best.num_nodes, True),
+        }
+        for name, (num_bytes, from_volume) in sizes.items():
+            if num_bytes:
+                load_s = (
+                    None if from_volume is None else best.engine.load_s(demand.prompt.mean, from_volume=from_volume)
+                )
+                requests = num_bytes / per_request
+                yield TierRoom(name, num_bytes, requests * tokens, requests, load_s)
+
+
+def make(question: Question) -> Plan:
+    """Raises ConfigError for illegal sizes, and NoPlan where nothing meets the demand."""
+    candidates, misses = _all(question)
+    if not candidates:
+        raise NoPlan(_no_plan(misses))
+    return Plan(question, tuple(candidates), tuple(misses), tuple(_changes(question, candidates[0])))
+
+
+def _all(question: Question) -> tuple[list[Candidate], list[Miss]]:
+    candidates: list[Candidate] = []
+    misses: list[Miss] = []
+    modes = {"any": (False, True), "aggregated": (False,), "disaggregated": (True,)}[question.mode]
+    for name, gpu in question.gpus.items():
+        for layout in layouts.legal(
+            question.model,
+            gpu,
+            tensor_parallel=question.tensor_parallel_size,
+            pipeline_parallel=question.pipeline_parallel_size,
+        ):
+            for disaggregated in modes:
+                found = size(question, name, layout, disaggregated=disaggregated)
+                if isinstance(found, Candidate):
+                    candidates.append(found)
+                else:
+                    misses.append(found)
+    candidates.sort(key=_rank)
+    misses.sort(key=lambda miss: miss.factor)
+    return candidates, misses
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, int, int, int, bool]:
+    # By cost; those without a price after all others, by GPUs. Ties: the simpler layout.
+    cost = candidate.usd_per_hour
+    layout = candidate.layout
+    return (
+        cost is None,
+        cost or 0.0,
+        candidate.num_gpus,
+        layout.pipeline_parallel_size,
+        layout.tensor_parallel_size,
+        layout.expert_parallel,
+    )
+
+
+def _no_plan(misses: list[Miss]) -> str:
+    # Name the nearest candidate for each thing that is missing; those that miss an objective first.
+    if not misses:
+        return "no layout is legal for this model on these GPUs"
+    nearest: dict[str, Miss] = {}
+    for miss in misses:
+        nearest.setdefault(miss.what, miss)
+    lines = ["no layout meets the demand; the nearest for each thing that is missing:"]
+    for miss in sorted(nearest.values(), key=lambda miss: _MISSES.index(miss.what)):
+        by = "" if math.isinf(miss.factor) else f" ({miss.factor:.3g} times too much)"
+        lines.append(f"  {miss.what}: {miss.gpu_name} {miss.layout.text()}: {miss.message}{by}")
+    return "\n".join(lines)
+
+
+def _changes(question: Question, best: Candidate) -> list[Change]:
+    # Return changes that save something, best first: each is planned anew, with everything else as it is.
+    found = []
+    for what, changed in _variants(question, best):
+        candidates, _ = _all(changed)
+        if candidates and (saving := _saving(best, candidates[0])) > 0:
+            found.append(Change(what, candidates[0], saving))
+    found.sort(key=lambda change: -change.saving)
+    return found
+
+
+def _saving(before: Candidate, after: Candidate) -> float:
+    old, new = before.usd_per_hour, after.usd_per_hour
+    if old is not None and new is not None:
+        return 1 - new / old
+    return 1 - after.num_gpus / before.num_gpus
+
+
+def _variants(question: Question, best: Candidate) -> Iterator[tuple[str, Question]]:
+    same_gpu = question.with_changes(gpus={best.gpu_name: best.gpu})
+    demand = question.demand
+    for dtype in ("fp8", "nvfp4"):
+        if not dtype.startswith(question.kv_dtype[:3]) and _dtype_fits(same_gpu, dtype, best):
+            yield f"KV pages in {dtype} instead of {question.kv_dtype}", same_gpu.with_changes(kv_cache_dtype=dtype)
+    if WEIGHT_BYTES[question.model.weights] > 1 and not best.gpu.is_cpu:
+        model = dataclasses.replace(question.model, weights="fp8")
+        yield f"weights in fp8 instead of {question.model.weights}", same_gpu.with_changes(model=model)
+    if question.gpu_memory_utilization < 0.95:
+        yield "gpu_memory_utilization 0.95", same_gpu.with_changes(gpu_memory_utilization=0.95)
+    if demand.prefix_share + demand.restored_share < 0.45:
+        shared = dataclasses.replace(demand, prefix_share=demand.prefix_share + 0.5)
+        yield "half of each prompt shared by all requests", same_gpu.with_changes(demand=shared)
+    yield (
+        "TPOT objective twice as long",
+        same_gpu.with_changes(demand=dataclasses.replace(demand, tpot_s=2 * demand.tpot_s)),
+    )
+    yield (
+        "TTFT objective twice as long",
+        same_gpu.with_changes(demand=dataclasses.replace(demand, ttft_s=2 * demand.ttft_s)),
+    )
+
+
+def _dtype_fits(question: Question, dtype: str, best: Candidate) -> bool:
+    changed = question.with_changes(kv_cache_dtype=dtype)
+    if not kv_dtypes.support(dtype, best.gpu, weights=question.model.weights).runs:
+        return False
+    try:
+        changed.model.geometry.bytes_per_token(dtype)
+    except ConfigError:
+        return False
+    return True

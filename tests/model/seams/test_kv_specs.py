@@ -1,0 +1,180 @@
+"""pages/geometry computes the sizes that vLLM's own layers and pool have, of the model matrix and of real models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import tiny_models
+from kvferry.model_catalogue import catalogue
+from kvferry.pages.geometry.config_json import from_config
+from kvferry.pages.geometry.layers import LatentLayers
+from support.vllm_kv_specs import built_model, our_pages, sizes_of, vllm_pages, vllm_process_group
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+BLOCK_SIZE = 32
+MLA_BLOCK_SIZE = 16  # of vLLM's MLA on CPUs, whatever is asked for
+
+# vLLM needs a GPU to build its layers. Its pages are those of Qwen2.
+NEEDS_A_GPU = frozenset({"qwen2-dual-chunk"})
+TINY = sorted((tiny_models.SHOWN.keys() | tiny_models.REFUSED.keys()) - NEEDS_A_GPU)
+# Types of pages that vLLM 0.32 takes on the CPU for every model; others are refused when it builds the layers.
+CPU_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+
+# Real config.json files, as the catalogue has them; the language models of multimodal ones under their own class.
+TEXT_CLASSES = {
+    "llama4_text": "Llama4ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+}
+# Fields that vLLM needs to build the layers, and sizes of pages do not depend on.
+BUILT_WITH: Mapping[str, Mapping[str, Any]] = {
+    "gemma-4-26B-A4B": {"moe_intermediate_size": 704, "enable_moe_block": True},
+    "MiniMax-M2.5": {"rotary_dim": 64, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
+    "MiMo-V2-Flash": {
+        "layernorm_epsilon": 1e-5,
+        "moe_layer_freq": [0] + [1] * 47,
+        "moe_intermediate_size": 2048,
+        "intermediate_size": 16384,
+        "swa_num_attention_heads": 64,
+        "swa_rope_theta": 10000,
+        "rope_theta": 5000000,
+        "partial_rotary_factor": 0.334,
+        "attention_bias": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
+# vLLM's Falcon does not take the type of pages that it is given.
+ALWAYS_UNQUANTIZED = frozenset({"Falcon-7B"})
+REAL = (
+    "SmolLM2-135M-Instruct", "Llama-3.1-70B", "Llama-3.1-405B", "Llama-4-Scout", "Mixtral-8x22B-v0.1",
+    "Mistral-7B-v0.1", "Qwen2.5-72B", "Qwen3-235B-A22B", "DeepSeek-V3", "gpt-oss-20b", "Gemma-2-9B", "Gemma-3-27B",
+    "gemma-4-26B-A4B", "Falcon-7B", "Phi-3-mini-4k", "MiniMax-M2.5", "MiMo-V2-Flash", "Nemotron-H-56B", "OLMo-2-7B",
+    "Granite-3.3-8B",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        with vllm_process_group():
+            yield
+
+
+def compare(config: Mapping[str, Any], *, kv_cache_dtype: str = "auto", ranks: int = 1, device: str = "meta") -> None:
+    geometry = from_config(config)
+    vllm = vllm_pages(
+        config,
+        tensor_parallel_size=ranks,
+        device=device,
+        dtype=geometry.dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=BLOCK_SIZE,
+    )
+    block_size = MLA_BLOCK_SIZE if isinstance(geometry.groups[0], LatentLayers) else BLOCK_SIZE
+    dtype = geometry.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    assert our_pages(geometry, dtype, block_size, vllm) == vllm
+
+
+def tiny_config(name: str, folder: Path) -> dict[str, Any]:
+    tiny_models.write_config(name, folder)
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return values | {"dtype": values.get("dtype") or "float32"}
+
+
+def real_config(name: str) -> dict[str, Any]:
+    config = dict(next(entry.config for entry in catalogue() if entry.name == name))
+    extra = BUILT_WITH.get(name, {})
+    config.pop("quantization_config", None)
+    if "text_config" in config:
+        text = dict(config["text_config"])
+        return text | {"architectures": [TEXT_CLASSES[text["model_type"]]], "dtype": "bfloat16"} | extra
+    return config | extra
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_models_of_the_matrix_take_what_geometry_says(name: str, tmp_path: Path) -> None:
+    config = tiny_config(name, tmp_path)
+    # ALiBi is computed when the layer is built.
+    device = "cpu" if name == "bloom" else "meta"
+    for kv_cache_dtype in CPU_DTYPES:
+        compare(config, kv_cache_dtype=kv_cache_dtype, device=device)
+    compare(config, ranks=2, device=device)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_take_what_geometry_says(name: str) -> None:
+    config = real_config(name)
+    compare(config)
+    if name not in ALWAYS_UNQUANTIZED:
+        compare(config, kv_cache_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama-3.1-405B", "Qwen3-235B-A22B", "MiMo-V2-Flash", "Nemotron-H-56B", "DeepSeek-V3"]
+)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_ranks_take_what_geometry_says(name: str, ranks: int) -> None:
+    compare(real_config(name), ranks=ranks)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2", "gemma3", "gpt-oss", "falcon-h1", "qwen3-next"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engines_pages_are_described_by_what_they_take(name: str, ranks: int, tmp_path: Path) -> None:
+    """`EngineInfo.page_bytes` and `pool_bytes`: once two sides of all heads, whatever the layers were."""
+    from kvferry.engine.vllm.arguments import page_sizes
+
+    config = tiny_config(name, tmp_path)
+    with built_model(config, tensor_parallel_size=ranks, dtype="float32", block_size=BLOCK_SIZE) as vllm_config:
+        ours, vllm = page_sizes(vllm_config), sizes_of(vllm_config)
+    assert ours.page_bytes == vllm.token_bytes * vllm.block_size * ranks
+    assert ours.block_bytes == vllm.block_bytes
+
+
+def test_scaled_types_have_the_sizes_of_vllms_backends() -> None:
+    """Of backends for GPUs, which no model can be built with here."""
+    import torch
+    from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
+
+    from kvferry.pages.geometry.kv_dtypes import kv_dtype
+
+    def spec(kind: Any, name: str, **sizes: Any) -> Any:
+        dtype = torch.int8 if name.startswith("int8") else torch.uint8
+        return kind(block_size=1, dtype=dtype, kv_quant_mode=get_kv_quant_mode(name), **sizes)
+
+    for name in ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"):
+        page = TritonAttentionBackend.customize_spec(spec(FullAttentionSpec, name, num_kv_heads=3, head_size=128))
+        assert page.page_size_bytes == 3 * 2 * kv_dtype(name).head_bytes(128), name
+    # FlashInfer's backend has two slots of this size for each head, and cannot be imported without a GPU.
+    assert kv_dtype("nvfp4").head_bytes(128) == kv_dtype("nvfp4_4over6").head_bytes(128) == nvfp4_kv_cache_full_dim(128)
+    for name in ("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"):
+        page = TritonMLABackend.customize_spec(spec(MLAAttentionSpec, name, num_kv_heads=1, head_size=576))
+        assert page.page_size_bytes == kv_dtype(name).latent_bytes(512, 64), name
+
+
+def test_latents_of_sparse_attention_have_the_sizes_of_vllms_layers() -> None:
+    """Sparse attention is built on GPUs only: its two constants are compared with vLLM's source."""
+    import inspect
+
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    from kvferry.pages.geometry.kv_dtypes import kv_dtype
+
+    source = inspect.getsource(MLAAttention.get_kv_cache_spec)
+    for name in ("fp8_ds_mla", "nvfp4_ds_mla"):
+        assert f'"{name}": {kv_dtype(name).latent_bytes(512, 64)}' in source

@@ -1,0 +1,88 @@
+"""`kvferry quality` on real engines: a wrong scale is found, and what cannot be measured is refused before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench.tiny_models import make_model
+from kvferry import config as configuration
+from kvferry.cli import main
+from kvferry.config import EngineConfig, ModelConfig
+from kvferry.errors import UnsupportedEngine
+from kvferry.quality.report import why_not_shown, write_report
+from kvferry.quality.samples import load_dataset
+
+pytestmark = pytest.mark.model
+
+pytest.importorskip("vllm")
+
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_size": 256, "vocab_size": 1000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-cache-dtype", "fp7"], "KV cache dtype 'fp7' is not known"),
+        (["--kv-cache-dtype", "int8"], "attention on CPUs has no pages of type int8_per_token_head"),
+        (["--kv-cache-dtype", "bf16", "--lengths", "9000"], "9000 and 64 scored tokens exceed the context of 8192"),
+        (["--kv-cache-dtype", "bf16", "--baseline", "nvfp4"], "no pages of type nvfp4"),
+        (["--kv-cache-dtype", "bf16", "--set", "engine.device=gpu"], "no GPU is here"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_an_engine_runs(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["quality", *arguments])
+    assert (result.exit_code, message in result.output) == (2, True), result.output
+
+
+def test_a_folder_without_heads_is_refused(tmp_path: Path) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "num_attention_heads"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8", "--model", str(tmp_path)])
+    assert (result.exit_code, "lacks num_attention_heads" in result.output) == (2, True), result.output
+
+
+async def test_scales_that_are_wrong_by_eight_are_found(tmp_path: Path) -> None:
+    """On vLLM's own pages: keys and values are written with a scale of 8 and read with 1."""
+    from kvferry.engine.vllm.engine import VllmEngine
+    from kvferry.engine.vllm.quality_measure import Settings, measure
+
+    folder = make_model("qwen3", tmp_path / "model")
+    config = configuration.load(flags=[f"model.path={json.dumps(str(folder))}"])
+    settings = Settings(
+        dtypes=("fp8_e4m3",),
+        baseline="auto",
+        lengths=(64, 200),
+        num_samples=3,
+        num_scored_tokens=8,
+        num_tasks=2,
+        budget=0.005,
+        timeout_s=250,
+        worker_extension="support.spoiled_scales.SpoiledScales",
+    )
+    said: list[str] = []
+    (report,) = measure(config, settings, load_dataset(None), said.append)
+    assert report.verdict == "fail"
+    assert [length.verdict for length in report.lengths] == ["fail", "fail"]
+    assert all(length.divergence_nats.low is not None for length in report.lengths)
+    assert all(length.divergence_nats.low > 0.1 for length in report.lengths if length.divergence_nats.low)
+    assert (report.mode, report.kv_cache_dtype, report.baseline_kv_cache_dtype) == ("engine", "fp8_e4m3", "float32")
+    assert "scales are not calibrated" in report.warnings[0]
+    assert len(said) == 2 * (1 + 2 + 1)  # both engines: started, two lengths, tasks
+    assert "verdict is 'fail'" in why_not_shown(report)
+
+    # The file does not let an engine start, neither by its verdict nor for the type that the engine would have.
+    file = tmp_path / "report.json"
+    write_report(report, file)
+    engine = VllmEngine(str(folder), ModelConfig(), EngineConfig(quality_report=file), producer=True)
+    with pytest.raises(UnsupportedEngine, match=r"kv_cache_dtype 'fp8_e4m3'; 'float32' is configured.*'fail'"):
+        await engine.start()
+    await engine.stop()

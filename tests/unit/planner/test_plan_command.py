@@ -1,0 +1,205 @@
+"""The command `kvferry plan`: exit codes, inputs and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvferry.cli import main
+from kvferry.errors import ConfigError
+from kvferry.plan_commands import inputs
+
+ROOT = Path(__file__).resolve().parents[3]
+SCENARIOS = ROOT / "loadtest" / "kvferry_loadtest" / "scenarios"
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *words])
+
+
+def planned(*words: str) -> Any:
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refused(*words: str, code: int = 2) -> str:
+    result = run(*words)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_the_answer_has_the_bytes_of_a_token() -> None:
+    found = planned("llama-3.1-70b", "--context", "131072", "--kv-cache-dtype", "fp8")
+    assert found["kv_bytes_per_token"] == 163_840
+    assert found["kv_bytes_of_longest_request"] == 131_072 * 163_840
+
+
+def test_a_table_says_what_binds_what_would_help_and_what_is_assumed() -> None:
+    shown = run("llama-3.1-70b", "--users", "64", "--gpu", "h100", "--bars", "--explain")
+    assert shown.exit_code == 0
+    for words in ("binds", "next best", "assumed", "price", "memory of one GPU", "decode step", "prefill_mfu 0.5"):
+        assert words in shown.stdout
+    assert "not measurements on GPUs" in shown.stdout
+
+
+def test_bad_input_is_named() -> None:
+    assert "names like it: Llama-3.1" in refused("llama-3.1-71b")
+    assert "MODEL is missing" in refused()
+    assert "legal here: 1, 2, 4, 8" in refused("llama-3.1-70b", "--tp", "3", "--gpu", "h100")
+    assert "unknown; known are a100" in refused("llama-3.1-8b", "--gpu", "h300")
+    assert "expected NAME=NUMBER" in refused("llama-3.1-8b", "--assume", "prefill_mfu")
+    assert "--profile 'chats'" in refused("llama-3.1-8b", "--profile", "chats")
+    assert "either --users" in refused("llama-3.1-8b", "--users", "3", "--rate", "3")
+    assert "times too much" in refused("llama-3.1-405b", "--tpot", "0.001", code=1)
+    assert "vLLM 0.32 has no KV cache dtype" in refused("llama-3.1-8b", "--kv-cache-dtype", "fp7", code=1)
+
+
+def test_a_config_without_heads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    assert "num_attention_heads" in refused(str(tmp_path))
+
+
+def test_what_kvferry_does_not_serve_is_not_emitted() -> None:
+    said = refused("llama-3.1-8b", "--gpu", "h100", "--kv-cache-dtype", "fp8", "--emit", "values.yaml")
+    assert "were not shown to answer the same" in said
+    assert "--emit vllm" in said
+
+
+def test_published_figures_are_listed() -> None:
+    shown = run("--published")
+    assert shown.exit_code == 0
+    assert "003.ctx.405b.4k" in shown.stdout
+    assert "x 0.656" in shown.stdout
+    assert "53 do not hold" in shown.stdout
+    listed = json.loads(run("--published", "--json").stdout)
+    assert len(listed) == 358
+    assert sum(each["kind"] == "error" for each in listed) == 53
+
+
+@pytest.mark.parametrize("listed", ["gpus", "profiles", "rules", "settings"])
+def test_the_data_are_shown(listed: str) -> None:
+    shown = run("--list", listed)
+    assert shown.exit_code == 0
+    assert len(shown.stdout.splitlines()) > 10
+
+
+def test_a_profile_gives_demand_and_tiers() -> None:
+    found = planned("llama-3.1-8b", "--profile", "rag", "--users", "32", "--gpu", "h200")
+    assert found["demand"]["context_tokens"] == 32_768
+    assert found["demand"]["ttft_s"] == 2.0
+    assert {tier["tier"] for tier in found["tiers"]} == {"device", "cpu", "volume"}
+    assert found["layouts"][0]["disaggregated"]
+
+
+def test_options_go_before_a_profile() -> None:
+    found = planned("llama-3.1-8b", "--profile", "chat", "--users", "8", "--ttft", "3", "--gpu", "h100")
+    assert (found["demand"]["ttft_s"], found["demand"]["tpot_s"]) == (3.0, 0.03)
+
+
+def test_a_trace_gives_lengths_and_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 500 * i, "input_length": 1000 + i, "output_length": 100} for i in range(101)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    demand = planned("llama-3.1-8b", "--trace", str(trace), "--gpu", "h100")["demand"]
+    assert demand["prompt_tokens"]["mean"] == 1050
+    assert demand["rate_per_s"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "no requests"),
+        ("{", "line 1: expected a JSON object"),
+        ("[]", "line 1: expected a JSON object"),
+        ('{"input_length": -1, "output_length": 1}', "line 1: expected input_length"),
+        ('{"input_length": 1, "output_length": true}', "line 1: expected output_length"),
+        ('{"input_length": 1, "output_length": 1}\n{"a": 1}', "line 2: expected input_length"),
+    ],
+)
+def test_a_bad_trace_is_refused_by_line(content: str, says: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(content)
+    assert says in refused("llama-3.1-8b", "--trace", str(trace))
+
+
+def test_a_trace_has_a_limit_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs.workload, "MAX_SAMPLES", 3)
+    trace = tmp_path / "trace.jsonl"
+    line = '{"input_length": 1, "output_length": 1}\n'
+    trace.write_text(line * 3)
+    inputs.read_trace(trace)
+    trace.write_text(line * 4)
+    with pytest.raises(ConfigError, match="over 3 requests"):
+        inputs.read_trace(trace)
+
+
+@pytest.mark.parametrize("name", ["rag-chat", "chat", "agent", "batch-summarise"])
+def test_scenarios_of_the_harness_are_read(name: str) -> None:
+    load = inputs.read_scenario(SCENARIOS / f"{name}.toml")
+    assert load.prompt.mean > 100
+    # A closed loop has no rate.
+    assert (load.rate_per_s is None) == (name == "batch-summarise")
+
+
+def test_the_rag_scenario_has_the_published_prompts() -> None:
+    load = inputs.read_scenario(SCENARIOS / "rag-chat.toml")
+    # 1,500 + 8,192 tokens, six turns of 200, 32-token answers between them; 12 requests a second.
+    assert load.prompt.mean == 1500 + 8192 + 3.5 * 200 + 2.5 * 32
+    assert load.rate_per_s == 12.0
+    assert load.ttft_s == 0.4
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("kind = 'burst'", "expected a scenario of kind rag, chat, agent, documents"),
+        ("kind = 'rag'", "expected a scenario of kind"),
+        ("kind = 'rag'\n[rag]\nturns = 3", "rag.system_tokens: missing"),
+        ("kind = 'chat'\n[chat]\nsystem_tokens = -1", "expected a number"),
+        ("=", "--scenario"),
+    ],
+)
+def test_a_bad_scenario_is_refused(content: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(content)
+    assert says in refused("llama-3.1-8b", "--scenario", str(file))
+
+
+def test_a_catalogue_of_the_user_wins(tmp_path: Path) -> None:
+    file = tmp_path / "gpus.yaml"
+    file.write_text("gpus: {h200: {prices: [{usd_per_hour: 3}]}}")
+    found = planned("llama-3.1-8b", "--gpu", "h200", "--catalogue", str(file))
+    assert found["layouts"][0]["usd_per_hour"] == 3
+    assert found["layouts"][0]["price"]["kind"] == "own"
+    assert "--catalogue" in refused("llama-3.1-8b", "--catalogue", str(tmp_path / "none.yaml"))
+
+
+def test_a_plot_is_a_png(tmp_path: Path) -> None:
+    file = tmp_path / "plan.png"
+    assert run("llama-3.1-8b", "--gpu", "h100", "--plot", str(file)).exit_code == 0
+    assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "No such file" in refused("llama-3.1-8b", "--gpu", "h100", "--plot", str(tmp_path / "no" / "x.png"))
+
+
+def test_cpus_compute_and_store_in_float32() -> None:
+    found = planned("default", "--gpu", "cpu-node", "--context", "1024", "--tpot", "1", "--kv-cache-gib", "1")
+    assert (found["weights"], found["kv_cache_dtype"], found["kv_bytes_per_token"]) == ("float32", "float32", 46_080)
+    assert found["layouts"][0]["gpu_memory_bytes"]["kv"] == 1 << 30
+    assert found["layouts"][0]["served_by_kvferry"]
+
+
+def test_calibration_needs_one_gpu_and_a_deployment() -> None:
+    assert "name the GPU that serves there" in refused("llama-3.1-8b", "--calibrate", "http://127.0.0.1:1")
+    said = refused("default", "--gpu", "cpu-node", "--context", "1024", "--calibrate", "http://127.0.0.1:1", code=1)
+    assert "--calibrate http://127.0.0.1:1" in said
+
+
+def test_a_profile_says_which_dtype_it_wants() -> None:
+    shown = run("llama-3.1-8b", "--profile", "rag", "--users", "8", "--gpu", "h100")
+    assert "wants KV pages in fp8" in shown.stdout

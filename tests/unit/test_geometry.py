@@ -1,0 +1,238 @@
+"""Bytes of KV pages by model: known values, windows, states, copies on ranks, and faults of config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import ConfigError
+from kvferry.model_catalogue import catalogue, find, geometry_of
+from kvferry.pages.geometry.config_fields import MAX_LAYERS
+from kvferry.pages.geometry.config_json import from_config
+from kvferry.pages.geometry.kv_dtypes import KV_DTYPES, kv_dtype
+from kvferry.pages.geometry.layers import KvLayers, LayerKind
+
+# Bytes of a token over all layers, while no window is full.
+KNOWN = {
+    ("Llama-3.1-8B", "bf16"): 131_072,
+    ("Llama-3.1-70B", "bf16"): 327_680,
+    ("Llama-3.1-70B", "fp8"): 163_840,
+    ("Llama-3.1-70B", "int8"): 168_960,
+    ("Llama-3.1-70B", "int4"): 87_040,
+    ("Llama-3.1-70B", "nvfp4"): 92_160,
+    ("Llama-3.1-405B", "bf16"): 516_096,
+    ("Qwen2.5-72B", "bf16"): 327_680,
+    ("Mistral-7B-v0.3", "bf16"): 131_072,
+    ("Mistral-7B-v0.1", "bf16"): 131_072,
+    ("Qwen3-235B-A22B", "bf16"): 192_512,
+    ("Qwen3-30B-A3B", "bf16"): 98_304,
+    ("DeepSeek-V3", "bf16"): 70_272,
+    ("DeepSeek-V3", "fp8_ds_mla"): 40_016,
+    ("Mixtral-8x22B-v0.1", "bf16"): 229_376,
+    ("Llama-2-7B", "bf16"): 524_288,
+    ("Falcon-7B", "bf16"): 8_192,
+    ("Hunyuan-Large", "bf16"): 131_072,
+    ("Gemma-3-27B", "bf16"): 507_904,  # 62 layers x 16 heads x 128 x 2 x 2
+    ("gpt-oss-20b", "bf16"): 49_152,  # 24 layers x 8 heads x 64 x 2 x 2
+    ("gpt-oss-120b", "bf16"): 73_728,
+    ("SmolLM2-135M-Instruct", "fp32"): 46_080,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(("model", "dtype"), KNOWN)
+def test_bytes_of_a_token_are_the_published_ones(model: str, dtype: str) -> None:
+    assert geometry_of(model).bytes_per_token(dtype) == KNOWN[model, dtype]
+
+
+class TestWindows:
+    def test_layers_with_a_full_window_take_no_more(self) -> None:
+        gemma, gpt_oss = geometry_of("Gemma-3-27B"), geometry_of("gpt-oss-20b")
+        assert gemma.lasting_bytes_per_token("bf16") == 10 * 16 * 128 * 2 * 2
+        assert gpt_oss.lasting_bytes_per_token("bf16") == 12 * 8 * 64 * 2 * 2
+        assert geometry_of("Mistral-7B-v0.1").lasting_bytes_per_token("bf16") == 0
+
+    def test_learned_sinks_take_no_pages(self) -> None:
+        groups = {group.kind: group for group in geometry_of("gpt-oss-20b").groups}
+        assert isinstance(window := groups[LayerKind.WINDOW], KvLayers)
+        assert (window.num_layers, window.window, groups[LayerKind.FULL].num_layers) == (12, 128, 12)
+
+    def test_a_long_sequence_takes_its_windows_and_a_page_beside(self) -> None:
+        mistral = geometry_of("Mistral-7B-v0.1")
+        pages = -(-(4096 - 1) // 16) + 1
+        assert mistral.bytes_of_sequence(32_768, "bf16") == pages * 16 * 131_072
+        # Tokens that are computed at once stay until they are.
+        assert mistral.bytes_of_sequence(32_768, "bf16", max_in_flight_tokens=2048) == (
+            (-(-(4095 + 2048) // 16) + 1) * 16 * 131_072
+        )
+        assert mistral.bytes_of_sequence(1, "bf16") == 16 * 131_072
+
+    def test_llama_4_keeps_one_chunk_in_three_of_four_layers(self) -> None:
+        kinds = {group.kind: group.num_layers for group in geometry_of("Llama-4-Scout").groups}
+        assert kinds == {LayerKind.CHUNK: 36, LayerKind.FULL: 12}
+
+
+class TestRanks:
+    def test_kv_heads_are_divided_and_then_copied(self) -> None:
+        llama = geometry_of("Llama-3.1-70B")
+        assert [llama.bytes_per_token("bf16", tp) for tp in (1, 2, 8, 16)] == [327_680, 163_840, 40_960, 40_960]
+        assert llama.bytes_per_token_of_all_ranks("bf16", 16) == 2 * 327_680
+
+    def test_every_rank_has_the_whole_latent(self) -> None:
+        deepseek = geometry_of("DeepSeek-V3")
+        assert deepseek.bytes_per_token("bf16", 8) == deepseek.bytes_per_token("bf16") == 70_272
+        assert deepseek.bytes_per_token_of_all_ranks("bf16", 8) == 8 * 70_272
+
+    def test_sizes_that_do_not_divide_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="64 attention heads cannot be divided among 3"):
+            geometry_of("Llama-3.1-70B").bytes_per_token("bf16", 3)
+        with pytest.raises(ConfigError, match="at least 1"):
+            geometry_of("Llama-3.1-70B").check_tensor_parallel(0)
+        six_heads = from_config(LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64})
+        with pytest.raises(ConfigError, match="6 KV heads cannot be divided among 4"):
+            six_heads.bytes_per_token("bf16", 4)
+
+
+class TestSequences:
+    @given(
+        num_tokens=st.integers(0, 200_000),
+        block_size=st.sampled_from([16, 32, 128]),
+        model=st.sampled_from(catalogue()),
+    )
+    def test_more_tokens_never_take_less(self, num_tokens: int, block_size: int, model: Any) -> None:
+        pool = model.geometry().pool("bf16", block_size=block_size)
+        here = pool.bytes_of_sequence(num_tokens)
+        assert here <= pool.bytes_of_sequence(num_tokens + 1)
+        assert here % pool.block_bytes == 0
+
+    @given(num_bytes=st.integers(0, 1 << 40), model=st.sampled_from(catalogue()))
+    def test_the_longest_sequence_fits_and_the_next_does_not(self, num_bytes: int, model: Any) -> None:
+        geometry = model.geometry()
+        longest = geometry.max_tokens_of_sequence(num_bytes, "bf16")
+        assert longest == 0 or geometry.bytes_of_sequence(longest, "bf16") <= num_bytes
+        assert longest == geometry.context_length or geometry.bytes_of_sequence(longest + 1, "bf16") > num_bytes
+
+    def test_a_pool_keeps_one_block_for_itself(self) -> None:
+        pool = geometry_of("Llama-3.1-8B").pool("bf16")
+        assert pool.block_bytes == 16 * 131_072
+        assert pool.num_sequences(1024, 129 * pool.block_bytes) == 2
+        assert pool.num_sequences(1024, 128 * pool.block_bytes) == 1
+        assert pool.num_sequences(1024, 0) == 0
+
+
+class TestDtypes:
+    def test_scales_are_counted(self) -> None:
+        sizes = {name: dtype.head_bytes(128) for name, dtype in KV_DTYPES.items() if not dtype.ds_mla_bytes}
+        assert sizes == {
+            "float32": 512, "bfloat16": 256, "float16": 256, "fp8_e4m3": 128, "fp8_e5m2": 128,
+            "fp8_per_token_head": 132, "int8_per_token_head": 132, "int4_per_token_head": 68,
+            "nvfp4": 72, "nvfp4_4over6": 72,
+        }  # fmt: skip
+
+    def test_types_that_a_model_cannot_have_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="heads of K and V"):
+            geometry_of("Llama-3.1-8B").bytes_per_token("fp8_ds_mla")
+        with pytest.raises(ConfigError, match="latents"):
+            geometry_of("DeepSeek-V3").bytes_per_token("nvfp4")
+        with pytest.raises(ConfigError, match="16 divides, not 72"):
+            from_config(LLAMA | {"head_dim": 72}).bytes_per_token("nvfp4")
+        with pytest.raises(ConfigError, match="'fp7' is not known; known are float32"):
+            kv_dtype("fp7")
+
+
+class TestFaults:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_attention_heads": None}, "lacks num_attention_heads or n_head"),
+            ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
+            ({"num_hidden_layers": MAX_LAYERS + 1}, f"num_hidden_layers is '{MAX_LAYERS + 1}'; expected"),
+            ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'; expected a whole number"),
+            ({"num_key_value_heads": True}, "num_key_value_heads is 'True'"),
+            ({"num_key_value_heads": -1}, "num_key_value_heads is '-1'"),
+            ({"hidden_size": float("inf")}, "hidden_size is 'inf'"),
+            ({"hidden_size": 513}, "lacks head_dim, and hidden_size 513 is no multiple of 8 heads"),
+            ({"model_type": None}, "lacks model_type"),
+            ({"model_type": "no-such"}, "model_type 'no-such' are not known; known are .*llama"),
+            ({"model_type": "t5"}, "is an encoder-decoder"),
+            ({"is_encoder_decoder": True}, "is an encoder-decoder"),
+            ({"layer_types": ["sliding_attention"] * 3}, "layer_types .*expected a list of 4 entries"),
+            ({"layer_types": [["sliding_attention"]] * 4}, "layer_types .*a text or number for each layer"),
+            ({"layer_types": ["sliding_attention"] * 4}, "lacks sliding_window"),
+            ({"layer_types": ["other"] * 4}, "layers of kind other are not known"),
+            ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "lacks qk_rope_head_dim"),
+            ({"model_type": "falcon_h1"}, "lacks mamba_expand"),
+        ],
+    )  # fmt: skip
+    def test_the_missing_field_is_named(self, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=f"my-model: .*{message}"):
+            from_config(LLAMA | change, name="my-model")
+
+    @given(st.dictionaries(st.sampled_from([*LLAMA, "layer_types", "head_dim", "text_config"]), st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=6,
+    )))  # fmt: skip
+    def test_no_value_gives_anything_but_a_config_error(self, change: dict[str, Any]) -> None:
+        try:
+            geometry = from_config(LLAMA | change)
+        except ConfigError:
+            return
+        assert geometry.num_layers >= 1
+
+    def test_unknown_models_are_named_with_near_ones(self) -> None:
+        with pytest.raises(ConfigError, match=r"no catalogue name.*names like it: Llama-3\.1-8B"):
+            geometry_of("llama-3.1-8x")
+        with pytest.raises(ConfigError, match=r"not a folder with a config\.json"):
+            geometry_of("/no/such/folder")
+
+    def test_a_folder_with_an_unusable_file_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.json"
+        for content, message in [("[1]", "no JSON object"), ("{", "cannot be read"), ("[" * 100_000, "cannot be read")]:
+            file.write_text(content, encoding="utf-8")
+            with pytest.raises(ConfigError, match=message):
+                geometry_of(str(tmp_path))
+        file.write_text(" " * ((4 << 20) + 1), encoding="utf-8")
+        with pytest.raises(ConfigError, match="more than 4194304 bytes"):
+            geometry_of(str(tmp_path))
+
+
+class TestCatalogue:
+    def test_entries_are_complete_and_readable(self) -> None:
+        entries = catalogue()
+        assert len(entries) >= 40
+        names = [name for entry in entries for name in {entry.name.lower(), entry.hub_id.lower()}]
+        assert len(names) == len(set(names))
+        for entry in entries:
+            geometry = entry.geometry()
+            assert geometry.bytes_per_token("fp8") > 0
+            assert geometry.num_parameters
+            assert geometry.num_active_parameters
+            assert geometry.num_active_parameters <= geometry.num_parameters
+            assert bool(geometry.num_experts) == (entry.num_active_parameters is not None)
+            assert entry.source
+            assert entry.date >= "2026"
+
+    def test_a_folder_wins_and_equals_the_entry(self, tmp_path: Path) -> None:
+        entry = find("meta-llama/Meta-Llama-3.1-8B")
+        assert entry is find("llama-3.1-8b") is not None
+        (tmp_path / "config.json").write_text(json.dumps(entry.config), encoding="utf-8")
+        assert geometry_of(str(tmp_path)).groups == entry.geometry().groups
+
+    def test_the_default_model_is_in_it(self) -> None:
+        assert geometry_of("default").name == "SmolLM2-135M-Instruct"

@@ -1,0 +1,256 @@
+"""Statistics, verdicts, obstacles, samples, result files and the command of `kvferry quality`, without an engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from kvferry.cli import main
+from kvferry.errors import ConfigError
+from kvferry.quality.obstacles import Hardware, find_obstacles
+from kvferry.quality.report import MAX_FILE_BYTES, QualityReport, read_report, why_not_shown, write_report
+from kvferry.quality.samples import MAX_DATASET_BYTES, SHIPPED, load_dataset, sample_text, task_prompts
+from kvferry.quality.statistics import Interval, interval_of_mean, interval_of_share
+from kvferry.quality.verdict import SampleScores, Verdict, by_length, exact_match, judge, worst
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_size": 256, "vocab_size": 1000, "max_position_embeddings": 4096,
+}  # fmt: skip
+CPU = Hardware("cpu", "a CPU", has_avx512=True)
+
+
+def report(**changes: Any) -> QualityReport:
+    interval = {"mean": 0.001, "low": 0.0, "high": 0.002}
+    length = {
+        "num_tokens": 1024, "num_samples": 4, "num_positions": 64, "divergence_nats": interval,
+        "baseline_perplexity": 9.0, "perplexity_ratio": interval, "agreement": 0.99, "verdict": "pass",
+    }  # fmt: skip
+    values = {
+        "format": 1, "verdict": "pass", "budget": 0.005, "mode": "engine", "kv_cache_dtype": "fp8_e4m3",
+        "compute_dtype": "float32", "baseline_kv_cache_dtype": "float32", "baseline_compute_dtype": "float32",
+        "model": "m", "weights": "w", "revision": "r", "vllm": "0.32.0", "device": "cpu", "hardware": "a CPU",
+        "lengths": [length], "exact_match": interval, "num_tasks": 4, "dataset": SHIPPED, "dataset_digest": "d",
+        "warnings": [], "date": "2026-11-25", "took_s": 1.0,
+    }  # fmt: skip
+    return msgspec.convert(values | changes, QualityReport)
+
+
+class TestStatistics:
+    def test_the_interval_of_a_mean_is_students(self) -> None:
+        # 1 to 5: mean 3, standard deviation sqrt(2.5), t(4) = 2.7764.
+        mean, low, high = interval_of_mean([1, 2, 3, 4, 5])
+        assert (mean, round(low, 4), round(high, 4)) == (3, 1.0368, 4.9632)
+
+    def test_it_holds_the_mean_as_often_as_it_says(self) -> None:
+        numbers = random.Random(1)
+        for size in (3, 8, 40):
+            intervals = (interval_of_mean([numbers.gauss(5, 2) for _ in range(size)]) for _ in range(4000))
+            share = sum(low <= 5 <= high for _, low, high in intervals) / 4000
+            assert share == pytest.approx(0.95, abs=0.012), size
+
+    def test_one_value_decides_nothing_and_an_endless_one_everything(self) -> None:
+        assert interval_of_mean([1.0]) == (1.0, -math.inf, math.inf)
+        assert interval_of_mean([1.0, math.nan]) == (math.inf, math.inf, math.inf)
+        with pytest.raises(ValueError, match="no values"):
+            interval_of_mean([])
+
+    def test_the_interval_of_a_share_is_wilsons(self) -> None:
+        share, low, high = interval_of_share(8, 10)
+        assert (share, round(low, 4), round(high, 4)) == (0.8, 0.4902, 0.9433)
+        assert interval_of_share(0, 5).low == pytest.approx(0, abs=1e-12)
+        assert interval_of_share(5, 5).high == pytest.approx(1)
+        with pytest.raises(ValueError, match="6 hits of 5"):
+            interval_of_share(6, 5)
+
+
+class TestVerdict:
+    def test_an_interval_with_the_budget_in_it_decides_nothing(self) -> None:
+        limit = math.log(1.005)
+        assert judge(Interval(0, -limit, limit), 0.005) is Verdict.PASS
+        assert judge(Interval(0, 0, limit * 1.01), 0.005) is Verdict.UNDECIDED
+        assert judge(Interval(1, limit * 1.01, 2), 0.005) is Verdict.FAIL
+        assert judge(interval_of_mean([math.nan, 1]), 0.005) is Verdict.FAIL
+
+    def test_the_worst_length_counts(self) -> None:
+        assert worst([Verdict.PASS, Verdict.UNDECIDED]) is Verdict.UNDECIDED
+        assert worst([Verdict.PASS, Verdict.FAIL, Verdict.UNDECIDED]) is Verdict.FAIL
+        with pytest.raises(ValueError, match="no verdicts"):
+            worst([])
+
+    @pytest.mark.parametrize(
+        ("divergences", "losses", "verdict"),
+        [
+            ([0.001, 0.0011, 0.0012], [2.001, 2.3, 1.9], "pass"),  # a noisy text does not hide a small divergence
+            ([0.001, 0.004, 0.009], [2.0, 2.0, 2.0], "undecided"),
+            ([0.02, 0.021, 0.022], [2.0, 2.0, 2.0], "fail"),
+            ([0.001, 0.0011, 0.0012], [2.2, 2.21, 2.19], "fail"),  # worse on the text, beyond noise
+        ],
+    )  # fmt: skip
+    def test_divergence_decides_and_a_proven_loss_fails(
+        self, divergences: Sequence[float], losses: Sequence[float], verdict: str
+    ) -> None:
+        scores = [SampleScores(1024, kl, 2.0, loss, 60, 64) for kl, loss in zip(divergences, losses, strict=True)]
+        (result,) = by_length(scores, 0.005)
+        assert result.verdict == verdict
+        assert result.agreement == 60 / 64
+        assert result.perplexity_ratio.mean == pytest.approx(math.exp(sum(losses) / 3 - 2))
+
+    def test_lengths_are_kept_apart(self) -> None:
+        scores = [SampleScores(length, 0.0, 1.0, 1.0, 8, 8) for length in (2048, 1024, 2048)]
+        assert [(each.num_tokens, each.num_samples) for each in by_length(scores, 0.005)] == [(1024, 1), (2048, 2)]
+
+    def test_answers_match_token_for_token(self) -> None:
+        assert exact_match([[1, 2], [3]], [[1, 2], [4]]).mean == 0.5
+
+
+class TestScores:
+    def test_divergence_loss_and_agreement_are_of_the_distributions(self) -> None:
+        numpy = pytest.importorskip("numpy")
+        from kvferry.engine.vllm.quality_measure import score
+
+        baseline = numpy.log(numpy.array([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]], dtype=numpy.float32))
+        other = numpy.log(numpy.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], dtype=numpy.float32))
+        scores = score(baseline, other, [0, 0], 7)
+        assert scores.divergence == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 2, rel=1e-5)
+        assert scores.loss - scores.baseline_loss == pytest.approx(math.log(2) / 2, rel=1e-5)
+        assert (scores.num_agreeing, scores.num_positions, scores.num_tokens) == (1, 2, 7)
+        assert score(baseline, baseline, [0, 0], 7).divergence == 0
+
+    def test_tokens_without_probability_add_nothing(self) -> None:
+        numpy = pytest.importorskip("numpy")
+        from kvferry.engine.vllm.quality_measure import score
+
+        baseline = numpy.array([[0.0, -numpy.inf]], dtype=numpy.float32)
+        assert score(baseline, baseline, [0], 1).divergence == 0
+        assert score(baseline, numpy.array([[numpy.nan, 0]], dtype=numpy.float32), [0], 1).divergence != 0
+
+
+class TestObstacles:
+    @pytest.mark.parametrize(
+        ("change", "dtype", "hardware", "message"),
+        [
+            ({"quantization_config": {"quant_method": "fp8"}}, "fp8_e5m2", CPU, "with an FP8 checkpoint"),
+            ({"quantization_config": {"quant_method": "modelopt"}}, "fp8_e5m2", CPU, "FP8 checkpoint"),
+            ({}, "int8", CPU, "attention on CPUs has no pages of type int8_per_token_head; it has float32"),
+            ({}, "nvfp4", CPU, "no pages of type nvfp4"),
+            ({}, "fp8", Hardware("cpu", "an old CPU"), "need AVX-512 or AMX, which an old CPU lacks"),
+            ({"head_dim": 80}, "fp8", CPU, "head sizes that 32 divides on CPUs, not 80"),
+            ({}, "fp8_ds_mla", CPU, "hold latents"),
+            ({}, "nvfp4_4over6", Hardware("gpu", "H100", capability=90), "need compute capability 10; H100 has 9"),
+        ],
+    )  # fmt: skip
+    def test_they_are_named_before_anything_runs(
+        self, change: dict[str, Any], dtype: str, hardware: Hardware, message: str
+    ) -> None:
+        refusals = find_obstacles(LLAMA | change, dtype, hardware).refusals
+        assert any(message in refusal for refusal in refusals), refusals
+
+    def test_uncalibrated_scales_are_a_warning(self) -> None:
+        found = find_obstacles(LLAMA, "fp8", CPU)
+        assert found.refusals == ()
+        assert "beyond 448 are cut" in found.warnings[0]
+        calibrated = {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}}
+        assert find_obstacles(LLAMA | calibrated, "fp8", CPU).warnings == ()
+        assert find_obstacles(LLAMA, "bf16", CPU).warnings == ()
+
+
+class TestSamples:
+    def test_the_shipped_text_never_repeats_between_samples(self) -> None:
+        dataset = load_dataset(None)
+        texts = [list(itertools.islice(sample_text(dataset, number, 4), 200)) for number in range(4)]
+        assert len({text[0] for text in texts}) == 4
+        records = [paragraph for text in texts for paragraph in text if paragraph.startswith("Order ")]
+        assert len(set(records)) == len(records) == 400
+
+    def test_it_is_the_same_every_time(self) -> None:
+        dataset = load_dataset(None)
+        assert [*itertools.islice(sample_text(dataset, 1, 4), 9)] == [*itertools.islice(sample_text(dataset, 1, 4), 9)]
+        assert task_prompts(3) == task_prompts(3)
+
+    def test_a_file_is_taken_as_it_is(self, tmp_path: Path) -> None:
+        file = tmp_path / "text.txt"
+        file.write_text("One\nline.\n\n\nTwo.\n\nThree.", encoding="utf-8")
+        dataset = load_dataset(file)
+        assert dataset.paragraphs == ("One line.", "Two.", "Three.")
+        assert [*itertools.islice(sample_text(dataset, 1, 3), 4)] == ["Two.", "Three.", "One line.", "Two."]
+
+    def test_unusable_files_are_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "text.txt"
+        for content, message in [
+            (b"\xff\xfe", "no UTF-8 text: invalid start byte at byte 0"),
+            (b"one", "has 1 paragraphs; at least 2"),
+            (b" " * (MAX_DATASET_BYTES + 1), f"more than {MAX_DATASET_BYTES} bytes"),
+        ]:
+            file.write_bytes(content)
+            with pytest.raises(ConfigError, match=message):
+                load_dataset(file)
+        with pytest.raises(ConfigError, match="No such file"):
+            load_dataset(tmp_path / "none")
+
+
+class TestReport:
+    ASKED = {"weights": "w", "revision": "r", "kv_cache_dtype": "fp8_e4m3", "vllm": "0.32.0", "device": "cpu"}  # noqa: RUF012
+
+    def test_a_file_comes_back(self, tmp_path: Path) -> None:
+        write_report(report(), tmp_path / "report.json")
+        assert read_report(tmp_path / "report.json") == report()
+        assert why_not_shown(report(), **self.ASKED) == ""
+
+    @pytest.mark.parametrize("name", ASKED)
+    def test_every_difference_is_named(self, name: str) -> None:
+        reason = why_not_shown(report(), **self.ASKED | {name: "other"})
+        assert reason == f"it is of {name} {self.ASKED[name]!r}; 'other' is configured"
+
+    def test_only_a_pass_on_the_engine_counts(self) -> None:
+        assert "verdict is 'undecided' against a budget of 0.50%" in why_not_shown(
+            report(verdict="undecided"), **self.ASKED
+        )
+        assert "its mode is 'emulated'; 'engine' is needed" in why_not_shown(report(mode="emulated"), **self.ASKED)
+        assert "not every context length" in why_not_shown(report(lengths=[]), **self.ASKED)
+
+    def test_unusable_files_are_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "report.json"
+        for content, message in [
+            (b"{}", "no report of `kvferry quality`"),
+            (b"[" * 100_000, "no report"),
+            (msgspec.json.encode(report(format=2)), "has format 2; 1 is expected"),
+            (b" " * (MAX_FILE_BYTES + 1), f"more than {MAX_FILE_BYTES} bytes"),
+        ]:
+            file.write_bytes(content)
+            with pytest.raises(ConfigError, match=message):
+                read_report(file)
+        with pytest.raises(ConfigError, match="No such file"):
+            read_report(tmp_path / "none")
+
+    def test_a_relative_path_is_refused(self) -> None:
+        from kvferry import config
+
+        with pytest.raises(ConfigError, match=r"engine\.quality_report.*absolute path"):
+            config.load(flags=["engine.quality_report=report.json"])
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--kv-cache-dtype", "fp8", "--lengths", "x"], "--lengths: 'x'; expected numbers of tokens"),
+            (["--kv-cache-dtype", "fp8", "--lengths", "0"], "--lengths: 0; at least 1 token"),
+            (["--kv-cache-dtype", "fp8", "--lengths", "1," * 17], "17 lengths; at most 16"),
+            (["--kv-cache-dtype", "fp8", "--set", "engine.kind=sim"], "simulated engines compute nothing"),
+            (["--kv-cache-dtype", "fp8", "--kv-cache-dtype", "bf16", "--output", "x"], "{dtype} is needed in the name"),
+            (["--kv-cache-dtype", "fp8", "--dataset", "/no/such/file"], "--dataset: /no/such/file cannot be read"),
+        ],
+    )
+    def test_bad_input_is_refused_by_name(self, arguments: list[str], message: str) -> None:
+        result = CliRunner().invoke(main, ["quality", *arguments])
+        assert result.exit_code == 2
+        assert message in result.output
