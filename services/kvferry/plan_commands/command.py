@@ -175,7 +175,7 @@ def _calibrated(question: Question, url: str) -> Question:
         f"{found.decode_error:.0%} of decode",
         err=True,
     )
-    return question.with_changes(assumptions=found.assumptions)
+    return question.with_changes(assumptions=found.assumptions, is_calibrated=True)
 
 
 def _question(name: str, options: dict[str, Any]) -> Question:
