@@ -58,10 +58,9 @@ BUILT_WITH: Mapping[str, Mapping[str, Any]] = {
 # vLLM's Falcon does not take the type of pages that it is given.
 ALWAYS_UNQUANTIZED = frozenset({"Falcon-7B"})
 REAL = (
-    "SmolLM2-135M-Instruct", "Llama-3.1-70B", "Llama-3.1-405B", "Llama-4-Scout", "Mixtral-8x22B-v0.1",
-    "Mistral-7B-v0.1", "Qwen2.5-72B", "Qwen3-235B-A22B", "DeepSeek-V3", "gpt-oss-20b", "Gemma-2-9B", "Gemma-3-27B",
-    "gemma-4-26B-A4B", "Falcon-7B", "Phi-3-mini-4k", "MiniMax-M2.5", "MiMo-V2-Flash", "Nemotron-H-56B", "OLMo-2-7B",
-    "Granite-3.3-8B",
+    "SmolLM2-135M-Instruct", "Llama-3.1-8B", "Llama-4-Scout", "Mixtral-8x7B-v0.1", "Mistral-7B-v0.1", "Qwen2.5-7B",
+    "Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b", "Gemma-2-9B", "Gemma-3-4B", "gemma-4-26B-A4B", "Falcon-7B",
+    "Phi-3-mini-4k", "MiniMax-M2.5", "MiMo-V2-Flash", "Nemotron-H-56B", "OLMo-2-7B", "Granite-3.3-8B", "Qwen3-8B",
 )  # fmt: skip
 
 
@@ -122,10 +121,8 @@ def test_real_models_take_what_geometry_says(name: str) -> None:
         compare(config, kv_cache_dtype="fp8_e4m3")
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama-3.1-405B", "Qwen3-235B-A22B", "MiMo-V2-Flash", "Nemotron-H-56B", "DeepSeek-V3"]
-)
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-30B-A3B", "MiMo-V2-Flash", "Nemotron-H-56B", "DeepSeek-V3"])
+@pytest.mark.parametrize("ranks", [8])
 def test_ranks_take_what_geometry_says(name: str, ranks: int) -> None:
     compare(real_config(name), ranks=ranks)
 
