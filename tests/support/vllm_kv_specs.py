@@ -147,7 +147,9 @@ def sizes_of(vllm_config: Any) -> VllmPages:
         page = spec.page_size_bytes
         if isinstance(spec, UniformTypeKVCacheSpecs):
             page //= len(group.layer_names)
-        shown.append((len(group.layer_names), spec.block_size, page))
+        # Without attention, vLLM takes the longest context for a state's block: it has no meaning.
+        block_size = vllm_config.cache_config.block_size if isinstance(spec, MambaSpec) else spec.block_size
+        shown.append((len(group.layer_names), block_size, page))
         required = -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
         if isinstance(spec, SlidingWindowSpec):
             # vLLM reserves a page beside the window, also where the window is longer than the context.

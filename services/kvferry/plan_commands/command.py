@@ -95,6 +95,7 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 @click.option("--max-num-seqs", type=int, default=1024, show_default=True)
 @click.option("--max-num-batched-tokens", type=int, help="Tokens of a step.  [default: 8192]")
 @click.option("--kv-cache-gib", type=int, help="GiB for KV pages of one engine, as engine.kv_cache_gib on CPUs.")
+@click.option("--headroom", type=float, help="Share of the KV pages that stays free.  [default: 0.15]")
 @click.option("--cpu-tier", "cpu_tier_gib", type=int, help="GiB of CPU memory for KV, of one node.")
 @click.option("--volume-tier", "volume_tier_gib", type=int, help="GiB of NVMe for KV, of one node.")
 @click.option(
@@ -174,7 +175,7 @@ def _calibrated(question: Question, url: str) -> Question:
         f"{found.decode_error:.0%} of decode",
         err=True,
     )
-    return question.with_changes(assumptions=found.assumptions)
+    return question.with_changes(assumptions=found.assumptions, is_calibrated=True)
 
 
 def _question(name: str, options: dict[str, Any]) -> Question:
@@ -192,7 +193,12 @@ def _question(name: str, options: dict[str, Any]) -> Question:
     context = options["context_tokens"] or (
         profile.context_tokens if profile else min(_CONTEXT_TOKENS, geometry.context_length)
     )
-    assume = assumptions.with_values(_assumed(options["assumed"]))
+    given = _assumed(options["assumed"])
+    if options["headroom"] is not None:
+        if not 0 <= options["headroom"] <= 0.95:
+            raise ConfigError(f"--headroom {options['headroom']:g}: expected 0 to 0.95")
+        given["kv_limit"] = 1 - options["headroom"]
+    assume = assumptions.with_values(given)
     kv_cache_dtype = options["kv_cache_dtype"] or "auto"
     return Question(
         model=model,

@@ -23,6 +23,10 @@ from kvferry.planner.sizing import Candidate
 
 _MAX_ROWS = 12
 _BAR_CELLS = 40
+_ORIGIN = {
+    False: "efficiencies are assumptions, not measurements on GPUs",
+    True: "efficiencies of prefill and decode were measured, the others are assumptions",
+}
 _WIDE_COLUMNS = 200
 
 
@@ -63,7 +67,7 @@ def print_plan(to: Console, plan: Plan) -> None:
     elif not best.gpu.is_cpu:
         to.print("[bold]price[/]      no price known: give --price or a catalogue file")
     to.print(
-        "[bold]assumed[/]    efficiencies are assumptions, not measurements on GPUs: "
+        f"[bold]assumed[/]    {_ORIGIN[question.is_calibrated]}: "
         + escape(", ".join(f"{name} {value:g}" for name, value, _ in _shown_assumptions(plan)))
     )
 

@@ -57,6 +57,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {"gpu": miss.gpu_name, "layout": miss.layout.text(), "what": miss.what, "message": miss.message}
             for miss in plan.misses[:MAX_LAYOUTS]
         ],
+        "is_calibrated": question.is_calibrated,
         "assumptions": {name: value for name, value, _ in describe(question.assumptions)},
     }
 

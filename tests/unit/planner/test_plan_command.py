@@ -200,6 +200,13 @@ def test_calibration_needs_one_gpu_and_a_deployment() -> None:
     assert "--calibrate http://127.0.0.1:1" in said
 
 
+def test_headroom_is_a_share_of_the_pages() -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--users", "64", "--tp", "1", "--pp", "1", "--mode", "aggregated")
+    most = [planned(*words, "--headroom", share)["layouts"][0]["max_requests_by_kv_pages"] for share in ("0", "0.5")]
+    assert most[1] == pytest.approx(most[0] / 2, rel=0.1)
+    assert "--headroom 1: expected 0 to 0.95" in refused(*words, "--headroom", "1")
+
+
 def test_a_profile_says_which_dtype_it_wants() -> None:
     shown = run("llama-3.1-8b", "--profile", "rag", "--users", "8", "--gpu", "h100")
     assert "wants KV pages in fp8" in shown.stdout

@@ -208,6 +208,8 @@ def run_engine(folder: Path, run: QualityRun, timeout_s: float, say: Progress, n
         timer.cancel()
         _end(child)
         child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
     if expired.is_set():
         raise LocalError(f"the engine with {name} did not end within {timeout_s:g} s (--timeout)")
     if code:

@@ -102,7 +102,8 @@ def kv_pool(
     for group in states:
         # vLLM pads states to the page of attention, which it made at least as large.
         page = max(group.state_bytes(model_dtype, tensor_parallel_size), attention_page)
-        num_blocks = group.num_blocks(prefix_caching=prefix_caching)
+        # vLLM caches no prefixes of models without attention.
+        num_blocks = group.num_blocks(prefix_caching=prefix_caching and bool(attention))
         layers.append(_Layers(LayerKind.STATE, group.num_layers, block_size, page, 0, True, num_blocks))
     if _is_one_type(layers):
         first = layers[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_fields import MAX_LAYERS, ConfigFields
-from kvferry.pages.geometry.families import DEFAULTS, layers_of, model_types
+from kvferry.pages.geometry.families import DEFAULTS, NOT_COMPARED, layers_of, model_types
 from kvferry.pages.geometry.heads import HIDDEN_SIZE, QUERY_HEADS
 from kvferry.pages.geometry.model import ModelGeometry
 from kvferry.pages.geometry.state_families import ATTENTION_FREE
@@ -48,6 +48,7 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "",
         groups=layers_of(fields, num_layers),
         num_layers=num_layers,
+        not_compared=NOT_COMPARED.get(model_type, ""),
         # States are divided among ranks by their own sizes.
         num_attention_heads=0 if is_attention_free else fields.size(*QUERY_HEADS),
         hidden_size=fields.size(*HIDDEN_SIZE),
@@ -55,8 +56,7 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         context_length=_context_length(fields, is_attention_free),
         dtype=_dtype(config, text),
         quantization=str(quantization.get("quant_method", "")) if isinstance(quantization, Mapping) else "",
-        num_experts=fields.optional_size("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-        or 0,
+        num_experts=fields.count("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
         num_experts_per_token=fields.count(
             "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "experts_per_token"
         ),

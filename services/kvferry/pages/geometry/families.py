@@ -34,6 +34,17 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
     "hunyuan": {},
 }
+_ON_GPUS_ONLY = "vLLM builds sparse attention on GPUs only"
+# Why sizes were not compared with vLLM's own.
+NOT_COMPARED: Mapping[str, str] = {
+    "deepseek_v32": _ON_GPUS_ONLY,
+    "glm_moe_dsa": _ON_GPUS_ONLY,
+    "hunyuan": "vLLM 0.32 does not have the model",
+    "qwen3_5_moe_text": "only the equal layers of Qwen3-Next were",
+    "qwen3_5_text": "only the equal layers of Qwen3-Next were",
+    "qwen3_vl_moe_text": "only the equal layers of Qwen3-MoE were",
+    "qwen3_vl_text": "only the equal layers of Qwen3 were",
+}
 # One pattern repeats: the last layer of so many attends to all tokens, the others to a window.
 _PATTERN_FIELDS = ("sliding_window_pattern", "_sliding_window_pattern")
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "cohere2": 4, "olmo3": 4, "gpt_oss": 2}
@@ -57,7 +68,6 @@ _DENSE = frozenset(
         "gptj",
         "granite",
         "granitemoe",
-        "internlm2",
         "llama",
         "minimax_m2",
         "ministral3",

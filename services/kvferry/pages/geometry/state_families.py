@@ -1,4 +1,4 @@
-"""States of fixed size (Mamba, linear attention, convolutions) of models, by `model_type`, as vLLM 0.32 keeps them.
+"""States of fixed size (Mamba, linear attention) of models, by `model_type`, as vLLM 0.32 keeps them.
 
 Shapes are those of vLLM's `MambaStateShapeCalculator`: a convolution keeps one value less than its kernel has.
 """
@@ -14,7 +14,7 @@ from kvferry.pages.geometry.layers import LayerGroup, StateLayers, StateTensor
 
 ATTENTION_FREE = frozenset({"mamba", "mamba2", "falcon_mamba"})
 _ATTENTION_KINDS = frozenset({"attention", "full_attention"})
-_STATE_KINDS = frozenset({"mamba", "linear_attention", "conv"})
+_STATE_KINDS = frozenset({"mamba", "linear_attention"})
 _MAMBA2_CHECKPOINTS = 1  # vLLM keeps the state of a block's end inside a prompt, too
 _OTHER_KINDS = frozenset({"mlp", "moe"})  # feed-forward layers of Nemotron-H, which keep nothing
 
@@ -98,12 +98,6 @@ def _gated_delta_net(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup,
     return _mixed(fields, kinds, tensors)
 
 
-def _lfm2(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    kinds = _kinds(fields, num_layers, "layer_types")
-    channels = fields.optional_size("conv_dim") or fields.size("hidden_size")
-    return _mixed(fields, kinds, lambda: (StateTensor((channels, fields.size("conv_L_cache") - 1)),))
-
-
 def _mixed(
     fields: ConfigFields,
     kinds: Sequence[str],
@@ -168,7 +162,6 @@ STATE_FAMILIES: Mapping[str, Callable[[ConfigFields, int], tuple[LayerGroup, ...
     "falcon_mamba": _mamba,
     "granitemoehybrid": _granite_hybrid,
     "jamba": _jamba,
-    "lfm2": _lfm2,
     "mamba": _mamba,
     "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
