@@ -275,6 +275,7 @@ def print_settings(to: Console) -> None:
         names = (each.kvferry, each.vllm, each.sglang, each.tensorrt_llm, each.llama_cpp)
         table.add_row(escape(each.meaning), *(escape(name) or "none" for name in names), escape(each.note))
     to.print(table)
+    to.print("Names of other engines are not checked by a test: compare them with the release that you come from.")
 
 
 def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -2,8 +2,8 @@
 
 # `COUNTERPARTS` has one row for each thing that can be set, with its name in each engine; an empty name means that the
 # engine has no counterpart. `published-settings.json` has every setting that the sources of the published figures
-# name, and what became of it. vLLM's column is checked against its argument parser by tests; the others were read in
-# the engines' sources of 2026-11.
+# name, and what became of it. vLLM's column is checked against its argument parser by tests. Those of other engines are
+# not checked: their releases rename settings, so compare with the release that is migrated from.
 
 from __future__ import annotations
 
