@@ -116,7 +116,7 @@ def why_not_shown(report: QualityReport, **asked: str) -> str:
         if measured != value:
             reasons.append(f"it is of {name} {measured!r}; {value!r} is configured")
     if report.verdict != Verdict.PASS:
-        reasons.append(f"its verdict is {report.verdict!r} against a budget of {report.budget:.2%}")
+        reasons.append(f"its verdict is {str(report.verdict)!r} against a budget of {report.budget:.2%}")
     if not report.lengths or any(length.verdict != Verdict.PASS for length in report.lengths):
         reasons.append("not every context length in it passes")
     return "; ".join(reasons)

@@ -43,7 +43,7 @@ _SHORTEST = 1024
 _MAX_ANSWER_TOKENS = 24
 _MAX_NUM_SEQS = 16
 _LOG_LINES, _MAX_LINE = 12, 300
-_CAUSE = re.compile(r"\b\w*(Error|Exception|Killed)\b")
+_CAUSE = re.compile(r"\b\w*(Error|Exception|Failed|Exit|Interrupt|[Kk]illed|signal)\b")
 _PIECE_CHARACTERS = 20_000
 _UNQUANTIZED = ("float32", "bfloat16", "float16")
 
