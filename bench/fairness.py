@@ -32,6 +32,7 @@ PROMPT_S = PROMPT_TOKENS / TOKENS_PER_S
 LONG_PROMPT_TOKENS = 600, 3700
 REAL_PROMPT_WORDS = 20, 100
 WARM_UP_S = 3.0
+KNOWN_WITHIN_S = 60.0  # 1,000 tenants
 
 
 class Client:
@@ -53,6 +54,11 @@ class Client:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+    async def wait_until_known(self) -> None:
+        """Wait until the gateway has read the tenant's key."""
+        while (await self._http.get("/v1/models")).status_code == 401:
+            await asyncio.sleep(0.05)
 
     async def send(self) -> None:
         num_tokens = self._rng.randint(*self.prompt_tokens)
@@ -89,6 +95,9 @@ async def clients_of(cluster: Cluster, tenants: Sequence[tuple[str, float, int]]
         await cluster.admin.set_contract(name, share=share)
         key = await cluster.admin.add_key(name, "bench")
         clients.append(Client(cluster.gateways[gateway], cluster.model, name, key, number))
+    async with asyncio.timeout(KNOWN_WITHIN_S):
+        for client in clients:
+            await client.wait_until_known()
     return clients
 
 
