@@ -57,7 +57,7 @@ class Client:
 
     async def wait_until_known(self) -> None:
         """Wait until the gateway has read the tenant's key."""
-        while (await self._http.get("/v1/models")).status_code == 401:
+        while (await self._http.get("/v1/models")).status_code == 401:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def send(self) -> None:

@@ -304,6 +304,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         'model.download.env.HTTPS_PROXY is "http://proxy:3128/" and model.weights.egress.ports lacks 3128',
     ),
     (at("model.weights.also", [{"path": "a/b", "revision": "v1"}]), "model.weights.also names models and"),
+    (merged(WEIGHTS, at("model.weights.mountPath", "/tmp/models")), 'model.weights.mountPath is "/tmp/models"'),
     (at("roles.decode.dnsPolicy", "Default"), "roles.decode.dnsPolicy is for roles.decode.hostNetwork: true"),
     (
         merged(at("ray", {"mode": "existing"}), at("roles.decode.hostNetwork", True)),

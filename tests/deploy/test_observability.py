@@ -243,3 +243,30 @@ def test_alerts_fire_when_they_should_and_not_before(
         [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_gateways_that_are_all_away_are_noticed(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool here")
+    values = {"monitoring": {"alerts": {"enabled": True, "selector": 'namespace="serving"'}}}
+    rendered = one(newest_helm().documents(values=write_values(tmp_path, values)), "PrometheusRule")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rendered["spec"]))
+    case = {
+        "interval": "1m",
+        # One gateway is up for five minutes; then its series ends.
+        "input_series": [{"series": 'kvferry_ready{namespace="serving"}', "values": "1x5 _x30"}],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": "30m",
+                "exp_samples": [{"labels": '{alertname="KvferryNoGatewayReady"}', "value": 1}],
+            }
+        ],
+    }
+    whole = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(whole))
+    checked = subprocess.run(
+        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from kvferry.engine.vllm.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model.marker import MARKER, MAX_FILES
 
+_OWN_FILES = (MARKER, MANIFEST)
 _MAX_PATH_CHARACTERS = 500
 
 
@@ -95,12 +97,21 @@ def checked(model: str, siblings: Sequence[Any]) -> tuple[HubFile, ...]:
 
 def _checked_file(model: str, sibling: Any) -> HubFile:
     path, size = sibling.rfilename, sibling.size
-    parts = PurePosixPath(path).parts
-    is_inside = path and path == "/".join(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
-    if not is_inside or len(path) > _MAX_PATH_CHARACTERS or path == MARKER:
-        raise ConfigError(f"the hub lists a file of {model} that cannot be one of a folder: {path[:200]!r}")
+    parts = PurePosixPath(path).parts if isinstance(path, str) and path.isprintable() else ()
+    is_inside = (
+        parts
+        and path
+        and path == "/".join(parts)
+        and not path.startswith("/")
+        and ".." not in parts
+        and "\0" not in path
+    )
+    if not is_inside or len(path) > _MAX_PATH_CHARACTERS or path in _OWN_FILES:
+        raise ConfigError(f"the hub lists a file of {model} that cannot be one of a folder: {str(path)[:200]!r}")
     sha256 = sibling.lfs.sha256 if sibling.lfs is not None else ""
     git_sha1 = "" if sha256 else sibling.blob_id or ""
-    if not isinstance(size, int) or size < 0 or not (sha256 or git_sha1):
+    # A hash becomes part of a file's name.
+    is_hash = re.fullmatch(r"[0-9a-f]{64}" if sha256 else r"[0-9a-f]{40}", str(sha256 or git_sha1))
+    if type(size) is not int or size < 0 or is_hash is None:
         raise ConfigError(f"the hub says no size or no hash of {path[:200]!r} of {model}: it cannot be verified")
     return HubFile(path, size, sha256, git_sha1)

@@ -76,12 +76,12 @@ class Rollout:
         return step
 
     async def _workers(self, seen: Observed) -> Mapping[str, Mapping[str, int]]:
-        created = {pod.address: pod.created_unix_s for pod in seen.pods}
+        created = {(pod.group, pod.address): pod.created_unix_s for pod in seen.pods}
         workers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for member in await self._membership.members():
             address = normal_address(member.address.rpartition(":")[0])
             # A pod may have the address of one that is gone, whose workers' leases have not run out.
-            is_older = 0 < member.started_unix_s < created.get(address, 0.0) - CLOCK_SKEW_S
+            is_older = 0 < member.started_unix_s < created.get((member.kind.value, address), 0.0) - CLOCK_SKEW_S
             if member.kind in WORKER_KINDS and not is_older:
                 workers[member.kind.value][address] += 1
         return workers

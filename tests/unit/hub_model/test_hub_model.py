@@ -342,6 +342,13 @@ def test_listings_have_a_limit_and_hashes() -> None:
     with pytest.raises(ConfigError, match="cannot be verified"):
         checked(MODEL, listed(1, blob_id=None))
     with pytest.raises(ConfigError, match="cannot be verified"):
+        checked(MODEL, listed(1, blob_id="/tmp/" + "0" * 35))  # hashes name files
+    with pytest.raises(ConfigError, match="cannot be verified"):
+        checked(MODEL, listed(1, lfs=SimpleNamespace(sha256="../" * 21 + "0")))
+    for name in (7, "kvferry-manifest.json", "a\nb", "\ud800"):
+        with pytest.raises(ConfigError, match="cannot be one of a folder"):
+            checked(MODEL, [SimpleNamespace(rfilename=name, size=1, lfs=None, blob_id="0" * 40)])
+    with pytest.raises(ConfigError, match="cannot be verified"):
         checked(MODEL, listed(1, size=None))
     with pytest.raises(ConfigError, match="twice"):
         checked(MODEL, [*listed(1), *listed(1)])

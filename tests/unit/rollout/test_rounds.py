@@ -33,6 +33,7 @@ class FakeApi:
         self.release = "r1"
         self.failure: Exception | None = None
         self.said: list[tuple[str, str]] = []
+        self.more_pods: tuple[Pod, ...] = ()
 
     def observe(self) -> Observed:
         if self.failure is not None:
@@ -42,7 +43,7 @@ class FakeApi:
             wanted_digest="x",
             actual=CLUSTER,
             actual_digest="x",
-            pods=PODS,
+            pods=(*PODS, *self.more_pods),
             counts={"decode": 1},
             application="RUNNING",
         )
@@ -130,6 +131,15 @@ async def test_workers_of_a_pod_that_had_the_address_before_do_not_count(
     # Clocks of nodes differ by seconds.
     membership.member = msgspec.structs.replace(membership.member, started_unix_s=970.0)
     assert isinstance(await rollout(api, membership, tmp_path).round(), Done)
+
+
+async def test_a_younger_pod_of_another_role_on_the_same_host_takes_no_worker_away(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path
+) -> None:
+    # On their host's network both have its address.
+    api.more_pods = (Pod("p", "p", "prefill", "t", "fd00::1", created_unix_s=5000.0),)
+    step = await rollout(api, membership, tmp_path).round()
+    assert step != Wait("decode: 0 of 1 workers are registered")
 
 
 def test_addresses_are_compared_and_not_their_spelling() -> None:

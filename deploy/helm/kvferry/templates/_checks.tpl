@@ -162,6 +162,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and $v.gateway.gatewayApi.enabled (not $v.gateway.gatewayApi.parentRefs) -}}
 {{- fail "gateway.gatewayApi.enabled needs gateway.gatewayApi.parentRefs: the gateway that routes are attached to" -}}
 {{- end -}}
+{{- if and $v.model.weights.enabled (or (regexMatch "^/(bin|dev|etc|lib|lib64|opt|proc|root|run|sbin|sys|tmp|usr|var/cache/kvferry)(/|$)" $v.model.weights.mountPath) (contains ".." $v.model.weights.mountPath)) -}}
+{{- fail (printf "model.weights.mountPath is %q: the image or its pods have something there; name a folder of its own, such as /weights" $v.model.weights.mountPath) -}}
+{{- end -}}
 {{- if $v.gateway.inferencePool.enabled -}}
 {{- if not $v.gateway.inferencePool.endpointPicker.name -}}
 {{- fail "gateway.inferencePool.enabled needs gateway.inferencePool.endpointPicker.name: the service of an endpoint picker, which the chart does not run" -}}

@@ -25,7 +25,7 @@
 {{- with .Values.model.hubToken }}
 {{- if .secretName }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -45,7 +45,7 @@
     {{- include "kvferry.containerSecurity" . | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
-    - {name: model, mountPath: {{ .Values.model.weights.mountPath }}, readOnly: true}
+    - {name: model, mountPath: {{ .Values.model.weights.mountPath | quote }}, readOnly: true}
 {{- end -}}
 
 {{/* Template of the pod that fills the volume with one model: {root, path, revision}. */}}
@@ -69,10 +69,10 @@ spec:
   securityContext:
     {{- include "kvferry.podSecurity" .root | nindent 4 }}
   {{- with $weights.schedulerName }}
-  schedulerName: {{ . }}
+  schedulerName: {{ . | quote }}
   {{- end }}
   {{- with $weights.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   containers:
     - name: fill
@@ -90,12 +90,12 @@ spec:
         {{- include "kvferry.containerSecurity" .root | nindent 8 }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
-        - {name: model, mountPath: {{ $weights.mountPath }}}
+        - {name: model, mountPath: {{ $weights.mountPath | quote }}}
   volumes:
     - name: tmp
       emptyDir: {}
     - name: model
-      persistentVolumeClaim: {claimName: {{ include "kvferry.weightsClaim" .root }}}
+      persistentVolumeClaim: {claimName: {{ include "kvferry.weightsClaim" .root | quote }}}
   {{- with $weights.nodeSelector }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
