@@ -5,8 +5,9 @@ streams, and one that sends each of WORST_BODIES several times: each is a proces
 of a stream, as its client sees them, beyond an engine's step. Before each body there is as long a time without one:
 the baseline, which shows what the machine does anyway.
 
-Workers and that client stand for other machines: where the system allows it, they have the cores before the gateway.
-The sender has them after it.
+Workers and clients stand for other machines: the gateway has a core of its own, and they share the others. Where the
+system allows it, the client that reads the streams has them first, then the workers, and the sender last, and other
+processes of this machine have a core after each of these but the sender.
 
 Beside it stand, of the gateway's event loop, the longest time between two turns, and the most CPU time that its thread
 used between two turns: the second does not grow where other processes have the cores.
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -193,6 +195,20 @@ def send_all(port: int, bodies: Sequence[WorstBody], repeat: int, console: Conso
     return sent
 
 
+def cores_of_gateway() -> tuple[set[int], set[int]]:
+    """Return a core for the gateway, and those of all others: the same where there is only one."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    return {first}, set(rest) or {first}
+
+
+def pin_all(pid: int, cores: set[int]) -> None:
+    """Let all threads and children of a process run only on these cores."""
+    process = psutil.Process(pid)
+    for each in (process, *process.children(recursive=True)):
+        for thread in each.threads():
+            os.sched_setaffinity(thread.id, cores)
+
+
 def set_niceness(pid: int, niceness: int) -> None:
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, pid, niceness)
@@ -267,6 +283,7 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
     where = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
     model = find_model(arguments)
     bodies = [body for body in WORST_BODIES if arguments.only in body.name]
+    own, others = cores_of_gateway()
     with tempfile.TemporaryDirectory(prefix="bench-neighbours-") as name:
         folder = Path(name)
         gap_file, heartbeat_file = folder / "gaps.json", folder / "heartbeats.json"
@@ -277,11 +294,14 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
             members = []
             for _ in range(arguments.decode):
                 process, said = workers.start("worker", {"config": config, "kind": "decode"})
+                pin_all(process.pid, others)
                 set_niceness(process.pid, -10)
                 members.append(said["member"])
             with console.status("starting the gateway (a real renderer takes about 10 s)"):
                 spec = {"config": config, "members": members, "model": model, "heartbeats": str(heartbeat_file)}
-                _, said = children.start("gateway", spec)
+                process, said = children.start("gateway", spec)
+                pin_all(process.pid, own)
+                set_niceness(process.pid, -10)
             port = said["port"]
             if model is not None:
                 # The first grammar waits for the grammar process.
@@ -293,7 +313,9 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
                 "gaps": str(gap_file),
             }
             process, _ = children.start("streams", spec)
-            set_niceness(process.pid, -10)
+            pin_all(process.pid, others)
+            set_niceness(process.pid, -15)
+            os.sched_setaffinity(0, others)
             set_niceness(os.getpid(), 5)
             time.sleep(SETTLE_S)
             sent = send_all(port, bodies, arguments.repeat, console)
