@@ -55,6 +55,9 @@ class Downloads:
                     continue
         return self.num_bytes - there
 
+    def part_files(self) -> set[Path]:
+        return {self._part(file) for file in self._files}
+
     def run(self) -> None:
         """Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
         headers = {"user-agent": "kvferry", "accept-encoding": "identity"}

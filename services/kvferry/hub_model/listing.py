@@ -13,6 +13,7 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model.marker import MARKER, MAX_FILES
 
 _MAX_PATH_CHARACTERS = 500
+_DIGESTS = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # nothing else: names of files are made of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class HubFile:
 class Listing:
     commit: str
     files: tuple[HubFile, ...]
+
+    def key(self, model: str) -> str:
+        # Of all that decides the bytes: a tree begun for one listing is of no use to another.
+        lines = [model, self.commit, *(f"{file.path}\0{file.size_bytes}\0{file.digest}" for file in self.files)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def list_model(model: str, revision: str, *, endpoint: str, token: str, timeout_s: float) -> Listing:
@@ -101,6 +107,6 @@ def _checked_file(model: str, sibling: Any) -> HubFile:
         raise ConfigError(f"the hub lists a file of {model} that cannot be one of a folder: {path[:200]!r}")
     sha256 = sibling.lfs.sha256 if sibling.lfs is not None else ""
     git_sha1 = "" if sha256 else sibling.blob_id or ""
-    if not isinstance(size, int) or size < 0 or not (sha256 or git_sha1):
+    if not isinstance(size, int) or size < 0 or not _DIGESTS.fullmatch(sha256 or git_sha1):
         raise ConfigError(f"the hub says no size or no hash of {path[:200]!r} of {model}: it cannot be verified")
     return HubFile(path, size, sha256, git_sha1)

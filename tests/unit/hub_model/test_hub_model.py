@@ -186,6 +186,26 @@ def test_what_a_crash_left_of_a_file_is_not_believed(hub: Hub, folder: Path) -> 
     assert_whole(folder)
 
 
+def test_what_another_listing_left_is_not_taken(folder: Path) -> None:
+    old = {"model.safetensors": b"o" * 4000, "z.bin": b"o" * 5000}
+    with hub_server(old, wrong={"z.bin"}) as hub, pytest.raises(ConfigError, match="does not have the hash"):
+        fill_from(hub, folder, revision="main")
+    staging = folder.with_name(f".{folder.name}.partial")
+    assert [file.read_bytes() for file in staging.rglob("model.safetensors")] == [b"o" * 4000]
+    (staging / "parts" / "old.part").write_bytes(b"old")
+    new = {"model.safetensors": b"n" * 4000, "z.bin": b"n" * 5000}
+    # The names and sizes are the same, and one file of the new listing fails, so the staging folder stays.
+    with hub_server(new, wrong={"z.bin"}) as hub:
+        with pytest.raises(ConfigError, match="does not have the hash"):
+            fill_from(hub, folder)
+        assert [file.read_bytes() for file in staging.rglob("model.safetensors")] == [b"n" * 4000]
+        assert list((staging / "parts").iterdir()) == []
+        hub.wrong = set()
+        fill_from(hub, folder)
+        assert hub.num_gets("model.safetensors") == 1
+    assert {name: (folder / name).read_bytes() for name in new} == new
+
+
 def test_a_missing_token_is_said_and_the_token_is_never_shown(folder: Path) -> None:
     with hub_server(dict(FILES), token="hf_secret") as hub:
         process = start(hub, "fill", folder)
@@ -343,5 +363,8 @@ def test_listings_have_a_limit_and_hashes() -> None:
         checked(MODEL, listed(1, blob_id=None))
     with pytest.raises(ConfigError, match="cannot be verified"):
         checked(MODEL, listed(1, size=None))
+    for lfs in (SimpleNamespace(sha256="/tmp/outside"), SimpleNamespace(sha256="../x")):
+        with pytest.raises(ConfigError, match="cannot be verified"):
+            checked(MODEL, listed(1, lfs=lfs))
     with pytest.raises(ConfigError, match="twice"):
         checked(MODEL, [*listed(1), *listed(1)])
