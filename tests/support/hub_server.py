@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,9 +26,12 @@ class Hub:
     port: int = 0
     elsewhere_port: int = 0  # of the host to which large files are redirected
     cut_after_bytes: int | None = None  # of each answer with a file
+    cut_more_bytes: tuple[int, ...] = (0,)  # than that, in turn
     num_cuts: int | None = None  # answers that are cut; None: all
+    retry_after: str = ""  # of such answers
     num_unavailable: int = 0  # answers that are 503 before the first that is not
     listing: Any = None  # instead of the files' own
+    listed: Callable[[], None] = lambda: None  # called before an answer with a listing
     wrong: set[str] = field(default_factory=set)  # paths with other bytes than listed
     ignores_ranges: bool = False
     gate: threading.Event | None = None  # answers with files stop half way until it is set
@@ -67,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.path, {key.lower(): value for key, value in self.headers.items()}))
         if hub.num_unavailable > 0:
             hub.num_unavailable -= 1
-            self._answer(503, b"")
+            self._answer(503, b"", {"Retry-After": hub.retry_after} if hub.retry_after else None)
         elif url.path.startswith("/elsewhere/"):
             self._file(unquote(url.path.removeprefix("/elsewhere/")))
         elif hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
@@ -77,6 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             if commit is None:
                 self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
             else:
+                hub.listed()
                 body = {"_id": "1", "id": MODEL, "modelId": MODEL, "sha": commit, "siblings": hub.siblings()}
                 self._answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
         elif found := re.fullmatch(rf"/{MODEL}/resolve/{COMMIT}/(.+)", url.path):
@@ -100,6 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         rest = content[start:]
         cut = hub.cut_after_bytes
+        if cut is not None:
+            cut += hub.cut_more_bytes[len(hub.requests) % len(hub.cut_more_bytes)]
         if cut is not None and len(rest) > cut and hub.num_cuts != 0:
             if hub.num_cuts is not None:
                 hub.num_cuts -= 1

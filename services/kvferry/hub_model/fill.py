@@ -80,7 +80,7 @@ def _list(model: str, revision: str, endpoint: str, token: str, *, report: Repor
             if number == MAX_FAILURES:
                 raise
             report(f"{error.message}; try {number} of {MAX_FAILURES}")
-            time.sleep(pause_s * 2 ** (number - 1))
+            time.sleep(max(pause_s * 2 ** (number - 1), error.retry_after_s or 0))
     raise AssertionError("unreachable")
 
 

@@ -22,7 +22,7 @@ from kvferry.engine.vllm.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import download, marker
 from kvferry.hub_model.fill import fill
-from kvferry.hub_model.listing import checked
+from kvferry.hub_model.listing import checked, refusal
 from kvferry.hub_model.wait import wait
 from support.hub_server import COMMIT, MODEL, Hub, hub_server
 
@@ -141,11 +141,48 @@ def test_a_hub_that_stays_away_ends_the_try(hub: Hub, folder: Path) -> None:
 
 def test_a_file_that_never_comes_ends_the_try_and_keeps_the_rest(hub: Hub, folder: Path) -> None:
     hub.cut_after_bytes = 0
-    with pytest.raises(UnavailableError, match=f"{download.MAX_FAILURES} tries without a byte"):
+    with pytest.raises(UnavailableError, match=f"{download.MAX_FAILURES} tries without a new byte"):
         fill_from(hub, folder)
     hub.cut_after_bytes = None
     fill_from(hub, folder)
     assert_whole(folder)
+
+
+def test_cuts_of_varying_length_without_ranges_end_the_try(folder: Path) -> None:
+    files = {"a.bin": bytes(5000)}
+    with hub_server(files, cut_after_bytes=2000, cut_more_bytes=(0, 1000), ignores_ranges=True) as hub:
+        with pytest.raises(UnavailableError, match=f"{download.MAX_FAILURES} tries without a new byte"):
+            fill_from(hub, folder)
+        assert hub.num_gets("a.bin") <= 2 * download.MAX_FAILURES
+
+
+def test_answers_of_a_byte_each_end_the_try(folder: Path) -> None:
+    with hub_server({"a.bin": bytes(download.MAX_TRIES + 1)}, cut_after_bytes=1) as hub:
+        with pytest.raises(UnavailableError, match=f"{download.MAX_TRIES} tries, the last one: .*RemoteProtocolError"):
+            fill_from(hub, folder)
+        assert hub.num_gets("a.bin") == download.MAX_TRIES
+        fill_from(hub, folder)
+    assert (folder / "a.bin").read_bytes() == bytes(download.MAX_TRIES + 1)
+
+
+@pytest.mark.parametrize(("said", "expected_s"), [("7", 7), ("86400", 300), ("", None), ("-1", None), ("Wed", None)])
+def test_the_hub_says_when_to_ask_again_up_to_a_limit(said: str, expected_s: int | None) -> None:
+    error = refusal(429, "a", has_token=False, headers={"retry-after": said})
+    assert isinstance(error, UnavailableError)
+    assert error.retry_after_s == expected_s
+
+
+def test_a_pause_that_the_hub_asks_for_is_made(folder: Path) -> None:
+    with hub_server({"a.bin": b"a"}, num_unavailable=1, retry_after="1") as hub:
+        started_s = time.monotonic()
+        fill_from(hub, folder)
+        assert time.monotonic() - started_s >= 1
+    with hub_server({"b.bin": b"b"}) as hub:
+        hub.listed = lambda: setattr(hub, "num_unavailable", 1)
+        hub.retry_after = "1"
+        started_s = time.monotonic()
+        fill_from(hub, folder.with_name("b"))
+        assert time.monotonic() - started_s >= 1
 
 
 @pytest.mark.parametrize("path", ["model-1.safetensors", "tokenizer.json"])
