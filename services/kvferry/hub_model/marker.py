@@ -40,6 +40,8 @@ def why_not_whole(folder: Path, model: str, revision: str) -> str:
         raise ConfigError(f"{file} is no marker: {str(error)[:200]}. Move the folder away") from None
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
+    if not marker.sizes_bytes or any("\0" in name for name in marker.sizes_bytes):
+        raise ConfigError(f"{file} lists no files, or one that cannot be of a folder. Move the folder away")
     found = (marker.version, marker.model, marker.revision)
     if found != (_VERSION, model, revision):
         raise ConfigError(

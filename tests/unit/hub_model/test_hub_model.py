@@ -380,6 +380,14 @@ def test_a_marker_is_believed_only_for_what_it_says(hub: Hub, folder: Path) -> N
         marker.why_not_whole(folder, MODEL, "v1")
 
 
+@pytest.mark.parametrize("sizes_bytes", [{}, {"a\0b": 1}, {"\ud800": 1}])
+def test_a_marker_without_files_or_with_a_name_of_none_is_refused(tmp_path: Path, sizes_bytes: dict[str, int]) -> None:
+    written = {"model": MODEL, "revision": "v1", "commit": COMMIT, "sizes_bytes": sizes_bytes}
+    (tmp_path / marker.MARKER).write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=r"lists no files, or one that cannot|is no marker"):
+        marker.why_not_whole(tmp_path, MODEL, "v1")
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a//b", "", "x" * 501, marker.MARKER, "a\0b"])
 def test_names_that_leave_the_folder_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot be one of a folder"):
