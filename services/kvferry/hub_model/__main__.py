@@ -42,6 +42,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="what holds the model in the end")
     parser.add_argument("--timeout", type=float, default=math.inf, help="seconds that `wait` waits; default: for ever")
     arguments = parser.parse_args()
+    if arguments.folder.name in ("", ".."):
+        parser.error(f"--folder {arguments.folder} has no name of its own: give the path of a folder")
     signal.signal(signal.SIGTERM, _stop)
     # Reading the weights of a large model takes minutes, of which it logs every 10 s.
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
@@ -66,6 +68,11 @@ def main() -> int:
         return 1
     except KvferryError as error:
         print(error.message, file=sys.stderr)
+        return 1
+    except OSError as error:
+        # Of a drive: read-only, of another user, full. Network errors are UnavailableErrors by now.
+        where = error.filename or arguments.folder
+        print(f"{where}: {error.strerror or error} (user {os.geteuid()})", file=sys.stderr)
         return 1
     return 0
 

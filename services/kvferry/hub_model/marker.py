@@ -24,14 +24,17 @@ class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = _VERSION
 
 
-def why_not_whole(folder: Path, model: str, revision: str) -> str:
+def why_not_whole(folder: Path, model: str, revision: str, *, again: bool = True) -> str:
     """Return what is missing of the model; empty if nothing is. Raises ConfigError for a folder of something else."""
     file = folder / MARKER
     try:
         with file.open("rb") as opened:
             marker = msgspec.json.decode(opened.read(_MAX_MARKER_BYTES), type=Marker)
     except FileNotFoundError:
-        if folder.is_dir() and any(folder.iterdir()):
+        names = _names(folder)
+        if MARKER in names and again:  # it got its name between the two looks
+            return why_not_whole(folder, model, revision, again=False)
+        if names and MARKER not in names:
             raise ConfigError(
                 f"{folder} holds files and no {MARKER}: it was not filled by this command. Move it away"
             ) from None
@@ -49,6 +52,13 @@ def why_not_whole(folder: Path, model: str, revision: str) -> str:
             f"{revision}. Move it away"
         )
     return _why_damaged(folder, marker.sizes_bytes)
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return {each.name for each in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
 
 
 def _why_damaged(folder: Path, sizes_bytes: Mapping[str, int]) -> str:

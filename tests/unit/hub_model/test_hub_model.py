@@ -366,6 +366,49 @@ def test_a_folder_of_something_else_is_neither_used_nor_changed(hub: Hub, folder
     assert (folder / "config.json").read_text() == "mine"
 
 
+def test_a_folder_that_gets_its_name_between_two_looks_is_whole(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_from(hub, folder)
+    filled = folder.rename(folder.with_name("filled"))
+    opening = Path.open
+
+    def open_and_rename(file: Path, *arguments: Any, **options: Any) -> Any:
+        try:
+            return opening(file, *arguments, **options)
+        except FileNotFoundError:
+            if filled.exists():
+                filled.rename(folder)
+            raise
+
+    monkeypatch.setattr(Path, "open", open_and_rename)
+    assert marker.why_not_whole(folder, MODEL, "v1") == ""
+
+
+def test_a_marker_that_points_nowhere_is_said(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / marker.MARKER).symlink_to(folder / "nowhere")
+    assert "is not there yet" in marker.why_not_whole(folder, MODEL, "v1")
+
+
+def test_errors_of_the_drive_are_one_line(hub: Hub, folder: Path) -> None:
+    staging = folder.with_name(f".{folder.name}.partial")
+    (staging / "lock").mkdir(parents=True)
+    process = start(hub, "fill", folder)
+    _, faults = process.communicate()
+    assert (process.returncode, faults) == (1, f"{staging}/lock: Is a directory (user {os.geteuid()})\n")
+
+
+@pytest.mark.parametrize("path", ["/", ".", "..", "a/.."])
+def test_a_folder_without_a_name_is_a_wrong_usage(hub: Hub, folder: Path, path: str) -> None:
+    process = start(hub, "fill", Path(path), HOME="/")
+    _, faults = process.communicate()
+    assert process.returncode == 2
+    assert "has no name of its own" in faults
+    assert "Traceback" not in faults
+    assert hub.requests == []
+
+
 def test_a_marker_is_believed_only_for_what_it_says(hub: Hub, folder: Path) -> None:
     fill_from(hub, folder)
     with pytest.raises(ConfigError, match=r"holds acme/tiny at v1 .*, not acme/tiny at v2"):
