@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
@@ -34,6 +35,7 @@ class Hub:
     listed: Callable[[], None] = lambda: None  # called before an answer with a listing
     wrong: set[str] = field(default_factory=set)  # paths with other bytes than listed
     ignores_ranges: bool = False
+    encoding: str = ""  # Content-Encoding of files
     gate: threading.Event | None = None  # answers with files stop half way until it is set
     requests: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
@@ -95,13 +97,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, path: str) -> None:
         hub = self.hub
-        content = hub.files[path]
+        content = gzip.compress(hub.files[path]) if hub.encoding == "gzip" else hub.files[path]
         if path in hub.wrong:
             content = bytes(len(content))
         start, status, headers = 0, 200, {}
         if (wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))) and not hub.ignores_ranges:
             start, status = int(wanted[1]), 206
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if hub.encoding:
+            headers["Content-Encoding"] = hub.encoding
         rest = content[start:]
         cut = hub.cut_after_bytes
         if cut is not None:

@@ -134,12 +134,18 @@ class Downloads:
                         raise refusal(
                             response.status_code, file.path, has_token=bool(self._token), headers=response.headers
                         )
+                    # Its bytes would have to be unpacked, to any length.
+                    if (encoding := response.headers.get("content-encoding", "identity").lower()) != "identity":
+                        raise ConfigError(
+                            f"{file.path} is sent with Content-Encoding {encoding[:40]!r}, which was not asked for: "
+                            "the hub, or a proxy, changes it"
+                        )
                     if response.status_code == 200:
                         opened.truncate(0)  # the range was ignored
                         start = 0
                     elif not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
                         raise UnavailableError(f"{file.path}: asked from byte {start}, and got other bytes")
-                    for chunk in response.iter_bytes():
+                    for chunk in response.iter_raw():
                         if self._stopping.is_set():
                             raise UnavailableError("another file failed")
                         start += len(chunk)

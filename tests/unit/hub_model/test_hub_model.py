@@ -21,6 +21,7 @@ import pytest
 from kvferry.engine.vllm.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import download, marker
+from kvferry.hub_model.__main__ import masked
 from kvferry.hub_model.fill import fill
 from kvferry.hub_model.listing import checked, refusal
 from kvferry.hub_model.wait import wait
@@ -278,6 +279,45 @@ def test_a_proxy_of_the_environment_is_used(hub: Hub, folder: Path) -> None:
     assert process.returncode == 0, faults
     assert all(url.startswith("http://hub.invalid/") for url, _ in hub.requests)
     assert_whole(folder)
+
+
+def test_passwords_in_addresses_are_never_shown(folder: Path) -> None:
+    with hub_server(dict(FILES)) as hub:
+        away = hub.port
+    for environ in (
+        {"HF_ENDPOINT": f"http://user:SECRET@{hub.url.removeprefix('http://')}", "NO_PROXY": "*"},
+        {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": f"http://user:SECRET@:{away}"},
+        {"HF_ENDPOINT": "ftp://user:SE@CRET@hub.invalid"},
+    ):
+        process = start(hub, "fill", folder, **environ)
+        assert process.stdout is not None
+        said = process.stdout.readline() + process.stdout.readline()
+        process.kill()
+        rest, faults = process.communicate()
+        assert "SE" not in said + rest + faults
+        assert "://" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no answer of https://user:pa@s/s@hub:1/x", "no answer of https://***@hub:1/x"),
+        ("http://token@a and http://u:p@b/", "http://***@a and http://***@b/"),
+        ("http://hub/a, c@d", "http://hub/a, c@d"),
+    ],
+)
+def test_user_info_is_masked(text: str, expected: str) -> None:
+    assert masked(text) == expected
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_an_encoded_answer_is_refused(hub: Hub, folder: Path, encoding: str) -> None:
+    hub.encoding = encoding
+    with pytest.raises(ConfigError, match=f"is sent with Content-Encoding '{encoding}', which was not asked for"):
+        fill_from(hub, folder)
+    files = [headers for url, headers in hub.requests if "/resolve/" in url]
+    assert {headers["accept-encoding"] for headers in files} == {"identity"}
+    assert not folder.exists()
 
 
 def test_a_revision_that_is_not_there_is_named(hub: Hub, folder: Path) -> None:
