@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,11 +27,15 @@ class Hub:
     port: int = 0
     elsewhere_port: int = 0  # of the host to which large files are redirected
     cut_after_bytes: int | None = None  # of each answer with a file
+    cut_more_bytes: tuple[int, ...] = (0,)  # than that, in turn
     num_cuts: int | None = None  # answers that are cut; None: all
+    retry_after: str = ""  # of such answers
     num_unavailable: int = 0  # answers that are 503 before the first that is not
     listing: Any = None  # instead of the files' own
+    listed: Callable[[], None] = lambda: None  # called before an answer with a listing
     wrong: set[str] = field(default_factory=set)  # paths with other bytes than listed
     ignores_ranges: bool = False
+    encoding: str = ""  # Content-Encoding of files
     gate: threading.Event | None = None  # answers with files stop half way until it is set
     requests: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
@@ -67,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.path, {key.lower(): value for key, value in self.headers.items()}))
         if hub.num_unavailable > 0:
             hub.num_unavailable -= 1
-            self._answer(503, b"")
+            self._answer(503, b"", {"Retry-After": hub.retry_after} if hub.retry_after else None)
         elif url.path.startswith("/elsewhere/"):
             self._file(unquote(url.path.removeprefix("/elsewhere/")))
         elif hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
@@ -77,6 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             if commit is None:
                 self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
             else:
+                hub.listed()
                 body = {"_id": "1", "id": MODEL, "modelId": MODEL, "sha": commit, "siblings": hub.siblings()}
                 self._answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
         elif found := re.fullmatch(rf"/{MODEL}/resolve/{COMMIT}/(.+)", url.path):
@@ -91,15 +97,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, path: str) -> None:
         hub = self.hub
-        content = hub.files[path]
+        content = gzip.compress(hub.files[path]) if hub.encoding == "gzip" else hub.files[path]
         if path in hub.wrong:
             content = bytes(len(content))
         start, status, headers = 0, 200, {}
         if (wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))) and not hub.ignores_ranges:
             start, status = int(wanted[1]), 206
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if hub.encoding:
+            headers["Content-Encoding"] = hub.encoding
         rest = content[start:]
         cut = hub.cut_after_bytes
+        if cut is not None:
+            cut += hub.cut_more_bytes[len(hub.requests) % len(hub.cut_more_bytes)]
         if cut is not None and len(rest) > cut and hub.num_cuts != 0:
             if hub.num_cuts is not None:
                 hub.num_cuts -= 1

@@ -12,6 +12,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -23,8 +24,17 @@ from kvferry.hub_model.fill import DEFAULT_ENDPOINT, fill
 from kvferry.hub_model.wait import wait
 
 
+def masked(text: str) -> str:
+    # In an address of the hub or of a proxy. To the last @ of the word: a password may contain @ and /.
+    return re.sub(r"(?<=://)\S*@", "***@", text)
+
+
 def _report(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {masked(line)}", flush=True)
+
+
+def _fault(line: str) -> None:
+    print(masked(line), file=sys.stderr)
 
 
 def _stop(_number: int, _frame: object) -> NoReturn:
@@ -42,6 +52,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="what holds the model in the end")
     parser.add_argument("--timeout", type=float, default=math.inf, help="seconds that `wait` waits; default: for ever")
     arguments = parser.parse_args()
+    if arguments.folder.name in ("", ".."):
+        parser.error(f"--folder {arguments.folder} has no name of its own: give the path of a folder")
     signal.signal(signal.SIGTERM, _stop)
     # Reading the weights of a large model takes minutes, of which it logs every 10 s.
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
@@ -59,13 +71,18 @@ def main() -> int:
                 token=os.environ.get("HF_TOKEN", "").strip(),
             )
     except ConfigError as error:
-        print(error.message, file=sys.stderr)
+        _fault(error.message)
         return 2
     except UnavailableError as error:
-        print(f"{error.message}; what is there stays for the next try", file=sys.stderr)
+        _fault(f"{error.message}; what is there stays for the next try")
         return 1
     except KvferryError as error:
-        print(error.message, file=sys.stderr)
+        _fault(error.message)
+        return 1
+    except OSError as error:
+        # Of a drive: read-only, of another user, full. Network errors are UnavailableErrors by now.
+        where = error.filename or arguments.folder
+        _fault(f"{where}: {error.strerror or error} (user {os.geteuid()})")
         return 1
     return 0
 

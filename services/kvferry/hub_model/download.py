@@ -22,6 +22,7 @@ NUM_AT_ONCE = 4
 # Of one file, each without a new byte; and times that a whole file had another hash than the hub says.
 MAX_FAILURES = 6
 MAX_MISMATCHES = 3
+MAX_TRIES = 100  # of one file, with or without new bytes
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_S = 60.0  # until the connection, and between two chunks
 _LONGEST_PAUSE_S = 30.0
@@ -55,6 +56,9 @@ class Downloads:
                     continue
         return self.num_bytes - there
 
+    def part_files(self) -> set[Path]:
+        return {self._part(file) for file in self._files}
+
     def run(self) -> None:
         """Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
         headers = {"user-agent": "kvferry", "accept-encoding": "identity"}
@@ -86,8 +90,9 @@ class Downloads:
         if target.is_file() and target.stat().st_size == file.size_bytes:
             return  # verified when it got this name
         num_failures = num_mismatches = 0
-        while True:
-            size_before = _size(part)
+        most_bytes = _size(part)  # ever: a server that ignores ranges shortens the part
+        for num_tries in range(1, MAX_TRIES + 1):
+            again_s = 0
             try:
                 self._append(client, file, part)
                 if _digest(file, part) == file.digest:
@@ -95,17 +100,23 @@ class Downloads:
                 num_mismatches += 1
                 part.unlink()
                 fault = f"{file.path} does not have the hash that the hub says ({file.digest})"
+                most_bytes = 0
                 if num_mismatches >= MAX_MISMATCHES:
                     raise ConfigError(f"{fault}, {num_mismatches} times: the hub, or a proxy, changes it")
             except (httpx.HTTPError, UnavailableError) as error:
                 fault = error.message if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
-                num_failures = 1 if _size(part) > size_before else num_failures + 1
+                again_s = error.retry_after_s or 0 if isinstance(error, UnavailableError) else 0
+                num_failures = 1 if _size(part) > most_bytes else num_failures + 1
+                most_bytes = max(most_bytes, _size(part))
                 if num_failures >= MAX_FAILURES:
                     raise UnavailableError(
-                        f"{file.path}: {num_failures} tries without a byte, the last one: {fault}"
+                        f"{file.path}: {num_failures} tries without a new byte, the last one: {fault}"
                     ) from None
-                if self._stopping.wait(min(_LONGEST_PAUSE_S, self._pause_s * 2.0 ** (num_failures - 1))):
-                    raise UnavailableError("another file failed") from None
+            if num_tries == MAX_TRIES:
+                raise UnavailableError(f"{file.path}: {MAX_TRIES} tries, the last one: {fault}")
+            pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2.0 ** max(0, num_failures - 1))
+            if self._stopping.wait(max(pause_s, again_s)):
+                raise UnavailableError("another file failed")
         target.parent.mkdir(parents=True, exist_ok=True)
         part.chmod(0o644)
         part.rename(target)
@@ -120,13 +131,21 @@ class Downloads:
                 headers = {"range": f"bytes={start}-"} if start else {}
                 with client.stream("GET", f"{self._base_url}/{quote(file.path)}", headers=headers) as response:
                     if response.status_code not in (200, 206):
-                        raise refusal(response.status_code, file.path, has_token=bool(self._token))
+                        raise refusal(
+                            response.status_code, file.path, has_token=bool(self._token), headers=response.headers
+                        )
+                    # Its bytes would have to be unpacked, to any length.
+                    if (encoding := response.headers.get("content-encoding", "identity").lower()) != "identity":
+                        raise ConfigError(
+                            f"{file.path} is sent with Content-Encoding {encoding[:40]!r}, which was not asked for: "
+                            "the hub, or a proxy, changes it"
+                        )
                     if response.status_code == 200:
                         opened.truncate(0)  # the range was ignored
                         start = 0
                     elif not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
                         raise UnavailableError(f"{file.path}: asked from byte {start}, and got other bytes")
-                    for chunk in response.iter_bytes():
+                    for chunk in response.iter_raw():
                         if self._stopping.is_set():
                             raise UnavailableError("another file failed")
                         start += len(chunk)

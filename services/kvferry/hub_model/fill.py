@@ -53,11 +53,13 @@ def fill(
             report(f"{folder} holds {model} at {revision} now")
             return
         listing = _list(model, revision, endpoint, token, report=report, pause_s=pause_s)
-        tree, parts = staging / "tree", staging / "parts"
+        tree, parts = staging / f"tree-{listing.key(model)}", staging / "parts"
+        _drop_all_but({tree, parts, staging / "lock"}, staging)
         for each in (tree, parts):
             each.mkdir(exist_ok=True)
         base_url = f"{endpoint.rstrip('/')}/{model}/resolve/{listing.commit}"
         downloads = Downloads(listing.files, tree, parts, base_url=base_url, token=token, pause_s=pause_s)
+        _drop_all_but(downloads.part_files(), parts)
         _refuse_a_small_volume(downloads.missing_bytes(), staging)
         with _progress(downloads, f"{model} at {revision}", report):
             downloads.run()
@@ -78,8 +80,16 @@ def _list(model: str, revision: str, endpoint: str, token: str, *, report: Repor
             if number == MAX_FAILURES:
                 raise
             report(f"{error.message}; try {number} of {MAX_FAILURES}")
-            time.sleep(pause_s * 2 ** (number - 1))
+            time.sleep(max(pause_s * 2 ** (number - 1), error.retry_after_s or 0))
     raise AssertionError("unreachable")
+
+
+def _drop_all_but(wanted: set[Path], folder: Path) -> None:
+    for each in set(folder.iterdir()) - wanted:
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
 
 
 def _refuse_a_small_volume(missing_bytes: int, staging: Path) -> None:
@@ -95,7 +105,7 @@ def _finish(tree: Path, listing: Listing, model: str, revision: str, report: Rep
     wanted = {file.path for file in listing.files}
     for file in [each for each in tree.rglob("*") if not each.is_dir()]:
         if file.relative_to(tree).as_posix() not in wanted:
-            file.unlink()  # of another commit that the revision named
+            file.unlink()  # digests and the marker of a try that ended here
     with contextlib.suppress(ConfigError):  # nothing but a tokenizer, perhaps
         report("reading the weights, so that no worker has to before it serves")
         write_manifest(tree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -14,6 +14,7 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model.marker import MARKER, MAX_FILES
 
 _OWN_FILES = (MARKER, MANIFEST)
+MAX_RETRY_AFTER_S = 300  # that is waited for at most, whatever the hub asks for
 _MAX_PATH_CHARACTERS = 500
 
 
@@ -42,6 +43,11 @@ class Listing:
     commit: str
     files: tuple[HubFile, ...]
 
+    def key(self, model: str) -> str:
+        # Of all that decides the bytes: a tree begun for one listing is of no use to another.
+        lines = [model, self.commit, *(f"{file.path}\0{file.size_bytes}\0{file.digest}" for file in self.files)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
 
 def list_model(model: str, revision: str, *, endpoint: str, token: str, timeout_s: float) -> Listing:
     """Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
@@ -58,7 +64,7 @@ def list_model(model: str, revision: str, *, endpoint: str, token: str, timeout_
         raise ConfigError(f"{model} has no revision {revision!r} at {endpoint}") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
-        raise refusal(status, f"{model} at {endpoint}", has_token=bool(token)) from None
+        raise refusal(status, f"{model} at {endpoint}", has_token=bool(token), headers=error.response.headers) from None
     except Exception as error:
         # The HTTP library of huggingface_hub is not one of ours; each version raises errors of its own.
         raise UnavailableError(f"{endpoint} does not answer: {type(error).__name__}") from None
@@ -68,7 +74,9 @@ def list_model(model: str, revision: str, *, endpoint: str, token: str, timeout_
     return Listing(commit, checked(model, info.siblings or ()))
 
 
-def refusal(status: int, what: str, *, has_token: bool) -> ConfigError | UnavailableError:
+def refusal(
+    status: int, what: str, *, has_token: bool, headers: Mapping[str, str] | None = None
+) -> ConfigError | UnavailableError:
     """Return the error for an HTTP status."""
     if status in (401, 403, 404):
         said = {401: "401 Unauthorized", 403: "403 Forbidden", 404: "404 Not Found"}[status]
@@ -80,7 +88,10 @@ def refusal(status: int, what: str, *, has_token: bool) -> ConfigError | Unavail
         return ConfigError(f"the hub answers {said} for {what}: {why}, or there is no model of that name")
     if 400 <= status < 500 and status not in (408, 429):
         return ConfigError(f"the hub answers {status} for {what}")
-    return UnavailableError(f"the hub answers {status} for {what}")
+    # In seconds, as the hub sends it; a date counts as none.
+    again = (headers or {}).get("retry-after", "")
+    again_s = min(int(again), MAX_RETRY_AFTER_S) if re.fullmatch(r"[0-9]{1,9}", again) else None
+    return UnavailableError(f"the hub answers {status} for {what}", retry_after_s=again_s)
 
 
 def checked(model: str, siblings: Sequence[Any]) -> tuple[HubFile, ...]:
@@ -99,12 +110,7 @@ def _checked_file(model: str, sibling: Any) -> HubFile:
     path, size = sibling.rfilename, sibling.size
     parts = PurePosixPath(path).parts if isinstance(path, str) and path.isprintable() else ()
     is_inside = (
-        parts
-        and path
-        and path == "/".join(parts)
-        and not path.startswith("/")
-        and ".." not in parts
-        and "\0" not in path
+        parts and path == "/".join(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
     )
     if not is_inside or len(path) > _MAX_PATH_CHARACTERS or path in _OWN_FILES:
         raise ConfigError(f"the hub lists a file of {model} that cannot be one of a folder: {str(path)[:200]!r}")

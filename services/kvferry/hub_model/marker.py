@@ -24,14 +24,17 @@ class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = _VERSION
 
 
-def why_not_whole(folder: Path, model: str, revision: str) -> str:
+def why_not_whole(folder: Path, model: str, revision: str, *, again: bool = True) -> str:
     """Return what is missing of the model; empty if nothing is. Raises ConfigError for a folder of something else."""
     file = folder / MARKER
     try:
         with file.open("rb") as opened:
             marker = msgspec.json.decode(opened.read(_MAX_MARKER_BYTES), type=Marker)
     except FileNotFoundError:
-        if folder.is_dir() and any(folder.iterdir()):
+        names = _names(folder)
+        if MARKER in names and again:  # it got its name between the two looks
+            return why_not_whole(folder, model, revision, again=False)
+        if names and MARKER not in names:
             raise ConfigError(
                 f"{folder} holds files and no {MARKER}: it was not filled by this command. Move it away"
             ) from None
@@ -40,6 +43,8 @@ def why_not_whole(folder: Path, model: str, revision: str) -> str:
         raise ConfigError(f"{file} is no marker: {str(error)[:200]}. Move the folder away") from None
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
+    if not marker.sizes_bytes or any("\0" in name for name in marker.sizes_bytes):
+        raise ConfigError(f"{file} lists no files, or one that cannot be of a folder. Move the folder away")
     found = (marker.version, marker.model, marker.revision)
     if found != (_VERSION, model, revision):
         raise ConfigError(
@@ -49,10 +54,19 @@ def why_not_whole(folder: Path, model: str, revision: str) -> str:
     return _why_damaged(folder, marker.sizes_bytes)
 
 
+def _names(folder: Path) -> set[str]:
+    try:
+        return {each.name for each in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
+
+
 def _why_damaged(folder: Path, sizes_bytes: Mapping[str, int]) -> str:
     for name, size in sizes_bytes.items():
         try:
             found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise ConfigError(f"{folder / name} is gone, and {MARKER} lists it. Move {folder} away") from None
         except OSError as error:
             return f"{folder / name} cannot be read: {error.strerror}"
         if found != size:

@@ -21,8 +21,9 @@ import pytest
 from kvferry.engine.vllm.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import download, marker
+from kvferry.hub_model.__main__ import masked
 from kvferry.hub_model.fill import fill
-from kvferry.hub_model.listing import checked
+from kvferry.hub_model.listing import checked, refusal
 from kvferry.hub_model.wait import wait
 from support.hub_server import COMMIT, MODEL, Hub, hub_server
 
@@ -141,11 +142,48 @@ def test_a_hub_that_stays_away_ends_the_try(hub: Hub, folder: Path) -> None:
 
 def test_a_file_that_never_comes_ends_the_try_and_keeps_the_rest(hub: Hub, folder: Path) -> None:
     hub.cut_after_bytes = 0
-    with pytest.raises(UnavailableError, match=f"{download.MAX_FAILURES} tries without a byte"):
+    with pytest.raises(UnavailableError, match=f"{download.MAX_FAILURES} tries without a new byte"):
         fill_from(hub, folder)
     hub.cut_after_bytes = None
     fill_from(hub, folder)
     assert_whole(folder)
+
+
+def test_cuts_of_varying_length_without_ranges_end_the_try(folder: Path) -> None:
+    files = {"a.bin": bytes(5000)}
+    with hub_server(files, cut_after_bytes=2000, cut_more_bytes=(0, 1000), ignores_ranges=True) as hub:
+        with pytest.raises(UnavailableError, match=f"{download.MAX_FAILURES} tries without a new byte"):
+            fill_from(hub, folder)
+        assert hub.num_gets("a.bin") <= 2 * download.MAX_FAILURES
+
+
+def test_answers_of_a_byte_each_end_the_try(folder: Path) -> None:
+    with hub_server({"a.bin": bytes(download.MAX_TRIES + 1)}, cut_after_bytes=1) as hub:
+        with pytest.raises(UnavailableError, match=f"{download.MAX_TRIES} tries, the last one: .*RemoteProtocolError"):
+            fill_from(hub, folder)
+        assert hub.num_gets("a.bin") == download.MAX_TRIES
+        fill_from(hub, folder)
+    assert (folder / "a.bin").read_bytes() == bytes(download.MAX_TRIES + 1)
+
+
+@pytest.mark.parametrize(("said", "expected_s"), [("7", 7), ("86400", 300), ("", None), ("-1", None), ("Wed", None)])
+def test_the_hub_says_when_to_ask_again_up_to_a_limit(said: str, expected_s: int | None) -> None:
+    error = refusal(429, "a", has_token=False, headers={"retry-after": said})
+    assert isinstance(error, UnavailableError)
+    assert error.retry_after_s == expected_s
+
+
+def test_a_pause_that_the_hub_asks_for_is_made(folder: Path) -> None:
+    with hub_server({"a.bin": b"a"}, num_unavailable=1, retry_after="1") as hub:
+        started_s = time.monotonic()
+        fill_from(hub, folder)
+        assert time.monotonic() - started_s >= 1
+    with hub_server({"b.bin": b"b"}) as hub:
+        hub.listed = lambda: setattr(hub, "num_unavailable", 1)
+        hub.retry_after = "1"
+        started_s = time.monotonic()
+        fill_from(hub, folder.with_name("b"))
+        assert time.monotonic() - started_s >= 1
 
 
 @pytest.mark.parametrize("path", ["model-1.safetensors", "tokenizer.json"])
@@ -186,6 +224,26 @@ def test_what_a_crash_left_of_a_file_is_not_believed(hub: Hub, folder: Path) -> 
     assert_whole(folder)
 
 
+def test_what_another_listing_left_is_not_taken(folder: Path) -> None:
+    old = {"model.safetensors": b"o" * 4000, "z.bin": b"o" * 5000}
+    with hub_server(old, wrong={"z.bin"}) as hub, pytest.raises(ConfigError, match="does not have the hash"):
+        fill_from(hub, folder, revision="main")
+    staging = folder.with_name(f".{folder.name}.partial")
+    assert [file.read_bytes() for file in staging.rglob("model.safetensors")] == [b"o" * 4000]
+    (staging / "parts" / "old.part").write_bytes(b"old")
+    new = {"model.safetensors": b"n" * 4000, "z.bin": b"n" * 5000}
+    # The names and sizes are the same, and one file of the new listing fails, so the staging folder stays.
+    with hub_server(new, wrong={"z.bin"}) as hub:
+        with pytest.raises(ConfigError, match="does not have the hash"):
+            fill_from(hub, folder)
+        assert [file.read_bytes() for file in staging.rglob("model.safetensors")] == [b"n" * 4000]
+        assert list((staging / "parts").iterdir()) == []
+        hub.wrong = set()
+        fill_from(hub, folder)
+        assert hub.num_gets("model.safetensors") == 1
+    assert {name: (folder / name).read_bytes() for name in new} == new
+
+
 def test_a_missing_token_is_said_and_the_token_is_never_shown(folder: Path) -> None:
     with hub_server(dict(FILES), token="hf_secret") as hub:
         process = start(hub, "fill", folder)
@@ -221,6 +279,45 @@ def test_a_proxy_of_the_environment_is_used(hub: Hub, folder: Path) -> None:
     assert process.returncode == 0, faults
     assert all(url.startswith("http://hub.invalid/") for url, _ in hub.requests)
     assert_whole(folder)
+
+
+def test_passwords_in_addresses_are_never_shown(folder: Path) -> None:
+    with hub_server(dict(FILES)) as hub:
+        away = hub.port
+    for environ in (
+        {"HF_ENDPOINT": f"http://user:SECRET@{hub.url.removeprefix('http://')}", "NO_PROXY": "*"},
+        {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": f"http://user:SECRET@:{away}"},
+        {"HF_ENDPOINT": "ftp://user:SE@CRET@hub.invalid"},
+    ):
+        process = start(hub, "fill", folder, **environ)
+        assert process.stdout is not None
+        said = process.stdout.readline() + process.stdout.readline()
+        process.kill()
+        rest, faults = process.communicate()
+        assert "SE" not in said + rest + faults
+        assert "://" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no answer of https://user:pa@s/s@hub:1/x", "no answer of https://***@hub:1/x"),
+        ("http://token@a and http://u:p@b/", "http://***@a and http://***@b/"),
+        ("http://hub/a, c@d", "http://hub/a, c@d"),
+    ],
+)
+def test_user_info_is_masked(text: str, expected: str) -> None:
+    assert masked(text) == expected
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_an_encoded_answer_is_refused(hub: Hub, folder: Path, encoding: str) -> None:
+    hub.encoding = encoding
+    with pytest.raises(ConfigError, match=f"is sent with Content-Encoding '{encoding}', which was not asked for"):
+        fill_from(hub, folder)
+    files = [headers for url, headers in hub.requests if "/resolve/" in url]
+    assert {headers["accept-encoding"] for headers in files} == {"identity"}
+    assert not folder.exists()
 
 
 def test_a_revision_that_is_not_there_is_named(hub: Hub, folder: Path) -> None:
@@ -309,6 +406,49 @@ def test_a_folder_of_something_else_is_neither_used_nor_changed(hub: Hub, folder
     assert (folder / "config.json").read_text() == "mine"
 
 
+def test_a_folder_that_gets_its_name_between_two_looks_is_whole(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_from(hub, folder)
+    filled = folder.rename(folder.with_name("filled"))
+    opening = Path.open
+
+    def open_and_rename(file: Path, *arguments: Any, **options: Any) -> Any:
+        try:
+            return opening(file, *arguments, **options)
+        except FileNotFoundError:
+            if filled.exists():
+                filled.rename(folder)
+            raise
+
+    monkeypatch.setattr(Path, "open", open_and_rename)
+    assert marker.why_not_whole(folder, MODEL, "v1") == ""
+
+
+def test_a_marker_that_points_nowhere_is_said(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / marker.MARKER).symlink_to(folder / "nowhere")
+    assert "is not there yet" in marker.why_not_whole(folder, MODEL, "v1")
+
+
+def test_errors_of_the_drive_are_one_line(hub: Hub, folder: Path) -> None:
+    staging = folder.with_name(f".{folder.name}.partial")
+    (staging / "lock").mkdir(parents=True)
+    process = start(hub, "fill", folder)
+    _, faults = process.communicate()
+    assert (process.returncode, faults) == (1, f"{staging}/lock: Is a directory (user {os.geteuid()})\n")
+
+
+@pytest.mark.parametrize("path", ["/", ".", "..", "a/.."])
+def test_a_folder_without_a_name_is_a_wrong_usage(hub: Hub, folder: Path, path: str) -> None:
+    process = start(hub, "fill", Path(path), HOME="/")
+    _, faults = process.communicate()
+    assert process.returncode == 2
+    assert "has no name of its own" in faults
+    assert "Traceback" not in faults
+    assert hub.requests == []
+
+
 def test_a_marker_is_believed_only_for_what_it_says(hub: Hub, folder: Path) -> None:
     fill_from(hub, folder)
     with pytest.raises(ConfigError, match=r"holds acme/tiny at v1 .*, not acme/tiny at v2"):
@@ -321,6 +461,14 @@ def test_a_marker_is_believed_only_for_what_it_says(hub: Hub, folder: Path) -> N
     (folder / marker.MARKER).write_text("{")
     with pytest.raises(ConfigError, match="is no marker"):
         marker.why_not_whole(folder, MODEL, "v1")
+
+
+@pytest.mark.parametrize("sizes_bytes", [{}, {"a\0b": 1}, {"\ud800": 1}])
+def test_a_marker_without_files_or_with_a_name_of_none_is_refused(tmp_path: Path, sizes_bytes: dict[str, int]) -> None:
+    written = {"model": MODEL, "revision": "v1", "commit": COMMIT, "sizes_bytes": sizes_bytes}
+    (tmp_path / marker.MARKER).write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=r"lists no files, or one that cannot|is no marker"):
+        marker.why_not_whole(tmp_path, MODEL, "v1")
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a//b", "", "x" * 501, marker.MARKER, "a\0b"])
@@ -350,5 +498,15 @@ def test_listings_have_a_limit_and_hashes() -> None:
             checked(MODEL, [SimpleNamespace(rfilename=name, size=1, lfs=None, blob_id="0" * 40)])
     with pytest.raises(ConfigError, match="cannot be verified"):
         checked(MODEL, listed(1, size=None))
+    for lfs in (SimpleNamespace(sha256="/tmp/outside"), SimpleNamespace(sha256="../x")):
+        with pytest.raises(ConfigError, match="cannot be verified"):
+            checked(MODEL, listed(1, lfs=lfs))
     with pytest.raises(ConfigError, match="twice"):
         checked(MODEL, [*listed(1), *listed(1)])
+
+
+def test_a_folder_that_lost_a_file_is_not_downloaded_again_beside_itself(hub: Hub, folder: Path) -> None:
+    fill_from(hub, folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json is gone, and kvferry-model\.json lists it\. Move .* away"):
+        fill_from(hub, folder)
