@@ -49,7 +49,7 @@ class Question:
             "--max-num-seqs": (self.max_num_seqs, 1, 65536),
             "--max-num-batched-tokens": (self.max_num_batched_tokens, 64, 1 << 20),
             "--max-gpus": (self.max_gpus, 1, MAX_GPUS),
-            "--budget": (self.budget_usd_per_hour or 1, 1e-3, 1e9),
+            "--budget": (1 if self.budget_usd_per_hour is None else self.budget_usd_per_hour, 1e-3, 1e9),
             "--cpu-tier": (self.cpu_tier_bytes, 0, MAX_TIER_BYTES),
             "--volume-tier": (self.volume_tier_bytes, 0, MAX_TIER_BYTES),
         }

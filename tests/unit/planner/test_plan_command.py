@@ -210,3 +210,31 @@ def test_headroom_is_a_share_of_the_pages() -> None:
 def test_a_profile_says_which_dtype_it_wants() -> None:
     shown = run("llama-3.1-8b", "--profile", "rag", "--users", "8", "--gpu", "h100")
     assert "wants KV pages in fp8" in shown.stdout
+
+
+def test_a_layout_that_one_kind_of_gpu_cannot_have_is_no_error_of_the_others() -> None:
+    words = ("llama-3.1-70b", "--tp", "8")
+    assert all(layout["layout"].startswith("TP 8") for layout in planned(*words)["layouts"])
+    assert "--tp 8: TP 8: a node has 4" in refused(*words, "--gpu", "gb200")
+
+
+def test_kv_memory_that_no_gpu_has_is_refused_with_both_figures() -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--tp", "1", "--pp", "1")
+    said = refused(*words, "--kv-cache-gib", "100000", code=1)
+    assert "asks for 107374.2 GB of each GPU" in said
+    assert "leave 6" in said
+    assert planned(*words, "--kv-cache-gib", "60")["layouts"]
+    refused(*words, "--kv-cache-gib", "64", code=1)
+
+
+@pytest.mark.parametrize(
+    "option", ["--budget", "--max-gpus", "--context", "--block-size", "--max-num-batched-tokens", "--kv-cache-gib"]
+)
+def test_zero_is_no_default(option: str) -> None:
+    assert f"{option} 0: expected" in refused("llama-3.1-8b", "--gpu", "h100", option, "0")
+
+
+def test_more_users_than_the_limit_of_engines_serves_are_named_so() -> None:
+    said = refused("llama-3.1-70b", "--gpu", "h100", "--users", "1e7", "--mode", "aggregated", code=1)
+    assert "engines of a role would be needed" in said
+    assert "inf" not in said
