@@ -181,7 +181,10 @@ def _calibrated(question: Question, url: str) -> Question:
 def _question(name: str, options: dict[str, Any]) -> Question:
     profile = None if options["profile"] is None else profiles.find(options["profile"])
     load = _load(options)
+    _check_printable("MODEL", name)
     geometry = model_catalogue.geometry_of(name)
+    for each in (geometry.name, geometry.model_type, geometry.architecture, geometry.quantization):
+        _check_printable(f"{name}: config.json", each)
     parameters = _count(options["parameters"], "--parameters")
     active = _count(options["active_parameters"], "--active-parameters")
     gpus = _gpus(options)
@@ -297,6 +300,12 @@ def _count(value: float | None, option: str) -> int | None:
     if not 1e3 <= value <= 1e15:
         raise ConfigError(f"{option} {value:g}: expected 1e3 to 1e15")
     return int(value)
+
+
+def _check_printable(what: str, text: str) -> None:
+    # These texts stand in commands and manifests.
+    if not text.isprintable():
+        raise ConfigError(f"{what}: {text[:80]!a}: control characters are not allowed")
 
 
 def _given(options: dict[str, Any], name: str, default: Any) -> Any:

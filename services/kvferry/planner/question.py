@@ -15,6 +15,7 @@ from kvferry.planner.workload import Demand
 
 Mode = Literal["any", "disaggregated", "aggregated"]
 MAX_GPUS: Final = 100_000
+MAX_KINDS: Final = 32  # of GPUs, in one plan
 MAX_TIER_BYTES: Final = 1 << 50
 
 
@@ -56,6 +57,8 @@ class Question:
         for option, (value, low, high) in limits.items():
             if not low <= value <= high:
                 raise ConfigError(f"{option} {value:g}: expected {low:g} to {high:g}")
+        if len(self.gpus) > MAX_KINDS:
+            raise ConfigError(f"{len(self.gpus)} kinds of GPUs: at most {MAX_KINDS} are compared; name some with --gpu")
         longest = self.model.geometry.context_length
         if self.demand.context_tokens > longest:
             raise ConfigError(
