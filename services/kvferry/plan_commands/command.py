@@ -30,7 +30,7 @@ from kvferry.planner import (
     published_functions,
     workload,
 )
-from kvferry.planner.layouts import Layout
+from kvferry.planner.layouts import Layout, refusal
 from kvferry.planner.plan import Plan
 from kvferry.planner.profiles import Profile
 from kvferry.planner.question import MAX_GPUS, Question, priced
@@ -166,7 +166,9 @@ def _calibrated(question: Question, url: str) -> Question:
     if len(question.gpus) != 1:
         raise ConfigError("--calibrate: name the GPU that serves there with --gpu")
     ((_, gpu),) = question.gpus.items()
-    layout = Layout(question.tensor_parallel_size or 1)
+    layout = Layout(1 if question.tensor_parallel_size is None else question.tensor_parallel_size)
+    if why := refusal(layout, question.model, gpu):
+        raise ConfigError(f"--tp {layout.tensor_parallel_size}: {why}")
     engine = Engine(question.model, gpu, layout, question.kv_dtype, question.assumptions)
     measured = measure(url, longest_tokens=question.demand.context_tokens)
     found = calibration.calibrate(engine, measured.prefills, measured.decodes)

@@ -198,6 +198,9 @@ def test_cpus_compute_and_store_in_float32() -> None:
 
 def test_calibration_needs_one_gpu_and_a_deployment() -> None:
     assert "name the GPU that serves there" in refused("llama-3.1-8b", "--calibrate", "http://127.0.0.1:1")
+    words = ("llama-3.1-8b", "--gpu", "h100", "--calibrate", "http://127.0.0.1:1")
+    assert "32 attention heads cannot be divided" in refused(*words, "--tp", "3")
+    assert "--tp 0: TP 1 to 64" in refused(*words, "--tp", "0")
     said = refused("default", "--gpu", "cpu-node", "--context", "1024", "--calibrate", "http://127.0.0.1:1", code=1)
     assert "--calibrate http://127.0.0.1:1" in said
 
