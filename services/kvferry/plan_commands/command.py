@@ -30,10 +30,10 @@ from kvferry.planner import (
     published_functions,
     workload,
 )
-from kvferry.planner.layouts import Layout
+from kvferry.planner.layouts import Layout, refusal
 from kvferry.planner.plan import Plan
 from kvferry.planner.profiles import Profile
-from kvferry.planner.question import Question, priced
+from kvferry.planner.question import MAX_GPUS, Question, priced
 from kvferry.planner.roofline import Engine
 from kvferry.planner.sizing import Candidate
 
@@ -130,7 +130,7 @@ def plan_command(model: str | None, show_published: bool, listed: str | None, **
 
 def _show_plan(name: str, options: dict[str, Any]) -> None:
     question = _question(name, options)
-    if options["calibrate"]:
+    if options["calibrate"] is not None:
         question = _calibrated(question, options["calibrate"])
     found = plan.make(question)
     if options["emitted"]:
@@ -166,7 +166,9 @@ def _calibrated(question: Question, url: str) -> Question:
     if len(question.gpus) != 1:
         raise ConfigError("--calibrate: name the GPU that serves there with --gpu")
     ((_, gpu),) = question.gpus.items()
-    layout = Layout(question.tensor_parallel_size or 1)
+    layout = Layout(1 if question.tensor_parallel_size is None else question.tensor_parallel_size)
+    if why := refusal(layout, question.model, gpu):
+        raise ConfigError(f"--tp {layout.tensor_parallel_size}: {why}")
     engine = Engine(question.model, gpu, layout, question.kv_dtype, question.assumptions)
     measured = measure(url, longest_tokens=question.demand.context_tokens)
     found = calibration.calibrate(engine, measured.prefills, measured.decodes)
@@ -179,9 +181,12 @@ def _calibrated(question: Question, url: str) -> Question:
 
 
 def _question(name: str, options: dict[str, Any]) -> Question:
-    profile = profiles.find(options["profile"]) if options["profile"] else None
+    profile = None if options["profile"] is None else profiles.find(options["profile"])
     load = _load(options)
+    _check_printable("MODEL", name)
     geometry = model_catalogue.geometry_of(name)
+    for each in (geometry.name, geometry.model_type, geometry.architecture, geometry.quantization):
+        _check_printable(f"{name}: config.json", each)
     parameters = _count(options["parameters"], "--parameters")
     active = _count(options["active_parameters"], "--active-parameters")
     gpus = _gpus(options)
@@ -190,35 +195,35 @@ def _question(name: str, options: dict[str, Any]) -> Question:
         # As kvferry serves there: model.dtype `auto` is float32 on CPUs.
         geometry = dataclasses.replace(geometry, dtype="float32")
     model = models.planned(geometry, options["weights"], parameters, active)
-    context = options["context_tokens"] or (
-        profile.context_tokens if profile else min(_CONTEXT_TOKENS, geometry.context_length)
-    )
+    context = options["context_tokens"]
+    if context is None:
+        context = profile.context_tokens if profile else min(_CONTEXT_TOKENS, geometry.context_length)
     given = _assumed(options["assumed"])
     if options["headroom"] is not None:
         if not 0 <= options["headroom"] <= 0.95:
             raise ConfigError(f"--headroom {options['headroom']:g}: expected 0 to 0.95")
         given["kv_limit"] = 1 - options["headroom"]
     assume = assumptions.with_values(given)
-    kv_cache_dtype = options["kv_cache_dtype"] or "auto"
     return Question(
         model=model,
         demand=_demand(options, profile, load, context),
         gpus=gpus,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=_given(options, "kv_cache_dtype", "auto"),
         assumptions=assume,
         gpu_memory_utilization=options["gpu_memory_utilization"],
-        block_size=options["block_size"] or (32 if only_cpus else 16),
+        block_size=_given(options, "block_size", 32 if only_cpus else 16),
         max_num_seqs=options["max_num_seqs"],
-        max_num_batched_tokens=options["max_num_batched_tokens"]
-        or (profile.max_num_batched_tokens if profile else 8192),
+        max_num_batched_tokens=_given(
+            options, "max_num_batched_tokens", profile.max_num_batched_tokens if profile else 8192
+        ),
         tensor_parallel_size=options["tensor_parallel"],
         pipeline_parallel_size=options["pipeline_parallel"],
-        mode=options["mode"] or (profile.mode if profile else "any"),  # type: ignore[arg-type]  # checked by its test
+        mode=_given(options, "mode", profile.mode if profile else "any"),
         budget_usd_per_hour=options["budget"],
-        max_gpus=options["max_gpus"] or 100_000,
+        max_gpus=_given(options, "max_gpus", MAX_GPUS),
         cpu_tier_bytes=_tier(options["cpu_tier_gib"], profile.cpu_tier_gib if profile else 0),
         volume_tier_bytes=_tier(options["volume_tier_gib"], profile.volume_tier_gib if profile else 0),
-        kv_cache_bytes=_tier(options["kv_cache_gib"], 0) or None,
+        kv_cache_bytes=_kv_cache_bytes(options["kv_cache_gib"]),
         served_architectures=ARCHITECTURES,
     )
 
@@ -226,8 +231,8 @@ def _question(name: str, options: dict[str, Any]) -> Question:
 def _demand(
     options: dict[str, Any], profile: Profile | None, load: inputs.Load | None, context: int
 ) -> workload.Demand:
-    prompt = workload.parse_lengths(options["prompt"], "--prompt") if options["prompt"] else None
-    output = workload.parse_lengths(options["output"], "--output") if options["output"] else None
+    prompt = workload.parse_lengths(options["prompt"], "--prompt") if options["prompt"] is not None else None
+    output = workload.parse_lengths(options["output"], "--output") if options["output"] is not None else None
     if load is not None:
         prompt, output = prompt or load.prompt, output or load.output
     if profile is not None and context == profile.context_tokens:
@@ -297,6 +302,22 @@ def _count(value: float | None, option: str) -> int | None:
     if not 1e3 <= value <= 1e15:
         raise ConfigError(f"{option} {value:g}: expected 1e3 to 1e15")
     return int(value)
+
+
+def _check_printable(what: str, text: str) -> None:
+    # These texts stand in commands and manifests.
+    if not text.isprintable():
+        raise ConfigError(f"{what}: {text[:80]!a}: control characters are not allowed")
+
+
+def _given(options: dict[str, Any], name: str, default: Any) -> Any:
+    return default if options[name] is None else options[name]
+
+
+def _kv_cache_bytes(gib: int | None) -> int | None:
+    if gib is not None and not 1 <= gib <= 1 << 20:
+        raise ConfigError(f"--kv-cache-gib {gib}: expected 1 to {1 << 20}")
+    return None if gib is None else profiles.tier_bytes(gib)
 
 
 def _tier(given: int | None, of_profile: int) -> int:

@@ -17,6 +17,7 @@ from kvferry.planner.workload import Lengths
 
 MAX_TRACE_BYTES: Final = 512 << 20
 MAX_LINE_BYTES: Final = 16 << 20
+MAX_TIME_MS: Final = 1e15
 MAX_SCENARIO_BYTES: Final = 1 << 20
 _PROMPT_KEYS: Final = ("input_length", "prompt_tokens", "input_tokens", "isl")
 _OUTPUT_KEYS: Final = ("output_length", "output_tokens", "completion_tokens", "osl")
@@ -68,8 +69,8 @@ def read_trace(file: Path) -> Load:
                 record = _record(line, f"--trace {file}, line {number}")
                 prompts.append(_length(record, _PROMPT_KEYS, f"--trace {file}, line {number}"))
                 outputs.append(_length(record, _OUTPUT_KEYS, f"--trace {file}, line {number}"))
-                if isinstance(at := record.get("timestamp"), int | float) and not isinstance(at, bool):
-                    times_ms.append(float(at))
+                if (at := record.get("timestamp")) is not None:
+                    times_ms.append(_time_ms(at, f"--trace {file}, line {number}"))
                 if len(prompts) > workload.MAX_SAMPLES:
                     raise ConfigError(f"--trace {file}: over {workload.MAX_SAMPLES} requests, the limit")
     except OSError as error:
@@ -89,6 +90,13 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: expected a JSON object")
     return record
+
+
+def _time_ms(value: Any, where: str) -> float:
+    # NaN is not within the limits.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TIME_MS:
+        raise ConfigError(f"{where}: expected timestamp in ms, 0 to {MAX_TIME_MS:g}")
+    return float(value)
 
 
 def _length(record: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
@@ -147,7 +155,9 @@ class _Table:
         value = self._values.get(key)
         if isinstance(value, dict):
             low, high = value.get("min"), value.get("max")
-            value = (low + high) / 2 if isinstance(low, int) and isinstance(high, int) else "a span without min and max"
+            value = "no span"  # refused below
+            if isinstance(low, int) and isinstance(high, int) and 0 <= low <= high <= workload.MAX_TOKENS:
+                value = (low + high) / 2
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= workload.MAX_TOKENS:

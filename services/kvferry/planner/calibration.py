@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -54,6 +55,9 @@ def calibrate(
             raise ConfigError(f"calibration needs measurements of two {name}; there are {len(measured)}")
     if len(prefills) + len(decodes) > MAX_MEASUREMENTS:
         raise ConfigError(f"calibration takes {MAX_MEASUREMENTS} measurements")
+    seconds = [each.seconds for each in prefills] + [each.seconds for each in decodes]
+    if not all(0 < each < math.inf for each in seconds):
+        raise ConfigError("calibration: a step took no time: the deployment has to stream each token as it is made")
     base = dataclasses.replace(
         engine.assumptions, prefill_mfu=1.0, decode_mfu=1.0, memory_efficiency=1.0, prefill_overhead_s=0.0,
         step_overhead_s=0.0, routing_s=0.0,

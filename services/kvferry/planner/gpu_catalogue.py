@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from kvferry import plain_yaml
 from kvferry.errors import ConfigError
@@ -21,6 +21,16 @@ MAX_FILE_BYTES: Final = 1 << 20
 _FILE: Final = "gpus.yaml"
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
+
+
+def _printable(text: str) -> str:
+    # Texts stand in comments of shell commands and YAML: a newline would begin a line of its own.
+    if not text.isprintable():
+        raise ValueError("control characters, newlines among them, are not allowed")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_printable)]
 Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
 PriceKind = Literal["on-demand", "spot", "own"]
 
@@ -34,7 +44,7 @@ class Price(_Entry):
 
     usd_per_hour: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     kind: PriceKind = "own"
-    source: str = Field("", max_length=200)
+    source: Text = Field("", max_length=200)
     date: datetime.date | None = None
 
     def text(self) -> str:
@@ -46,7 +56,7 @@ class Price(_Entry):
 class Gpu(_Entry):
     """One kind of GPU, or a CPU node, which counts as one."""
 
-    title: str = Field(max_length=200)
+    title: Text = Field(max_length=200)
     # CUDA's compute capability, AMD's architecture, or `cpu`: decides KV dtypes and attention backends.
     compute_capability: Annotated[str, Field(pattern=r"^(\d{1,2}\.\d|gfx[0-9a-f]{3,5}|cpu)$")]
     memory_bytes: Annotated[int, Field(ge=1 << 30, le=1 << 50)]
@@ -57,7 +67,7 @@ class Gpu(_Entry):
     host_bytes_s: Positive  # between GPU and host, in one direction
     network_bytes_s: Positive  # between nodes, each GPU, in one direction
     gpus_per_node: Annotated[int, Field(ge=1, le=64)]
-    source: str = Field("", max_length=400)
+    source: Text = Field("", max_length=400)
     source_date: datetime.date | None = None
     prices: tuple[Price, ...] = Field((), max_length=MAX_PRICES)
 
@@ -129,8 +139,15 @@ def parse(content: Any, name: str) -> Mapping[str, Gpu]:
     try:
         return _Catalogue.model_validate(content).gpus
     except ValidationError as error:
-        faults = [f"{name}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:8]]
+        faults = [
+            f"{name}: {'.'.join(_escaped(str(key))[:80] for key in fault['loc'])}: {fault['msg']}"
+            for fault in error.errors()[:8]
+        ]
         raise ConfigError("\n".join(faults)) from None
+
+
+def _escaped(text: str) -> str:
+    return text if text.isprintable() else ascii(text)
 
 
 def find(gpus: Mapping[str, Gpu], name: str) -> Gpu:

@@ -13,6 +13,8 @@ from kvferry.planner.models import PlannedModel
 
 MAX_TENSOR_PARALLEL: Final = 64
 MAX_PIPELINE_PARALLEL: Final = 16
+# vLLM pads the vocabulary to a multiple of this, and then divides it (vocab_parallel_embedding.py).
+_VOCABULARY_PADDING: Final = 64
 _PIPELINES: Final = (1, 2, 3, 4, 8)
 
 
@@ -50,6 +52,9 @@ def refusal(layout: Layout, model: PlannedModel, gpu: Gpu) -> str:
                 group.rank_heads(tensor)
     except ConfigError as error:
         return error.message
+    padded = -(-geometry.vocab_size // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+    if padded % tensor:
+        return f"TP {tensor}: the vocabulary, padded to {padded} rows, cannot be divided by it"
     if tensor > gpu.gpus_per_node:
         return f"TP {tensor}: a node has {gpu.gpus_per_node} of these GPUs, and an engine's ranks share a node"
     if pipeline > geometry.num_layers:

@@ -34,9 +34,13 @@ class Memory:
 
     @property
     def kv_bytes(self) -> float:
-        if self.given_kv_bytes is not None:
-            return self.given_kv_bytes
-        return self.usable_bytes - self.weight_bytes - self.activation_bytes - self.engine_bytes
+        return self.left_bytes if self.given_kv_bytes is None else self.given_kv_bytes
+
+    @property
+    def left_bytes(self) -> float:
+        # An engine that is told how much to take does not look at gpu_memory_utilization.
+        most = self.usable_bytes if self.given_kv_bytes is None else self.total_bytes
+        return most - self.weight_bytes - self.activation_bytes - self.engine_bytes
 
 
 def memory(

@@ -10,12 +10,13 @@ from typing import Final
 
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.planner import kv_dtypes, layouts
+from kvferry.planner.layouts import Layout
 from kvferry.planner.models import WEIGHT_BYTES
 from kvferry.planner.question import Question
 from kvferry.planner.sizing import Candidate, Miss, size
 
 # In the order in which a message names them: what is nearest to a plan first.
-_MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU memory", "attention backend")
+_MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU memory", "attention backend", "layout")
 
 
 class NoPlan(KvferryError):
@@ -89,19 +90,25 @@ def _all(question: Question) -> tuple[list[Candidate], list[Miss]]:
     candidates: list[Candidate] = []
     misses: list[Miss] = []
     modes = {"any": (False, True), "aggregated": (False,), "disaggregated": (True,)}[question.mode]
+    illegal: list[ConfigError] = []
+    tensor, pipeline = question.tensor_parallel_size, question.pipeline_parallel_size
     for name, gpu in question.gpus.items():
-        for layout in layouts.legal(
-            question.model,
-            gpu,
-            tensor_parallel=question.tensor_parallel_size,
-            pipeline_parallel=question.pipeline_parallel_size,
-        ):
+        try:
+            legal = list(layouts.legal(question.model, gpu, tensor_parallel=tensor, pipeline_parallel=pipeline))
+        except ConfigError as error:
+            illegal.append(error)
+            given = Layout(1 if tensor is None else tensor, 1 if pipeline is None else pipeline)
+            misses.append(Miss(name, given, "layout", error.message, math.inf))
+            continue
+        for layout in legal:
             for disaggregated in modes:
                 found = size(question, name, layout, disaggregated=disaggregated)
                 if isinstance(found, Candidate):
                     candidates.append(found)
                 else:
                     misses.append(found)
+    if illegal and len(illegal) == len(question.gpus):
+        raise illegal[0]
     candidates.sort(key=_rank)
     misses.sort(key=lambda miss: miss.factor)
     return candidates, misses

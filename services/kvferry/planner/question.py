@@ -15,6 +15,7 @@ from kvferry.planner.workload import Demand
 
 Mode = Literal["any", "disaggregated", "aggregated"]
 MAX_GPUS: Final = 100_000
+MAX_KINDS: Final = 32  # of GPUs, in one plan
 MAX_TIER_BYTES: Final = 1 << 50
 
 
@@ -49,13 +50,15 @@ class Question:
             "--max-num-seqs": (self.max_num_seqs, 1, 65536),
             "--max-num-batched-tokens": (self.max_num_batched_tokens, 64, 1 << 20),
             "--max-gpus": (self.max_gpus, 1, MAX_GPUS),
-            "--budget": (self.budget_usd_per_hour or 1, 1e-3, 1e9),
+            "--budget": (1 if self.budget_usd_per_hour is None else self.budget_usd_per_hour, 1e-3, 1e9),
             "--cpu-tier": (self.cpu_tier_bytes, 0, MAX_TIER_BYTES),
             "--volume-tier": (self.volume_tier_bytes, 0, MAX_TIER_BYTES),
         }
         for option, (value, low, high) in limits.items():
             if not low <= value <= high:
                 raise ConfigError(f"{option} {value:g}: expected {low:g} to {high:g}")
+        if len(self.gpus) > MAX_KINDS:
+            raise ConfigError(f"{len(self.gpus)} kinds of GPUs: at most {MAX_KINDS} are compared; name some with --gpu")
         longest = self.model.geometry.context_length
         if self.demand.context_tokens > longest:
             raise ConfigError(

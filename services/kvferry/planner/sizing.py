@@ -30,7 +30,7 @@ class Miss:
 
     gpu_name: str
     layout: Layout
-    what: str  # what is missing: attention backend, GPU memory, KV pages, TPOT, TTFT, GPUs, budget, price
+    what: str  # what is missing: attention backend, GPU memory, KV pages, TPOT, TTFT, GPUs, budget, price, layout
     message: str
     factor: float
 
@@ -174,6 +174,13 @@ def _base(question: Question, gpu_name: str, layout: Layout) -> _Base | Miss:
             f"{parts.usable_bytes / 1e9:.1f} GB are usable"
         )
         return Miss(gpu_name, layout, "GPU memory", message, needed / parts.usable_bytes)
+    if parts.kv_bytes > parts.left_bytes:
+        left = max(0.0, parts.left_bytes)
+        message = (
+            f"--kv-cache-gib asks for {parts.kv_bytes / 1e9:.1f} GB of each GPU; weights, activations and the engine "
+            f"leave {left / 1e9:.1f} GB"
+        )
+        return Miss(gpu_name, layout, "GPU memory", message, parts.kv_bytes / left if left else math.inf)
     room = kv_room(model, layout, parts.kv_bytes, question.kv_dtype, question.block_size, assume)
     longest = room.pages_of(demand.context_tokens)
     pages = room.max_requests(demand)
@@ -335,7 +342,8 @@ def _ttft(
 
 def _ttft_miss(base: _Base, best: Ttft) -> Miss:
     goal_s = base.question.demand.ttft_s
-    if best.total_s <= goal_s:
+    # The time is not finite where even the limit of engines is overloaded.
+    if best.total_s <= goal_s or not math.isfinite(best.total_s):
         return base.miss("GPUs", f"more than {MAX_ENGINES} engines of a role would be needed", math.inf)
     parts = f"{best.prefill_s:.2f} s of prefill, {best.transfer_s:.2f} s of KV transfer"
     message = f"TTFT of {best.total_s:.2f} s with any number of engines ({parts}); --ttft is {goal_s:g} s"

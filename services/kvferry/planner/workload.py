@@ -137,6 +137,14 @@ def demand(
             f"--context {context_tokens}: shorter than the mean prompt and answer together, "
             f"{prompt.mean:.0f} + {output.mean:.0f} tokens"
         )
+    # The 99th percentile of a sum of independent lengths, exact where one of them is fixed.
+    spread = math.hypot(max(0.0, prompt.p99 - prompt.mean), max(0.0, output.p99 - output.mean))
+    longest = prompt.mean + output.mean + spread
+    if longest > context_tokens + 1e-6:
+        raise ConfigError(
+            f"--context {context_tokens}: shorter than the 99th percentile of prompt and answer together, "
+            f"{longest:.0f} tokens; vLLM refuses longer requests"
+        )
     if (users is None) == (rate_per_s is None):
         raise ConfigError("give either --users (requests at once) or --rate (requests per second)")
     stay_s = ttft_s + (output.mean - 1) * tpot_s

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -99,9 +99,14 @@ class _Endpoint(BaseHTTPRequestHandler):
 
 @contextmanager
 def endpoint(status: int = 200) -> Iterator[str]:
-    handler = type("_Handler", (_Endpoint,), {"status": status})
+    with endpoint_of(type("_Handler", (_Endpoint,), {"status": status})) as url:
+        yield url
+
+
+@contextmanager
+def endpoint_of(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -127,3 +132,94 @@ def test_what_is_no_deployment_is_refused() -> None:
         measure("http://127.0.0.1:1", longest_tokens=100)
     with endpoint(401) as url, pytest.raises(MeasuringFailed, match="401"):
         measure(url, longest_tokens=100)
+
+
+USAGE = b'data: {"choices": [1], "usage": {"prompt_tokens": %s, "completion_tokens": %s}}'
+
+
+def hostile(get: bytes = b'{"data": [{"id": "m"}]}', post: bytes = b"", status: int = 200) -> Any:
+    # `status` is that of a completion; KEY stands for the header with the key.
+    def answer(self: Any, content: bytes) -> None:
+        self.rfile.read(int(self.headers["content-length"] or 0))
+        content = content.replace(b"KEY", (self.headers["authorization"] or "").encode())
+        self.send_response(status if self.command == "POST" else 200)
+        self.end_headers()
+        with suppress(OSError):
+            self.wfile.write(content)
+
+    methods = {"do_GET": lambda self: answer(self, get), "do_POST": lambda self: answer(self, post)}
+    return type("_Hostile", (_Endpoint,), {**methods, "protocol_version": "HTTP/1.0"})
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        (hostile(get=b"[" * 200_000), "GET /v1/models: "),
+        (hostile(get=b"\xff\xfe["), "GET /v1/models: "),
+        (hostile(get=b'{"data": []}'), "GET /v1/models: "),
+        (hostile(get=b"x" * (measuring._MAX_RESPONSE_BYTES + 1)), "a response of over 4194304 bytes"),
+        (hostile(post=b"x" * (measuring._MAX_RESPONSE_BYTES + 1)), "a response of over 4194304 bytes"),
+        (hostile(post=b"x" * (measuring._MAX_RESPONSE_BYTES + 1), status=500), "a response of over 4194304 bytes"),
+        (hostile(post=b"data: {nope"), "POST /v1/completions: JSON is malformed"),
+        (hostile(post=b'data: {"choices": ' + b"[" * 200_000), "POST /v1/completions: "),
+        (hostile(post=b'data: {"choices": [1], "usage": ["prompt_tokens"]}'), "Expected `object | null`"),
+        (hostile(post=USAGE % (b'"x"', b"null")), "Expected `int`"),
+        (hostile(post=USAGE % (b"0", b"0")), "Expected `int` >= 1"),
+        (hostile(post=USAGE % (b"-64", b"3")), "Expected `int` >= 1"),
+        (hostile(post=USAGE % (b"1e400", b"5")), "POST /v1/completions: "),
+        (hostile(post=USAGE % (b"16777217", b"5")), "<= 16777216"),
+        (hostile(post=b'data: {"choices": [1]}'), "without usage"),
+        (hostile(post=b'data: {"error": "bad KEY"}'), "bad Bearer \\*\\*\\*"),
+        (hostile(post=b"x" * 390 + b" KEY \x1b[31m", status=403), "403: x"),
+        (hostile(post=b"bad KEY \x1b[31m", status=403), r"bad Bearer \*\*\* \?\[31m"),
+    ],
+)  # fmt: skip
+def test_what_a_deployment_must_not_send_is_refused_in_words(
+    handler: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_API_KEY", "secret-123")
+    with endpoint_of(handler) as url, pytest.raises(MeasuringFailed, match=says) as refused:
+        measure(url, longest_tokens=2048)
+    assert "secr" not in refused.value.message
+    assert refused.value.message.isprintable()
+
+
+def test_a_deployment_that_drips_is_left_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_LIMIT_S", 0.3)
+    stop = Event()
+
+    def drip(self: Any) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        with suppress(OSError):
+            while not stop.wait(0.02):
+                self.wfile.write(b'data: {"choices": [1]}\n\n')
+
+    with endpoint_of(type("_Drip", (_Endpoint,), {"do_POST": drip})) as url:
+        with pytest.raises(MeasuringFailed, match=r"not done after 0\.3 s"):
+            measure(url, longest_tokens=2048)
+        stop.set()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://127.0.0.1:99999", "http://", "ftp://a", "http://a\nb", "http://a b"]
+)
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--calibrate '"):
+        measure(url, longest_tokens=100)
+
+
+def test_no_secret_is_taken_from_the_url_or_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="KVFERRY_API_KEY") as refused:
+        measure("http://user:secret@127.0.0.1:1", longest_tokens=100)
+    assert "secret" not in refused.value.message
+    monkeypatch.setenv("KVFERRY_API_KEY", "secret\n1")
+    with pytest.raises(ConfigError, match="expected printable ASCII"):
+        measure("http://127.0.0.1:1", longest_tokens=100)
+
+
+def test_steps_that_took_no_time_are_refused() -> None:
+    decodes = [DecodeMeasurement(1, 10, 0.0), DecodeMeasurement(2, 10, 0.0)]
+    with pytest.raises(ConfigError, match="has to stream each token"):
+        calibrate(engine(), [PrefillMeasurement(1000, 1.0), PrefillMeasurement(2000, 2.0)], decodes)

@@ -292,3 +292,9 @@ def test_a_model_without_counts_says_what_to_give() -> None:
     with pytest.raises(ConfigError, match="--weights 'int3'"):
         planned(geometry, "int3", 30_000_000_000, 3_000_000_000)
     assert planned(geometry, "bf16", 30_000_000_000, 3_000_000_000).weights == "bfloat16"
+
+
+def test_a_vocabulary_that_the_ranks_cannot_share_is_refused() -> None:
+    # 100,352 rows are a multiple of vLLM's padding, and no multiple of 5; 40 query and 10 KV heads are.
+    said = layouts.refusal(Layout(5), planned_model("phi-4"), shipped()["h100"])
+    assert "padded to 100352 rows" in said

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from kvferry.cli import main
@@ -14,6 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.plan_commands import inputs
 
 ROOT = Path(__file__).resolve().parents[3]
+GPUS = ROOT / "services" / "kvferry" / "planner" / "gpus.yaml"
 SCENARIOS = ROOT / "loadtest" / "kvferry_loadtest" / "scenarios"
 
 
@@ -196,6 +198,9 @@ def test_cpus_compute_and_store_in_float32() -> None:
 
 def test_calibration_needs_one_gpu_and_a_deployment() -> None:
     assert "name the GPU that serves there" in refused("llama-3.1-8b", "--calibrate", "http://127.0.0.1:1")
+    words = ("llama-3.1-8b", "--gpu", "h100", "--calibrate", "http://127.0.0.1:1")
+    assert "32 attention heads cannot be divided" in refused(*words, "--tp", "3")
+    assert "--tp 0: TP 1 to 64" in refused(*words, "--tp", "0")
     said = refused("default", "--gpu", "cpu-node", "--context", "1024", "--calibrate", "http://127.0.0.1:1", code=1)
     assert "--calibrate http://127.0.0.1:1" in said
 
@@ -210,3 +215,90 @@ def test_headroom_is_a_share_of_the_pages() -> None:
 def test_a_profile_says_which_dtype_it_wants() -> None:
     shown = run("llama-3.1-8b", "--profile", "rag", "--users", "8", "--gpu", "h100")
     assert "wants KV pages in fp8" in shown.stdout
+
+
+def test_a_layout_that_one_kind_of_gpu_cannot_have_is_no_error_of_the_others() -> None:
+    words = ("llama-3.1-70b", "--tp", "8")
+    assert all(layout["layout"].startswith("TP 8") for layout in planned(*words)["layouts"])
+    assert "--tp 8: TP 8: a node has 4" in refused(*words, "--gpu", "gb200")
+
+
+def test_kv_memory_that_no_gpu_has_is_refused_with_both_figures() -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--tp", "1", "--pp", "1")
+    said = refused(*words, "--kv-cache-gib", "100000", code=1)
+    assert "asks for 107374.2 GB of each GPU" in said
+    assert "leave 6" in said
+    assert planned(*words, "--kv-cache-gib", "60")["layouts"]
+    refused(*words, "--kv-cache-gib", "64", code=1)
+
+
+@pytest.mark.parametrize(
+    "option", ["--budget", "--max-gpus", "--context", "--block-size", "--max-num-batched-tokens", "--kv-cache-gib"]
+)
+def test_zero_is_no_default(option: str) -> None:
+    assert f"{option} 0: expected" in refused("llama-3.1-8b", "--gpu", "h100", option, "0")
+
+
+def test_more_users_than_the_limit_of_engines_serves_are_named_so() -> None:
+    said = refused("llama-3.1-70b", "--gpu", "h100", "--users", "1e7", "--mode", "aggregated", code=1)
+    assert "engines of a role would be needed" in said
+    assert "inf" not in said
+
+
+@pytest.mark.parametrize("key", ["title", "source"])
+def test_texts_of_a_catalogue_have_no_lines_of_their_own(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "gpus.yaml"
+    file.write_text(f'gpus: {{h100: {{{key}: "H100\\nrm -r x"}}}}')
+    assert f"gpus.h100.{key}: Value error, control characters" in refused("llama-3.1-8b", "--catalogue", str(file))
+    file.write_text('gpus: {"h1\\n\\e[31m": {}}')
+    assert "\x1b" not in refused("llama-3.1-8b", "--catalogue", str(file))
+
+
+def test_texts_of_a_model_have_no_lines_of_their_own(tmp_path: Path) -> None:
+    assert "control characters" in refused("a/b\nrm -r x", "--emit", "vllm")
+    config = {
+        "model_type": "llama", "architectures": ["Llama\x1b[31m"], "num_hidden_layers": 2, "num_attention_heads": 4,
+        "hidden_size": 256, "vocab_size": 512, "max_position_embeddings": 8192, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "'Llama\\x1b[31m': control characters" in refused(str(tmp_path), "--parameters", "1e9")
+
+
+def test_kinds_of_gpus_of_one_plan_have_a_limit(tmp_path: Path) -> None:
+    known = [f"gpu-{i}" for i in range(40)]
+    shown = {key: value for key, value in yaml.safe_load(GPUS.read_text())["gpus"]["h100"].items() if key != "prices"}
+    file = tmp_path / "gpus.yaml"
+    file.write_text(json.dumps({"gpus": {name: {**shown, "source_date": None} for name in known}}))
+    words = ("llama-3.1-8b", "--tp", "1", "--pp", "1", "--catalogue", str(file))
+    assert "at most 32 are compared; name some with --gpu" in refused(*words)
+    names = [word for name in known[:33] for word in ("--gpu", name)]
+    assert planned(*words, *names[:64])
+    assert "33 kinds of GPUs" in refused(*words, *names)
+
+
+def test_longest_requests_have_to_fit_the_context(tmp_path: Path) -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--context", "8192")
+    said = refused(*words, "--prompt", "2000:20000", "--output", "100")
+    assert "--context 8192: shorter than the 99th percentile of prompt and answer together, 20100 tokens" in said
+    assert planned(*words, "--prompt", "2000:8092", "--output", "100")
+    refused(*words, "--prompt", "2000:8093", "--output", "100")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_length": 100, "output_length": 10}\n' * 9 + '{"input_length": 9000, "output_length": 10}')
+    assert "99th percentile" in refused(*words, "--trace", str(trace))
+
+
+@pytest.mark.parametrize("time", ["1" + "0" * 400, "NaN", "Infinity", "-1", "true", '"1"', "1000000000000001"])
+def test_a_time_that_is_none_is_refused(time: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f'{{"input_length": 1, "output_length": 1, "timestamp": {time}}}')
+    assert "line 1: expected timestamp in ms, 0 to 1e+15" in refused("llama-3.1-8b", "--trace", str(trace))
+
+
+@pytest.mark.parametrize(
+    "span",
+    ["{min = 1, max = 1" + "0" * 400 + "}", "{min = 1}", "{min = -1" + "0" * 400 + ", max = 1}", "1" + "0" * 400],
+)
+def test_a_number_of_a_scenario_has_a_limit(span: str, tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(f"kind = 'chat'\n[chat]\nsystem_tokens = {span}\nuser_tokens = 1\nanswer_tokens = 1\nturns = 1")
+    assert "chat.system_tokens: expected a number" in refused("llama-3.1-8b", "--scenario", str(file))
