@@ -26,7 +26,7 @@ _KINDS: Final = ("rag", "chat", "agent", "documents")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a trace or a scenario says; None where it does not."""
+    """Demand read from a trace or a scenario; None for what it leaves open."""
 
     prompt: Lengths
     output: Lengths

@@ -41,7 +41,7 @@ class MeasuringFailed(KvferryError):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a minute of load showed."""
+    """Measurements of a minute of load."""
 
     prefills: tuple[PrefillMeasurement, ...]
     decodes: tuple[DecodeMeasurement, ...]

@@ -1,4 +1,4 @@
-"""What a plan would run: values of the Helm chart, a file for `serve deploy`, or commands of `vllm serve`."""
+"""Files and commands that run a plan: values of the chart, a file for `serve deploy`, or `vllm serve`."""
 
 from __future__ import annotations
 

@@ -112,5 +112,5 @@ def _fp8_on_cuda(capability: float) -> Support:
     return Support(backends, warning="scales are 1.0 unless the checkpoint has its own")
 
 
-# What one scale of vLLM 0.32's quantized KV pages covers. Per head: calibrated checkpoints with FlashAttention.
+# Elements that a scale of vLLM 0.32's quantized KV pages covers. Per head: calibrated checkpoints with FlashAttention.
 SCALE_GRANULARITIES: Final = ("per tensor", "per head", "per token and head", "per 16 values")

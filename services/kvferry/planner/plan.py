@@ -34,7 +34,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """What one tier of the whole deployment holds, and how fast a mean prompt comes back from it."""
+    """Capacity of one tier of the deployment, and the time in which a mean prompt comes back from it."""
 
     name: str
     num_bytes: float

@@ -1,4 +1,4 @@
-"""What a plan is asked: a model, a demand, GPUs, and settings."""
+"""Questions to the planner: a model, a demand, GPUs, and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a deployment: lengths of prompts and answers, users or a rate, and objectives."""
+"""Demand on a deployment: lengths of prompts and answers, users or a rate, and objectives."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What quantized KV pages cost in quality: samples, statistics, verdict and result file. Pure but for reading files."""
+"""Cost of quantized KV pages in quality: samples, statistics, verdict and result file. Pure but for reading files."""

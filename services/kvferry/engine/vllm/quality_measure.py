@@ -65,7 +65,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What all engines of one measurement have in common."""
+    """Settings that all engines of one measurement share."""
 
     config: ClusterConfig
     settings: Settings

@@ -1,4 +1,4 @@
-"""Which layers of a model keep what of a sequence, by `model_type`, as vLLM 0.32 serves it."""
+"""KV layers of models by `model_type`, as vLLM 0.32 serves them."""
 
 from __future__ import annotations
 
