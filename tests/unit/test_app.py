@@ -70,7 +70,8 @@ def test_replicas_wait_for_a_model_that_a_job_fills(tmp_path: Path, monkeypatch:
         assert not done
         staging = tmp_path / "staging"
         staging.mkdir()
-        marker.write(staging, marker.Marker("acme/tiny", "v1", "c0ffee", {}))
+        (staging / "config.json").write_text("{}")
+        marker.write(staging, marker.Marker("acme/tiny", "v1", "c0ffee", {"config.json": 2}))
         staging.rename(tmp_path / "m")
         await asyncio.wait_for(wait, 10)
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError, LocalError
 from kvferry.planner.calibration import DecodeMeasurement, PrefillMeasurement
 from kvferry.planner.workload import MAX_TOKENS
 
@@ -35,7 +35,7 @@ _MIN_TOKENS_PER_WORD: Final = 0.5  # a smaller figure would make prompts of mega
 _WORDS: Final = ("river", "ferry", "stone", "cloud", "table", "green", "seven", "north", "music", "paper")
 
 
-class MeasuringFailed(KvferryError):
+class MeasuringFailed(LocalError):
     """The deployment did not answer as expected; the message has its status."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError, LocalError
 from kvferry.planner import kv_dtypes, layouts
 from kvferry.planner.layouts import Layout
 from kvferry.planner.models import WEIGHT_BYTES
@@ -19,7 +19,7 @@ from kvferry.planner.sizing import Candidate, Miss, size
 _MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU memory", "attention backend", "layout")
 
 
-class NoPlan(KvferryError):
+class NoPlan(LocalError):
     """Nothing meets the demand; the message says by how much the nearest candidates miss it."""
 
 
