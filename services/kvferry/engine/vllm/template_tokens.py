@@ -42,8 +42,8 @@ class TemplateTokens:
 
         `tokenizer` has the values of a tokenizer.json, `render` returns the prompt of one message of a user.
         """
-        cuts = tokens_to_cut_at(tokenizer)
         texts = [render(message) for message in _MESSAGES]
+        cuts = tokens_to_cut_at(tokenizer, texts[0])
         begin = _common_beginning(*texts)
         end = _common_beginning(*(text[::-1] for text in texts))[::-1]
         start, cut = max(((begin.rfind(cut), cut) for cut in cuts), default=(-1, ""))
@@ -67,8 +67,8 @@ class TemplateTokens:
         return token_ids + self._after_ids if end < len(text) else token_ids
 
 
-def tokens_to_cut_at(tokenizer: Mapping[str, Any]) -> Sequence[str]:
-    """Return added tokens before which a text can be cut: its parts have the tokens of the whole, one after the other.
+def tokens_to_cut_at(tokenizer: Mapping[str, Any], prompt: str) -> Sequence[str]:
+    """Return added tokens in `prompt` before which a text can be cut: its parts have the tokens of the whole, in order.
 
     Empty for tokenizers with other parts than those that are known to treat each part between added tokens alone.
     """
@@ -84,7 +84,9 @@ def tokens_to_cut_at(tokenizer: Mapping[str, Any]) -> Sequence[str]:
     return [
         token["content"]
         for token in added
+        # Each is compared with all: of the 1,000 that some models have, a template uses a few.
         if token["content"].strip() == token["content"] != ""
+        and token["content"] in prompt
         and not (token["normalized"] or token["lstrip"] or token["rstrip"])
         and not any(_may_overlap(token["content"], other) for other in contents)
     ]

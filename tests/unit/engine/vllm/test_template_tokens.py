@@ -110,7 +110,7 @@ def test_the_kept_parts_are_not_encoded_again() -> None:
 )
 def test_tokens_that_a_text_cannot_be_cut_at(added: dict[str, Any]) -> None:
     tokenizer = make_tokenizer(added)
-    assert "<|im_start|>" not in tokens_to_cut_at(json.loads(tokenizer.to_str()))
+    assert "<|im_start|>" not in tokens_to_cut_at(json.loads(tokenizer.to_str()), render("a"))
     kept, encode = template_tokens(tokenizer), encoder(tokenizer)
     chance = random.Random(5)
     for _ in range(500):
@@ -121,9 +121,9 @@ def test_tokens_that_a_text_cannot_be_cut_at(added: dict[str, Any]) -> None:
 def test_nothing_is_cut_where_the_tokenizer_looks_at_places() -> None:
     parts = tokenizers.pre_tokenizers
     for pre_tokenizer in (parts.Metaspace(), parts.ByteLevel(add_prefix_space=True), parts.Whitespace()):
-        assert tokens_to_cut_at(json.loads(make_tokenizer(pre_tokenizer=pre_tokenizer).to_str())) == []
+        assert tokens_to_cut_at(json.loads(make_tokenizer(pre_tokenizer=pre_tokenizer).to_str()), render("a")) == []
     unknown = make_tokenizer(normalizer=tokenizers.normalizers.Prepend("_"))
-    assert tokens_to_cut_at(json.loads(unknown.to_str())) == []
+    assert tokens_to_cut_at(json.loads(unknown.to_str()), render("a")) == []
 
 
 def test_templates_without_a_constant_part() -> None:
@@ -132,3 +132,10 @@ def test_templates_without_a_constant_part() -> None:
     only_end = template_tokens(tokenizer, lambda message: f"{message}<|im_end|>")
     assert repr(only_end) == "<TemplateTokens '' ... '<|im_end|>'>"
     assert only_end.encode("a<|im_end|>") == encoder(tokenizer)("a<|im_end|>")
+
+
+def test_only_tokens_of_the_template_are_compared_with_all_others() -> None:
+    reserved = [{"content": f"<|reserved_{i}|>", "normalized": False, "special": True} for i in range(50)]
+    values = json.loads(make_tokenizer(*reserved).to_str())
+    assert tokens_to_cut_at(values, render("a")) == ADDED
+    assert tokens_to_cut_at(values, "<|reserved_7|>") == ["<|reserved_7|>"]
