@@ -129,10 +129,10 @@ class PlainPrompts:
     def _tokens_of_template(self) -> TemplateTokens:
         if self._template is not None:
             try:
-                return TemplateTokens.of(json.loads(self._tokenizer.to_str()), self._encode_plain, self._render_message)
+                return TemplateTokens.of(json.loads(self._tokenizer.to_str()), self._encode, self._render_message)
             except Exception:  # the template takes no single message of a user
                 log.info("no tokens of the chat template are kept", exc_info=True)
-        return TemplateTokens(self._encode_plain)
+        return TemplateTokens(self._encode)
 
     def _render(self, conversation: Sequence[Any]) -> str:
         assert self._template is not None
@@ -160,7 +160,7 @@ class PlainPrompts:
 
         Raises ContextLengthExceeded.
         """
-        encode = self._encode_with_special if body.get("add_special_tokens", True) else self._encode_plain
+        encode = functools.partial(self._encode, add_special_tokens=body.get("add_special_tokens", True))
         all_rendered = []
         try:
             for prompt in prompts:
@@ -174,13 +174,9 @@ class PlainPrompts:
             return None
         return all_rendered
 
-    def _encode_plain(self, text: str) -> array[int]:
-        # `encode` would hold the GIL.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return array("I", encoding.ids)
-
-    def _encode_with_special(self, text: str) -> array[int]:
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
+        # The tokenizer's `encode` would hold the GIL.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("I", encoding.ids)
 
     def _rendered(
