@@ -1,4 +1,6 @@
-"""Write docs/configuration.md from kvferry.config, or with --check fail when it differs.
+"""Write docs/configuration.md from kvferry.config and docs/engine-arguments.md from kvferry.vllm_arguments.
+
+With --check it fails when one of them differs.
 
 Types, defaults and limits come from the models, meanings from the comments beside and above the fields.
 """
@@ -20,8 +22,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvferry import config as configuration
+from kvferry import vllm_arguments
+from kvferry.vllm_arguments import Rule
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 _HEAD = """\
 # Configuration
@@ -33,6 +37,55 @@ Every key of a YAML file (`kvferry up --config FILE`), of the environment (`KVFE
 a bad value is refused by name; `kvferry config` prints what would be used. The chart decides about keys marked †, and
 has values of its own for them ([values.yaml](../deploy/helm/kvferry/values.yaml)).
 """
+
+
+_ARGUMENTS_HEAD = """\
+# Arguments of vLLM's engine
+
+Generated from `services/kvferry/vllm_arguments.py` by `make config-doc`.
+
+```yaml
+engine:
+  args: {seed: 7, num_gpu_blocks_override: 4096}    # both roles
+  env: {VLLM_LOGGING_LEVEL: INFO}
+decode:
+  engine:
+    args: {watermark: 0.02}                         # this role; replaces a value of `engine.args`
+```
+
+Names are those of vLLM 0.32's command line, with underscores; values are given to vLLM's own parser when an engine
+starts, and a value that it refuses ends the start with its reason.
+`kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines. Every argument
+of vLLM is in one of these tables.
+
+**At your own risk**: an argument of the last table is taken if `engine.unproven` names it, as in `unproven:
+[attention_backend]`. So is a variable of `engine.env` beside the free ones ({variables}).
+kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. It
+never lifts the refusals of [models](models.md).
+
+**Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all that is *equal*
+or unproven, variables too. Changing one is a change of the engine: pages on volumes of before are not read.
+"""
+
+_TITLES = {
+    Rule.FREE: ("Free", "Each role may have its own."),
+    Rule.EQUAL: ("Equal in both roles", "Only in `engine.args`."),
+    Rule.REFUSED: ("Refused", "Most are set by kvferry: `use` names the key."),
+    Rule.UNPROVEN: ("Unproven", "Refused unless `engine.unproven` names them; only in `engine.args`."),
+}
+
+
+def arguments_page() -> str:
+    parts = [_ARGUMENTS_HEAD.replace("{variables}", ", ".join(f"`{name}`" for name in vllm_arguments.FREE_VARIABLES))]
+    for rule, (title, who) in _TITLES.items():
+        by_reason: dict[str, list[str]] = {}
+        for name, of_name in vllm_arguments.RULES.items():
+            if of_name is rule:
+                by_reason.setdefault(vllm_arguments.REASONS[name], []).append(f"`{name}`")
+        lines = [f"## {title}", "", who, "", "| arguments | reason |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items()]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
 
 
 def page() -> str:
@@ -99,7 +152,15 @@ def _type(annotation: Any) -> str:
         return "sections"
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__)
-    names = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "empty"}
+    names = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        Path: "path",
+        type(None): "empty",
+        Any: "values",
+    }
     return names[annotation]
 
 
@@ -163,14 +224,14 @@ def _sentence(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the committed page instead of writing it")
-    fresh = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(fresh, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == fresh:
-        return 0
-    print(f"{PAGE.name} differs from kvferry.config: run `make config-doc`", file=sys.stderr)
-    return 1
+    check, status = parser.parse_args().check, 0
+    for file, fresh in ((DOCS / "configuration.md", page()), (DOCS / "engine-arguments.md", arguments_page())):
+        if not check:
+            file.write_text(fresh, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != fresh:
+            print(f"{file.name} is not what the code says: run `make config-doc`", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import kvferry
 from kvferry import config as configuration
 from kvferry import quality_command, tenant_commands
 from kvferry.addresses import join_host_port
-from kvferry.config import ClusterConfig
+from kvferry.config import ROLES, ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
 from kvferry.plan_commands.command import plan_command
 
@@ -227,10 +227,16 @@ def down(name: str | None) -> None:
 
 
 @main.command(name="config")
+@click.option("--vllm", "role", type=click.Choice(ROLES), help="Print this role's vLLM command line instead.")
 @_reported
 @_configured
-def show_config(config: ClusterConfig) -> None:
+def show_config(config: ClusterConfig, role: str | None) -> None:
     """Print the effective configuration as YAML."""
+    if role is not None:
+        from kvferry.engine.vllm.command_line import command_line
+
+        click.echo(command_line(config, role))
+        return
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
 
 

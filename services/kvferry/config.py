@@ -7,22 +7,34 @@ gateway.http_port=8001`). Unknown keys and bad values are refused by name.
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from kvferry import vllm_arguments
 from kvferry.addresses import AUTO, require_loopback
 from kvferry.errors import ConfigError
 from kvferry.plain_yaml import doubled_key
 
 ENV_PREFIX = "KVFERRY__"
 DEFAULT_NAME = "kvferry"
+ROLES = ("prefill", "decode")
 
 # Of asymmetric keys only: a gateway verifies tokens and must not be able to sign any.
 JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
@@ -108,12 +120,41 @@ class EngineConfig(_Section):
     transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that are not pulled
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
+    # Arguments and variables of vLLM that were not shown to give right answers, which are taken at your own risk.
+    unproven: tuple[str, ...] = ()
+    # Further arguments of vLLM's engine, by vLLM's names: docs/engine-arguments.md has those that are taken.
+    args: dict[str, Any] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)  # variables of vLLM, as VLLM_LOGGING_LEVEL
 
     @model_validator(mode="after")
     def _block_size_fits_cpu_attention(self) -> EngineConfig:
         if self.kind == "vllm" and self.device == "cpu" and self.block_size % 32:
             raise ValueError(f"block_size {self.block_size} must be a multiple of 32 on the CPU device")
         return self
+
+    @field_validator("unproven")
+    @classmethod
+    def _unproven_names_are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if reason := vllm_arguments.why_not_unproven(name):
+                raise ValueError(f"{name[:80]!r}: {reason}")
+        return names
+
+    @field_validator("args")
+    @classmethod
+    def _arguments_are_taken(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        check_arguments(args, of_role=False, unproven=info.data.get("unproven", ()))
+        return args
+
+    @field_validator("env")
+    @classmethod
+    def _variables_are_taken(cls, env: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if len(env) > vllm_arguments.MAX_ARGUMENTS:
+            raise ValueError(f"{len(env)} variables; {vllm_arguments.MAX_ARGUMENTS} is the limit")
+        for name, value in env.items():
+            if reason := vllm_arguments.why_no_variable(name, value, unproven=info.data.get("unproven", ())):
+                raise ValueError(f"{name[:80]}: {reason}")
+        return env
 
     @field_validator("quality_report")
     @classmethod
@@ -130,6 +171,18 @@ class RoleEngineConfig(_Section):
     max_num_batched_tokens: int | None = Field(None, ge=64)
     enforce_eager: bool | None = None
     threads: int | None = Field(None, ge=1)
+    # As `engine.args`, for this role: those that engines need not have in common. They replace those of `engine`.
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+def check_arguments(args: Mapping[str, Any], *, of_role: bool, unproven: Collection[str]) -> None:
+    """Raises ValueError for the first argument of vLLM that is not taken."""
+    if len(args) > vllm_arguments.MAX_ARGUMENTS:
+        raise ValueError(f"{len(args)} arguments; {vllm_arguments.MAX_ARGUMENTS} is the limit")
+    for name, value in args.items():
+        reason = vllm_arguments.why_refused(name, of_role=of_role, unproven=unproven)
+        if reason := reason or vllm_arguments.why_no_value(value):
+            raise ValueError(f"{name[:80]}: {reason}")
 
 
 class RoleConfig(_Section):
@@ -521,6 +574,16 @@ class ClusterConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _arguments_of_roles_are_taken(self) -> ClusterConfig:
+        for pool, name in itertools.product(("", *self.pools), ROLES):
+            try:
+                args = self.role_of(name, pool).engine.args
+                check_arguments(args, of_role=True, unproven=self.engine.unproven)
+            except ValueError as error:
+                raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
+        return self
+
+    @model_validator(mode="after")
     def _pages_have_the_models_dtype(self) -> ClusterConfig:
         dtype = "float32" if self.engine.device == "cpu" and self.model.dtype == "auto" else self.model.dtype
         pools = {f"pools.{name}": pool.kv_cache_dtype for name, pool in self.pools.items()}
@@ -577,6 +640,7 @@ class ClusterConfig(_Section):
 
     def engine_of(self, role: str, pool: str = "") -> EngineConfig:
         own = self.role_of(role, pool).engine.model_dump(exclude_none=True)
+        own["args"] = {**self.engine.args, **own["args"]}
         if pool and (kv_cache_dtype := self.pools[pool].kv_cache_dtype) is not None:
             own["kv_cache_dtype"] = kv_cache_dtype
         return self.engine.model_copy(update=own)

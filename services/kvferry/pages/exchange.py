@@ -15,6 +15,9 @@ PAGE_FORMATS = 1
 # The field of the weights, which also travels in the configuration of vLLM's NIXL connector.
 WEIGHTS = "weights"
 
+# The field of vLLM arguments and variables that engines must have in common; vLLM's `additional_config` has it too.
+ARGUMENTS = "arguments"
+
 _MAX_NAMED = 3
 _MAX_VALUE = 80  # characters
 

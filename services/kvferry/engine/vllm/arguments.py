@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from kvferry.config import EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
+from kvferry.engine.vllm.argument_parser import parsed
 from kvferry.model_folder import cache_folder
-from kvferry.pages.exchange import WEIGHTS
+from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
+from kvferry.vllm_arguments import equal_values
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"
@@ -35,6 +37,7 @@ def engine_arguments(
     replay_endpoint: str,
     has_tenants: bool = False,
 ) -> dict[str, Any]:
+    """Raises ConfigError for values of `engine.args` that vLLM refuses."""
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
@@ -69,7 +72,16 @@ def engine_arguments(
             "buffer_steps": NUM_REPLAYABLE,
         },
         **{name: value for name, value in optional.items() if value is not None},
+        **_arguments_of_operator(engine),
     }
+
+
+def _arguments_of_operator(engine: EngineConfig) -> dict[str, Any]:
+    values = parsed(engine.args)
+    if equal := equal_values(engine.args, engine.env):
+        # Each of vLLM's processes reads it there for the exchange digest; vLLM itself has no use for it here.
+        values["additional_config"] = {ARGUMENTS: equal}
+    return values
 
 
 def kv_transfer_config(
@@ -170,6 +182,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if config.side_channel_host.startswith("127."):
             values |= {"UCX_NET_DEVICES": "lo", "VLLM_HOST_IP": config.side_channel_host}
+    os.environ.update(config.env)
     for name, value in values.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = config.side_channel_host

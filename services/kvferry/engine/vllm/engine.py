@@ -143,6 +143,7 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from kvferry.engine.vllm.argument_parser import check_variables
         from kvferry.engine.vllm.continuation import Continuations
         from kvferry.engine.vllm.model_kinds import why_refused
         from kvferry.engine.vllm.parsing import Parsers, check_names
@@ -150,6 +151,9 @@ class VllmEngine:
         from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
         check_names(self._model)
+        check_variables(self._config.env)
+        if self._config.unproven:
+            log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         if self._tier.enabled:
             from kvferry.engine.vllm.plugins.tier_connector import register_connectors
 

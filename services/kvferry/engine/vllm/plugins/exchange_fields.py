@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.selector import get_attn_backend
 
-from kvferry.pages.exchange import PAGE_FORMATS, WEIGHTS, ExchangeFields, sorted_fields
+from kvferry.pages.exchange import ARGUMENTS, PAGE_FORMATS, WEIGHTS, ExchangeFields, sorted_fields
 
 # Of the model's configuration: where it lies, and the program that wrote it.
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
@@ -24,8 +24,11 @@ _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "transformers_ve
 def exchange_fields(vllm_config: Any, *, weights: str) -> ExchangeFields:
     """`weights` is the digest of the weight files, with `model.revision` before it if there is one."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    # Absent without any: engines of earlier releases have the same digest then.
+    arguments = (vllm_config.additional_config or {}).get(ARGUMENTS)
     return sorted_fields(
         {
+            **({ARGUMENTS: arguments} if arguments else {}),
             "formats": PAGE_FORMATS,
             "vllm": __version__,
             WEIGHTS: weights,

@@ -1,0 +1,295 @@
+"""Which arguments of vLLM's engine `engine.args` may hold: vLLM's names, with the reason of each decision.
+
+Every name of vLLM 0.32's `AsyncEngineArgs` is in one of four tables: refused (most are set by kvferry), equal in both
+roles and part of the exchange digest, free by role, or unproven (refused unless `engine.unproven` names it).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+
+MAX_ARGUMENTS = 64  # of one section
+MAX_VALUE_CHARS = 16_384  # of one value, as JSON
+
+
+class Rule(StrEnum):
+    REFUSED = "refused"
+    EQUAL = "equal"
+    FREE = "free"
+    UNPROVEN = "unproven"
+
+
+def _each(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+_USE = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "served_model_name": "model.served_name",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "trust_remote_code": "model.trust_remote_code",
+    "reasoning_parser": "model.reasoning_parser",
+    "block_size": "engine.block_size",
+    "kv_cache_dtype": "engine.kv_cache_dtype",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "tensor_parallel_size": "engine.tensor_parallel_size",
+    "enforce_eager": "engine.enforce_eager",
+    "otlp_traces_endpoint": "tracing.endpoint",
+    "kv_offloading_size": "tier.cpu_gib",
+}
+
+REFUSED: Mapping[str, str] = {
+    **{name: f"use {key}" for name, key in _USE.items()},
+    **_each("kv_transfer_config kv_events_config", "workers move pages and report them with it"),
+    **_each("kv_offloading_backend", "tiers are configured by `tier`"),
+    **_each("enable_prefix_caching prefix_caching_hash_algo", "pages are found by these hashes"),
+    **_each("scheduler_cls scheduling_policy", "shares of tenants are kept with it"),
+    **_each("worker_extension_cls worker_cls", "workers release pages with it"),
+    **_each("logits_processors", "answers that another worker continues need kvferry's own"),
+    **_each("structured_outputs_config", "gateways compile grammars with the same settings"),
+    **_each("additional_config", "vLLM's processes find values of the exchange digest in it"),
+    **_each("disable_log_stats", "loads and times of requests are read from these statistics"),
+    **_each("enable_log_requests", "prompts of tenants do not go into logs"),
+    **_each("max_num_queued_reqs max_num_queued_tokens", "gateways and workers admit requests"),
+    **_each("max_logprobs logprobs_mode", "gateways check and describe log-probabilities"),
+    **_each("generation_config override_generation_config", "gateways apply a model's defaults"),
+    **_each("renderer_num_workers skip_tokenizer_init tokenizer_revision", "gateways render prompts"),
+    **_each("revision code_revision hf_token download_dir", "models are downloaded before engines start: model.path"),
+    **_each(
+        "ignore_patterns pt_load_map_location", "weights are read, and their digest taken, as they lie in the folder"
+    ),
+    **_each("runner convert pooler_config io_processor_plugin", "only generation is served"),
+    **_each("shutdown_timeout", "workers end their engines"),
+    **_each("log_level log_config_file logging_config", "use engine.env.VLLM_LOGGING_LEVEL"),
+    **_each("max_parallel_loading_workers", "vLLM ignores it"),
+    **_each("model_weights _api_process_count _api_process_rank tokens_only", "vLLM's own processes set it"),
+}
+
+EQUAL: Mapping[str, str] = {
+    "seed": "starts the noise of sampled answers, which another engine may continue",
+}
+
+FREE: Mapping[str, str] = {
+    **_each(
+        "kv_cache_memory_bytes num_gpu_blocks_override watermark",
+        "number of pages: engines tell it, and need not have the same",
+    ),
+    **_each(
+        "max_num_scheduled_tokens long_prefill_token_threshold",
+        "how prompts are cut: answers are the same however they are cut (docs/models.md)",
+    ),
+    **_each(
+        "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size use_tqdm_on_load",
+        "how the same weights are read",
+    ),
+    **_each(
+        "kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics custom_histogram_buckets "
+        "show_hidden_metrics_for_version enable_logging_iteration_details aggregate_engine_logging "
+        "enable_layerwise_nvtx_tracing jit_monitor_mode jit_monitor_verbose",
+        "what an engine reports of itself",
+    ),
+    **_each(
+        "distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus",
+        "where an engine's processes run, and how long they wait for each other",
+    ),
+    **_each("fail_on_environ_validation", "whether vLLM starts with variables that it does not know"),
+}
+
+UNPROVEN: Mapping[str, str] = {
+    **_each(
+        "pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_start_rank "
+        "data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb "
+        "data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend "
+        "prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend dcp_q_replicate "
+        "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size distributed_executor_backend master_addr "
+        "master_port nnodes node_rank device_ids enable_expert_parallel enable_ep_weight_filter enable_elastic_ep "
+        "elastic_ep_max_dp_size enable_eplb eplb_config expert_placement_strategy all2all_backend enable_hc_sp "
+        "enable_batch_sharded_sampling dp_sync_interval disable_nccl_for_dp_synchronization ray_workers_use_nsight",
+        "parallelism beside tensor parallelism on one node",
+    ),
+    **_each(
+        "enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold disable_custom_all_reduce "
+        "enable_shm_tensor_arena enable_nccl_comm_suspend",
+        "exchanges between GPUs",
+    ),
+    **_each(
+        "attention_backend attention_config kernel_config linear_backend moe_backend sparse_indexer_topk_backend "
+        "model_impl compilation_config optimization_level performance_mode cudagraph_capture_sizes "
+        "max_cudagraph_capture_size disable_cascade_attn use_fp64_gumbel ir_op_priority enable_flashinfer_autotune "
+        "gdn_prefill_backend kda_prefill_backend kda_decode_backend",
+        "other kernels than those that were compared",
+    ),
+    **_each(
+        "hf_overrides hf_config_path config_format model_class_overrides disable_sliding_window quantization "
+        "quantization_config allow_deprecated_quantization model_loader_extra_config load_format "
+        "tokenizer_mode",
+        "another model than its folder describes; gateways read the folder",
+    ),
+    **_each(
+        "speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics watermark_config "
+        "diffusion_config",
+        "tokens that are not sampled one at a time from the model's own distribution",
+    ),
+    **_each(
+        "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype "
+        "lora_target_modules enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
+        "enable_moe_shared_loras max_lora_cls_labels",
+        "adapters: keys of pages do not name them yet",
+    ),
+    **_each(
+        "allowed_local_media_path allowed_media_domains language_model_only limit_mm_per_prompt enable_mm_embeds "
+        "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type "
+        "mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode "
+        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
+        "mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc "
+        "mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize enable_mm_processor_stats "
+        "disable_chunked_mm_input enable_prompt_embeds",
+        "inputs beside text",
+    ),
+    **_each(
+        "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend "
+        "mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint enable_mamba_cache_stochastic_rounding "
+        "mamba_cache_philox_rounds replayssm_buffer_len use_replayssm",
+        "recurrent state",
+    ),
+    **_each(
+        "kv_cache_dtype_skip_layers kv_sharing_fast_prefill swa_bounded_replay prefix_cache_retention_interval "
+        "prefix_match_unit disable_hybrid_kv_cache_manager engram_config",
+        "other pages than those that were compared",
+    ),
+    **_each(
+        "offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group "
+        "offload_prefetch_step offload_params",
+        "weights that lie outside the device",
+    ),
+    **_each(
+        "async_scheduling enable_chunked_prefill scheduler_reserve_full_isl prefill_schedule_interval "
+        "long_prefill_token_threshold_adaptive max_num_active_seqs stream_interval",
+        "other steps than those that shares of tenants count on",
+    ),
+    **_each(
+        "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator "
+        "weight_transfer_config enable_fault_tolerance fault_tolerance_config",
+        "memory that goes away under pages that others still read",
+    ),
+    **_each(
+        "ec_transfer_config ec_manager_config aux_output_config reasoning_config reasoning_parser_plugin "
+        "enable_return_routed_experts return_sampling_mask enable_trace_replay collect_detailed_traces "
+        "profiler_config",
+        "outputs that workers do not pass on, or files that engines write",
+    ),
+}
+
+_TABLES: Mapping[Rule, Mapping[str, str]] = {
+    Rule.REFUSED: REFUSED,
+    Rule.EQUAL: EQUAL,
+    Rule.FREE: FREE,
+    Rule.UNPROVEN: UNPROVEN,
+}
+RULES: Mapping[str, Rule] = {name: rule for rule, table in _TABLES.items() for name in table}
+REASONS: Mapping[str, str] = {name: reason for table in _TABLES.values() for name, reason in table.items()}
+
+
+def why_refused(name: str, *, of_role: bool, unproven: Collection[str]) -> str:
+    """Return why an argument cannot be given here, or an empty string. `of_role`: in `engine.args` of one role."""
+    if "-" in name and name.replace("-", "_").lstrip("_") in RULES:
+        return f"written as {name.replace('-', '_').lstrip('_')!r} here"
+    rule = RULES.get(name)
+    if rule is None:
+        near = difflib.get_close_matches(name[:80], RULES, n=1)
+        return "vLLM has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
+    if rule is Rule.REFUSED:
+        return f"not taken here: {REASONS[name]}"
+    if rule is Rule.UNPROVEN and name not in unproven:
+        return (
+            f"not shown to give right answers here ({REASONS[name]}); to try it at your own risk, "
+            f"add {name!r} to engine.unproven"
+        )
+    if of_role and must_be_equal(name):
+        return f"both roles need the same: give it in engine.args ({REASONS[name]})"
+    return ""
+
+
+def must_be_equal(name: str) -> bool:
+    """Whether engines exchange pages only with an equal value: part of the exchange digest."""
+    return RULES[name] in (Rule.EQUAL, Rule.UNPROVEN)
+
+
+_MAX_VARIABLE_CHARS = 4096
+# Set by kvferry for each engine, by key of the configuration.
+_VARIABLES_OF_KEYS: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "engine.kv_cache_gib",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "engine.side_channel_host",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "engine.side_channel_host",
+    "VLLM_HOST_IP": "engine.side_channel_host",
+    "VLLM_API_KEY": "gateway.keys_file",
+}
+FREE_VARIABLES = (
+    "VLLM_CACHE_ROOT", "VLLM_CONFIGURE_LOGGING", "VLLM_CONFIG_ROOT", "VLLM_ENGINE_ITERATION_TIMEOUT_S",
+    "VLLM_LOGGING_COLOR", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX", "VLLM_LOG_STATS_INTERVAL",
+    "VLLM_RINGBUFFER_WARNING_INTERVAL", "VLLM_RPC_TIMEOUT",
+)  # fmt: skip
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "_KEY")
+
+
+def why_no_variable(name: str, value: str, *, unproven: Collection[str]) -> str:
+    """Return why a variable cannot be in `engine.env`, or an empty string. vLLM refuses unknown ones later."""
+    if not _is_variable(name):
+        return "only variables whose names begin with VLLM_ are taken; give others to the processes themselves"
+    if name in _VARIABLES_OF_KEYS:
+        return f"kvferry sets it: use {_VARIABLES_OF_KEYS[name]}"
+    if name.endswith(_SECRET):
+        return "secrets do not belong into a configuration that `kvferry config` prints"
+    if len(value) > _MAX_VARIABLE_CHARS or "\0" in value:
+        return f"a value has at most {_MAX_VARIABLE_CHARS} characters, none of them NUL"
+    if name not in FREE_VARIABLES and name not in unproven:
+        return (
+            "not shown to leave answers as they are; to try it at your own risk, add its name to engine.unproven "
+            f"(free are {', '.join(FREE_VARIABLES)})"
+        )
+    return ""
+
+
+def why_not_unproven(name: str) -> str:
+    """Return why `engine.unproven` cannot name an argument or a variable, or an empty string."""
+    if _is_variable(name):
+        return "it needs no permission" if name in FREE_VARIABLES else ""
+    if RULES.get(name) is Rule.UNPROVEN:
+        return ""
+    return why_refused(name, of_role=False, unproven=()) or "it needs no permission"
+
+
+def must_be_equal_variable(name: str) -> bool:
+    """As `must_be_equal`, for `engine.env`."""
+    return name not in FREE_VARIABLES
+
+
+def _is_variable(name: str) -> bool:
+    return name.startswith("VLLM_") and name.isascii() and name.replace("_", "").isalnum()
+
+
+def why_no_value(value: object) -> str:
+    """Return why a value cannot be given to any argument, or an empty string. vLLM's parser checks its type."""
+    if value is None:
+        return "it has no value; leave it out to have vLLM's default"
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return "a value is a text, a number, true, false, a list or a mapping"
+    if len(text) > MAX_VALUE_CHARS:
+        return f"a value of {len(text)} characters; {MAX_VALUE_CHARS} is the limit"
+    return ""
+
+
+def equal_values(args: Mapping[str, object], env: Mapping[str, str]) -> str:
+    """Return what of arguments and variables engines must have in common, as JSON; empty without any."""
+    equal = {name: value for name, value in args.items() if must_be_equal(name)}
+    equal |= {name: value for name, value in env.items() if must_be_equal_variable(name)}
+    return json.dumps(equal, sort_keys=True, separators=(",", ":")) if equal else ""

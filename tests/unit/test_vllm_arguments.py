@@ -1,0 +1,90 @@
+"""vllm_arguments.py and `engine.args`, `engine.env`, `engine.unproven` of the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry import config as configuration
+from kvferry import vllm_arguments
+from kvferry.errors import ConfigError
+from kvferry.vllm_arguments import RULES, Rule
+
+BY_RULE = {rule: [name for name, of_name in RULES.items() if of_name is rule] for rule in Rule}
+
+
+def parsed(engine: dict[str, Any], **sections: Any) -> configuration.ClusterConfig:
+    return configuration.parse({"model": {"path": "m"}, "engine": engine, **sections})
+
+
+@given(st.sampled_from(sorted(RULES)), st.booleans(), st.booleans())
+def test_every_argument_is_taken_or_refused_by_its_rule(name: str, of_role: bool, permitted: bool) -> None:
+    args = {name: 1}
+    engine: dict[str, Any] = {"unproven": [name]} if permitted and RULES[name] is Rule.UNPROVEN else {}
+    sections = {"decode": {"engine": {"args": args}}} if of_role else {}
+    rule = RULES[name]
+    taken = rule is Rule.FREE or (not of_role and (rule is Rule.EQUAL or (rule is Rule.UNPROVEN and permitted)))
+    values = engine if of_role else {**engine, "args": args}
+    if taken:
+        assert parsed(values, **sections).engine_of("decode").args == args
+        return
+    with pytest.raises(ConfigError) as caught:
+        parsed(values, **sections)
+    assert name in caught.value.message
+    assert len(caught.value.message) < 1000
+
+
+def test_a_roles_arguments_replace_those_of_both() -> None:
+    config = parsed({"args": {"watermark": 0.02, "seed": 3}}, prefill={"engine": {"args": {"watermark": 0.05}}})
+    assert config.engine_of("prefill").args == {"watermark": 0.05, "seed": 3}
+    assert config.engine_of("decode").args == {"watermark": 0.02, "seed": 3}
+
+
+def test_arguments_of_pools_are_checked() -> None:
+    pool = {"served_name": "other", "decode": {"engine": {"args": {"seed": 1}}}}
+    with pytest.raises(ConfigError, match=r"pools\.p\.decode\.engine\.args: seed: both roles need the same"):
+        parsed({}, pools={"p": pool})
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"args": {"max_num_seqs": 7}}, "not taken here: use engine.max_num_seqs"),
+        ({"args": {"max-num-seqs": 7}}, "written as 'max_num_seqs'"),
+        ({"args": {"watermrk": 1}}, "did you mean 'watermark'"),
+        ({"args": {"x" * 5000: 1}}, "vLLM has no such argument"),
+        ({"args": {"watermark": None}}, "leave it out"),
+        ({"args": {"watermark": float("nan")}}, "a value is"),
+        ({"args": {"custom_histogram_buckets": ["x" * 20_000]}}, "is the limit"),
+        ({"args": {f"a{i}": 1 for i in range(65)}}, "64 is the limit"),
+        ({"unproven": ["seed"]}, "it needs no permission"),
+        ({"unproven": ["block_size"]}, "not taken here: use engine.block_size"),
+        ({"unproven": ["nonsense"]}, "vLLM has no such argument"),
+        ({"env": {"LD_PRELOAD": "/x"}}, "begin with VLLM_"),
+        ({"env": {"VLLM_HOST_IP": "1.2.3.4"}}, "engine.side_channel_host"),
+        ({"env": {"VLLM_USE_SOMETHING": "1"}}, "add its name to engine.unproven"),
+        ({"env": {"VLLM_X_TOKEN": "1"}, "unproven": ["VLLM_X_TOKEN"]}, "secrets"),
+        ({"env": {"VLLM_LOGGING_PREFIX": "x" * 5000}}, "4096 characters"),
+        ({"env": {f"VLLM_{i}": "" for i in range(65)}}, "64 is the limit"),
+    ],
+)
+def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(engine)
+    assert words in caught.value.message
+    assert len(caught.value.message) < 1000
+
+
+def test_equal_values_are_those_that_may_change_pages() -> None:
+    args = {"watermark": 0.1, "seed": 3, "attention_backend": "X"}
+    env = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_USE_SOMETHING": "1"}
+    assert vllm_arguments.equal_values(args, env) == '{"VLLM_USE_SOMETHING":"1","attention_backend":"X","seed":3}'
+    assert vllm_arguments.equal_values({"watermark": 0.1}, {"VLLM_LOGGING_LEVEL": "INFO"}) == ""
+
+
+def test_every_rule_has_arguments_with_a_reason() -> None:
+    assert all(BY_RULE.values())
+    assert all(vllm_arguments.REASONS[name] for name in RULES)
