@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,17 +29,22 @@ LLAMA: dict[str, Any] = {
 CPU = Hardware("cpu", "a CPU", has_avx512=True)
 
 
+def length(**changes: Any) -> dict[str, Any]:
+    values = {
+        "num_tokens": 1024, "num_samples": 4, "num_positions": 64,
+        "divergence_nats": {"mean": 0.001, "low": 0.0, "high": 0.002}, "baseline_perplexity": 9.0,
+        "perplexity_ratio": {"mean": 1.001, "low": 0.9, "high": 1.1}, "agreement": 0.99, "verdict": "pass",
+    }  # fmt: skip
+    return values | changes
+
+
 def report(**changes: Any) -> QualityReport:
     interval = {"mean": 0.001, "low": 0.0, "high": 0.002}
-    length = {
-        "num_tokens": 1024, "num_samples": 4, "num_positions": 64, "divergence_nats": interval,
-        "baseline_perplexity": 9.0, "perplexity_ratio": interval, "agreement": 0.99, "verdict": "pass",
-    }  # fmt: skip
     values = {
         "format": 1, "verdict": "pass", "budget": 0.005, "mode": "engine", "kv_cache_dtype": "fp8_e4m3",
         "compute_dtype": "float32", "baseline_kv_cache_dtype": "float32", "baseline_compute_dtype": "float32",
         "model": "m", "weights": "w", "revision": "r", "vllm": "0.32.0", "device": "cpu", "hardware": "a CPU",
-        "lengths": [length], "exact_match": interval, "num_tasks": 4, "dataset": SHIPPED, "dataset_digest": "d",
+        "lengths": [length()], "exact_match": interval, "num_tasks": 4, "dataset": SHIPPED, "dataset_digest": "d",
         "warnings": [], "date": "2026-11-25", "took_s": 1.0,
     }  # fmt: skip
     return msgspec.convert(values | changes, QualityReport)
@@ -198,24 +204,81 @@ class TestSamples:
 
 
 class TestReport:
-    ASKED = {"weights": "w", "revision": "r", "kv_cache_dtype": "fp8_e4m3", "vllm": "0.32.0", "device": "cpu"}  # noqa: RUF012
+    ASKED = {  # noqa: RUF012
+        "weights": "w", "revision": "r", "kv_cache_dtype": "fp8_e4m3", "compute_dtype": "float32", "vllm": "0.32.0",
+        "device": "cpu",
+    }  # fmt: skip
+    CONTEXT = 1040  # 1,024 tokens, and 16 scored ones of each sample
 
     def test_a_file_comes_back(self, tmp_path: Path) -> None:
         write_report(report(), tmp_path / "report.json")
         assert read_report(tmp_path / "report.json") == report()
-        assert why_not_shown(report(), **self.ASKED) == ""
+        assert self.reason(report()) == ""
+
+    def reason(self, shown: QualityReport, *, max_model_len: int = CONTEXT, **changes: str) -> str:
+        return why_not_shown(shown, max_model_len=max_model_len, **self.ASKED | changes)
 
     @pytest.mark.parametrize("name", ASKED)
     def test_every_difference_is_named(self, name: str) -> None:
-        reason = why_not_shown(report(), **self.ASKED | {name: "other"})
+        reason = self.reason(report(), **{name: "other"})
         assert reason == f"it is of {name} {self.ASKED[name]!r}; 'other' is configured"
 
     def test_only_a_pass_on_the_engine_counts(self) -> None:
-        assert "verdict is 'undecided' against a budget of 0.50%" in why_not_shown(
-            report(verdict="undecided"), **self.ASKED
+        assert "verdict is 'undecided' against a budget of 0.50%" in self.reason(report(verdict="undecided"))
+        assert "its mode is 'emulated'; 'engine' is needed" in self.reason(report(mode="emulated"))
+        assert "not every context length" in self.reason(report(lengths=[]))
+
+    def test_a_baseline_of_quantized_pages_shows_nothing(self) -> None:
+        """Types against themselves diverge by nothing."""
+        reason = self.reason(report(baseline_kv_cache_dtype="fp8_e4m3"))
+        assert reason == "its baseline has pages of type 'fp8_e4m3'; float32, bfloat16 or float16 is needed"
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"divergence_nats": {"mean": 5.0, "low": 4.0, "high": 6.0}},
+            {"divergence_nats": {"mean": 0.004, "low": 0.003, "high": 0.005}},  # log 1.005 is 0.004988
+            {"divergence_nats": {"mean": None, "low": None, "high": None}},
+            {"perplexity_ratio": {"mean": 1.2, "low": 1.1, "high": 1.3}},
+            {"perplexity_ratio": {"mean": None, "low": None, "high": None}},
+            {"verdict": "undecided"},
+        ],
+    )
+    def test_the_numbers_of_each_length_have_to_pass(self, changes: dict[str, Any]) -> None:
+        spoilt = report(lengths=[length(), length(num_tokens=64, **changes)])
+        assert self.reason(spoilt) == "not every context length in it passes"
+
+    def test_the_numbers_of_a_length_that_passes_may_be_endless_where_it_passes(self) -> None:
+        ratio = {"mean": 1.0, "low": 0.0, "high": None}
+        assert self.reason(report(lengths=[length(perplexity_ratio=ratio)])) == ""
+
+    def test_contexts_beyond_the_longest_measured_one_are_not_shown(self) -> None:
+        assert self.reason(report(), max_model_len=self.CONTEXT + 1) == (
+            "its longest context has 1,040 tokens; the engine's has 1,041 (model.max_model_len)"
         )
-        assert "its mode is 'emulated'; 'engine' is needed" in why_not_shown(report(mode="emulated"), **self.ASKED)
-        assert "not every context length" in why_not_shown(report(lengths=[]), **self.ASKED)
+        assert self.reason(report(lengths=[length(), length(num_tokens=4080)]), max_model_len=4096) == ""
+
+    def test_a_named_pipe_is_refused_and_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "report.json")
+        with pytest.raises(ConfigError, match="no regular file"):
+            read_report(tmp_path / "report.json")
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"budget": 0.0},
+            {"budget": 1e9},
+            {"lengths": [length(num_samples=0)]},
+            {"lengths": [length(num_positions=-4)]},
+            {"lengths": [length(num_tokens=0)]},
+            {"lengths": [length(agreement=7.0)]},
+        ],
+    )
+    def test_numbers_that_no_measurement_has_are_refused(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        file = tmp_path / "report.json"
+        file.write_bytes(msgspec.json.encode(msgspec.to_builtins(report()) | changes))
+        with pytest.raises(ConfigError, match="no report of `kvferry quality`"):
+            read_report(file)
 
     def test_unusable_files_are_named(self, tmp_path: Path) -> None:
         file = tmp_path / "report.json"

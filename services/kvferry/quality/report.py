@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from kvferry.errors import ConfigError
-from kvferry.quality.verdict import LengthResult, Verdict
+from kvferry.quality.statistics import Interval
+from kvferry.quality.verdict import LengthResult, Verdict, judge
 
 FORMAT = 1
 ENGINE_MODE = "engine"  # measured on the engine that serves, with its own pages
 MAX_FILE_BYTES = 1 << 20
+MAX_BUDGET = 1.0
+UNQUANTIZED = ("float32", "bfloat16", "float16")
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class IntervalRecord(msgspec.Struct, frozen=True):
@@ -25,20 +31,20 @@ class IntervalRecord(msgspec.Struct, frozen=True):
 
 
 class LengthRecord(msgspec.Struct, frozen=True):
-    num_tokens: int
-    num_samples: int
-    num_positions: int
+    num_tokens: _Count
+    num_samples: _Count
+    num_positions: _Count  # of all samples
     divergence_nats: IntervalRecord
     baseline_perplexity: float | None
     perplexity_ratio: IntervalRecord
-    agreement: float
+    agreement: _Share
     verdict: str
 
 
 class QualityReport(msgspec.Struct, frozen=True):
     format: int
     verdict: str
-    budget: float
+    budget: Annotated[float, msgspec.Meta(gt=0, le=MAX_BUDGET)]
     mode: str
     kv_cache_dtype: str
     compute_dtype: str
@@ -92,6 +98,8 @@ def write_report(report: QualityReport, file: Path) -> None:
 def read_report(file: Path) -> QualityReport:
     """Raises ConfigError for an unusable file."""
     try:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"engine.quality_report: {file} is no regular file")
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
@@ -106,8 +114,11 @@ def read_report(file: Path) -> QualityReport:
     return report
 
 
-def why_not_shown(report: QualityReport, **asked: str) -> str:
-    """Return why the report does not show what is asked, by field; empty if it does."""
+def why_not_shown(report: QualityReport, *, max_model_len: int, **asked: str) -> str:
+    """Return why the report does not show what is asked, by field; empty if it does.
+
+    `max_model_len` is the engine's longest context, in tokens.
+    """
     reasons = []
     if report.mode != ENGINE_MODE:
         reasons.append(f"its mode is {report.mode!r}; {ENGINE_MODE!r} is needed")
@@ -115,8 +126,27 @@ def why_not_shown(report: QualityReport, **asked: str) -> str:
         measured: Any = getattr(report, name)
         if measured != value:
             reasons.append(f"it is of {name} {measured!r}; {value!r} is configured")
+    if report.baseline_kv_cache_dtype not in UNQUANTIZED:
+        needed = f"{', '.join(UNQUANTIZED[:-1])} or {UNQUANTIZED[-1]}"
+        reasons.append(f"its baseline has pages of type {report.baseline_kv_cache_dtype!r}; {needed} is needed")
     if report.verdict != Verdict.PASS:
         reasons.append(f"its verdict is {str(report.verdict)!r} against a budget of {report.budget:.2%}")
-    if not report.lengths or any(length.verdict != Verdict.PASS for length in report.lengths):
+    if not report.lengths or not all(_passes(length, report.budget) for length in report.lengths):
         reasons.append("not every context length in it passes")
+    longest = max(
+        (length.num_tokens + length.num_positions // length.num_samples for length in report.lengths), default=0
+    )
+    if longest < max_model_len:
+        reasons.append(
+            f"its longest context has {longest:,} tokens; the engine's has {max_model_len:,} (model.max_model_len)"
+        )
     return "; ".join(reasons)
+
+
+def _passes(length: LengthRecord, budget: float) -> bool:
+    """Whether the verdict says so and the numbers do: files are edited, and made by other versions."""
+    divergence, ratio = length.divergence_nats, length.perplexity_ratio
+    if divergence.mean is None or divergence.high is None or ratio.low is None:
+        return False
+    shown = judge(Interval(divergence.mean, -math.inf, divergence.high), budget)
+    return length.verdict == shown == Verdict.PASS and ratio.low <= 1 + budget

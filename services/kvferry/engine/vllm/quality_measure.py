@@ -45,7 +45,6 @@ _MAX_NUM_SEQS = 16
 _LOG_LINES, _MAX_LINE = 12, 300
 _CAUSE = re.compile(r"\b\w*(Error|Exception|Failed|Exit|Interrupt|[Kk]illed|signal)\b")
 _PIECE_CHARACTERS = 20_000
-_UNQUANTIZED = ("float32", "bfloat16", "float16")
 
 Progress = Callable[[str], None]
 
@@ -236,7 +235,7 @@ def _types(plan: _Plan, name: str) -> tuple[str, str]:
     if name == AUTO:
         return AUTO, own
     name = kv_dtype(name).name
-    return (AUTO, name) if name in _UNQUANTIZED else (name, own)
+    return (AUTO, name) if name in reports.UNQUANTIZED else (name, own)
 
 
 def _make_samples(
