@@ -55,6 +55,10 @@ LLAMA = {
 }
 
 
+SPARSE = {"model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+JAMBA = {"model_type": "jamba", "mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+
+
 @pytest.mark.parametrize(("model", "dtype"), KNOWN)
 def test_bytes_of_a_token_are_the_published_ones(model: str, dtype: str) -> None:
     assert geometry_of(model).bytes_per_token(dtype) == KNOWN[model, dtype]
@@ -85,6 +89,48 @@ class TestWindows:
     def test_llama_4_keeps_one_chunk_in_three_of_four_layers(self) -> None:
         kinds = {group.kind: group.num_layers for group in geometry_of("Llama-4-Scout").groups}
         assert kinds == {LayerKind.CHUNK: 36, LayerKind.FULL: 12}
+
+    def test_a_chunk_that_is_null_is_none(self) -> None:
+        scout = find("Llama-4-Scout")
+        assert scout is not None
+        text = scout.config["text_config"] | {"attention_chunk_size": None}
+        geometry = from_config(scout.config | {"text_config": text})
+        assert geometry.lasting_bytes_per_token("bf16") == geometry.bytes_per_token("bf16") == 196_608
+
+
+class TestAbsentFields:
+    """vLLM's own layers have the same sizes: tests/model/seams/test_kv_specs.py."""
+
+    @pytest.mark.parametrize(
+        ("change", "heads", "dim"),
+        [
+            ({"model_type": "qwen3"}, 2, 128),
+            ({"model_type": "gemma"}, 2, 256),
+            ({"model_type": "qwen3", "head_dim": None}, 2, 64),
+            ({"model_type": "qwen2", "head_dim": 48}, 2, 64),
+            ({"model_type": "olmoe", "head_dim": 48}, 2, 64),
+        ],
+    )
+    def test_heads_have_the_size_of_their_kind(self, change: dict[str, Any], heads: int, dim: int) -> None:
+        (group,) = from_config(LLAMA | change).groups
+        assert group == KvLayers(4, heads, dim, dim)
+
+    @pytest.mark.parametrize(("model_type", "heads"), [("llama", 8), ("starcoder2", 2), ("phimoe", 8), ("smollm3", 4)])
+    def test_kv_heads_are_those_of_their_kind(self, model_type: str, heads: int) -> None:
+        config = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+        (group,) = from_config(config | {"model_type": model_type}).groups
+        assert group == KvLayers(4, heads, 64, 64)
+
+    def test_mistral_has_a_window_unless_it_is_null(self) -> None:
+        kinds = [
+            from_config(LLAMA | {"model_type": "mistral"} | change).groups[0].kind
+            for change in ({}, {"sliding_window": None})
+        ]
+        assert kinds == [LayerKind.WINDOW, LayerKind.FULL]
+
+    def test_jambas_attention_is_the_fifth_of_eight_layers(self) -> None:
+        groups = from_config(LLAMA | JAMBA | {"num_hidden_layers": 16}).groups
+        assert {group.kind: group.num_layers for group in groups} == {LayerKind.FULL: 2, LayerKind.STATE: 14}
 
 
 class TestRanks:
@@ -176,7 +222,12 @@ class TestFaults:
             ({"layer_types": ["sliding_attention"] * 4}, "lacks sliding_window"),
             ({"layer_types": ["other"] * 4}, "layers of kind other are not known"),
             ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "lacks qk_rope_head_dim"),
+            ({"model_type": "deepseek_v3", "kv_lora_rank": None}, "lacks kv_lora_rank"),
             ({"model_type": "falcon_h1"}, "lacks mamba_expand"),
+            (SPARSE | {"index_skip_topk_offset": "2"}, "index_skip_topk_offset is '2'; expected a whole number"),
+            (SPARSE | {"index_skip_topk_offset": -1}, "index_skip_topk_offset is '-1'; expected a whole number"),
+            (JAMBA | {"attn_layer_offset": "4"}, "attn_layer_offset is '4'; expected a whole number"),
+            ({"model_type": "gemma2", "sliding_window": None}, "lacks sliding_window"),
         ],
     )  # fmt: skip
     def test_the_missing_field_is_named(self, change: dict[str, Any], message: str) -> None:
@@ -194,6 +245,9 @@ class TestFaults:
         except ConfigError:
             return
         assert geometry.num_layers >= 1
+
+    def test_a_model_type_beside_a_text_model_may_be_anything(self) -> None:
+        assert from_config({"model_type": ["x"], "text_config": LLAMA}).model_type == "llama"
 
     def test_unknown_models_are_named_with_near_ones(self) -> None:
         with pytest.raises(ConfigError, match=r"no catalogue name.*names like it: Llama-3\.1-8B"):

@@ -68,7 +68,8 @@ def _model_type(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str):
         raise ConfigError("config.json lacks model_type")
     of_all = config.get("model_type")
-    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder") or {model_type, of_all} & _ENCODER_DECODERS:
+    is_listed = any(isinstance(each, str) and each in _ENCODER_DECODERS for each in (model_type, of_all))
+    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder") or is_listed:
         raise ConfigError(
             f"model_type {model_type[:80]!r} is an encoder-decoder; kvferry serves none, and sizes none: its "
             "cross-attention keeps pages of the encoder's output, too"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.pages.geometry.config_fields import ConfigFields
+from kvferry.pages.geometry.config_fields import MAX_LAYERS, ConfigFields
 from kvferry.pages.geometry.heads import head_dim, num_kv_heads, windowed_layers
 from kvferry.pages.geometry.layers import KvLayers, LatentLayers, LayerGroup
 from kvferry.pages.geometry.state_families import STATE_FAMILIES
@@ -15,9 +15,19 @@ from kvferry.pages.geometry.state_families import STATE_FAMILIES
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _INDEX_SCALE_BYTES, _INDEX_VALUES_PER_SCALE = 4, 128
 
-# Values that transformers supplies where config.json leaves a field out.
+_LATENT_RANK = {"kv_lora_rank": 512}
+# Values that transformers supplies where config.json leaves a field out, unless a general rule gives them: as many KV
+# heads as query heads, and an even share of the hidden size for each head.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma2": {"sliding_window": 4096, "head_dim": 256},
+    "bloom": {"max_position_embeddings": 2048},
+    "cohere2": {"sliding_window": 4096},
+    "deepseek_v2": _LATENT_RANK,
+    "deepseek_v3": _LATENT_RANK,
+    "deepseek_v32": _LATENT_RANK,
+    "falcon": {"multi_query": True, "max_position_embeddings": 2048},
+    "falcon_h1": {"num_key_value_heads": 8},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "gemma2": {"num_key_value_heads": 4, "sliding_window": 4096, "head_dim": 256},
     "gemma3_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -26,13 +36,40 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
     },
-    "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "head_dim": 128},
-    "cohere2": {"sliding_window": 4096},
-    "falcon": {"multi_query": True, "max_position_embeddings": 2048},
-    "bloom": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
-    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "gemma3n_text": {"num_key_value_heads": 2, "head_dim": 256},
+    "gemma4_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128},
+    "glm4_moe": {"num_key_value_heads": 8},
+    "glm4_moe_lite": _LATENT_RANK,
+    "glm_moe_dsa": _LATENT_RANK,
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64},
     "hunyuan": {},
+    "jamba": {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
+    "kimi_k2": _LATENT_RANK,
+    "llama4_text": {
+        "num_key_value_heads": 8,
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+        "head_dim": 128,
+    },
+    "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128},
+    "ministral3": {"num_key_value_heads": 8, "head_dim": 128},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128},
+    "phimoe": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
+    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
+    "qwen3_vl_moe_text": {"num_key_value_heads": 16},
+    "qwen3_vl_text": {"num_key_value_heads": 32, "head_dim": 128},
+    "smollm3": {"num_key_value_heads": 4},
+    "stablelm": {"num_key_value_heads": 32},
+    "starcoder2": {"num_key_value_heads": 2},
 }
 _ON_GPUS_ONLY = "vLLM builds sparse attention on GPUs only"
 # Why sizes were not compared with vLLM's own.
@@ -103,7 +140,7 @@ def layers_of(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     """Raises ConfigError for a missing field."""
     if make := STATE_FAMILIES.get(fields.model_type) or _OTHERS.get(fields.model_type):
         return make(fields, num_layers)
-    if fields.model_type in _LATENT and fields.get("kv_lora_rank") is not None:
+    if fields.model_type in _LATENT:
         return _latent(fields, num_layers)
     return _dense(fields, num_layers)
 
@@ -153,8 +190,10 @@ def _has_index(fields: ConfigFields, layer: int) -> bool:
     pattern = fields.text("index_topk_pattern")
     if pattern:
         return layer >= len(pattern) or pattern[layer] != "S"
-    every, offset = fields.optional_size("index_topk_freq") or 1, fields.get("index_skip_topk_offset")
-    return max(layer - (2 if offset is None else offset) + 1, 0) % every == 0
+    every, offset = fields.optional_size("index_topk_freq") or 1, 2
+    if fields.get("index_skip_topk_offset") is not None:
+        offset = fields.count("index_skip_topk_offset", most=MAX_LAYERS)
+    return max(layer - offset + 1, 0) % every == 0
 
 
 def _gemma4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:

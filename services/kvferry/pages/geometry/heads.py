@@ -13,6 +13,22 @@ QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 # Each query head has KV of its own, whatever other fields say.
 _MULTI_HEAD = frozenset({"bloom", "gpt2", "gptj"})
+# vLLM divides the hidden size among the query heads, whatever `head_dim` says.
+_DERIVED_HEAD_DIM = frozenset(
+    {
+        "bloom",
+        "falcon",
+        "gpt2",
+        "gptj",
+        "granitemoe",
+        "granitemoehybrid",
+        "jamba",
+        "olmoe",
+        "qwen2",
+        "qwen2_moe",
+        "stablelm",
+    }
+)
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 
 
@@ -26,7 +42,8 @@ def num_kv_heads(fields: ConfigFields) -> int:
 
 
 def head_dim(fields: ConfigFields) -> int:
-    if (given := fields.optional_size("head_dim")) is not None:
+    given = None if fields.model_type in _DERIVED_HEAD_DIM else fields.optional_size("head_dim")
+    if given is not None:
         return given
     hidden, heads = fields.size(*HIDDEN_SIZE), fields.size(*QUERY_HEADS)
     if hidden % heads:

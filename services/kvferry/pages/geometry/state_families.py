@@ -52,7 +52,7 @@ def _granite_hybrid(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, 
 
 
 def _jamba(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    period, offset = fields.size("attn_layer_period"), fields.get("attn_layer_offset")
+    period, offset = fields.size("attn_layer_period"), fields.count("attn_layer_offset", most=num_layers)
     kinds = ["attention" if i % period == offset else "mamba" for i in range(num_layers)]
     inner = fields.size("mamba_expand") * fields.size("hidden_size")
     return _mixed(
