@@ -90,6 +90,25 @@ class TestWindows:
         kinds = {group.kind: group.num_layers for group in geometry_of("Llama-4-Scout").groups}
         assert kinds == {LayerKind.CHUNK: 36, LayerKind.FULL: 12}
 
+    @pytest.mark.parametrize(
+        ("change", "num_windowed"),
+        [
+            ({"model_type": "qwen2"}, 0),  # its first 28 layers have none
+            ({"model_type": "qwen2", "max_window_layers": 0}, 4),
+            ({"model_type": "qwen3", "max_window_layers": 3}, 1),
+            ({"model_type": "qwen3", "max_window_layers": 0, "use_sliding_window": False}, 0),
+            ({"model_type": "qwen2_moe", "max_window_layers": 0}, 0),
+            ({"model_type": "smollm3"}, 1),
+            ({"model_type": "smollm3", "no_rope_layers": [0, 1, 0, 0]}, 3),
+            ({"model_type": "gemma3_text", "_sliding_window_pattern": 2}, 4),
+        ],
+    )
+    def test_a_switch_gives_windows_to_the_layers_that_vllm_gives_them(
+        self, change: dict[str, Any], num_windowed: int
+    ) -> None:
+        geometry = from_config(LLAMA | {"use_sliding_window": True, "sliding_window": 64} | change)
+        assert sum(group.num_layers for group in geometry.groups if group.kind is LayerKind.WINDOW) == num_windowed
+
     def test_a_chunk_that_is_null_is_none(self) -> None:
         scout = find("Llama-4-Scout")
         assert scout is not None
@@ -120,6 +139,20 @@ class TestAbsentFields:
         config = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
         (group,) = from_config(config | {"model_type": model_type}).groups
         assert group == KvLayers(4, heads, 64, 64)
+
+    @pytest.mark.parametrize(
+        ("change", "heads"),
+        [
+            ({"multi_query": True}, 1),
+            ({"multi_query": False, "num_kv_heads": 2}, 8),
+            ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+            ({"new_decoder_architecture": True, "n_head_kv": 2}, 8),
+        ],
+    )
+    def test_falcons_kv_heads_are_those_of_its_architecture(self, change: dict[str, Any], heads: int) -> None:
+        (group,) = from_config(LLAMA | {"model_type": "falcon"} | change).groups
+        assert isinstance(group, KvLayers)
+        assert group.num_kv_heads == heads
 
     def test_mistral_has_a_window_unless_it_is_null(self) -> None:
         kinds = [

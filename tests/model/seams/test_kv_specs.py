@@ -224,6 +224,41 @@ def test_a_field_that_vllm_does_not_read_changes_nothing(name: str, changes: dic
     compare(config | changes)
 
 
+_SWITCHED = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen2", _SWITCHED | {"max_window_layers": 0}),
+        ("qwen2", _SWITCHED | {"max_window_layers": 4}),
+        ("qwen3", _SWITCHED),
+        ("qwen3-moe", _SWITCHED),
+        ("Qwen2MoeConfig", _SWITCHED),
+        ("SmolLM3Config", _SWITCHED),
+        ("gemma3", {"_sliding_window_pattern": 3, "layer_types": None, "num_hidden_layers": 6}),
+        ("qwen3-next", {"mamba_ssm_dtype": "bfloat16"}),
+    ],
+)
+def test_a_switch_is_read_as_vllm_reads_it(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    config = (further_config(name, tmp_path) if name in FURTHER else tiny_config(name, tmp_path)) | changes
+    compare({field: value for field, value in config.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"multi_query": False, "num_kv_heads": 2},
+        {"multi_query": False, "new_decoder_architecture": True, "n_head_kv": 2},
+        {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+        {"multi_query": True, "n_head_kv": 2},
+    ],
+)
+def test_falcons_kv_heads_are_those_of_its_architecture(changes: dict[str, Any]) -> None:
+    falcon = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "vocab_size": 1024, "hidden_size": 128}
+    compare(falcon | {"num_hidden_layers": 4, "num_attention_heads": 4, "dtype": "float32"} | changes)
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_take_what_geometry_says(name: str) -> None:
     config = real_config(name)

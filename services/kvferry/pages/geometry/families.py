@@ -58,16 +58,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
     "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128},
     "phimoe": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
+    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28},
     "qwen2_moe": {"num_key_value_heads": 16},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
     "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
     "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
     "qwen3_moe": {"num_key_value_heads": 4},
     "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
     "qwen3_vl_moe_text": {"num_key_value_heads": 16},
     "qwen3_vl_text": {"num_key_value_heads": 32, "head_dim": 128},
-    "smollm3": {"num_key_value_heads": 4},
+    "smollm3": {"num_key_value_heads": 4, "no_rope_layer_interval": 4},
     "stablelm": {"num_key_value_heads": 32},
     "starcoder2": {"num_key_value_heads": 2},
 }
@@ -83,10 +83,12 @@ NOT_COMPARED: Mapping[str, str] = {
     "qwen3_vl_text": "only the equal layers of Qwen3 were",
 }
 # One pattern repeats: the last layer of so many attends to all tokens, the others to a window.
-_PATTERN_FIELDS = ("sliding_window_pattern", "_sliding_window_pattern")
+_PATTERN_FIELD = "sliding_window_pattern"
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "cohere2": 4, "olmo3": 4, "gpt_oss": 2}
 # Their sliding_window counts only with use_sliding_window.
-_SWITCHED_WINDOWS = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+_SWITCHED_WINDOWS = frozenset({"qwen2", "qwen3", "qwen3_moe", "smollm3"})
+_WITHOUT_WINDOWS = frozenset({"qwen2_moe"})  # vLLM's layers do not read the switch
+_WINDOWS_ABOVE = frozenset({"qwen2", "qwen3"})  # the first max_window_layers layers have none
 _WINDOW_BESIDE_ITSELF = frozenset({"cohere2"})  # the window does not count the present token
 
 _DENSE = frozenset(
@@ -151,7 +153,8 @@ def _dense(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
     """Return each layer's window; None keeps every token."""
-    if fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window"):
+    is_off = fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window")
+    if is_off or fields.model_type in _WITHOUT_WINDOWS:
         return [None] * num_layers
     kinds = _layer_kinds(fields, num_layers)
     if kinds is None:
@@ -167,7 +170,12 @@ def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
 def _layer_kinds(fields: ConfigFields, num_layers: int) -> list[Any] | None:
     if (given := fields.layer_list("layer_types", num_layers)) is not None:
         return given
-    every = fields.optional_size(*_PATTERN_FIELDS) or _PATTERNS.get(fields.model_type)
+    if fields.model_type in _WINDOWS_ABOVE:
+        first = fields.count("max_window_layers", most=MAX_LAYERS)
+        return [_SLIDING if i >= first else _FULL for i in range(num_layers)]
+    if fields.model_type == "smollm3":
+        return [_FULL if has_rope else _SLIDING for has_rope in _with_rope(fields, num_layers)]
+    every = fields.optional_size(_PATTERN_FIELD) or _PATTERNS.get(fields.model_type)
     if every is None:
         return None
     return [_SLIDING if (i + 1) % every else _FULL for i in range(num_layers)]
@@ -237,14 +245,18 @@ def _mimo_v2(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 def _llama4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     """Layers with rotary embeddings attend to chunks, the others to everything."""
-    with_rope = fields.layer_list("no_rope_layers", num_layers)
-    if not with_rope:
-        every = fields.size("no_rope_layer_interval")
-        with_rope = [int((i + 1) % every != 0) for i in range(num_layers)]
     chunk = fields.optional_size("attention_chunk_size")
     heads, dim = num_kv_heads(fields), head_dim(fields)
-    counts = Counter(chunk if has_rope else None for has_rope in with_rope)
+    counts = Counter(chunk if has_rope else None for has_rope in _with_rope(fields, num_layers))
     return tuple(KvLayers(count, heads, dim, dim, chunk=chunk) for chunk, count in counts.items())
+
+
+def _with_rope(fields: ConfigFields, num_layers: int) -> list[Any]:
+    """Return for each layer whether it has rotary embeddings."""
+    if given := fields.layer_list("no_rope_layers", num_layers):
+        return given
+    every = fields.size("no_rope_layer_interval")
+    return [(i + 1) % every != 0 for i in range(num_layers)]
 
 
 def _gemma3n(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
