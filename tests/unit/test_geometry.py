@@ -234,6 +234,29 @@ class TestDtypes:
             kv_dtype("fp7")
 
 
+class TestQuantization:
+    @pytest.mark.parametrize(
+        ("config", "name"),
+        [
+            ({"quant_method": "fp8"}, "fp8"),
+            ({"quant_method": "FP8"}, "fp8"),
+            ({"quant_method": "gptq", "bits": 4}, "gptq 4 bits"),
+            ({"quant_method": "gptq", "bits": 8}, "gptq 8 bits"),
+            ({"quant_method": "awq", "w_bit": 4}, "awq 4 bits"),
+            ({"quant_method": "gptq"}, "gptq"),
+            ({"quant_method": "gptq", "bits": [8]}, "gptq"),
+            ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt FP8"),
+            ({"quant_method": "modelopt", "quant_algo": "nvfp4"}, "modelopt NVFP4"),
+            ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
+            ({"quant_method": "modelopt"}, "modelopt"),
+            ({"quant_method": ["a"]}, "['a']"),
+            ({}, ""),
+        ],
+    )
+    def test_the_method_has_its_bits_or_its_algorithm(self, config: dict[str, Any], name: str) -> None:
+        assert from_config(LLAMA | {"quantization_config": config}).quantization == name
+
+
 class TestFaults:
     @pytest.mark.parametrize(
         ("change", "message"),

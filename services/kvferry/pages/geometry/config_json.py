@@ -55,7 +55,7 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         vocab_size=fields.size("vocab_size", "padded_vocab_size"),
         context_length=_context_length(fields, is_attention_free),
         dtype=_dtype(config, text),
-        quantization=str(quantization.get("quant_method", "")) if isinstance(quantization, Mapping) else "",
+        quantization=_quantization(quantization) if isinstance(quantization, Mapping) else "",
         num_experts=fields.count("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
         num_experts_per_token=fields.count(
             "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "experts_per_token"
@@ -84,6 +84,19 @@ def _context_length(fields: ConfigFields, is_attention_free: bool) -> int:
     if is_attention_free and fields.get(*names) is None:
         return 1 << 20  # a state has no longest context
     return fields.size(*names)
+
+
+def _quantization(values: Mapping[str, Any]) -> str:
+    """Return the method, with what decides the width of weights: bits of gptq and awq, the algorithm of modelopt."""
+    method = str(values.get("quant_method", "")).lower()
+    if method in ("gptq", "awq"):
+        bits = values.get("bits", values.get("w_bit"))
+        return f"{method} {bits} bits" if isinstance(bits, int) and not isinstance(bits, bool) else method
+    if method == "modelopt":
+        inner = values.get("quantization")
+        algorithm = values.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
+        return f"{method} {algorithm.upper()}" if isinstance(algorithm, str) and algorithm else method
+    return method
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:

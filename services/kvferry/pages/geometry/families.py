@@ -15,15 +15,15 @@ from kvferry.pages.geometry.state_families import STATE_FAMILIES
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _INDEX_SCALE_BYTES, _INDEX_VALUES_PER_SCALE = 4, 128
 
-_LATENT_RANK = {"kv_lora_rank": 512}
+_MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
 # Values that transformers supplies where config.json leaves a field out, unless a general rule gives them: as many KV
 # heads as query heads, and an even share of the hidden size for each head.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bloom": {"max_position_embeddings": 2048},
     "cohere2": {"sliding_window": 4096},
-    "deepseek_v2": _LATENT_RANK,
-    "deepseek_v3": _LATENT_RANK,
-    "deepseek_v32": _LATENT_RANK,
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "deepseek_v32": _MLA,
     "falcon": {"multi_query": True, "max_position_embeddings": 2048},
     "falcon_h1": {"num_key_value_heads": 8},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256},
@@ -40,12 +40,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": {"num_key_value_heads": 4, "head_dim": 256},
     "glm4": {"num_key_value_heads": 2, "head_dim": 128},
     "glm4_moe": {"num_key_value_heads": 8},
-    "glm4_moe_lite": _LATENT_RANK,
-    "glm_moe_dsa": _LATENT_RANK,
+    "glm4_moe_lite": {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "v_head_dim": 256},
+    "glm_moe_dsa": _MLA,
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64},
     "hunyuan": {},
     "jamba": {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
-    "kimi_k2": _LATENT_RANK,
+    "kimi_k2": _MLA,
     "llama4_text": {
         "num_key_value_heads": 8,
         "attention_chunk_size": 8192,
@@ -190,6 +190,9 @@ def _latent(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
         values = fields.size("index_head_dim")
         index = values + values // _INDEX_VALUES_PER_SCALE * _INDEX_SCALE_BYTES
         num_indexed = sum(_has_index(fields, i) for i in range(num_layers))
+    else:
+        nope, value = fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
+        return (LatentLayers(num_layers, *dims, nope_dim=nope, value_dim=value),)
     layers = (LatentLayers(num_indexed, *dims, index), LatentLayers(num_layers - num_indexed, *dims))
     return tuple(each for each in layers if each.num_layers)
 
