@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
 import random
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "hidden_size": 256, "vocab_size": 1000, "max_position_embeddings": 4096,
 }  # fmt: skip
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 CPU = Hardware("cpu", "a CPU", has_avx512=True)
 
 
@@ -146,6 +150,8 @@ class TestObstacles:
         [
             ({"quantization_config": {"quant_method": "fp8"}}, "fp8_e5m2", CPU, "with an FP8 checkpoint"),
             ({"quantization_config": {"quant_method": "modelopt"}}, "fp8_e5m2", CPU, "FP8 checkpoint"),
+            ({"quantization_config": COMPRESSED | {"kv_cache_scheme": {}}}, "fp8_e5m2", CPU, "FP8 checkpoint"),
+            ({"quantization_config": {"quant_method": "quark"}}, "fp8_e5m2", CPU, "FP8 checkpoint"),
             ({}, "int8", CPU, "attention on CPUs has no pages of type int8_per_token_head; it has float32"),
             ({}, "nvfp4", CPU, "no pages of type nvfp4"),
             ({}, "fp8", Hardware("cpu", "an old CPU"), "need AVX-512 or AMX, which an old CPU lacks"),
@@ -159,6 +165,11 @@ class TestObstacles:
     ) -> None:
         refusals = find_obstacles(LLAMA | change, dtype, hardware).refusals
         assert any(message in refusal for refusal in refusals), refusals
+
+    @pytest.mark.parametrize("method", [{"quant_method": "fbgemm_fp8"}, {"quant_method": "gptq", "bits": 8}, None])
+    def test_vllm_takes_e5m2_where_the_checkpoint_has_no_scales_of_pages(self, method: dict[str, Any] | None) -> None:
+        config = LLAMA | {"quantization_config": COMPRESSED if method is None else method}
+        assert find_obstacles(config, "fp8_e5m2", CPU).refusals == ()
 
     def test_uncalibrated_scales_are_a_warning(self) -> None:
         found = find_obstacles(LLAMA, "fp8", CPU)
@@ -189,6 +200,20 @@ class TestSamples:
         assert dataset.paragraphs == ("One line.", "Two.", "Three.")
         assert [*itertools.islice(sample_text(dataset, 1, 3), 4)] == ["Two.", "Three.", "One line.", "Two."]
 
+    @pytest.mark.parametrize(
+        "content",
+        [b"One\r\nline.\r\n\r\nTwo.\r\n", b"One\nline.\n \t\nTwo.\n", b"\xef\xbb\xbfOne\nline.\n\nTwo."],
+    )
+    def test_lines_may_end_as_on_windows_and_empty_ones_may_hold_blanks(self, content: bytes, tmp_path: Path) -> None:
+        file = tmp_path / "text.txt"
+        file.write_bytes(content)
+        assert load_dataset(file).paragraphs == ("One line.", "Two.")
+
+    def test_a_file_is_not_the_shipped_text_by_its_name(self, tmp_path: Path) -> None:
+        file = tmp_path / SHIPPED
+        file.write_text("One.\n\nTwo.", encoding="utf-8")
+        assert [*itertools.islice(sample_text(load_dataset(file), 0, 2), 3)] == ["One.", "Two.", "One."]
+
     def test_unusable_files_are_named(self, tmp_path: Path) -> None:
         file = tmp_path / "text.txt"
         for content, message in [
@@ -217,6 +242,28 @@ class TestReport:
 
     def reason(self, shown: QualityReport, *, max_model_len: int = CONTEXT, **changes: str) -> str:
         return why_not_shown(shown, max_model_len=max_model_len, **self.ASKED | changes)
+
+    def test_a_file_is_whole_or_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "report.json"
+        write_report(report(), file)
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(ConfigError, match=r"report\.json cannot be written: No space left"):
+            write_report(report(verdict="fail"), file)
+        assert read_report(file) == report()
+        assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+
+    def test_a_link_and_a_pipe_are_written_through(self, tmp_path: Path) -> None:
+        (tmp_path / "link.json").symlink_to(tmp_path / "report.json")
+        write_report(report(), tmp_path / "link.json")
+        assert (tmp_path / "link.json").is_symlink()
+        assert read_report(tmp_path / "report.json") == report()
+        write_report(report(), Path("/dev/null"))
+        with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left"):
+            write_report(report(), Path("/dev/full"))
 
     @pytest.mark.parametrize("name", ASKED)
     def test_every_difference_is_named(self, name: str) -> None:
@@ -311,9 +358,61 @@ class TestCommand:
             (["--kv-cache-dtype", "fp8", "--set", "engine.kind=sim"], "simulated engines compute nothing"),
             (["--kv-cache-dtype", "fp8", "--kv-cache-dtype", "bf16", "--output", "x"], "{dtype} is needed in the name"),
             (["--kv-cache-dtype", "fp8", "--dataset", "/no/such/file"], "--dataset: /no/such/file cannot be read"),
+            (["--kv-cache-dtype", "fp8", "--budget", "nan"], "--budget nan: expected a number"),
+            (["--kv-cache-dtype", "fp8", "--timeout", "inf"], "--timeout inf: expected a number"),
+            (
+                ["--kv-cache-dtype", "fp8", "--output", "/no/such/folder/x.json"],
+                "/no/such/folder/x.json cannot be written",
+            ),
+            (["--kv-cache-dtype", "fp8", "--output", "/"], "/ cannot be written: Is a directory"),
         ],
     )
     def test_bad_input_is_refused_by_name(self, arguments: list[str], message: str) -> None:
         result = CliRunner().invoke(main, ["quality", *arguments])
         assert result.exit_code == 2
         assert message in result.output
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+    def test_a_signal_ends_the_engine_and_the_command(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """SIGTERM alone would leave vLLM's processes, which have a session of their own."""
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        ended = []
+
+        def measure(*_: Any) -> Iterator[QualityReport]:
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(30)
+            finally:
+                ended.append(number)
+            yield report()
+
+        monkeypatch.setattr(measuring, "measure", measure)
+        before = signal.getsignal(number)
+        result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8"])
+        assert (result.exit_code, ended) == (130, [number])
+        assert "interrupted; nothing is left running" in result.output
+        assert signal.getsignal(number) == before
+
+    def test_a_result_is_shown_before_it_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A full disk does not cost what took hours to measure."""
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        monkeypatch.setattr(measuring, "measure", lambda *_: iter([report()]))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(
+            "kvferry.quality_command.write_report", lambda *_: write_report(report(), Path("/dev/full"))
+        )
+        result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8"])
+        assert result.exit_code == 2
+        assert "verdict: pass" in result.output
+        assert "/dev/full cannot be written" in result.output
+
+    def test_a_folder_that_cannot_be_used_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+
+        def measure(*_: Any) -> Iterator[QualityReport]:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/no/such/folder")
+            yield report()
+
+        monkeypatch.setattr(measuring, "measure", measure)
+        result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8"])
+        assert (result.exit_code, "/no/such/folder: No such file or directory" in result.output) == (2, True)

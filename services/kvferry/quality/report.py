@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 
@@ -16,6 +22,7 @@ FORMAT = 1
 ENGINE_MODE = "engine"  # measured on the engine that serves, with its own pages
 MAX_FILE_BYTES = 1 << 20
 MAX_BUDGET = 1.0
+_MODE = 0o644
 UNQUANTIZED = ("float32", "bfloat16", "float16")
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -88,11 +95,42 @@ def finite(value: float) -> float | None:
 
 
 def write_report(report: QualityReport, file: Path) -> None:
-    """Raises ConfigError if the file cannot be written."""
+    """Write the whole file, or leave it as it was. Raises ConfigError if it cannot be written."""
+    content = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
     try:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        if file.exists() and not file.is_file():
+            file.write_bytes(content)
+            return
+        target = file.resolve()
+        with _beside(target) as written:
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+            os.fchmod(written.fileno(), stat.S_IMODE(target.stat().st_mode) if target.exists() else _MODE)
+            Path(written.name).replace(target)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def check_writable(file: Path) -> None:
+    """Raises ConfigError if a report cannot be written there: what it says takes hours to measure."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not file.exists() or file.is_file():
+            with _beside(file.resolve()):
+                pass
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[IO[bytes]]:
+    with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", dir=target.parent, delete=False) as written:
+        try:
+            yield written
+        finally:
+            Path(written.name).unlink(missing_ok=True)
 
 
 def read_report(file: Path) -> QualityReport:

@@ -107,7 +107,8 @@ def _plan(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Prog
         _check(values, settings.baseline, hardware)
     lengths = context_lengths(geometry, config, settings)
     weights = weights_revision(folder, model_folder.cache_folder() / "weights")
-    samples, tasks = _make_samples(folder, config, lengths, settings, dataset)
+    context = config.model.max_model_len or geometry.context_length
+    samples, tasks = _make_samples(folder, config, context, lengths, settings, dataset)
     return _Plan(config, settings, dataset, folder, geometry, weights, hardware, samples, tasks, warnings)
 
 
@@ -239,11 +240,9 @@ def _types(plan: _Plan, name: str) -> tuple[str, str]:
 
 
 def _make_samples(
-    folder: Path, config: ClusterConfig, lengths: Sequence[int], settings: Settings, dataset: Dataset
+    folder: Path, config: ClusterConfig, context: int, lengths: Sequence[int], settings: Settings, dataset: Dataset
 ) -> tuple[list[ForcedSample], list[list[int]]]:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.model.trust_remote_code)
+    tokenizer = _tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     num_tokens = max(lengths) + settings.num_scored_tokens
     texts = [
         _tokens(tokenizer, sample_text(dataset, number, settings.num_samples), num_tokens)
@@ -258,9 +257,32 @@ def _make_samples(
         for i, length in enumerate(lengths)
         for number, tokens in enumerate(texts)
     ]
-    longest = max(lengths)
+    _check_distinct(samples, settings.num_samples)
+    longest = max(1, context - _MAX_ANSWER_TOKENS)
     tasks = [tokenizer.encode(prompt)[-longest:] for prompt in task_prompts(settings.num_tasks)]
     return samples, tasks
+
+
+def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # Each kind of tokenizer raises its own errors.
+        reason = " ".join(str(error).split())[:_MAX_LINE] or type(error).__name__
+        raise ConfigError(f"model.path: {folder} has no usable tokenizer: {reason}", param="model.path") from None
+
+
+def _check_distinct(samples: Sequence[ForcedSample], num_samples: int) -> None:
+    """Equal samples have equal results, and intervals that are narrow for nothing. Raises ConfigError."""
+    for length in sorted({len(sample.context) for sample in samples}):
+        found = {(*sample.context, *sample.forced) for sample in samples if len(sample.context) == length}
+        if len(found) < num_samples:
+            raise ConfigError(
+                f"--samples {num_samples}: only {len(found)} of them differ at {length} tokens; choose fewer, or a "
+                "--dataset of more paragraphs"
+            )
 
 
 def _tokens(tokenizer: Any, paragraphs: Iterator[str], num_tokens: int) -> list[int]:
