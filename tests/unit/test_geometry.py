@@ -256,6 +256,26 @@ class TestQuantization:
     def test_the_method_has_its_bits_or_its_algorithm(self, config: dict[str, Any], name: str) -> None:
         assert from_config(LLAMA | {"quantization_config": config}).quantization == name
 
+    @pytest.mark.parametrize(
+        ("config", "dtype"),
+        [
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "fp8_e4m3"),
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, ""),
+            ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+            ({"quant_method": "modelopt_fp4", "quantization": {"kv_cache_quant_algo": "NVFP4"}}, "nvfp4"),
+            (
+                {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+                "fp8_e4m3",
+            ),
+            ({"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "nvfp4"),
+            ({"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, ""),
+            ({"quant_method": "modelopt", "kv_cache_quant_algo": ["FP8"], "quantization": 3}, ""),
+            ({"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}, ""),
+        ],
+    )
+    def test_a_checkpoint_may_declare_the_type_of_its_pages(self, config: dict[str, Any], dtype: str) -> None:
+        assert from_config(LLAMA | {"quantization_config": config}).checkpoint_kv_dtype == dtype
+
 
 class TestFaults:
     @pytest.mark.parametrize(

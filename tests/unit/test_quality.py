@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import math
@@ -17,8 +18,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from kvferry import config as configuration
 from kvferry.cli import main
 from kvferry.errors import ConfigError
+from kvferry.pages.geometry.config_json import from_config
 from kvferry.quality.obstacles import Hardware, find_obstacles
 from kvferry.quality.report import MAX_FILE_BYTES, QualityReport, read_report, why_not_shown, write_report
 from kvferry.quality.samples import MAX_DATASET_BYTES, SHIPPED, load_dataset, sample_text, task_prompts
@@ -170,6 +173,30 @@ class TestObstacles:
     def test_vllm_takes_e5m2_where_the_checkpoint_has_no_scales_of_pages(self, method: dict[str, Any] | None) -> None:
         config = LLAMA | {"quantization_config": COMPRESSED if method is None else method}
         assert find_obstacles(config, "fp8_e5m2", CPU).refusals == ()
+
+    def test_pages_of_32_bits_cannot_be_had_of_a_checkpoint_that_declares_others(self) -> None:
+        """vLLM's `auto` is what the checkpoint declares, and it has no option for float32."""
+        config = LLAMA | {"quantization_config": COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}}
+        (refusal,) = find_obstacles(config, "float32", CPU).refusals
+        assert refusal == "the checkpoint declares pages of type fp8_e4m3; vLLM has no option for float32 beside it"
+        assert find_obstacles(config, "bfloat16", CPU).refusals == ()
+
+    @pytest.mark.parametrize(
+        ("declared", "name", "types"),
+        [
+            ("", "auto", ("auto", "float32")),
+            ("", "bf16", ("auto", "bfloat16")),
+            ("", "fp8", ("fp8_e4m3", "float32")),
+            ("fp8_e4m3", "bf16", ("bfloat16", "bfloat16")),
+            ("fp8_e4m3", "fp16", ("float16", "float16")),
+        ],
+    )
+    def test_the_option_for_pages_never_means_what_the_checkpoint_declares(
+        self, declared: str, name: str, types: tuple[str, str]
+    ) -> None:
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        geometry = dataclasses.replace(from_config(LLAMA), checkpoint_kv_dtype=declared)
+        assert measuring.types_of(configuration.load(flags=[]), geometry, name) == types
 
     def test_uncalibrated_scales_are_a_warning(self) -> None:
         found = find_obstacles(LLAMA, "fp8", CPU)

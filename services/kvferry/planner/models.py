@@ -147,8 +147,9 @@ def _weights(geometry: ModelGeometry, given: str | None) -> str:
 
 
 def native_kv_dtype(model: PlannedModel, kv_cache_dtype: str) -> str:
-    """Return the type of pages that `auto` means: the model's own."""
-    return model.geometry.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    """Return the type of pages that `auto` means: what the checkpoint declares, or the model's own."""
+    own = model.geometry.checkpoint_kv_dtype or model.geometry.dtype
+    return own if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
 def head_dim(geometry: ModelGeometry) -> int | None:

@@ -45,6 +45,11 @@ def find_obstacles(config: Mapping[str, Any], dtype_name: str, hardware: Hardwar
         geometry.bytes_per_token(dtype)
     except ConfigError as error:
         refusals.append(error.message)
+    if dtype == "float32" and geometry.checkpoint_kv_dtype:
+        refusals.append(
+            f"the checkpoint declares pages of type {geometry.checkpoint_kv_dtype}; vLLM has no option for float32 "
+            "beside it"
+        )
     if dtype == "fp8_e5m2" and _may_have_kv_scales(config):
         refusals.append("vLLM refuses fp8_e5m2 pages with an FP8 checkpoint; fp8_e4m3 is possible")
     if hardware.device == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry import model_catalogue
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.planner import answer, kv_dtypes, layouts, models, plan
+from kvferry.planner import answer, emit, kv_dtypes, layouts, models, plan
 from kvferry.planner.assumptions import DEFAULTS, describe, with_values
 from kvferry.planner.explain import explain
 from kvferry.planner.gpu_catalogue import shipped
@@ -129,6 +130,19 @@ def test_weights_are_as_wide_as_the_checkpoint_says(quantization: dict[str, Any]
         assert model.weights == weights
         if quantization["quant_method"] in ("gptq", "awq"):  # of weights alone
             assert shipped()["h100"].flops_of(model.compute_dtype())[1] == "bfloat16"
+
+
+def test_auto_is_the_type_of_pages_that_the_checkpoint_declares() -> None:
+    asked = question()
+    geometry = dataclasses.replace(asked.model.geometry, checkpoint_kv_dtype="fp8_e4m3")
+    asked = asked.with_changes(model=dataclasses.replace(asked.model, geometry=geometry))
+    found = plan.make(asked)
+    assert asked.kv_dtype == "fp8_e4m3"
+    assert "those in fp8_e4m3 were not shown" in emit.obstacles(found.best, asked)[0]
+    own = asked.with_changes(kv_cache_dtype="bfloat16")
+    assert emit.obstacles(found.best, own) == []
+    engine = emit.configuration_of(found.best, own, model_path="m", served_name="m")["engine"]
+    assert engine["kv_cache_dtype"] == "bfloat16"
 
 
 def test_attention_is_computed_in_the_models_type_whatever_the_weights_are() -> None:

@@ -86,10 +86,16 @@ def measure(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Pr
         _check_room(Path(work), plan.samples, plan.geometry.vocab_size)
         prepare_environment(config.engine, side_channel_port=0)
         baseline = Path(work, "baseline")
-        run_engine(baseline, _run_of(plan, *_types(plan, settings.baseline)), settings.timeout_s, say, "baseline")
+        run_engine(
+            baseline,
+            _run_of(plan, *types_of(config, plan.geometry, settings.baseline)),
+            settings.timeout_s,
+            say,
+            "baseline",
+        )
         for name in plan.warnings:
             candidate = Path(work, name)
-            run = _run_of(plan, *_types(plan, name), extension=settings.worker_extension)
+            run = _run_of(plan, *types_of(config, plan.geometry, name), extension=settings.worker_extension)
             run_engine(candidate, run, settings.timeout_s, say, name)
             results = by_length(_score(baseline, candidate, plan.samples), settings.budget)
             answers = [json.loads((each / ANSWERS_FILE).read_text(encoding="utf-8")) for each in (baseline, candidate)]
@@ -103,8 +109,7 @@ def _plan(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Prog
     geometry = from_config(values, name=folder.name)
     hardware = this_hardware(config.engine.device)
     warnings = {name: _check(values, name, hardware) for name in (kv_dtype(each).name for each in settings.dtypes)}
-    if settings.baseline != AUTO:
-        _check(values, settings.baseline, hardware)
+    _check(values, _own_type(config, geometry) if settings.baseline == AUTO else settings.baseline, hardware)
     lengths = context_lengths(geometry, config, settings)
     weights = weights_revision(folder, model_folder.cache_folder() / "weights")
     context = config.model.max_model_len or geometry.context_length
@@ -113,8 +118,8 @@ def _plan(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Prog
 
 
 def _report(plan: _Plan, name: str, results: list[LengthResult], match: Interval, took_s: float) -> QualityReport:
-    baseline_pages, baseline_compute = _types(plan, plan.settings.baseline)
-    _, compute = _types(plan, name)
+    baseline_pages, baseline_compute = types_of(plan.config, plan.geometry, plan.settings.baseline)
+    _, compute = types_of(plan.config, plan.geometry, name)
     return QualityReport(
         format=reports.FORMAT,
         verdict=worst([result.verdict for result in results]),
@@ -227,16 +232,22 @@ def _check(values: dict[str, Any], name: str, hardware: Hardware) -> tuple[str, 
     return found.warnings
 
 
-def _types(plan: _Plan, name: str) -> tuple[str, str]:
+def _own_type(config: ClusterConfig, geometry: ModelGeometry) -> str:
+    own: str = config.model.dtype
+    if own == AUTO:
+        return "float32" if config.engine.device == "cpu" else geometry.dtype
+    return own
+
+
+def types_of(config: ClusterConfig, geometry: ModelGeometry, name: str) -> tuple[str, str]:
     """Return vLLM's option for pages, and the type in which the model is computed."""
     # On CPUs pages of 16 bits need a model that is computed in them; with another one vLLM gives garbage.
-    own: str = plan.config.model.dtype
-    if own == AUTO:
-        own = "float32" if plan.config.engine.device == "cpu" else plan.geometry.dtype
-    if name == AUTO:
-        return AUTO, own
-    name = kv_dtype(name).name
-    return (AUTO, name) if name in reports.UNQUANTIZED else (name, own)
+    own = _own_type(config, geometry)
+    name = own if name == AUTO else kv_dtype(name).name
+    if name not in reports.UNQUANTIZED:
+        return name, own
+    # `auto` is what a checkpoint declares, where it does.
+    return (name if geometry.checkpoint_kv_dtype else AUTO), name
 
 
 def _make_samples(

@@ -17,6 +17,7 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _ENCODER_DECODERS = frozenset(
     {"t5", "umt5", "mt5", "bart", "mbart", "whisper", "m2m_100", "marian", "pegasus", "blenderbot", "led", "t5gemma"}
 )
+_MODELOPT_KV_DTYPES = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -56,6 +57,7 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         context_length=_context_length(fields, is_attention_free),
         dtype=_dtype(config, text),
         quantization=_quantization(quantization) if isinstance(quantization, Mapping) else "",
+        checkpoint_kv_dtype=_declared_kv_dtype(quantization) if isinstance(quantization, Mapping) else "",
         num_experts=fields.count("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
         num_experts_per_token=fields.count(
             "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "experts_per_token"
@@ -97,6 +99,23 @@ def _quantization(values: Mapping[str, Any]) -> str:
         algorithm = values.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
         return f"{method} {algorithm.upper()}" if isinstance(algorithm, str) and algorithm else method
     return method
+
+
+def _declared_kv_dtype(values: Mapping[str, Any]) -> str:
+    # As vLLM resolves `auto` (get_kv_cache_quant_algo_string, Attention).
+    method = str(values.get("quant_method", "")).lower()
+    if method == "compressed-tensors":
+        return "" if values.get("kv_cache_scheme") is None else "fp8_e4m3"
+    if not method.startswith("modelopt"):
+        return ""
+    inner = values.get("quantization")
+    places = (inner, values) if isinstance(inner, Mapping) else (values,)
+    names = ("kv_cache_scheme", "kv_cache_quant_algo")
+    declared = next((place[name] for name in names for place in places if place.get(name)), None)
+    if isinstance(declared, Mapping):
+        bits = declared.get("num_bits") if declared.get("type") == "float" else None
+        declared = "fp8" if bits == 8 and declared.get("dynamic") is False else "nvfp4" if bits == 4 else None
+    return _MODELOPT_KV_DTYPES.get(declared.lower(), "") if isinstance(declared, str) else ""
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
