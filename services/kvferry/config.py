@@ -106,8 +106,8 @@ class EngineConfig(_Section):
     device: Literal["cpu", "gpu"] = "cpu"
     block_size: int = Field(32, ge=1, le=1024)  # tokens per KV page
     kv_cache_dtype: KvCacheDtype = "auto"
-    # Result file of `kvferry quality`. An engine starts only if it passes, and is of the engine's model, revision, type
-    # of pages, device and vLLM.
+    # Result file of `kvferry quality`. An engine starts only if it passes up to the engine's longest context, against
+    # pages that are not quantized, and is of the engine's model, revision, types, device and vLLM.
     quality_report: Path | None = None
     kv_cache_gib: int = Field(1, ge=1)  # CPU device: memory for KV pages per engine, whole GiB (vLLM takes no less)
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)

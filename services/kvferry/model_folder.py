@@ -49,8 +49,8 @@ def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Pat
     """
     if name == DEFAULT_NAME:
         return _default_model(report)
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
+    folder = _expanded(name)
+    if (folder / _CONFIG_FILE).is_file():
         return folder.resolve()
     if folder.exists() or name.startswith(("/", "./", "../", "~")):
         raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
@@ -58,7 +58,8 @@ def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Pat
 
 
 def is_folder(name: str) -> bool:
-    return (Path(name).expanduser() / _CONFIG_FILE).is_file()
+    """Raises ConfigError for a name that no path can have."""
+    return (_expanded(name) / _CONFIG_FILE).is_file()
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def read_config(name: str) -> dict[str, Any]:
 
     Raises ConfigError if there is none, or it is too large or no JSON object.
     """
-    file = Path(name).expanduser() / _CONFIG_FILE
+    file = _expanded(name) / _CONFIG_FILE
     if not file.is_file():
         if file.parent.exists() or name.startswith(("/", "./", "../", "~")):
             raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
@@ -159,6 +160,17 @@ def _from_hub(name: str, report: Callable[[str], None], *, only: str | None = No
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise _unusable(f"{name!r} is not a folder here and could not be fetched from the hub: {reason}") from None
     return Path(folder).resolve()
+
+
+def _expanded(name: str) -> Path:
+    try:
+        folder = Path(name).expanduser()
+        # Raises where the name is too long, or on the way to it something may not be read.
+        (folder / _CONFIG_FILE).is_file()
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise _unusable(f"{name[:200]!r} is no folder: {reason}") from None
+    return folder
 
 
 def _unusable(what: str) -> ConfigError:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 from rich import box
@@ -13,10 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry import config as configuration
+from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.quality.report import IntervalRecord, QualityReport, write_report
-from kvferry.quality.samples import load_dataset
+from kvferry.pages.geometry.kv_dtypes import kv_dtype
+from kvferry.quality.report import IntervalRecord, QualityReport, check_writable, write_report
+from kvferry.quality.samples import Dataset, load_dataset
 from kvferry.quality.verdict import Verdict
+
+if TYPE_CHECKING:
+    from kvferry.engine.vllm.quality_measure import Settings
 
 _INTERRUPTED_EXIT_CODE = 130
 MAX_LENGTHS, MAX_SAMPLES, MAX_SCORED_TOKENS, MAX_TASKS = 16, 64, 512, 256
@@ -56,13 +66,16 @@ def quality(
     Exit codes: 0 each type passes, 1 one fails or is undecided, 2 it cannot be measured.
     """
     try:
+        _check_numbers(budget=budget, timeout=timeout_s)
         flags = [*settings, *([f"model.path={json.dumps(model)}"] if model is not None else [])]
         config = configuration.load(file, flags=flags)
         if config.engine.kind != "vllm":
             raise ConfigError("engine.kind: simulated engines compute nothing; vllm is needed")
         if output is not None and len(dtypes) > 1 and "{dtype}" not in str(output):
             raise ConfigError("--output: with several types, {dtype} is needed in the name")
-        from kvferry.engine.vllm.quality_measure import Settings, measure
+        for name in dtypes:
+            check_writable(_result_file(output, kv_dtype(name).name))
+        from kvferry.engine.vllm.quality_measure import Settings
 
         wanted = Settings(
             dtypes=tuple(dict.fromkeys(dtypes)),
@@ -74,22 +87,65 @@ def quality(
             budget=budget / 100,
             timeout_s=timeout_s,
         )
-        verdicts = []
-        for report in measure(config, wanted, load_dataset(dataset), lambda line: click.echo(line, err=True)):
-            into = Path(str(output or "kv-quality-{dtype}.json").replace("{dtype}", report.kv_cache_dtype))
-            write_report(report, into)
-            print_report(report, into)
-            verdicts.append(report.verdict)
+        verdicts = _measured(config, wanted, load_dataset(dataset), output)
     except KeyboardInterrupt:
         click.echo("kvferry: interrupted; nothing is left running", err=True)
         sys.exit(_INTERRUPTED_EXIT_CODE)
     except KvferryError as error:
         click.echo(f"kvferry: {error.message}", err=True)
         sys.exit(2)
+    except OSError as error:
+        # Of folders for what engines write: missing, or full.
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"kvferry: {where}{error.strerror or error}", err=True)
+        sys.exit(2)
     sys.exit(0 if all(verdict == Verdict.PASS for verdict in verdicts) else 1)
 
 
-def print_report(report: QualityReport, file: Path) -> None:
+def _measured(config: ClusterConfig, wanted: Settings, dataset: Dataset, output: Path | None) -> list[str]:
+    from kvferry.engine.vllm.quality_measure import measure
+
+    verdicts = []
+    with _interrupted_by_signals():
+        for report in measure(config, wanted, dataset, lambda line: click.echo(line, err=True)):
+            # Shown first: it may have taken hours, and the disk may be full.
+            print_report(report)
+            into = _result_file(output, report.kv_cache_dtype)
+            write_report(report, into)
+            click.echo(f"written to {into}")
+            verdicts.append(report.verdict)
+    return verdicts
+
+
+@contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    # Engines have sessions of their own: a command that just died would leave them.
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    # What the caller ignores stays ignored, as with nohup.
+    previous = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    for number in previous:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _check_numbers(**options: float) -> None:
+    for name, value in options.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"--{name} {value}: expected a number")
+
+
+def _result_file(output: Path | None, dtype: str) -> Path:
+    return Path(str(output or "kv-quality-{dtype}.json").replace("{dtype}", dtype))
+
+
+def print_report(report: QualityReport) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("context", "samples", "KL, mnats", "perplexity", "change, %", "same likeliest", "verdict"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -116,7 +172,7 @@ def print_report(report: QualityReport, file: Path) -> None:
     console.print(
         f"exact match of {report.num_tasks} greedy answers: {_shown(report.exact_match, 100)} %\n"
         f"verdict: {report.verdict} (budget {report.budget:.2%}; 95 % intervals; {report.took_s:.0f} s); "
-        f"mode {report.mode}; written to {file}",
+        f"mode {report.mode}",
         highlight=False,
     )
 

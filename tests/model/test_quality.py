@@ -52,6 +52,36 @@ def test_a_folder_without_heads_is_refused(tmp_path: Path) -> None:
     assert (result.exit_code, "lacks num_attention_heads" in result.output) == (2, True), result.output
 
 
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "bf16", "--model", str(tmp_path)])
+    assert (result.exit_code, "has no usable tokenizer" in result.output) == (2, True), result.output
+
+
+def test_samples_that_are_equal_are_refused(tmp_path: Path) -> None:
+    """Their intervals would be narrow for nothing."""
+    text = tmp_path / "text.txt"
+    text.write_text("One paragraph of a few words.\n\nAnother paragraph of a few words.", encoding="utf-8")
+    given = ["--dataset", str(text), "--samples", "8", "--lengths", "32", "--tokens", "8"]
+    result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "bf16", *given])
+    assert (result.exit_code, "--samples 8: only 2 of them differ at 32 tokens" in result.output) == (2, True)
+
+
+def test_questions_are_whole_whatever_the_lengths_and_fit_the_context() -> None:
+    from kvferry import model_folder
+    from kvferry.engine.vllm import quality_measure
+
+    folder = model_folder.resolve("default")
+    settings = quality_measure.Settings(("bfloat16",), "auto", (32,), 2, 8, 2, 0.005, 60)
+    lengths = {}
+    for context in (8192, 256):
+        config = configuration.load(flags=[f"model.max_model_len={context}"])
+        _, tasks = quality_measure._make_samples(folder, config, context, (32,), settings, load_dataset(None))
+        lengths[context] = max(map(len, tasks))
+    assert lengths[8192] > 400
+    assert lengths[256] == 256 - 24
+
+
 @pytest.mark.skipif(not os.environ.get("KVFERRY_ALL_MODELS"), reason="four engines, two minutes: make test-models")
 @pytest.mark.timeout(600)
 async def test_scales_that_are_wrong_by_eight_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +116,7 @@ async def test_scales_that_are_wrong_by_eight_are_found(tmp_path: Path, monkeypa
     assert (report.mode, report.kv_cache_dtype, report.baseline_kv_cache_dtype) == ("engine", "fp8_e4m3", "float32")
     assert "scales are not calibrated" in report.warnings[0]
     assert len(said) == 2 * (1 + 2 + 1)  # both engines: started, two lengths, tasks
-    assert "verdict is 'fail'" in why_not_shown(report)
+    assert "verdict is 'fail'" in why_not_shown(report, max_model_len=208)
 
     # The file does not let an engine start, neither by its verdict nor for the type that the engine would have.
     file = tmp_path / "report.json"

@@ -55,6 +55,10 @@ LLAMA = {
 }
 
 
+SPARSE = {"model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+JAMBA = {"model_type": "jamba", "mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+
+
 @pytest.mark.parametrize(("model", "dtype"), KNOWN)
 def test_bytes_of_a_token_are_the_published_ones(model: str, dtype: str) -> None:
     assert geometry_of(model).bytes_per_token(dtype) == KNOWN[model, dtype]
@@ -85,6 +89,81 @@ class TestWindows:
     def test_llama_4_keeps_one_chunk_in_three_of_four_layers(self) -> None:
         kinds = {group.kind: group.num_layers for group in geometry_of("Llama-4-Scout").groups}
         assert kinds == {LayerKind.CHUNK: 36, LayerKind.FULL: 12}
+
+    @pytest.mark.parametrize(
+        ("change", "num_windowed"),
+        [
+            ({"model_type": "qwen2"}, 0),  # its first 28 layers have none
+            ({"model_type": "qwen2", "max_window_layers": 0}, 4),
+            ({"model_type": "qwen3", "max_window_layers": 3}, 1),
+            ({"model_type": "qwen3", "max_window_layers": 0, "use_sliding_window": False}, 0),
+            ({"model_type": "qwen2_moe", "max_window_layers": 0}, 0),
+            ({"model_type": "smollm3"}, 1),
+            ({"model_type": "smollm3", "no_rope_layers": [0, 1, 0, 0]}, 3),
+            ({"model_type": "gemma3_text", "_sliding_window_pattern": 2}, 4),
+        ],
+    )
+    def test_a_switch_gives_windows_to_the_layers_that_vllm_gives_them(
+        self, change: dict[str, Any], num_windowed: int
+    ) -> None:
+        geometry = from_config(LLAMA | {"use_sliding_window": True, "sliding_window": 64} | change)
+        assert sum(group.num_layers for group in geometry.groups if group.kind is LayerKind.WINDOW) == num_windowed
+
+    def test_a_chunk_that_is_null_is_none(self) -> None:
+        scout = find("Llama-4-Scout")
+        assert scout is not None
+        text = scout.config["text_config"] | {"attention_chunk_size": None}
+        geometry = from_config(scout.config | {"text_config": text})
+        assert geometry.lasting_bytes_per_token("bf16") == geometry.bytes_per_token("bf16") == 196_608
+
+
+class TestAbsentFields:
+    """vLLM's own layers have the same sizes: tests/model/seams/test_kv_specs.py."""
+
+    @pytest.mark.parametrize(
+        ("change", "heads", "dim"),
+        [
+            ({"model_type": "qwen3"}, 2, 128),
+            ({"model_type": "gemma"}, 2, 256),
+            ({"model_type": "qwen3", "head_dim": None}, 2, 64),
+            ({"model_type": "qwen2", "head_dim": 48}, 2, 64),
+            ({"model_type": "olmoe", "head_dim": 48}, 2, 64),
+        ],
+    )
+    def test_heads_have_the_size_of_their_kind(self, change: dict[str, Any], heads: int, dim: int) -> None:
+        (group,) = from_config(LLAMA | change).groups
+        assert group == KvLayers(4, heads, dim, dim)
+
+    @pytest.mark.parametrize(("model_type", "heads"), [("llama", 8), ("starcoder2", 2), ("phimoe", 8), ("smollm3", 4)])
+    def test_kv_heads_are_those_of_their_kind(self, model_type: str, heads: int) -> None:
+        config = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+        (group,) = from_config(config | {"model_type": model_type}).groups
+        assert group == KvLayers(4, heads, 64, 64)
+
+    @pytest.mark.parametrize(
+        ("change", "heads"),
+        [
+            ({"multi_query": True}, 1),
+            ({"multi_query": False, "num_kv_heads": 2}, 8),
+            ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+            ({"new_decoder_architecture": True, "n_head_kv": 2}, 8),
+        ],
+    )
+    def test_falcons_kv_heads_are_those_of_its_architecture(self, change: dict[str, Any], heads: int) -> None:
+        (group,) = from_config(LLAMA | {"model_type": "falcon"} | change).groups
+        assert isinstance(group, KvLayers)
+        assert group.num_kv_heads == heads
+
+    def test_mistral_has_a_window_unless_it_is_null(self) -> None:
+        kinds = [
+            from_config(LLAMA | {"model_type": "mistral"} | change).groups[0].kind
+            for change in ({}, {"sliding_window": None})
+        ]
+        assert kinds == [LayerKind.WINDOW, LayerKind.FULL]
+
+    def test_jambas_attention_is_the_fifth_of_eight_layers(self) -> None:
+        groups = from_config(LLAMA | JAMBA | {"num_hidden_layers": 16}).groups
+        assert {group.kind: group.num_layers for group in groups} == {LayerKind.FULL: 2, LayerKind.STATE: 14}
 
 
 class TestRanks:
@@ -155,6 +234,49 @@ class TestDtypes:
             kv_dtype("fp7")
 
 
+class TestQuantization:
+    @pytest.mark.parametrize(
+        ("config", "name"),
+        [
+            ({"quant_method": "fp8"}, "fp8"),
+            ({"quant_method": "FP8"}, "fp8"),
+            ({"quant_method": "gptq", "bits": 4}, "gptq 4 bits"),
+            ({"quant_method": "gptq", "bits": 8}, "gptq 8 bits"),
+            ({"quant_method": "awq", "w_bit": 4}, "awq 4 bits"),
+            ({"quant_method": "gptq"}, "gptq"),
+            ({"quant_method": "gptq", "bits": [8]}, "gptq"),
+            ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt FP8"),
+            ({"quant_method": "modelopt", "quant_algo": "nvfp4"}, "modelopt NVFP4"),
+            ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
+            ({"quant_method": "modelopt"}, "modelopt"),
+            ({"quant_method": ["a"]}, "['a']"),
+            ({}, ""),
+        ],
+    )
+    def test_the_method_has_its_bits_or_its_algorithm(self, config: dict[str, Any], name: str) -> None:
+        assert from_config(LLAMA | {"quantization_config": config}).quantization == name
+
+    @pytest.mark.parametrize(
+        ("config", "dtype"),
+        [
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "fp8_e4m3"),
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, ""),
+            ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+            ({"quant_method": "modelopt_fp4", "quantization": {"kv_cache_quant_algo": "NVFP4"}}, "nvfp4"),
+            (
+                {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+                "fp8_e4m3",
+            ),
+            ({"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "nvfp4"),
+            ({"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, ""),
+            ({"quant_method": "modelopt", "kv_cache_quant_algo": ["FP8"], "quantization": 3}, ""),
+            ({"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}, ""),
+        ],
+    )
+    def test_a_checkpoint_may_declare_the_type_of_its_pages(self, config: dict[str, Any], dtype: str) -> None:
+        assert from_config(LLAMA | {"quantization_config": config}).checkpoint_kv_dtype == dtype
+
+
 class TestFaults:
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -176,7 +298,12 @@ class TestFaults:
             ({"layer_types": ["sliding_attention"] * 4}, "lacks sliding_window"),
             ({"layer_types": ["other"] * 4}, "layers of kind other are not known"),
             ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "lacks qk_rope_head_dim"),
+            ({"model_type": "deepseek_v3", "kv_lora_rank": None}, "lacks kv_lora_rank"),
             ({"model_type": "falcon_h1"}, "lacks mamba_expand"),
+            (SPARSE | {"index_skip_topk_offset": "2"}, "index_skip_topk_offset is '2'; expected a whole number"),
+            (SPARSE | {"index_skip_topk_offset": -1}, "index_skip_topk_offset is '-1'; expected a whole number"),
+            (JAMBA | {"attn_layer_offset": "4"}, "attn_layer_offset is '4'; expected a whole number"),
+            ({"model_type": "gemma2", "sliding_window": None}, "lacks sliding_window"),
         ],
     )  # fmt: skip
     def test_the_missing_field_is_named(self, change: dict[str, Any], message: str) -> None:
@@ -194,6 +321,9 @@ class TestFaults:
         except ConfigError:
             return
         assert geometry.num_layers >= 1
+
+    def test_a_model_type_beside_a_text_model_may_be_anything(self) -> None:
+        assert from_config({"model_type": ["x"], "text_config": LLAMA}).model_type == "llama"
 
     def test_unknown_models_are_named_with_near_ones(self) -> None:
         with pytest.raises(ConfigError, match=r"no catalogue name.*names like it: Llama-3\.1-8B"):

@@ -53,6 +53,21 @@ def test_a_path_without_a_model_is_not_taken_for_a_hub_id(name: str) -> None:
     assert "`default`" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x" * 300, "File name too long"),
+        ("/" + "x" * 5000, "File name too long"),
+        ("~no-such-user/m", "Could not determine home directory"),
+    ],
+)
+def test_a_name_that_no_path_can_have_is_refused(name: str, reason: str) -> None:
+    for find in (resolve, model_folder.is_folder, model_folder.read_config):
+        with pytest.raises(ConfigError, match=f"is no folder: {reason}") as found:
+            find(name)
+        assert len(found.value.message) < 400
+
+
 def test_a_folder_without_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import itertools
 import math
+import os
 import random
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from kvferry import config as configuration
 from kvferry.cli import main
 from kvferry.errors import ConfigError
+from kvferry.pages.geometry.config_json import from_config
 from kvferry.quality.obstacles import Hardware, find_obstacles
 from kvferry.quality.report import MAX_FILE_BYTES, QualityReport, read_report, why_not_shown, write_report
 from kvferry.quality.samples import MAX_DATASET_BYTES, SHIPPED, load_dataset, sample_text, task_prompts
@@ -25,20 +32,26 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "hidden_size": 256, "vocab_size": 1000, "max_position_embeddings": 4096,
 }  # fmt: skip
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 CPU = Hardware("cpu", "a CPU", has_avx512=True)
+
+
+def length(**changes: Any) -> dict[str, Any]:
+    values = {
+        "num_tokens": 1024, "num_samples": 4, "num_positions": 64,
+        "divergence_nats": {"mean": 0.001, "low": 0.0, "high": 0.002}, "baseline_perplexity": 9.0,
+        "perplexity_ratio": {"mean": 1.001, "low": 0.9, "high": 1.1}, "agreement": 0.99, "verdict": "pass",
+    }  # fmt: skip
+    return values | changes
 
 
 def report(**changes: Any) -> QualityReport:
     interval = {"mean": 0.001, "low": 0.0, "high": 0.002}
-    length = {
-        "num_tokens": 1024, "num_samples": 4, "num_positions": 64, "divergence_nats": interval,
-        "baseline_perplexity": 9.0, "perplexity_ratio": interval, "agreement": 0.99, "verdict": "pass",
-    }  # fmt: skip
     values = {
         "format": 1, "verdict": "pass", "budget": 0.005, "mode": "engine", "kv_cache_dtype": "fp8_e4m3",
         "compute_dtype": "float32", "baseline_kv_cache_dtype": "float32", "baseline_compute_dtype": "float32",
         "model": "m", "weights": "w", "revision": "r", "vllm": "0.32.0", "device": "cpu", "hardware": "a CPU",
-        "lengths": [length], "exact_match": interval, "num_tasks": 4, "dataset": SHIPPED, "dataset_digest": "d",
+        "lengths": [length()], "exact_match": interval, "num_tasks": 4, "dataset": SHIPPED, "dataset_digest": "d",
         "warnings": [], "date": "2026-11-25", "took_s": 1.0,
     }  # fmt: skip
     return msgspec.convert(values | changes, QualityReport)
@@ -140,6 +153,8 @@ class TestObstacles:
         [
             ({"quantization_config": {"quant_method": "fp8"}}, "fp8_e5m2", CPU, "with an FP8 checkpoint"),
             ({"quantization_config": {"quant_method": "modelopt"}}, "fp8_e5m2", CPU, "FP8 checkpoint"),
+            ({"quantization_config": COMPRESSED | {"kv_cache_scheme": {}}}, "fp8_e5m2", CPU, "FP8 checkpoint"),
+            ({"quantization_config": {"quant_method": "quark"}}, "fp8_e5m2", CPU, "FP8 checkpoint"),
             ({}, "int8", CPU, "attention on CPUs has no pages of type int8_per_token_head; it has float32"),
             ({}, "nvfp4", CPU, "no pages of type nvfp4"),
             ({}, "fp8", Hardware("cpu", "an old CPU"), "need AVX-512 or AMX, which an old CPU lacks"),
@@ -153,6 +168,35 @@ class TestObstacles:
     ) -> None:
         refusals = find_obstacles(LLAMA | change, dtype, hardware).refusals
         assert any(message in refusal for refusal in refusals), refusals
+
+    @pytest.mark.parametrize("method", [{"quant_method": "fbgemm_fp8"}, {"quant_method": "gptq", "bits": 8}, None])
+    def test_vllm_takes_e5m2_where_the_checkpoint_has_no_scales_of_pages(self, method: dict[str, Any] | None) -> None:
+        config = LLAMA | {"quantization_config": COMPRESSED if method is None else method}
+        assert find_obstacles(config, "fp8_e5m2", CPU).refusals == ()
+
+    def test_pages_of_32_bits_cannot_be_had_of_a_checkpoint_that_declares_others(self) -> None:
+        """vLLM's `auto` is what the checkpoint declares, and it has no option for float32."""
+        config = LLAMA | {"quantization_config": COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}}
+        (refusal,) = find_obstacles(config, "float32", CPU).refusals
+        assert refusal == "the checkpoint declares pages of type fp8_e4m3; vLLM has no option for float32 beside it"
+        assert find_obstacles(config, "bfloat16", CPU).refusals == ()
+
+    @pytest.mark.parametrize(
+        ("declared", "name", "types"),
+        [
+            ("", "auto", ("auto", "float32")),
+            ("", "bf16", ("auto", "bfloat16")),
+            ("", "fp8", ("fp8_e4m3", "float32")),
+            ("fp8_e4m3", "bf16", ("bfloat16", "bfloat16")),
+            ("fp8_e4m3", "fp16", ("float16", "float16")),
+        ],
+    )
+    def test_the_option_for_pages_never_means_what_the_checkpoint_declares(
+        self, declared: str, name: str, types: tuple[str, str]
+    ) -> None:
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        geometry = dataclasses.replace(from_config(LLAMA), checkpoint_kv_dtype=declared)
+        assert measuring.types_of(configuration.load(flags=[]), geometry, name) == types
 
     def test_uncalibrated_scales_are_a_warning(self) -> None:
         found = find_obstacles(LLAMA, "fp8", CPU)
@@ -183,6 +227,20 @@ class TestSamples:
         assert dataset.paragraphs == ("One line.", "Two.", "Three.")
         assert [*itertools.islice(sample_text(dataset, 1, 3), 4)] == ["Two.", "Three.", "One line.", "Two."]
 
+    @pytest.mark.parametrize(
+        "content",
+        [b"One\r\nline.\r\n\r\nTwo.\r\n", b"One\nline.\n \t\nTwo.\n", b"\xef\xbb\xbfOne\nline.\n\nTwo."],
+    )
+    def test_lines_may_end_as_on_windows_and_empty_ones_may_hold_blanks(self, content: bytes, tmp_path: Path) -> None:
+        file = tmp_path / "text.txt"
+        file.write_bytes(content)
+        assert load_dataset(file).paragraphs == ("One line.", "Two.")
+
+    def test_a_file_is_not_the_shipped_text_by_its_name(self, tmp_path: Path) -> None:
+        file = tmp_path / SHIPPED
+        file.write_text("One.\n\nTwo.", encoding="utf-8")
+        assert [*itertools.islice(sample_text(load_dataset(file), 0, 2), 3)] == ["One.", "Two.", "One."]
+
     def test_unusable_files_are_named(self, tmp_path: Path) -> None:
         file = tmp_path / "text.txt"
         for content, message in [
@@ -198,24 +256,103 @@ class TestSamples:
 
 
 class TestReport:
-    ASKED = {"weights": "w", "revision": "r", "kv_cache_dtype": "fp8_e4m3", "vllm": "0.32.0", "device": "cpu"}  # noqa: RUF012
+    ASKED = {  # noqa: RUF012
+        "weights": "w", "revision": "r", "kv_cache_dtype": "fp8_e4m3", "compute_dtype": "float32", "vllm": "0.32.0",
+        "device": "cpu",
+    }  # fmt: skip
+    CONTEXT = 1040  # 1,024 tokens, and 16 scored ones of each sample
 
     def test_a_file_comes_back(self, tmp_path: Path) -> None:
         write_report(report(), tmp_path / "report.json")
         assert read_report(tmp_path / "report.json") == report()
-        assert why_not_shown(report(), **self.ASKED) == ""
+        assert self.reason(report()) == ""
+
+    def reason(self, shown: QualityReport, *, max_model_len: int = CONTEXT, **changes: str) -> str:
+        return why_not_shown(shown, max_model_len=max_model_len, **self.ASKED | changes)
+
+    def test_a_file_is_whole_or_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "report.json"
+        write_report(report(), file)
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(ConfigError, match=r"report\.json cannot be written: No space left"):
+            write_report(report(verdict="fail"), file)
+        assert read_report(file) == report()
+        assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+
+    def test_a_link_and_a_pipe_are_written_through(self, tmp_path: Path) -> None:
+        (tmp_path / "link.json").symlink_to(tmp_path / "report.json")
+        write_report(report(), tmp_path / "link.json")
+        assert (tmp_path / "link.json").is_symlink()
+        assert read_report(tmp_path / "report.json") == report()
+        write_report(report(), Path("/dev/null"))
+        with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left"):
+            write_report(report(), Path("/dev/full"))
 
     @pytest.mark.parametrize("name", ASKED)
     def test_every_difference_is_named(self, name: str) -> None:
-        reason = why_not_shown(report(), **self.ASKED | {name: "other"})
+        reason = self.reason(report(), **{name: "other"})
         assert reason == f"it is of {name} {self.ASKED[name]!r}; 'other' is configured"
 
     def test_only_a_pass_on_the_engine_counts(self) -> None:
-        assert "verdict is 'undecided' against a budget of 0.50%" in why_not_shown(
-            report(verdict="undecided"), **self.ASKED
+        assert "verdict is 'undecided' against a budget of 0.50%" in self.reason(report(verdict="undecided"))
+        assert "its mode is 'emulated'; 'engine' is needed" in self.reason(report(mode="emulated"))
+        assert "not every context length" in self.reason(report(lengths=[]))
+
+    def test_a_baseline_of_quantized_pages_shows_nothing(self) -> None:
+        """Types against themselves diverge by nothing."""
+        reason = self.reason(report(baseline_kv_cache_dtype="fp8_e4m3"))
+        assert reason == "its baseline has pages of type 'fp8_e4m3'; float32, bfloat16 or float16 is needed"
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"divergence_nats": {"mean": 5.0, "low": 4.0, "high": 6.0}},
+            {"divergence_nats": {"mean": 0.004, "low": 0.003, "high": 0.005}},  # log 1.005 is 0.004988
+            {"divergence_nats": {"mean": None, "low": None, "high": None}},
+            {"perplexity_ratio": {"mean": 1.2, "low": 1.1, "high": 1.3}},
+            {"perplexity_ratio": {"mean": None, "low": None, "high": None}},
+            {"verdict": "undecided"},
+        ],
+    )
+    def test_the_numbers_of_each_length_have_to_pass(self, changes: dict[str, Any]) -> None:
+        spoilt = report(lengths=[length(), length(num_tokens=64, **changes)])
+        assert self.reason(spoilt) == "not every context length in it passes"
+
+    def test_the_numbers_of_a_length_that_passes_may_be_endless_where_it_passes(self) -> None:
+        ratio = {"mean": 1.0, "low": 0.0, "high": None}
+        assert self.reason(report(lengths=[length(perplexity_ratio=ratio)])) == ""
+
+    def test_contexts_beyond_the_longest_measured_one_are_not_shown(self) -> None:
+        assert self.reason(report(), max_model_len=self.CONTEXT + 1) == (
+            "its longest context has 1,040 tokens; the engine's has 1,041 (model.max_model_len)"
         )
-        assert "its mode is 'emulated'; 'engine' is needed" in why_not_shown(report(mode="emulated"), **self.ASKED)
-        assert "not every context length" in why_not_shown(report(lengths=[]), **self.ASKED)
+        assert self.reason(report(lengths=[length(), length(num_tokens=4080)]), max_model_len=4096) == ""
+
+    def test_a_named_pipe_is_refused_and_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "report.json")
+        with pytest.raises(ConfigError, match="no regular file"):
+            read_report(tmp_path / "report.json")
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"budget": 0.0},
+            {"budget": 1e9},
+            {"lengths": [length(num_samples=0)]},
+            {"lengths": [length(num_positions=-4)]},
+            {"lengths": [length(num_tokens=0)]},
+            {"lengths": [length(agreement=7.0)]},
+        ],
+    )
+    def test_numbers_that_no_measurement_has_are_refused(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        file = tmp_path / "report.json"
+        file.write_bytes(msgspec.json.encode(msgspec.to_builtins(report()) | changes))
+        with pytest.raises(ConfigError, match="no report of `kvferry quality`"):
+            read_report(file)
 
     def test_unusable_files_are_named(self, tmp_path: Path) -> None:
         file = tmp_path / "report.json"
@@ -248,9 +385,61 @@ class TestCommand:
             (["--kv-cache-dtype", "fp8", "--set", "engine.kind=sim"], "simulated engines compute nothing"),
             (["--kv-cache-dtype", "fp8", "--kv-cache-dtype", "bf16", "--output", "x"], "{dtype} is needed in the name"),
             (["--kv-cache-dtype", "fp8", "--dataset", "/no/such/file"], "--dataset: /no/such/file cannot be read"),
+            (["--kv-cache-dtype", "fp8", "--budget", "nan"], "--budget nan: expected a number"),
+            (["--kv-cache-dtype", "fp8", "--timeout", "inf"], "--timeout inf: expected a number"),
+            (
+                ["--kv-cache-dtype", "fp8", "--output", "/no/such/folder/x.json"],
+                "/no/such/folder/x.json cannot be written",
+            ),
+            (["--kv-cache-dtype", "fp8", "--output", "/"], "/ cannot be written: Is a directory"),
         ],
     )
     def test_bad_input_is_refused_by_name(self, arguments: list[str], message: str) -> None:
         result = CliRunner().invoke(main, ["quality", *arguments])
         assert result.exit_code == 2
         assert message in result.output
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+    def test_a_signal_ends_the_engine_and_the_command(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """SIGTERM alone would leave vLLM's processes, which have a session of their own."""
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        ended = []
+
+        def measure(*_: Any) -> Iterator[QualityReport]:
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(30)
+            finally:
+                ended.append(number)
+            yield report()
+
+        monkeypatch.setattr(measuring, "measure", measure)
+        before = signal.getsignal(number)
+        result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8"])
+        assert (result.exit_code, ended) == (130, [number])
+        assert "interrupted; nothing is left running" in result.output
+        assert signal.getsignal(number) == before
+
+    def test_a_result_is_shown_before_it_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A full disk does not cost what took hours to measure."""
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        monkeypatch.setattr(measuring, "measure", lambda *_: iter([report()]))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(
+            "kvferry.quality_command.write_report", lambda *_: write_report(report(), Path("/dev/full"))
+        )
+        result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8"])
+        assert result.exit_code == 2
+        assert "verdict: pass" in result.output
+        assert "/dev/full cannot be written" in result.output
+
+    def test_a_folder_that_cannot_be_used_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+
+        def measure(*_: Any) -> Iterator[QualityReport]:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/no/such/folder")
+            yield report()
+
+        monkeypatch.setattr(measuring, "measure", measure)
+        result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8"])
+        assert (result.exit_code, "/no/such/folder: No such file or directory" in result.output) == (2, True)

@@ -128,7 +128,17 @@ def plan_command(model: str | None, show_published: bool, listed: str | None, **
         _show_plan(model, options)
 
 
+def _check_shown(options: dict[str, Any]) -> None:
+    # An option that would count for nothing is a mistake.
+    if options["settings"] and options["emitted"] != "serve.yaml":
+        raise ConfigError("--set counts with --emit serve.yaml alone")
+    beside = {"--plot": "plot", "--bars": "bars", "--explain": "explained", "--json": "as_json"}
+    if options["emitted"] and (given := [option for option, name in beside.items() if options[name]]):
+        raise ConfigError(f"--emit prints one thing only; leave out {', '.join(given)}")
+
+
 def _show_plan(name: str, options: dict[str, Any]) -> None:
+    _check_shown(options)
     question = _question(name, options)
     if options["calibrate"] is not None:
         question = _calibrated(question, options["calibrate"])

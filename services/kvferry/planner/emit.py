@@ -26,7 +26,7 @@ def obstacles(candidate: Candidate, question: Question) -> list[str]:
         found.append("kvferry's engines have one pipeline stage")
     if candidate.layout.expert_parallel:
         found.append("kvferry has no expert parallelism")
-    if question.kv_cache_dtype != "auto" and question.kv_dtype != question.model.geometry.dtype:
+    if question.kv_dtype != question.model.geometry.dtype:
         found.append(
             f"kvferry serves KV pages of the model's own type alone, {question.model.geometry.dtype}: those in "
             f"{question.kv_dtype} were not shown to answer the same"
@@ -42,6 +42,8 @@ def configuration_of(candidate: Candidate, question: Question, *, model_path: st
     engine: dict[str, Any] = {"device": "cpu" if candidate.gpu.is_cpu else "gpu"}
     if candidate.layout.tensor_parallel_size > 1:
         engine["tensor_parallel_size"] = candidate.layout.tensor_parallel_size
+    if question.model.geometry.checkpoint_kv_dtype:
+        engine["kv_cache_dtype"] = question.kv_dtype
     engine["block_size"] = question.block_size
     engine["max_num_seqs"] = max_num_seqs(candidate, question)
     if candidate.gpu.is_cpu:

@@ -125,13 +125,16 @@ def _prefill(plan: Plan) -> Iterator[Explained]:
     question, best, demand = plan.question, plan.best, plan.question.demand
     assume, model = question.assumptions, question.model
     rate, dtype = best.gpu.flops_of(model.compute_dtype())
+    own, own_dtype = best.gpu.flops_of(model.geometry.dtype)
     computed = demand.computed_tokens(demand.prompt.mean)
+    cached = round(demand.prompt.mean - computed)
     yield Explained(
         "prefill of the mean prompt",
         _ms(best.prefill.total_s),
-        "max((2 x active parameters x tokens + attention) / (FLOP/s x TP x prefill_mfu), weights / bandwidth) + links "
-        "+ prefill_overhead_s",
-        f"{computed:.0f} tokens x 2 x {model.num_active_parameters:,}, {rate / 1e12:g} TFLOP/s in {dtype} x "
+        "max((2 x active parameters x tokens / FLOP/s + attention / FLOP/s) / (TP x prefill_mfu), weights / bandwidth) "
+        "+ links + prefill_overhead_s",
+        f"{computed:.0f} tokens x 2 x {model.num_active_parameters:,} at {rate / 1e12:g} TFLOP/s in {dtype}, attention "
+        f"of {model.attention_flops(round(computed), cached):.3g} FLOPs at {own / 1e12:g} TFLOP/s in {own_dtype}; "
         f"{best.layout.tensor_parallel_size} x {assume.prefill_mfu:g}: {_ms(best.prefill.compute_s)}",
     )
     ttft = best.ttft

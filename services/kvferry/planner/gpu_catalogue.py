@@ -92,9 +92,10 @@ class Gpu(_Entry):
         return None
 
 
-# Types in which weights of a type are computed, best first. FP8 weights run in bfloat16 where the GPU has no FP8.
+# Types in which weights of a type are computed, best first. FP8 weights run in bfloat16 where the GPU has no FP8, and
+# FP4 weights where it has no FP4: vLLM unpacks them (Marlin).
 _COMPUTED_IN: Final[dict[str, tuple[str, ...]]] = {
-    "fp4": ("fp4", "fp8", "bfloat16"),
+    "fp4": ("fp4", "bfloat16"),
     "fp8": ("fp8", "bfloat16"),
     "int8": ("int8", "bfloat16"),
     "int4": ("bfloat16",),

@@ -24,17 +24,20 @@ WEIGHT_BYTES: Final = {
 }
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp4": "nvfp4"}
 _FULL_PRECISION: Final = ("float32", "bfloat16", "float16")
-# Quantization methods of checkpoints (`quantization_config.quant_method`) by what a parameter takes.
+# Quantization of checkpoints (`ModelGeometry.quantization`) by what a parameter takes.
 _METHODS: Final = {
     "fp8": "fp8",
     "fbgemm_fp8": "fp8",
-    "modelopt": "fp8",
+    "modelopt fp8": "fp8",
+    "modelopt nvfp4": "nvfp4",
     "mxfp4": "mxfp4",
     "nvfp4": "nvfp4",
     "modelopt_fp4": "nvfp4",
-    "awq": "int4",
-    "gptq": "int4",
+    "awq 4 bits": "int4",
+    "gptq 4 bits": "int4",
+    "gptq 8 bits": "int8",
 }
+_WEIGHTS_ALONE: Final = ("gptq", "awq")  # activations keep 16 bits
 MAX_CONTEXT_TOKENS: Final = 16 << 20
 
 
@@ -83,15 +86,22 @@ class PlannedModel:
         return float(1 - missed**num_tokens)
 
     def compute_dtype(self) -> str:
-        """Type of the weights by the names of the GPU catalogue."""
-        return {"nvfp4": "fp4", "mxfp4": "fp4"}.get(self.weights, self.weights)
+        """Type in which products with the weights are computed, by the names of the GPU catalogue."""
+        if self.geometry.quantization.startswith(_WEIGHTS_ALONE):
+            return "bfloat16"
+        # Of vLLM's kernels for MXFP4, those with activations in bfloat16 come first, on GPUs with FP4 too.
+        return {"nvfp4": "fp4", "mxfp4": "bfloat16"}.get(self.weights, self.weights)
 
-    def attention_flops(self, num_tokens: int, num_cached: int = 0) -> float:
+    def attention_flops(self, num_tokens: int, num_cached: int = 0, *, is_decode: bool = False) -> float:
         """FLOPs of attention for `num_tokens` after `num_cached`, all heads and layers: Q*K and P*V."""
         heads = self.geometry.num_attention_heads
         return float(
             sum(
-                group.num_layers * 2 * heads * _values_of_a_pair(group) * _attended(group, num_tokens, num_cached)
+                group.num_layers
+                * 2
+                * heads
+                * _values_of_a_pair(group, is_decode)
+                * _attended(group, num_tokens, num_cached)
                 for group in self.geometry.groups
             )
         )
@@ -123,7 +133,7 @@ def planned(geometry: ModelGeometry, weights: str | None, parameters: int | None
 
 
 def _weights(geometry: ModelGeometry, given: str | None) -> str:
-    name = _SHORT.get(given or "", given or "") or _METHODS.get(geometry.quantization, "")
+    name = _SHORT.get(given or "", given or "") or _METHODS.get(geometry.quantization.lower(), "")
     if not name:
         if geometry.quantization:
             raise ConfigError(
@@ -137,8 +147,9 @@ def _weights(geometry: ModelGeometry, given: str | None) -> str:
 
 
 def native_kv_dtype(model: PlannedModel, kv_cache_dtype: str) -> str:
-    """Return the type of pages that `auto` means: the model's own."""
-    return model.geometry.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    """Return the type of pages that `auto` means: what the checkpoint declares, or the model's own."""
+    own = model.geometry.checkpoint_kv_dtype or model.geometry.dtype
+    return own if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
 def head_dim(geometry: ModelGeometry) -> int | None:
@@ -146,9 +157,11 @@ def head_dim(geometry: ModelGeometry) -> int | None:
     return next((group.head_dim for group in geometry.groups if isinstance(group, KvLayers)), None)
 
 
-def _values_of_a_pair(group: LayerGroup) -> int:
+def _values_of_a_pair(group: LayerGroup, is_decode: bool) -> int:
     if isinstance(group, KvLayers):
         return group.head_dim + group.head_dim_v
+    if isinstance(group, LatentLayers) and group.nope_dim and not is_decode:
+        return group.nope_dim + group.rope_dim + group.value_dim
     # The absorbed form: scores over latent and rotated values, output over the latent.
     return 2 * group.latent_dim + group.rope_dim if isinstance(group, LatentLayers) else 0
 

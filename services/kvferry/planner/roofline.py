@@ -49,18 +49,19 @@ class Engine:
     kv_cache_dtype: str
     assumptions: Assumptions
 
-    @property
-    def _flops(self) -> float:
-        return self.gpu.flops_of(self.model.compute_dtype())[0] * self.layout.tensor_parallel_size
+    def _ideal_s(self, num_tokens: float, attention_flops: float) -> float:
+        # Attention is computed in the model's own type, whatever the type of the weights is.
+        linear = 2.0 * self.model.num_active_parameters * num_tokens / self.gpu.flops_of(self.model.compute_dtype())[0]
+        attention = attention_flops / self.gpu.flops_of(self.model.geometry.dtype)[0]
+        return (linear + attention) / self.layout.tensor_parallel_size
 
     def prefill(self, num_tokens: float, num_cached: float = 0) -> Roof:
         """Compute `num_tokens` of a prompt after `num_cached`. A pipeline's stages run one after the other."""
         tokens, cached = max(1, round(num_tokens)), round(num_cached)
         assume = self.assumptions
-        flops = 2.0 * self.model.num_active_parameters * tokens + self.model.attention_flops(tokens, cached)
         weights = self.model.touched_bytes(tokens, assume) / self.layout.tensor_parallel_size
         return Roof(
-            compute_s=flops / (self._flops * assume.prefill_mfu),
+            compute_s=self._ideal_s(tokens, self.model.attention_flops(tokens, cached)) / assume.prefill_mfu,
             memory_s=weights / (self.gpu.memory_bytes_s * assume.memory_efficiency),
             link_s=self._link_s(tokens),
             overhead_s=assume.prefill_overhead_s,
@@ -73,10 +74,9 @@ class Engine:
         batch = max(1.0, num_requests / self.layout.pipeline_parallel_size)
         weights = self.model.touched_bytes(batch, assume) / tensor
         kv = batch * self.model.kv_read_bytes(context_tokens, self.kv_cache_dtype, tensor)
-        attention = self.model.attention_flops(1, max(0, round(context_tokens) - 1))
-        flops = batch * (2.0 * self.model.num_active_parameters + attention)
+        attention = batch * self.model.attention_flops(1, max(0, round(context_tokens) - 1), is_decode=True)
         return Roof(
-            compute_s=flops / (self._flops * assume.decode_mfu),
+            compute_s=self._ideal_s(batch, attention) / assume.decode_mfu,
             memory_s=(weights + kv) / (self.gpu.memory_bytes_s * assume.memory_efficiency),
             link_s=self._link_s(batch),
             overhead_s=assume.step_overhead_s,

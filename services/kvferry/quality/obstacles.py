@@ -13,6 +13,7 @@ from kvferry.pages.geometry.kv_dtypes import kv_dtype
 _UNSCALED = ("float32", "bfloat16", "float16")
 _FP8 = ("fp8_e4m3", "fp8_e5m2")
 _ON_CPU = (*_UNSCALED, *_FP8)  # vLLM's CPUAttentionBackend.supported_kv_cache_dtypes
+_METHODS_WITH_KV_SCALES = ("fp8", "modelopt", "modelopt_fp4", "quark")
 _CPU_HEAD_UNIT = 32
 _E4M3_LARGEST, _E5M2_LARGEST = 448, 57_344
 _MIN_CAPABILITY = {  # of NVIDIA GPUs, by vLLM 0.32's attention backends; not run
@@ -44,8 +45,12 @@ def find_obstacles(config: Mapping[str, Any], dtype_name: str, hardware: Hardwar
         geometry.bytes_per_token(dtype)
     except ConfigError as error:
         refusals.append(error.message)
-    is_fp8_checkpoint = _is_fp8(config)
-    if dtype == "fp8_e5m2" and is_fp8_checkpoint:
+    if dtype == "float32" and geometry.checkpoint_kv_dtype:
+        refusals.append(
+            f"the checkpoint declares pages of type {geometry.checkpoint_kv_dtype}; vLLM has no option for float32 "
+            "beside it"
+        )
+    if dtype == "fp8_e5m2" and _may_have_kv_scales(config):
         refusals.append("vLLM refuses fp8_e5m2 pages with an FP8 checkpoint; fp8_e4m3 is possible")
     if hardware.device == "cpu":
         refusals += _of_cpu(dtype, geometry.groups, hardware)
@@ -83,10 +88,13 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return values if isinstance(values, Mapping) else {}
 
 
-def _is_fp8(config: Mapping[str, Any]) -> bool:
+def _may_have_kv_scales(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM looks for scales of pages in the checkpoint, as its Attention layer decides."""
     values = _quantization(config)
     method = str(values.get("quant_method", "")).lower()
-    return "fp8" in method or method == "modelopt" or values.get("format") == "float-quantized"
+    return method in _METHODS_WITH_KV_SCALES or (
+        method == "compressed-tensors" and values.get("kv_cache_scheme") is not None
+    )
 
 
 def _has_kv_scales(config: Mapping[str, Any]) -> bool:

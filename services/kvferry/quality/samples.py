@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -14,6 +15,7 @@ from kvferry.errors import ConfigError
 SHIPPED = "shipped"
 MAX_DATASET_BYTES = 16 << 20
 _MIN_PARAGRAPHS = 2
+_EMPTY_LINES = re.compile(r"\n[^\S\n]*\n")
 _NAMES = ("Ada", "Bela", "Carl", "Dina", "Emil", "Frida", "Gero", "Hanna", "Ivo", "Jana", "Kai", "Lena", "Milo", "Nora")
 _PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Essen", "Faro", "Graz", "Haarlem", "Ilmenau", "Jena", "Kiel", "Lugano")
 _THINGS = (
@@ -37,6 +39,7 @@ class Dataset:
     name: str
     digest: str
     paragraphs: tuple[str, ...]
+    is_shipped: bool = False
 
 
 def load_dataset(file: Path | None) -> Dataset:
@@ -52,14 +55,14 @@ def load_dataset(file: Path | None) -> Dataset:
         if len(content) > MAX_DATASET_BYTES:
             raise ConfigError(f"--dataset: {file} has more than {MAX_DATASET_BYTES} bytes")
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--dataset: {file} is no UTF-8 text: {error.reason} at byte {error.start}") from None
-    paragraphs = tuple(" ".join(each.split()) for each in text.split("\n\n") if each.strip())
+    paragraphs = tuple(" ".join(each.split()) for each in _EMPTY_LINES.split(text) if each.strip())
     if len(paragraphs) < _MIN_PARAGRAPHS:
         raise ConfigError(f"--dataset: {file} has {len(paragraphs)} paragraphs; at least {_MIN_PARAGRAPHS} are needed")
     name = SHIPPED if file is None else file.name
-    return Dataset(name, hashlib.blake2b(content, digest_size=16).hexdigest(), paragraphs)
+    return Dataset(name, hashlib.blake2b(content, digest_size=16).hexdigest(), paragraphs, is_shipped=file is None)
 
 
 def sample_text(dataset: Dataset, number: int, num_samples: int) -> Iterator[str]:
@@ -70,7 +73,7 @@ def sample_text(dataset: Dataset, number: int, num_samples: int) -> Iterator[str
     i = first
     while True:
         yield dataset.paragraphs[i % len(dataset.paragraphs)]
-        if dataset.name == SHIPPED:
+        if dataset.is_shipped:
             yield record_text(numbers)
         i += 1
 

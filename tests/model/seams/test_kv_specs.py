@@ -168,8 +168,7 @@ def test_every_type_is_compared_or_says_why_not(tmp_path: Path) -> None:
     assert not compared & NOT_COMPARED.keys()
 
 
-@pytest.mark.parametrize("name", FURTHER)
-def test_further_kinds_take_what_geometry_says(name: str, tmp_path: Path) -> None:
+def further_config(name: str, folder: Path) -> dict[str, Any]:
     import transformers
 
     architecture, fields = FURTHER[name]
@@ -177,8 +176,87 @@ def test_further_kinds_take_what_geometry_says(name: str, tmp_path: Path) -> Non
     common |= {"num_key_value_heads": 2, "max_position_embeddings": 4096, "intermediate_size": 256}
     config = getattr(transformers, name)(**(common | fields))
     config.architectures = [architecture]
-    config.save_pretrained(tmp_path)
-    compare(json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"})
+    config.save_pretrained(folder)
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return values | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_kinds_take_what_geometry_says(name: str, tmp_path: Path) -> None:
+    compare(further_config(name, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("qwen3", "head_dim"), ("gpt-oss", "head_dim"), ("gemma3n", "head_dim"), ("gemma3n", "num_key_value_heads"),
+        ("qwen3-next", "head_dim"), ("qwen3-next", "num_key_value_heads"), ("deepseek-v2", "kv_lora_rank"),
+        ("mistral", "sliding_window"), ("GemmaConfig", "head_dim"), ("Glm4Config", "head_dim"),
+        ("Glm4Config", "num_key_value_heads"), ("Glm4MoeLiteConfig", "kv_lora_rank"),
+        ("JambaConfig", "attn_layer_offset"), ("Ministral3Config", "head_dim"),
+        ("SmolLM3Config", "num_key_value_heads"), ("Starcoder2Config", "num_key_value_heads"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_absent_has_vllms_default(name: str, field: str, tmp_path: Path) -> None:
+    config = further_config(name, tmp_path) if name in FURTHER else tiny_config(name, tmp_path)
+    del config[field]
+    if name == "JambaConfig":
+        config |= {"attn_layer_period": 8}
+    compare(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama4", {"attention_chunk_size": None}),
+        ("qwen2", {"head_dim": 48}),
+        ("GPT2Config", {"head_dim": 48}),
+        ("GPTJConfig", {"head_dim": 48}),
+        ("GraniteMoeConfig", {"head_dim": 48}),
+        ("OlmoeConfig", {"head_dim": 48}),
+        ("Qwen2MoeConfig", {"head_dim": 48}),
+        ("StableLmConfig", {"head_dim": 48}),
+    ],
+)
+def test_a_field_that_vllm_does_not_read_changes_nothing(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Nor has a field that is null the default of an absent one."""
+    config = further_config(name, tmp_path) if name in FURTHER else tiny_config(name, tmp_path)
+    compare(config | changes)
+
+
+_SWITCHED = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen2", _SWITCHED | {"max_window_layers": 0}),
+        ("qwen2", _SWITCHED | {"max_window_layers": 4}),
+        ("qwen3", _SWITCHED),
+        ("qwen3-moe", _SWITCHED),
+        ("Qwen2MoeConfig", _SWITCHED),
+        ("SmolLM3Config", _SWITCHED),
+        ("gemma3", {"_sliding_window_pattern": 3, "layer_types": None, "num_hidden_layers": 6}),
+        ("qwen3-next", {"mamba_ssm_dtype": "bfloat16"}),
+    ],
+)
+def test_a_switch_is_read_as_vllm_reads_it(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    config = (further_config(name, tmp_path) if name in FURTHER else tiny_config(name, tmp_path)) | changes
+    compare({field: value for field, value in config.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"multi_query": False, "num_kv_heads": 2},
+        {"multi_query": False, "new_decoder_architecture": True, "n_head_kv": 2},
+        {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+        {"multi_query": True, "n_head_kv": 2},
+    ],
+)
+def test_falcons_kv_heads_are_those_of_its_architecture(changes: dict[str, Any]) -> None:
+    falcon = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "vocab_size": 1024, "hidden_size": 128}
+    compare(falcon | {"num_hidden_layers": 4, "num_attention_heads": 4, "dtype": "float32"} | changes)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry import model_catalogue
 from kvferry.errors import ConfigError
-from kvferry.planner import answer, kv_dtypes, layouts, plan
+from kvferry.pages.geometry.config_json import from_config
+from kvferry.planner import answer, emit, kv_dtypes, layouts, models, plan
 from kvferry.planner.assumptions import DEFAULTS, describe, with_values
 from kvferry.planner.explain import explain
 from kvferry.planner.gpu_catalogue import shipped
@@ -99,6 +102,80 @@ def test_a_decode_step_reads_weights_and_kv() -> None:
     assert engine.prefill(8192).binds == "compute"
     assert roof.link_s == 0
     assert Engine(model, gpu, Layout(2), "bfloat16", DEFAULTS).decode_step(16, 4096).link_s > 0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weights"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "gptq", "bits": 3}, None),
+        ({"quant_method": "gptq"}, None),
+        ({"quant_method": "modelopt"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
+    ],
+)
+def test_weights_are_as_wide_as_the_checkpoint_says(quantization: dict[str, Any], weights: str | None) -> None:
+    entry = model_catalogue.find("llama-3.1-8b")
+    assert entry is not None
+    geometry = from_config(entry.config | {"quantization_config": quantization})
+    if weights is None:
+        with pytest.raises(ConfigError, match="give --weights"):
+            models.planned(geometry, None, 8_000_000_000, None)
+    else:
+        model = models.planned(geometry, None, 8_000_000_000, None)
+        assert model.weights == weights
+        if quantization["quant_method"] in ("gptq", "awq"):  # of weights alone
+            assert shipped()["h100"].flops_of(model.compute_dtype())[1] == "bfloat16"
+
+
+def test_auto_is_the_type_of_pages_that_the_checkpoint_declares() -> None:
+    asked = question()
+    geometry = dataclasses.replace(asked.model.geometry, checkpoint_kv_dtype="fp8_e4m3")
+    asked = asked.with_changes(model=dataclasses.replace(asked.model, geometry=geometry))
+    found = plan.make(asked)
+    assert asked.kv_dtype == "fp8_e4m3"
+    assert "those in fp8_e4m3 were not shown" in emit.obstacles(found.best, asked)[0]
+    own = asked.with_changes(kv_cache_dtype="bfloat16")
+    assert emit.obstacles(found.best, own) == []
+    engine = emit.configuration_of(found.best, own, model_path="m", served_name="m")["engine"]
+    assert engine["kv_cache_dtype"] == "bfloat16"
+
+
+def test_attention_is_computed_in_the_models_type_whatever_the_weights_are() -> None:
+    gpu, tokens = shipped()["h100"], 8192
+    model = planned_model("llama-3.1-8b", "fp8")
+    roof = Engine(model, gpu, Layout(1), "bfloat16", DEFAULTS).prefill(tokens)
+    linear_s = 2 * model.num_active_parameters * tokens / gpu.flops["fp8"]
+    attention_s = model.attention_flops(tokens) / gpu.flops["bfloat16"]
+    assert roof.compute_s == pytest.approx((linear_s + attention_s) / DEFAULTS.prefill_mfu)
+    step = Engine(model, gpu, Layout(1), "bfloat16", DEFAULTS).decode_step(4, tokens)
+    linear_s = 2 * model.num_active_parameters * 4 / gpu.flops["fp8"]
+    attention_s = 4 * model.attention_flops(1, tokens - 1, is_decode=True) / gpu.flops["bfloat16"]
+    assert step.compute_s == pytest.approx((linear_s + attention_s) / DEFAULTS.decode_mfu)
+
+
+def test_weights_of_four_bits_are_computed_in_bfloat16_without_kernels_of_four() -> None:
+    """MXFP4's experts by default everywhere: vLLM prefers its kernels with bfloat16 activations."""
+    for name, gpu, dtype in (
+        ("nvfp4", "h100", "bfloat16"), ("nvfp4", "b200", "fp4"), ("mxfp4", "h100", "bfloat16"),
+        ("mxfp4", "b200", "bfloat16"), ("mxfp4", "mi355x", "bfloat16"),
+    ):  # fmt: skip
+        compute = planned_model("llama-3.1-8b", name).compute_dtype()
+        assert shipped()[gpu].flops_of(compute)[1] == dtype, (name, gpu)
+
+
+def test_latents_are_unfolded_for_prefill_and_not_for_decode() -> None:
+    model = planned_model("deepseek-v3")
+    # 61 layers, 128 heads; K of 128 + 64 values and V of 128, or scores and output over the latent of 512.
+    assert model.attention_flops(100) == 5050 * 61 * 128 * 2 * (192 + 128)
+    assert model.attention_flops(1, 99, is_decode=True) == 100 * 61 * 128 * 2 * (576 + 512)
+    # Sparse attention is computed over latents in both.
+    sparse = planned_model("deepseek-v3.2")
+    assert sparse.attention_flops(1, 99) == sparse.attention_flops(1, 99, is_decode=True)
 
 
 def test_attention_counts_pairs_of_tokens() -> None:

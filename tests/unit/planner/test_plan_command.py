@@ -73,6 +73,20 @@ def test_what_kvferry_does_not_serve_is_not_emitted() -> None:
     assert "--emit vllm" in said
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--set", "a=b"], "--set counts with --emit serve.yaml alone"),
+        (["--emit", "vllm", "--set", "a=b"], "--set counts with --emit serve.yaml alone"),
+        (["--emit", "vllm", "--plot", "plot.png"], "--emit prints one thing only; leave out --plot"),
+        (["--emit", "vllm", "--json", "--bars"], "--emit prints one thing only; leave out --bars, --json"),
+        (["--emit", "serve.yaml", "--explain"], "--emit prints one thing only; leave out --explain"),
+    ],
+)
+def test_options_that_would_count_for_nothing_are_refused(options: list[str], said: str) -> None:
+    assert said in refused("llama-3.1-8b", "--gpu", "h100", *options)
+
+
 def test_published_figures_are_listed() -> None:
     shown = run("--published")
     assert shown.exit_code == 0

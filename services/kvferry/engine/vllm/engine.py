@@ -201,7 +201,9 @@ class VllmEngine:
             self._quality,
             weights=self._weights_digest,
             revision=self._model.revision,
+            max_model_len=vllm_config.model_config.max_model_len,
             kv_cache_dtype=kv_dtype(kv_cache_dtype(vllm_config)).name,
+            compute_dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
             vllm=__version__,
             device=self._config.device,
         )

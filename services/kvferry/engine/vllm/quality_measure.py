@@ -45,7 +45,6 @@ _MAX_NUM_SEQS = 16
 _LOG_LINES, _MAX_LINE = 12, 300
 _CAUSE = re.compile(r"\b\w*(Error|Exception|Failed|Exit|Interrupt|[Kk]illed|signal)\b")
 _PIECE_CHARACTERS = 20_000
-_UNQUANTIZED = ("float32", "bfloat16", "float16")
 
 Progress = Callable[[str], None]
 
@@ -87,10 +86,16 @@ def measure(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Pr
         _check_room(Path(work), plan.samples, plan.geometry.vocab_size)
         prepare_environment(config.engine, side_channel_port=0)
         baseline = Path(work, "baseline")
-        run_engine(baseline, _run_of(plan, *_types(plan, settings.baseline)), settings.timeout_s, say, "baseline")
+        run_engine(
+            baseline,
+            _run_of(plan, *types_of(config, plan.geometry, settings.baseline)),
+            settings.timeout_s,
+            say,
+            "baseline",
+        )
         for name in plan.warnings:
             candidate = Path(work, name)
-            run = _run_of(plan, *_types(plan, name), extension=settings.worker_extension)
+            run = _run_of(plan, *types_of(config, plan.geometry, name), extension=settings.worker_extension)
             run_engine(candidate, run, settings.timeout_s, say, name)
             results = by_length(_score(baseline, candidate, plan.samples), settings.budget)
             answers = [json.loads((each / ANSWERS_FILE).read_text(encoding="utf-8")) for each in (baseline, candidate)]
@@ -104,17 +109,17 @@ def _plan(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Prog
     geometry = from_config(values, name=folder.name)
     hardware = this_hardware(config.engine.device)
     warnings = {name: _check(values, name, hardware) for name in (kv_dtype(each).name for each in settings.dtypes)}
-    if settings.baseline != AUTO:
-        _check(values, settings.baseline, hardware)
+    _check(values, _own_type(config, geometry) if settings.baseline == AUTO else settings.baseline, hardware)
     lengths = context_lengths(geometry, config, settings)
     weights = weights_revision(folder, model_folder.cache_folder() / "weights")
-    samples, tasks = _make_samples(folder, config, lengths, settings, dataset)
+    context = config.model.max_model_len or geometry.context_length
+    samples, tasks = _make_samples(folder, config, context, lengths, settings, dataset)
     return _Plan(config, settings, dataset, folder, geometry, weights, hardware, samples, tasks, warnings)
 
 
 def _report(plan: _Plan, name: str, results: list[LengthResult], match: Interval, took_s: float) -> QualityReport:
-    baseline_pages, baseline_compute = _types(plan, plan.settings.baseline)
-    _, compute = _types(plan, name)
+    baseline_pages, baseline_compute = types_of(plan.config, plan.geometry, plan.settings.baseline)
+    _, compute = types_of(plan.config, plan.geometry, name)
     return QualityReport(
         format=reports.FORMAT,
         verdict=worst([result.verdict for result in results]),
@@ -227,24 +232,28 @@ def _check(values: dict[str, Any], name: str, hardware: Hardware) -> tuple[str, 
     return found.warnings
 
 
-def _types(plan: _Plan, name: str) -> tuple[str, str]:
+def _own_type(config: ClusterConfig, geometry: ModelGeometry) -> str:
+    own: str = config.model.dtype
+    if own == AUTO:
+        return "float32" if config.engine.device == "cpu" else geometry.dtype
+    return own
+
+
+def types_of(config: ClusterConfig, geometry: ModelGeometry, name: str) -> tuple[str, str]:
     """Return vLLM's option for pages, and the type in which the model is computed."""
     # On CPUs pages of 16 bits need a model that is computed in them; with another one vLLM gives garbage.
-    own: str = plan.config.model.dtype
-    if own == AUTO:
-        own = "float32" if plan.config.engine.device == "cpu" else plan.geometry.dtype
-    if name == AUTO:
-        return AUTO, own
-    name = kv_dtype(name).name
-    return (AUTO, name) if name in _UNQUANTIZED else (name, own)
+    own = _own_type(config, geometry)
+    name = own if name == AUTO else kv_dtype(name).name
+    if name not in reports.UNQUANTIZED:
+        return name, own
+    # `auto` is what a checkpoint declares, where it does.
+    return (name if geometry.checkpoint_kv_dtype else AUTO), name
 
 
 def _make_samples(
-    folder: Path, config: ClusterConfig, lengths: Sequence[int], settings: Settings, dataset: Dataset
+    folder: Path, config: ClusterConfig, context: int, lengths: Sequence[int], settings: Settings, dataset: Dataset
 ) -> tuple[list[ForcedSample], list[list[int]]]:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.model.trust_remote_code)
+    tokenizer = _tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     num_tokens = max(lengths) + settings.num_scored_tokens
     texts = [
         _tokens(tokenizer, sample_text(dataset, number, settings.num_samples), num_tokens)
@@ -259,9 +268,32 @@ def _make_samples(
         for i, length in enumerate(lengths)
         for number, tokens in enumerate(texts)
     ]
-    longest = max(lengths)
+    _check_distinct(samples, settings.num_samples)
+    longest = max(1, context - _MAX_ANSWER_TOKENS)
     tasks = [tokenizer.encode(prompt)[-longest:] for prompt in task_prompts(settings.num_tasks)]
     return samples, tasks
+
+
+def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # Each kind of tokenizer raises its own errors.
+        reason = " ".join(str(error).split())[:_MAX_LINE] or type(error).__name__
+        raise ConfigError(f"model.path: {folder} has no usable tokenizer: {reason}", param="model.path") from None
+
+
+def _check_distinct(samples: Sequence[ForcedSample], num_samples: int) -> None:
+    """Equal samples have equal results, and intervals that are narrow for nothing. Raises ConfigError."""
+    for length in sorted({len(sample.context) for sample in samples}):
+        found = {(*sample.context, *sample.forced) for sample in samples if len(sample.context) == length}
+        if len(found) < num_samples:
+            raise ConfigError(
+                f"--samples {num_samples}: only {len(found)} of them differ at {length} tokens; choose fewer, or a "
+                "--dataset of more paragraphs"
+            )
 
 
 def _tokens(tokenizer: Any, paragraphs: Iterator[str], num_tokens: int) -> list[int]:

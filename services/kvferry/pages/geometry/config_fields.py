@@ -22,12 +22,9 @@ class ConfigFields:
         self.model_type = model_type
 
     def get(self, *names: str) -> Any:
-        """Return the first value that is not null."""
-        for values in (self._values, self._defaults):
-            for name in names:
-                if values.get(name) is not None:
-                    return values[name]
-        return None
+        """Return the first value that is not null. A field that is null has no default: it stays null in vLLM, too."""
+        values = self._values if any(name in self._values for name in names) else self._defaults
+        return next((values[name] for name in names if values.get(name) is not None), None)
 
     def size(self, *names: str, most: int = _MAX_SIZE) -> int:
         """Raises ConfigError unless it is a whole number from 1."""

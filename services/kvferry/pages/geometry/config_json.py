@@ -17,6 +17,7 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _ENCODER_DECODERS = frozenset(
     {"t5", "umt5", "mt5", "bart", "mbart", "whisper", "m2m_100", "marian", "pegasus", "blenderbot", "led", "t5gemma"}
 )
+_MODELOPT_KV_DTYPES = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -55,7 +56,8 @@ def _read(config: Mapping[str, Any], name: str) -> ModelGeometry:
         vocab_size=fields.size("vocab_size", "padded_vocab_size"),
         context_length=_context_length(fields, is_attention_free),
         dtype=_dtype(config, text),
-        quantization=str(quantization.get("quant_method", "")) if isinstance(quantization, Mapping) else "",
+        quantization=_quantization(quantization) if isinstance(quantization, Mapping) else "",
+        checkpoint_kv_dtype=_declared_kv_dtype(quantization) if isinstance(quantization, Mapping) else "",
         num_experts=fields.count("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
         num_experts_per_token=fields.count(
             "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "experts_per_token"
@@ -68,7 +70,8 @@ def _model_type(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str):
         raise ConfigError("config.json lacks model_type")
     of_all = config.get("model_type")
-    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder") or {model_type, of_all} & _ENCODER_DECODERS:
+    is_listed = any(isinstance(each, str) and each in _ENCODER_DECODERS for each in (model_type, of_all))
+    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder") or is_listed:
         raise ConfigError(
             f"model_type {model_type[:80]!r} is an encoder-decoder; kvferry serves none, and sizes none: its "
             "cross-attention keeps pages of the encoder's output, too"
@@ -83,6 +86,36 @@ def _context_length(fields: ConfigFields, is_attention_free: bool) -> int:
     if is_attention_free and fields.get(*names) is None:
         return 1 << 20  # a state has no longest context
     return fields.size(*names)
+
+
+def _quantization(values: Mapping[str, Any]) -> str:
+    """Return the method, with what decides the width of weights: bits of gptq and awq, the algorithm of modelopt."""
+    method = str(values.get("quant_method", "")).lower()
+    if method in ("gptq", "awq"):
+        bits = values.get("bits", values.get("w_bit"))
+        return f"{method} {bits} bits" if isinstance(bits, int) and not isinstance(bits, bool) else method
+    if method == "modelopt":
+        inner = values.get("quantization")
+        algorithm = values.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
+        return f"{method} {algorithm.upper()}" if isinstance(algorithm, str) and algorithm else method
+    return method
+
+
+def _declared_kv_dtype(values: Mapping[str, Any]) -> str:
+    # As vLLM resolves `auto` (get_kv_cache_quant_algo_string, Attention).
+    method = str(values.get("quant_method", "")).lower()
+    if method == "compressed-tensors":
+        return "" if values.get("kv_cache_scheme") is None else "fp8_e4m3"
+    if not method.startswith("modelopt"):
+        return ""
+    inner = values.get("quantization")
+    places = (inner, values) if isinstance(inner, Mapping) else (values,)
+    names = ("kv_cache_scheme", "kv_cache_quant_algo")
+    declared = next((place[name] for name in names for place in places if place.get(name)), None)
+    if isinstance(declared, Mapping):
+        bits = declared.get("num_bits") if declared.get("type") == "float" else None
+        declared = "fp8" if bits == 8 and declared.get("dynamic") is False else "nvfp4" if bits == 4 else None
+    return _MODELOPT_KV_DTYPES.get(declared.lower(), "") if isinstance(declared, str) else ""
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.errors import ConfigError
-from kvferry.pages.geometry.config_fields import ConfigFields
+from kvferry.pages.geometry.config_fields import MAX_LAYERS, ConfigFields
 from kvferry.pages.geometry.heads import head_dim, num_kv_heads, windowed_layers
 from kvferry.pages.geometry.layers import KvLayers, LatentLayers, LayerGroup
 from kvferry.pages.geometry.state_families import STATE_FAMILIES
@@ -15,9 +15,19 @@ from kvferry.pages.geometry.state_families import STATE_FAMILIES
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _INDEX_SCALE_BYTES, _INDEX_VALUES_PER_SCALE = 4, 128
 
-# Values that transformers supplies where config.json leaves a field out.
+_MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Values that transformers supplies where config.json leaves a field out, unless a general rule gives them: as many KV
+# heads as query heads, and an even share of the hidden size for each head.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma2": {"sliding_window": 4096, "head_dim": 256},
+    "bloom": {"max_position_embeddings": 2048},
+    "cohere2": {"sliding_window": 4096},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "deepseek_v32": _MLA,
+    "falcon": {"multi_query": True, "max_position_embeddings": 2048},
+    "falcon_h1": {"num_key_value_heads": 8},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "gemma2": {"num_key_value_heads": 4, "sliding_window": 4096, "head_dim": 256},
     "gemma3_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -26,13 +36,40 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
     },
-    "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4, "head_dim": 128},
-    "cohere2": {"sliding_window": 4096},
-    "falcon": {"multi_query": True, "max_position_embeddings": 2048},
-    "bloom": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
-    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "gemma3n_text": {"num_key_value_heads": 2, "head_dim": 256},
+    "gemma4_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128},
+    "glm4_moe": {"num_key_value_heads": 8},
+    "glm4_moe_lite": {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "v_head_dim": 256},
+    "glm_moe_dsa": _MLA,
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64},
     "hunyuan": {},
+    "jamba": {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
+    "kimi_k2": _MLA,
+    "llama4_text": {
+        "num_key_value_heads": 8,
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+        "head_dim": 128,
+    },
+    "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128},
+    "ministral3": {"num_key_value_heads": 8, "head_dim": 128},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128},
+    "phimoe": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+    "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
+    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
+    "qwen3_vl_moe_text": {"num_key_value_heads": 16},
+    "qwen3_vl_text": {"num_key_value_heads": 32, "head_dim": 128},
+    "smollm3": {"num_key_value_heads": 4, "no_rope_layer_interval": 4},
+    "stablelm": {"num_key_value_heads": 32},
+    "starcoder2": {"num_key_value_heads": 2},
 }
 _ON_GPUS_ONLY = "vLLM builds sparse attention on GPUs only"
 # Why sizes were not compared with vLLM's own.
@@ -46,10 +83,12 @@ NOT_COMPARED: Mapping[str, str] = {
     "qwen3_vl_text": "only the equal layers of Qwen3 were",
 }
 # One pattern repeats: the last layer of so many attends to all tokens, the others to a window.
-_PATTERN_FIELDS = ("sliding_window_pattern", "_sliding_window_pattern")
+_PATTERN_FIELD = "sliding_window_pattern"
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "cohere2": 4, "olmo3": 4, "gpt_oss": 2}
 # Their sliding_window counts only with use_sliding_window.
-_SWITCHED_WINDOWS = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+_SWITCHED_WINDOWS = frozenset({"qwen2", "qwen3", "qwen3_moe", "smollm3"})
+_WITHOUT_WINDOWS = frozenset({"qwen2_moe"})  # vLLM's layers do not read the switch
+_WINDOWS_ABOVE = frozenset({"qwen2", "qwen3"})  # the first max_window_layers layers have none
 _WINDOW_BESIDE_ITSELF = frozenset({"cohere2"})  # the window does not count the present token
 
 _DENSE = frozenset(
@@ -103,7 +142,7 @@ def layers_of(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     """Raises ConfigError for a missing field."""
     if make := STATE_FAMILIES.get(fields.model_type) or _OTHERS.get(fields.model_type):
         return make(fields, num_layers)
-    if fields.model_type in _LATENT and fields.get("kv_lora_rank") is not None:
+    if fields.model_type in _LATENT:
         return _latent(fields, num_layers)
     return _dense(fields, num_layers)
 
@@ -114,7 +153,8 @@ def _dense(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
     """Return each layer's window; None keeps every token."""
-    if fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window"):
+    is_off = fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window")
+    if is_off or fields.model_type in _WITHOUT_WINDOWS:
         return [None] * num_layers
     kinds = _layer_kinds(fields, num_layers)
     if kinds is None:
@@ -130,7 +170,12 @@ def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
 def _layer_kinds(fields: ConfigFields, num_layers: int) -> list[Any] | None:
     if (given := fields.layer_list("layer_types", num_layers)) is not None:
         return given
-    every = fields.optional_size(*_PATTERN_FIELDS) or _PATTERNS.get(fields.model_type)
+    if fields.model_type in _WINDOWS_ABOVE:
+        first = fields.count("max_window_layers", most=MAX_LAYERS)
+        return [_SLIDING if i >= first else _FULL for i in range(num_layers)]
+    if fields.model_type == "smollm3":
+        return [_FULL if has_rope else _SLIDING for has_rope in _with_rope(fields, num_layers)]
+    every = fields.optional_size(_PATTERN_FIELD) or _PATTERNS.get(fields.model_type)
     if every is None:
         return None
     return [_SLIDING if (i + 1) % every else _FULL for i in range(num_layers)]
@@ -145,6 +190,9 @@ def _latent(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
         values = fields.size("index_head_dim")
         index = values + values // _INDEX_VALUES_PER_SCALE * _INDEX_SCALE_BYTES
         num_indexed = sum(_has_index(fields, i) for i in range(num_layers))
+    else:
+        nope, value = fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
+        return (LatentLayers(num_layers, *dims, nope_dim=nope, value_dim=value),)
     layers = (LatentLayers(num_indexed, *dims, index), LatentLayers(num_layers - num_indexed, *dims))
     return tuple(each for each in layers if each.num_layers)
 
@@ -153,8 +201,10 @@ def _has_index(fields: ConfigFields, layer: int) -> bool:
     pattern = fields.text("index_topk_pattern")
     if pattern:
         return layer >= len(pattern) or pattern[layer] != "S"
-    every, offset = fields.optional_size("index_topk_freq") or 1, fields.get("index_skip_topk_offset")
-    return max(layer - (2 if offset is None else offset) + 1, 0) % every == 0
+    every, offset = fields.optional_size("index_topk_freq") or 1, 2
+    if fields.get("index_skip_topk_offset") is not None:
+        offset = fields.count("index_skip_topk_offset", most=MAX_LAYERS)
+    return max(layer - offset + 1, 0) % every == 0
 
 
 def _gemma4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
@@ -198,14 +248,18 @@ def _mimo_v2(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 def _llama4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
     """Layers with rotary embeddings attend to chunks, the others to everything."""
-    with_rope = fields.layer_list("no_rope_layers", num_layers)
-    if not with_rope:
-        every = fields.size("no_rope_layer_interval")
-        with_rope = [int((i + 1) % every != 0) for i in range(num_layers)]
     chunk = fields.optional_size("attention_chunk_size")
     heads, dim = num_kv_heads(fields), head_dim(fields)
-    counts = Counter(chunk if has_rope else None for has_rope in with_rope)
+    counts = Counter(chunk if has_rope else None for has_rope in _with_rope(fields, num_layers))
     return tuple(KvLayers(count, heads, dim, dim, chunk=chunk) for chunk, count in counts.items())
+
+
+def _with_rope(fields: ConfigFields, num_layers: int) -> list[Any]:
+    """Return for each layer whether it has rotary embeddings."""
+    if given := fields.layer_list("no_rope_layers", num_layers):
+        return given
+    every = fields.size("no_rope_layer_interval")
+    return [(i + 1) % every != 0 for i in range(num_layers)]
 
 
 def _gemma3n(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:

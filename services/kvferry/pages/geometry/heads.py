@@ -13,20 +13,45 @@ QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 # Each query head has KV of its own, whatever other fields say.
 _MULTI_HEAD = frozenset({"bloom", "gpt2", "gptj"})
-_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+# vLLM divides the hidden size among the query heads, whatever `head_dim` says.
+_DERIVED_HEAD_DIM = frozenset(
+    {
+        "bloom",
+        "falcon",
+        "gpt2",
+        "gptj",
+        "granitemoe",
+        "granitemoehybrid",
+        "jamba",
+        "olmoe",
+        "qwen2",
+        "qwen2_moe",
+        "stablelm",
+    }
+)
+_KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 
 
 def num_kv_heads(fields: ConfigFields) -> int:
     """Without a field, each query head has its own."""
-    if fields.model_type == "falcon" and not fields.flag("new_decoder_architecture") and fields.flag("multi_query"):
-        return 1
+    if fields.model_type == "falcon":
+        return _falcon_kv_heads(fields)
     if fields.model_type in _MULTI_HEAD:
         return fields.size(*QUERY_HEADS)
     return fields.optional_size(*_KV_HEADS) or fields.size(*QUERY_HEADS)
 
 
+def _falcon_kv_heads(fields: ConfigFields) -> int:
+    # vLLM reads the number of the new architecture alone.
+    given = fields.optional_size("num_kv_heads") if fields.flag("new_decoder_architecture") else None
+    if given is None and fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
+        return 1
+    return given or fields.size(*QUERY_HEADS)
+
+
 def head_dim(fields: ConfigFields) -> int:
-    if (given := fields.optional_size("head_dim")) is not None:
+    given = None if fields.model_type in _DERIVED_HEAD_DIM else fields.optional_size("head_dim")
+    if given is not None:
         return given
     hidden, heads = fields.size(*HIDDEN_SIZE), fields.size(*QUERY_HEADS)
     if hidden % heads:

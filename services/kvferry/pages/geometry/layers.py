@@ -61,6 +61,10 @@ class LatentLayers:
     rope_dim: int  # qk_rope_head_dim
     # Of the index of sparse attention (DeepSeek V3.2), which vLLM stores in a type of its own.
     index_bytes: int = 0
+    # Values of K without the rotated ones, and of V, of one head: of prompts, heads are unfolded from latents. 0: they
+    # are computed over latents (sparse attention).
+    nope_dim: int = 0
+    value_dim: int = 0
 
     @property
     def kind(self) -> LayerKind:

@@ -28,7 +28,8 @@ class ModelGeometry:
     context_length: int  # tokens
     dtype: str  # of the weights and activations: bfloat16, float16 or float32
     not_compared: str = ""  # why the sizes were not compared with those of vLLM's own layers; empty: they were
-    quantization: str = ""  # of the weights: quant_method, or empty
+    quantization: str = ""  # of the weights: quant_method with bits or algorithm ("gptq 8 bits"), or empty
+    checkpoint_kv_dtype: str = ""  # type of KV pages that the checkpoint declares: vLLM's `auto`; empty: none
     num_experts: int = 0
     num_experts_per_token: int = 0
     num_parameters: int | None = None  # None: not known

@@ -16,6 +16,7 @@ ATTENTION_FREE = frozenset({"mamba", "mamba2", "falcon_mamba"})
 _ATTENTION_KINDS = frozenset({"attention", "full_attention"})
 _STATE_KINDS = frozenset({"mamba", "linear_attention"})
 _MAMBA2_CHECKPOINTS = 1  # vLLM keeps the state of a block's end inside a prompt, too
+_STATE_DTYPE_IS_READ = frozenset({"qwen3_5_moe_text", "qwen3_5_text"})  # not of Qwen3-Next
 _OTHER_KINDS = frozenset({"mlp", "moe"})  # feed-forward layers of Nemotron-H, which keep nothing
 
 
@@ -52,7 +53,7 @@ def _granite_hybrid(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, 
 
 
 def _jamba(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    period, offset = fields.size("attn_layer_period"), fields.get("attn_layer_offset")
+    period, offset = fields.size("attn_layer_period"), fields.count("attn_layer_offset", most=num_layers)
     kinds = ["attention" if i % period == offset else "mamba" for i in range(num_layers)]
     inner = fields.size("mamba_expand") * fields.size("hidden_size")
     return _mixed(
@@ -93,7 +94,8 @@ def _gated_delta_net(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup,
         key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
         channels = 2 * key_heads * key_dim + value_heads * value_dim
         conv = StateTensor((channels, fields.size("linear_conv_kernel_dim") - 1))
-        return (conv, StateTensor((value_heads, value_dim, key_dim), _state_dtype(fields.text("mamba_ssm_dtype"))))
+        dtype = _state_dtype(fields.text("mamba_ssm_dtype")) if fields.model_type in _STATE_DTYPE_IS_READ else ""
+        return (conv, StateTensor((value_heads, value_dim, key_dim), dtype))
 
     return _mixed(fields, kinds, tensors)
 
