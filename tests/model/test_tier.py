@@ -39,6 +39,7 @@ from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Tier
+from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import EngineTerms, TierTerms
 from kvferry.worker.page_mirror import PageMirror
@@ -58,6 +59,12 @@ NUM_PROMPTS = 9
 NUM_BLOCKS = 80  # of a device; six prompts
 # The CPU tiers have room for four prompts.
 OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.08, "volume": {"capacity_gib": 2.0}}
+# The first node's volume has room for 15 prompts, and floors.
+PAGE_BYTES = BLOCK_SIZE * 46_080
+VOLUME_PAGES = 190
+SMALL_VOLUME = {"capacity_gib": VOLUME_PAGES * chunk_file_bytes(PAGE_BYTES) / (1 << 30)}
+FLOORS = {"acme": 0.75, "gold": 0.1, "moved": 0.1}
+TENANTS = {name: {"floor": FLOORS.get(name, 0.0), "cap": 1.0} for name in ("acme", "gold", "moved", "plain", "noise")}
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 ACME = TierHints(Namespace("acme", 3))
 SALT = "acme's"
@@ -143,6 +150,11 @@ class World:
         (file,) = (file for file in chunk_files(self.volume) if file.stem.endswith(f"-{key:016x}"))
         return file
 
+    def has_kept(self, prompt: Sequence[int], salt: str) -> bool:
+        """Whether all pages of a prompt lie on the volume."""
+        names = {file.stem[-16:] for file in chunk_files(self.volume)}
+        return names.issuperset(f"{key:016x}" for key in route_keys(prompt, BLOCK_SIZE, seed_of(salt)))
+
     async def expected(self, prompt: Sequence[int]) -> list[int]:
         """The answer of an engine that has nothing of the prompt."""
         tokens, last = await run(self.decode, prompt, cache_salt=f"nobody's {next(_fresh)}", tier=None)
@@ -158,7 +170,7 @@ class World:
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("tier", numbered=True)
     (registry := folder / "registry").mkdir()
-    keeper = NodeProcess(folder / "here", registry, "here", **OPTIONS)
+    keeper = NodeProcess(folder / "here", registry, "here", **{**OPTIONS, "volume": SMALL_VOLUME, "tenants": TENANTS})
     keeper.start()
     first = engine_of(keeper, producer=True)
     try:
@@ -362,7 +374,7 @@ async def test_stopping_an_engine_that_was_killed_ends_its_requests(elsewhere: E
         await run(engine, prompt_of(20))
 
 
-async def test_floors_of_device_and_cpu_tier_survive_a_flood_of_ten_times_both(world: World) -> None:
+async def test_floors_of_device_cpu_tier_and_volume_survive_a_flood_of_ten_times_each(world: World) -> None:
     terms = {
         "gold": EngineTerms(cpu=TierTerms(floor=0.5, cap=0.6), device=TierTerms(floor=0.25, cap=0.6)),
         "moved": EngineTerms(cpu=TierTerms(floor=0.02, cap=0.6), device=TierTerms(floor=0.02, cap=0.6)),
@@ -372,30 +384,46 @@ async def test_floors_of_device_and_cpu_tier_survive_a_flood_of_ten_times_both(w
     hints = {name: TierHints(Namespace(name), terms=each) for name, each in terms.items()}
     prompt = prompt_of(500)
     expected = await world.expected(prompt)
+    assert world.decode.info.page_bytes == PAGE_BYTES
     # What other engines gave of their parts of this tenant's floors.
     world.decode.set_floors({"cpu": {"moved": 0.4}, "device": {"moved": 0.25}})
     for name in ("gold", "moved", "plain"):
         tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
         assert tokens == expected
-    num_pages = max(world.decode.info.num_pages, world.decode.info.num_cpu_pages)
-    one = Sampling(max_tokens=1, temperature=0.0)
-    for i in range(10 * num_pages // NUM_PAGES + 1):
-        request = EngineRequest(
-            RequestId(f"noise-{i}"), prompt_of(1000 + i), one, cache_salt="noise", tier=hints["noise"]
-        )
-        async for _ in world.decode.generate(request):
-            pass
+        await until(lambda name=name: world.has_kept(prompt, name), what=f"pages of {name} on the volume")  # type: ignore[misc]
+    num_noises = itertools.count()
+
+    async def flood(num_pages: int) -> None:
+        one = Sampling(max_tokens=1, temperature=0.0)
+        for _ in range(num_pages // NUM_PAGES + 1):
+            noise = prompt_of(1000 + next(num_noises))
+            request = EngineRequest(RequestId(f"r{next(_fresh)}"), noise, one, cache_salt="noise", tier=hints["noise"])
+            async for _ in world.decode.generate(request):
+                pass
+
+    await flood(10 * max(world.decode.info.num_pages, world.decode.info.num_cpu_pages, VOLUME_PAGES))
     everything = NUM_PAGES * BLOCK_SIZE
     for name in ("gold", "moved"):
         tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
         assert (tokens, last.cached) == (expected, CachedTokens(device=everything)), name
     tokens, last = await run(world.decode, prompt, cache_salt="plain", tier=hints["plain"])
-    assert (tokens, last.cached) == (expected, CachedTokens(volume=everything)), "without a floor all of it is gone"
+    assert (tokens, last.cached) == (expected, CachedTokens()), "without a floor all of it is gone"
+    assert last.sources == PromptSources(local_compute=len(prompt))
     assert await world.decode._llm.reset_prefix_cache()
     for name in ("gold", "moved"):
         tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
         assert (tokens, last.cached) == (expected, CachedTokens(cpu=everything)), name
     await until(lambda: world.decode.tenant_usages()["device"]["moved"].floor == (NUM_BLOCKS - 1) // 4)
+    # Their contracts now have no floors in engines: another flood leaves them what the volume has.
+    world.decode.set_floors({})
+    without = EngineTerms(cpu=TierTerms(cap=0.6), device=TierTerms(cap=0.6))
+    for name in ("gold", "moved"):
+        hints[name] = TierHints(Namespace(name), terms=without)
+        await run(world.decode, prompt_of(501), cache_salt=name, tier=hints[name])
+    await flood(2 * max(world.decode.info.num_pages, world.decode.info.num_cpu_pages))
+    for name in ("gold", "moved"):
+        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert (tokens, last.cached) == (expected, CachedTokens(volume=everything)), name
 
 
 async def test_a_prompt_that_is_due_first_passes_a_long_one_and_both_are_as_alone(world: World) -> None:

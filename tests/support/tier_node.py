@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig, TlsConfig
 from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership.base import Member, MemberChange, Membership, Snapshot
+from kvferry.membership.memory import MemoryMembership, MemoryRecords, MemoryRegistry
+from kvferry.membership.tenant_admin import TenantAdmin
 from support.child_imports import import_environment
 from support.tier_keeper import KeeperProcess, StallingIo, tier_config
 from support.waiting import until
@@ -61,10 +63,22 @@ class FolderRegistration:
 
 
 class FolderMembership:
-    """Membership as files, without leases: a killed process stays a member."""
+    """Membership as files, without leases: a killed process stays a member. Records are of this process alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._tenants = MemoryMembership(MemoryRegistry())
+
+    @property
+    def records(self) -> MemoryRecords:
+        return self._tenants.records
+
+    async def add_tenants(self, terms: Mapping[str, Mapping[str, float]]) -> None:
+        """Create tenants with these terms on volumes."""
+        admin = TenantAdmin(self._tenants, now_unix_s=lambda: 0.0)
+        for tenant, of_volumes in terms.items():
+            await admin.create(tenant)
+            await admin.set_tier(tenant, "volume", dict(of_volumes))
 
     async def register(self, member: Member) -> FolderRegistration:
         registration = FolderRegistration(self._folder / f"{member.member_id}.json")
@@ -92,10 +106,13 @@ class FolderMembership:
 
 
 class NodeProcess(KeeperProcess):
-    """A host in a process of its own. It reports readiness once it knows every registered keeper."""
+    """A host in a process of its own. It reports readiness once it knows every registered keeper.
+
+    The option `tenants` has terms on volumes, by tenant; without it, volumes have one order of eviction for all.
+    """
 
     def __init__(self, folder: Path, registry: Path, node: str, **options: Any) -> None:
-        super().__init__(folder, **options)
+        super().__init__(folder, **{name: value for name, value in options.items() if name != "tenants"})
         folder.mkdir(exist_ok=True)
         self._command = [
             sys.executable,
@@ -125,8 +142,12 @@ async def _main() -> None:
     parser.add_argument("node")
     parser.add_argument("options", type=json.loads)
     arguments = parser.parse_args()
+    tenants = arguments.options.pop("tenants", {})
     config = node_config(arguments.folder, **arguments.options)
     membership = FolderMembership(arguments.registry)
+    if tenants:
+        await membership.add_tenants(tenants)
+        config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"tenants_in_etcd": True})})
     others = {member.address for member in await membership.members()}
     host = KeeperHost(config, membership, node=arguments.node)
     for volume in host._volumes:
