@@ -7,7 +7,6 @@ Types, defaults and limits come from the models, meanings from the comments besi
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from generated_pages import write_or_check
 from helm_check import CHART_DECIDES
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -222,16 +222,8 @@ def _sentence(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare with the committed page instead of writing it")
-    check, status = parser.parse_args().check, 0
-    for file, fresh in ((DOCS / "configuration.md", page()), (DOCS / "engine-arguments.md", arguments_page())):
-        if not check:
-            file.write_text(fresh, encoding="utf-8")
-        elif not file.is_file() or file.read_text(encoding="utf-8") != fresh:
-            print(f"{file.name} is not what the code says: run `make config-doc`", file=sys.stderr)
-            status = 1
-    return status
+    pages = {DOCS / "configuration.md": page(), DOCS / "engine-arguments.md": arguments_page()}
+    return write_or_check(pages, source="the code", target="config-doc", description=__doc__)
 
 
 if __name__ == "__main__":

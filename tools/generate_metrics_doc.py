@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from generated_pages import write_or_check
 
 from kvferry.telemetry import CATALOGUE, IDENTITY, Exporter, Kind, Label, Metric
 
@@ -104,16 +105,8 @@ def _labels() -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare with the committed page instead of writing it")
-    fresh = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(fresh, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == fresh:
-        return 0
-    print(f"{PAGE.name} differs from the catalogue: run `make metrics-doc`", file=sys.stderr)
-    return 1
+    pages = {PAGE: page()}
+    return write_or_check(pages, source="the catalogue", target="metrics-doc", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
+
+from generated_pages import write_or_check
 
 from kvferry.planner import engine_settings, published
 from kvferry.planner.assumptions import DEFAULTS, describe
@@ -148,19 +149,8 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare with the committed pages instead of writing them")
-    fresh = {HEADROOM: headroom(), PLAN: plan_page(PLAN.read_text(encoding="utf-8"))}
-    if not parser.parse_args().check:
-        for file, text in fresh.items():
-            file.write_text(text, encoding="utf-8")
-        return 0
-    stale = [
-        file.name for file, text in fresh.items() if not file.is_file() or file.read_text(encoding="utf-8") != text
-    ]
-    for name in stale:
-        print(f"{name} differs from the planner's data: run `make plan-docs`", file=sys.stderr)
-    return 1 if stale else 0
+    pages = {HEADROOM: headroom(), PLAN: plan_page(PLAN.read_text(encoding="utf-8"))}
+    return write_or_check(pages, source="the planner's data", target="plan-docs", description=__doc__)
 
 
 if __name__ == "__main__":
