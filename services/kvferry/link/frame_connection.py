@@ -19,6 +19,8 @@ class FrameConnection(FrameProtocol):
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._receive = receive
+        self._loop = loop
+        self._unsent: list[bytes] = []  # of this turn of the event loop
         self._lost = loop.create_future()
 
     @staticmethod
@@ -39,13 +41,25 @@ class FrameConnection(FrameProtocol):
         return f"<FrameConnection {peer}{' ' + self.ended.result() if self.ended.done() else ''}>"
 
     def send(self, payload: bytes) -> None:
+        """Send a payload at the end of this turn of the event loop, with the turn's others.
+
+        uvloop makes a system call of each write, and the first one that finds the worker asleep wakes it.
+        """
         if self.transport is not None and not self.ended.done():
-            self.transport.write(encode_frames((payload,)))
+            if not self._unsent:
+                self._loop.call_soon(self._flush)
+            self._unsent.append(payload)
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent and self.transport is not None:
+            self.transport.write(encode_frames(unsent))
 
     async def close(self) -> None:
         self._end("this gateway closed the connection")
         if self.transport is not None:
-            # Written messages leave first: they may be cancels.
+            # Sent messages leave first: they may be cancels.
+            self._flush()
             self.transport.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):

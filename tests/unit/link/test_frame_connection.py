@@ -68,3 +68,51 @@ async def test_payloads_that_take_no_time_are_one_turn() -> None:
     assert turns.payloads() == PAYLOADS
     first = turns.seen.index(PAYLOADS[0])
     assert turns.seen[first : first + len(PAYLOADS)] == PAYLOADS
+
+
+class Writes(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.written.append(b"closed")
+
+    def abort(self) -> None:
+        pass
+
+
+async def test_payloads_of_one_turn_leave_in_one_write_and_in_order() -> None:
+    connection, writes = FrameConnection(lambda payload: None), Writes()
+    connection.connection_made(writes)
+    for payload in PAYLOADS[:3]:
+        connection.send(payload)
+    await asyncio.sleep(0)
+    connection.send(PAYLOADS[3])
+    await asyncio.sleep(0)
+    assert writes.written == [PREAMBLE, encode_frames(PAYLOADS[:3]), encode_frames([PAYLOADS[3]])]
+
+
+async def test_payloads_leave_before_the_connection_closes() -> None:
+    connection, writes = FrameConnection(lambda payload: None), Writes()
+    connection.connection_made(writes)
+    connection.send(b"cancel")
+    closing = asyncio.ensure_future(connection.close())
+    await asyncio.sleep(0)
+    connection.connection_lost(None)
+    await closing
+    assert writes.written == [PREAMBLE, encode_frames([b"cancel"]), b"closed"]
+
+
+async def test_payloads_of_a_connection_that_broke_in_the_same_turn_are_dropped() -> None:
+    connection, writes = FrameConnection(lambda payload: None), Writes()
+    connection.connection_made(writes)
+    connection.send(b"late")
+    connection.connection_lost(ConnectionResetError())
+    await asyncio.sleep(0)
+    assert writes.written == [PREAMBLE]
