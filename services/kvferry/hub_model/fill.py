@@ -19,7 +19,7 @@ from kvferry.hub_model.listing import Listing, list_model
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 PROGRESS_S = 5.0
-_LIST_TIMEOUT_S = 30.0
+LIST_TIMEOUT_S = 60.0
 _WAIT_S = 0.5  # for another process that fills the same folder
 _GIB = 1 << 30
 _SPARE_BYTES = 64 << 20  # for the marker, digests and the file system's own
@@ -57,8 +57,8 @@ def fill(
         _drop_all_but({tree, parts, staging / "lock"}, staging)
         for each in (tree, parts):
             each.mkdir(exist_ok=True)
-        base_url = f"{endpoint.rstrip('/')}/{model}/resolve/{listing.commit}"
-        downloads = Downloads(listing.files, tree, parts, base_url=base_url, token=token, pause_s=pause_s)
+        path = f"{model}/resolve/{listing.commit}"
+        downloads = Downloads(listing.files, tree, parts, endpoint=endpoint, path=path, token=token, pause_s=pause_s)
         _drop_all_but(downloads.part_files(), parts)
         _refuse_a_small_volume(downloads.missing_bytes(), staging)
         with _progress(downloads, f"{model} at {revision}", report):
@@ -75,7 +75,7 @@ def fill(
 def _list(model: str, revision: str, endpoint: str, token: str, *, report: Report, pause_s: float) -> Listing:
     for number in range(1, MAX_FAILURES + 1):
         try:
-            return list_model(model, revision, endpoint=endpoint, token=token, timeout_s=_LIST_TIMEOUT_S)
+            return list_model(model, revision, endpoint=endpoint, token=token, timeout_s=LIST_TIMEOUT_S)
         except UnavailableError as error:
             if number == MAX_FAILURES:
                 raise
