@@ -17,6 +17,7 @@ import httpx
 
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model.listing import PLAIN_HEADERS, HubFile, encoding_of, is_page, refusal, words
+from kvferry.hub_model.staging import Staging, open_to_append
 
 NUM_AT_ONCE = 4
 # Of one file, each without a new byte; and times that a whole file had another hash than the hub says.
@@ -36,6 +37,7 @@ class Downloads:
         files: Sequence[HubFile],
         tree: Path,
         parts: Path,
+        staging: Staging,
         *,
         endpoint: str,
         path: str,
@@ -47,11 +49,14 @@ class Downloads:
         self._files = files
         self._tree = tree
         self._parts = parts
+        self._staging = staging
         self._endpoint = endpoint
         self._base_url = f"{endpoint.rstrip('/')}/{path}"
         self._token = token
         self._pause_s = pause_s
         self._stopping = threading.Event()
+        for file in files:
+            self._adopt(file)
 
     def missing_bytes(self) -> int:
         """Of the files, those that are not there yet."""
@@ -89,8 +94,13 @@ class Downloads:
                 pool.shutdown(cancel_futures=True)
 
     def _part(self, file: HubFile) -> Path:
-        # By content: what another revision left is of no use to this one. By path: files may have equal contents.
-        return self._parts / f"{file.digest}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}.part"
+        return self._parts / f"{_stem(file)}.{self._staging.token}.part"
+
+    def _adopt(self, file: HubFile) -> None:
+        """Goes on with what other processes left of a file."""
+        there = sorted(self._parts.glob(f"{_stem(file)}*.part"), key=_size)
+        if there:
+            self._staging.adopt(there[-1], self._part(file))
 
     def _fetch(self, client: httpx.Client, file: HubFile) -> None:
         target, part = self._tree / file.path, self._part(file)
@@ -126,6 +136,7 @@ class Downloads:
             pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2.0 ** max(0, num_failures - 1))
             if self._stopping.wait(max(pause_s, again_s)):
                 raise UnavailableError("another file failed")
+        self._staging.check()
         target.parent.mkdir(parents=True, exist_ok=True)
         part.chmod(0o644)
         part.rename(target)
@@ -151,7 +162,7 @@ class Downloads:
         if start > file.size_bytes:
             part.unlink()
             start = 0
-        with part.open("ab") as opened:
+        with open_to_append(part) as opened:
             if start < file.size_bytes:
                 headers = {"range": f"bytes={start}-"} if start else {}
                 with client.stream("GET", f"{self._base_url}/{quote(file.path)}", headers=headers) as response:
@@ -162,6 +173,8 @@ class Downloads:
                     for chunk in response.iter_raw():
                         if self._stopping.is_set():
                             raise UnavailableError("another file failed")
+                        if self._staging.is_lost:
+                            self._staging.check()
                         start += len(chunk)
                         if start > file.size_bytes:
                             opened.truncate(0)
@@ -175,6 +188,11 @@ class Downloads:
 
 class _MismatchError(UnavailableError):
     """Another file than was asked for; a few times may be by chance."""
+
+
+def _stem(file: HubFile) -> str:
+    # By content: what another revision left is of no use to this one. By path: files may have equal contents.
+    return f"{file.digest}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}"
 
 
 def _size(file: Path) -> int:

@@ -135,7 +135,7 @@ def words(error: httpx.HTTPError) -> str:
 
 
 def is_page(response: httpx.Response) -> bool:
-    """Return whether an answer is an HTML page, as of a proxy that asks for a login; the hub sends HTML files as text."""
+    """Return whether an answer is an HTML page, as of a proxy; the hub sends HTML files as text."""
     return str(response.headers.get("content-type", "")).partition(";")[0].strip().lower() == "text/html"
 
 

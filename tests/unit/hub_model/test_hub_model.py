@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
+import hashlib
 import itertools
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +28,7 @@ from kvferry.engine.vllm.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import download, marker
 from kvferry.hub_model import fill as filling
+from kvferry.hub_model import staging as staging_module
 from kvferry.hub_model.__main__ import masked
 from kvferry.hub_model.fill import fill
 from kvferry.hub_model.listing import checked, refusal
@@ -432,6 +436,7 @@ def test_a_volume_that_becomes_full_is_said_in_words(hub: Hub, folder: Path) -> 
 import resource, signal, sys
 from pathlib import Path
 from kvferry.hub_model import fill as filling
+from kvferry.hub_model import staging as staging_module
 from kvferry.hub_model.fill import fill
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
@@ -472,6 +477,125 @@ def test_two_at_once_make_one_folder(folder: Path) -> None:
             assert process.returncode == 0, faults
         assert hub.num_gets("model-1.safetensors") == 1
     assert_whole(folder)
+
+
+class Fill(threading.Thread):
+    """A fill beside the test's own thread."""
+
+    def __init__(self, hub: Hub, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.hub, self.folder = hub, folder
+        self.said: list[str] = []
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            fill(MODEL, "v1", self.folder, report=self.said.append, endpoint=self.hub.url, pause_s=0.001)
+        except BaseException as error:
+            self.error = error
+
+
+def lock_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As on file systems of a network: no locks, or locks of each node alone."""
+
+    def flock(_descriptor: int, _operation: int) -> None:
+        if kind == "none":
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    kernels = itertools.count()
+    monkeypatch.setattr(staging_module, "kernel", lambda: f"kernel-{next(kernels)}")
+
+
+@pytest.mark.parametrize("kind", ["none", "of a node"])
+def test_two_at_once_without_locks_make_one_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    lock_nothing(monkeypatch, kind)
+    with hub_server(dict(FILES), gate=threading.Event()) as hub:
+        first = Fill(hub, folder)
+        until(lambda: hub.num_gets("model-1.safetensors"))
+        second = Fill(hub, folder)
+        until(lambda: any("another process fills the same folder" in line for line in second.said))
+        assert hub.gate is not None
+        hub.gate.set()
+        for each in (first, second):
+            each.join(60)
+            assert each.error is None
+        assert hub.num_gets("model-1.safetensors") == 1
+    assert_whole(folder)
+
+
+@pytest.mark.parametrize("kind", ["none", "of a node"])
+def test_a_process_that_was_away_for_long_spoils_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    lock_nothing(monkeypatch, kind)
+    monkeypatch.setattr(staging_module, "STALE_S", 0.3)
+    monkeypatch.setattr(staging_module, "BEAT_S", 1000)
+    with hub_server(dict(FILES), gate=threading.Event()) as hub:
+        slow = Fill(hub, folder)
+        until(lambda: hub.num_gets("model-1.safetensors") and hub.num_gets("model-2.safetensors"))
+        monkeypatch.setattr(staging_module, "BEAT_S", 0.01)
+        second = Fill(hub, folder)
+        until(lambda: hub.num_gets("model-1.safetensors") == 2 and hub.num_gets("model-2.safetensors") == 2)
+        assert hub.gate is not None
+        hub.gate.set()
+        for each in (slow, second):
+            each.join(60)
+    assert second.error is None
+    assert isinstance(slow.error, UnavailableError)
+    assert "another process has taken over" in str(slow.error)
+    assert_whole(folder)
+
+
+def test_what_a_lost_process_writes_late_is_in_no_file_that_gets_a_name(tmp_path: Path) -> None:
+    lost, ours = (staging_module.Staging(tmp_path) for _ in range(2))
+    old, new = tmp_path / f"x.{lost.token}.part", tmp_path / f"x.{ours.token}.part"
+    with old.open("ab") as opened:
+        opened.write(b"right")
+        opened.flush()
+        ours.may_be_written = True
+        ours.adopt(old, new)
+        opened.write(b"late")
+    assert new.read_bytes() == b"right"
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("link", ["staging", "parts", "lock", "lease", "tree", "file", "subfolder", "part", "hard"])
+def test_links_in_the_staging_folder_lead_nowhere(hub: Hub, folder: Path, tmp_path: Path, link: str) -> None:
+    # What a try left that ended half way, and what somebody put there since.
+    hub.wrong = {"model-2.safetensors"}
+    with pytest.raises(ConfigError):
+        fill_from(hub, folder)
+    hub.wrong = set()
+    staging = folder.with_name(f".{folder.name}.partial")
+    (tree,) = staging.glob("tree-*")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    kept = {"config.json": b"[]", "notes.txt": b"mine", "weights": bytes(3_000_000)}
+    for name, content in kept.items():
+        (outside / name).write_bytes(content)
+    file = {"lock": staging / "lock", "lease": staging / "lease", "file": tree / "config.json"}.get(link)
+    if file is not None:
+        file.unlink(missing_ok=True)
+        file.symlink_to(outside / "config.json")
+    elif link in ("part", "hard"):
+        for path in [*(staging / "parts").iterdir(), tree / "model-1.safetensors"]:
+            path.unlink(missing_ok=True)
+        sha256 = hashlib.sha256(FILES["model-1.safetensors"]).hexdigest()
+        part = staging / "parts" / f"{sha256}-{hashlib.sha256(b'model-1.safetensors').hexdigest()[:16]}.part"
+        if link == "part":
+            part.symlink_to(outside / "notes.txt")
+        else:
+            part.hardlink_to(outside / "notes.txt")
+    else:
+        path = {"staging": staging, "parts": staging / "parts", "tree": tree, "subfolder": tree / "sub folder"}[link]
+        shutil.rmtree(path)
+        path.symlink_to(outside)
+    fill_from(hub, folder)
+    assert_whole(folder)
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == kept
 
 
 def test_waiting_ends_when_the_model_is_whole(hub: Hub, folder: Path) -> None:
