@@ -362,6 +362,31 @@ async def test_another_ray_is_left_to_a_person(site: Site, tmp_path: Path) -> No
     assert site.model.events[-1][0] == "Blocked"
 
 
+async def test_weights_on_a_volume_are_left_to_a_person_in_a_release_without(site: Site, tmp_path: Path) -> None:
+    model = {"path": "acme/tiny", "revision": "v1"}
+    site.model.apply(service(tmp_path, "cpu-trial", {"config": {"model": model}}))
+    assert isinstance(await site.settle(), Done)
+    before = {pod.name for pod in site.model.pods}
+    switched = service(tmp_path, "cpu-trial", {"config": {"model": model}, "model": {"weights": {"enabled": True}}})
+    site.model.apply(switched)
+    step = await site.settle()
+    assert isinstance(step, Blocked)
+    assert "the volume of the model's weights changes (model.weights)" in step.why
+    assert {pod.name for pod in site.model.pods} == before
+    assert site.model.events[-1][0] == "Blocked"
+    site.model.delete_cluster()
+    assert isinstance(await site.settle(), Done)
+    # Another revision is another folder of the same volume.
+    site.model.apply(
+        service(
+            tmp_path,
+            "cpu-trial",
+            {"config": {"model": model | {"revision": "v2"}}, "model": {"weights": {"enabled": True}}},
+        )
+    )
+    assert isinstance(await site.settle(), Done)
+
+
 async def test_nothing_goes_while_etcd_is_away(site: Site, tmp_path: Path) -> None:
     site.model.apply(service(tmp_path, "70b-4plus4"))
     await site.settle()

@@ -89,7 +89,13 @@ class Model:
     def delete(self) -> None:
         """Deletes the RayService; owner references take the rest."""
         with self.lock:
-            self.service = self.cluster = self.lease = None
+            self.service = self.lease = None
+            self.delete_cluster()
+
+    def delete_cluster(self) -> None:
+        """Deletes the RayCluster, as a person does who wants it made anew."""
+        with self.lock:
+            self.cluster = None
             self.pods, self.workers, self.submitted = [], [], ""
 
     def turn(self) -> None:
