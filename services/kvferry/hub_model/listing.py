@@ -110,7 +110,8 @@ async def _model_info(model: str, revision: str, endpoint: str, token: str) -> _
     headers = PLAIN_HEADERS | ({"authorization": f"Bearer {token}"} if token else {})
     body = bytearray()
     async with (
-        httpx.AsyncClient(headers=headers, follow_redirects=True) as client,
+        # Without limits of single steps: there is one of all.
+        httpx.AsyncClient(headers=headers, timeout=None, follow_redirects=True) as client,
         client.stream("GET", url, params={"blobs": "true"}) as response,
     ):
         if response.status_code == 404 and response.headers.get("x-error-code") == "RevisionNotFound":
@@ -118,7 +119,7 @@ async def _model_info(model: str, revision: str, endpoint: str, token: str) -> _
         if response.status_code != 200 or is_page(response):
             raise refusal(response, what, endpoint=endpoint, has_token=bool(token))
         if (encoding := encoding_of(response)) != "identity":
-            raise UnavailableError(f"{endpoint} lists {model} with Content-Encoding {encoding!r}, not asked for")
+            raise _busy(response, f"{endpoint} lists {model} with Content-Encoding {encoding!r}, not asked for")
         async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > MAX_LISTING_BYTES:
@@ -126,7 +127,7 @@ async def _model_info(model: str, revision: str, endpoint: str, token: str) -> _
     try:
         return msgspec.json.decode(body, type=_ModelInfo)
     except msgspec.MsgspecError as error:
-        raise UnavailableError(f"{endpoint} answers something else than a list of {model}: {error}") from None
+        raise _busy(response, f"{endpoint} answers something else than a list of {model}: {error}") from None
 
 
 def words(error: httpx.HTTPError) -> str:
@@ -151,9 +152,8 @@ def refusal(response: httpx.Response, what: str, *, endpoint: str, has_token: bo
     """
     status = response.status_code
     if is_page(response):
-        return UnavailableError(
-            f"{response.url.host} answers {status} with an HTML page for {what}: a proxy's, or one of a login"
-        )
+        said = f"{response.url.host} answers {status} with an HTML page for {what}: a proxy's, or one of a login"
+        return _busy(response, said)
     if response.url.host != httpx.URL(endpoint).host:
         return _busy(response, f"{response.url.host}, to which the hub leads, answers {status} for {what}")
     if status in (401, 403, 404):
