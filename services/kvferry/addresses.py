@@ -20,6 +20,8 @@ AUTO = "auto"
 NODE_ADDRESS_VARIABLE = "KVFERRY_NODE_ADDRESS"
 # The machine's name, where the host's name is that of a container: on shared volumes, chunks belong to machines.
 NODE_NAME_VARIABLE = "KVFERRY_NODE_NAME"
+# Tells a pod from the next one that has its address.
+POD_UID_VARIABLE = "KVFERRY_POD_UID"
 
 # Above those of Ray's workers (10002 to 19999), below Kubernetes' node ports (30000 to 32767).
 _FIRST_PORT = 20_000

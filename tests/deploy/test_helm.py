@@ -205,6 +205,11 @@ TIER = {"tier": {"enabled": True, "volumes": [VOLUME]}}
 PREFILL_GPU = merged(GPU, {"roles": {"prefill": {"gpusPerWorker": 1}, "decode": {"gpusPerWorker": 1}}})
 
 WEIGHTS = merged(at("model.weights.enabled", True), at("config.model.revision", "v1"))
+ALERTS = [
+    rule["alert"]
+    for group in yaml.safe_load((helm_check.CHART / "files" / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
 EXTERNAL = {"name": "keys", "entries": {"keys.yaml": {"key": "k"}}}
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -335,8 +340,59 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("externalSecrets.secrets", [EXTERNAL]), "externalSecrets.secrets needs externalSecrets.store.name"),
     (
         at("externalSecrets", {"store": {"name": "v"}, "secrets": [EXTERNAL, EXTERNAL]}),
-        'secret "keys" is made twice, by externalSecrets.secrets or the certificates of gateway.tls and internalTls',
+        'secret "keys" is made twice, by two of externalSecrets.secrets, gateway.tls, internalTls and the chart itself',
     ),
+    (
+        at("externalSecrets", {"store": {"name": "v"}, "secrets": [EXTERNAL | {"name": "trial-internal-tls"}]}),
+        'secret "trial-internal-tls" is made twice',
+    ),
+    (
+        at("externalSecrets", {"store": {"name": "v"}, "secrets": [EXTERNAL | {"name": "trial-etcd-users"}]}),
+        'secret "trial-etcd-users" is made twice',
+    ),
+    (
+        at(
+            "internalTls",
+            {
+                "secretName": "t",
+                "certificate": {"issuerRef": {"name": "ca"}, "duration": "24h", "renewBefore": "24h"},
+            },
+        ),
+        "internalTls.certificate.renewBefore is 24h and its duration 24h: cert-manager refuses a certificate that",
+    ),
+    (
+        # cert-manager's own duration.
+        at(
+            "gateway.tls",
+            {
+                "secretName": "t",
+                "certificate": {"issuerRef": {"name": "ca"}, "dnsNames": ["a.b"], "renewBefore": "2161h"},
+            },
+        ),
+        "gateway.tls.certificate.renewBefore is 2161h and its duration 2160h",
+    ),
+    (
+        at("monitoring.alerts", {"enabled": True, "without": ALERTS}),
+        "monitoring.alerts.without names every alert: say monitoring.alerts.enabled: false instead",
+    ),
+    (
+        at("gateway.extraVolumes", [{"name": "tmp", "emptyDir": {}}]),
+        'gateway.extraVolumes name "tmp" twice, or as the chart names its own',
+    ),
+    (at("etcd.extraVolumes", [{"name": "a", "emptyDir": {}}] * 2), 'etcd.extraVolumes name "a" twice'),
+    (
+        at("rollout", {"extraContainers": [{"name": "a"}], "extraInitContainers": [{"name": "a"}]}),
+        'rollout.extraContainers and extraInitContainers name "a" twice',
+    ),
+    (
+        at("roles.decode", {"env": {"A": "1"}, "extraEnv": [{"name": "A", "value": "2"}]}),
+        'roles.decode.env and extraEnv name "A" twice',
+    ),
+    (
+        at("ray.head.extraVolumeMounts", [{"name": "a", "mountPath": "/a"}, {"name": "b", "mountPath": "/a/"}]),
+        'ray.head.extraVolumeMounts has something at "/a/" twice, or where the chart mounts its own',
+    ),
+    (at("gateway.extraVolumeMounts", [{"name": "a", "mountPath": "/etc/kvferry/tls"}]), 'at "/etc/kvferry/tls" twice'),
     # By the schema.
     (at("model.weights.claim.accessMode", "ReadOnlyMany"), "accessMode"),
     (at("model.weights.also", [{"path": "a/b"}]), "revision"),
@@ -346,6 +402,31 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("gateway.inferencePool.endpointPicker.failureMode", "Maybe"), "failureMode"),
     (at("externalSecrets.secrets", [{"name": "k", "entries": {}}]), "entries"),
     (at("internalTls.certificate.duration", "5y"), "duration"),
+    (at("internalTls.certificate.renewBefore", "0h"), "renewBefore"),
+    (at("internalTls.certificate.issuerRef.kind", ""), "kind"),
+    (at("internalTls.secretName", "Not_A_Name"), "secretName"),
+    (at("fullnameOverride", "1st"), "fullnameOverride"),
+    (at("image.pullSecrets", ["pull", "pull"]), "pullSecrets"),
+    (at("image.pullSecrets", [""]), "pullSecrets"),
+    (at("image.repository", ""), "repository"),
+    (at("auth.keysSecret", "keys/"), "keysSecret"),
+    (at("model.hubToken.key", "a token"), "key"),
+    (at("model.volume.claimName", "a..b"), "claimName"),
+    (at("gateway.gatewayApi", {"enabled": True, "parentRefs": [{"name": ""}]}), "name"),
+    (at("gateway.gatewayApi.hostnames", ["a_b.example.com"]), "hostnames"),
+    (at("gateway.ingress.host", "https://kvferry.example.com"), "host"),
+    (at("gateway.tls.certificate.dnsNames", [""]), "dnsNames"),
+    (at("gateway.inferencePool.endpointPicker.name", "a.b"), "endpointPicker"),
+    (at("networkPolicy.monitoringNamespace", "Monitoring"), "monitoringNamespace"),
+    (at("externalSecrets.secrets", [{**EXTERNAL, "name": "a..b"}]), "name"),
+    (at("externalSecrets.secrets", [{"name": "k", "entries": {"a/b": {"key": "k"}}}]), "'a/b' does not match"),
+    (at("roles.decode.extraContainers", [{"image": "a"}]), "extraContainers"),
+    (at("roles.decode.extraContainers", [{"name": "a.b"}]), "extraContainers"),
+    (at("rollout.extraEnv", [{"name": "A B"}]), "extraEnv"),
+    (at("gateway.extraVolumes", [{"name": "x" * 64}]), "extraVolumes"),
+    (at("gateway.extraVolumeMounts", [{"name": "a", "mountPath": "/a:b"}]), "extraVolumeMounts"),
+    (at("gateway.podLabels", {"team": "a b"}), "podLabels"),
+    (at("etcd.nodeSelector", {"a b": "c"}), "'a b' does not match"),
     (at("roles.decode.podLabels", {"kvferry.io/component": "x"}), "kvferry.io/component"),
     (at("rollout.podAnnotations", {"kvferry.io/release": "x"}), "kvferry.io/release"),
     (at("roles.prefil", {"replicas": 1}), "prefil"),
@@ -369,6 +450,52 @@ def test_what_cannot_work_is_refused_in_words(tmp_path: Path, values: dict[str, 
     with pytest.raises(helm_check.CheckFailed) as caught:
         newest_helm().template(values=write_values(tmp_path, values))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["1st", "a.b"])
+def test_a_release_whose_name_services_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
+    def rendered(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        file = str(write_values(tmp_path, values))
+        return newest_helm().run("template", name, str(helm_check.CHART), "--values", file)
+
+    assert f'objects would be named "{name}", after the release' in rendered({}).stderr
+    assert rendered({"fullnameOverride": "kv"}).returncode == 0
+
+
+def test_names_of_the_chart_s_own_are_known_to_it(tmp_path: Path) -> None:
+    """Those that values may not take again."""
+    text = (helm_check.CHART / "templates" / "_checks.tpl").read_text()
+    known_volumes, known_containers = (
+        set(re.findall(r'"([^"]+)"', re.findall(rf'define "kvferry.own{kind}" .*\n(.*)', text)[0]))
+        for kind in ("Volumes", "Containers")
+    )
+    rdma = {"roles": {"decode": {"rdma": True}}}
+    layers = [{}, *(yaml.safe_load(file.read_text()) for file in helm_check.examples())]
+    layers += [
+        merged(WEIGHTS, rdma),
+        merged(TIER, at("tier.encryptionKeysSecret", "seal"), at("gateway.mode", "serve")),
+    ]
+    found = 0
+    for values in layers:
+        for document in newest_helm().documents(values=write_values(tmp_path, values)):
+            for pod in pods_of(document):
+                found += 1
+                names = {each["name"] for each in pod.get("volumes", []) if not each["name"].startswith("volume-")}
+                assert names <= known_volumes
+                assert {
+                    each["name"] for each in [*pod.get("initContainers", []), *pod["containers"]]
+                } <= known_containers
+    assert found > 20
+
+
+def pods_of(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Specs of pods anywhere in an object."""
+    if isinstance(document.get("containers"), list):
+        yield document
+    for value in document.values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                yield from pods_of(each)
 
 
 def test_every_refusal_of_the_templates_is_tested() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ from kvferry.errors import UnavailableError
 from kvferry.membership.base import Member
 from kvferry.rollout.__main__ import Rollout
 from kvferry.rollout.kubernetes_api import KubernetesApi
+from kvferry.rollout.lease import DURATION_S
 from kvferry.rollout.plan import Blocked, Done, SetSpec, Step, Wait
 from support.chart import helm_check, load_tool, newest_helm, one, write_values
 from support.fake_api_server import write_kubeconfig
+from support.fake_leases import Clock
 from support.kuberay_model import Model, serving, written_back
 
 k8s_check = load_tool("k8s_check")
@@ -293,6 +296,61 @@ async def test_another_chart_version_replaces_no_pod(site: Site, tmp_path: Path)
     assert {pod.name for pod in site.model.pods} == before
 
 
+async def test_a_second_rollout_waits_and_goes_on_where_the_first_one_was(site: Site, tmp_path: Path) -> None:
+    clock = Clock()
+    (tmp_path / "second").mkdir()
+    api = KubernetesApi(helm_check.NAMESPACE, helm_check.RELEASE, site.rollout._api._core.api_client)
+    second = Rollout(api, site.membership, tmp_path / "second", identity="second", monotonic=clock)  # type: ignore[arg-type]
+    site.model.apply(service(tmp_path, "70b-4plus4"))
+    await site.settle()
+    site.model.apply(service(tmp_path, "70b-4plus4", IMAGE))
+    for _ in range(20):
+        site.model.turn()
+        await site.rollout.round()
+        assert isinstance(await second.round(), Wait)
+        # One pod of two workers is away.
+        assert min(site.model.registered(role) for role in ("prefill", "decode")) >= 6
+    assert len(site.images()["decode"]) == 2, "under way"
+    # The first one is silent from now on, as on a node that is cut off.
+    site.rollout, site.folder = second, tmp_path / "second"
+    clock.now_s += DURATION_S
+    assert isinstance(await site.settle(), Done)
+    assert min(site.least.values()) >= 6
+    assert site.images()["decode"] == site.images()["prefill"] == {"0.1.1-test"}
+
+
+@pytest.mark.parametrize("redis", [False, True])
+async def test_the_chart_s_role_allows_what_the_rollout_calls_and_no_more(
+    site: Site, tmp_path: Path, redis: bool
+) -> None:
+    changes = {"ray": {"redis": {"address": "redis:6379" if redis else "", "passwordSecret": ""}}}
+    values = helm_check.merged(yaml.safe_load(example_values("70b-4plus4")), changes)
+    documents = newest_helm().documents(values=write_values(tmp_path, values))
+    release = one(documents, "RayService")
+    site.model.apply(release)
+    await site.settle()
+    site.model.apply(service(tmp_path, "70b-4plus4", changes, IMAGE))
+    await site.settle()
+    verbs = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+    called = set()
+    for method, path in site.model.calls:
+        group, _, rest = re.sub("^/apis?/", "", path).partition("/namespaces/")
+        resource, _, name = rest.partition("/")[2].partition("/")
+        is_list = method == "GET" and not name
+        called.add((group.partition("/")[0].replace("v1", ""), resource, "list" if is_list else verbs[method], name))
+    rules = one(documents, "Role", "trial-rollout")["rules"]
+    allowed = {
+        (group, resource, verb, name)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [""])
+    }
+    assert all({(*call[:3], ""), call} & allowed for call in called)
+    assert {each[:3] for each in allowed} == {each[:3] for each in called}
+
+
 async def test_another_ray_is_left_to_a_person(site: Site, tmp_path: Path) -> None:
     site.model.apply(service(tmp_path, "70b-4plus4"))
     await site.settle()
@@ -302,6 +360,31 @@ async def test_another_ray_is_left_to_a_person(site: Site, tmp_path: Path) -> No
     assert "from 2.60.0 to 2.61.0" in step.why
     assert site.images()["decode"] == {"0.1.0-gpu"}
     assert site.model.events[-1][0] == "Blocked"
+
+
+async def test_weights_on_a_volume_are_left_to_a_person_in_a_release_without(site: Site, tmp_path: Path) -> None:
+    model = {"path": "acme/tiny", "revision": "v1"}
+    site.model.apply(service(tmp_path, "cpu-trial", {"config": {"model": model}}))
+    assert isinstance(await site.settle(), Done)
+    before = {pod.name for pod in site.model.pods}
+    switched = service(tmp_path, "cpu-trial", {"config": {"model": model}, "model": {"weights": {"enabled": True}}})
+    site.model.apply(switched)
+    step = await site.settle()
+    assert isinstance(step, Blocked)
+    assert "the volume of the model's weights changes (model.weights)" in step.why
+    assert {pod.name for pod in site.model.pods} == before
+    assert site.model.events[-1][0] == "Blocked"
+    site.model.delete_cluster()
+    assert isinstance(await site.settle(), Done)
+    # Another revision is another folder of the same volume.
+    site.model.apply(
+        service(
+            tmp_path,
+            "cpu-trial",
+            {"config": {"model": model | {"revision": "v2"}}, "model": {"weights": {"enabled": True}}},
+        )
+    )
+    assert isinstance(await site.settle(), Done)
 
 
 async def test_nothing_goes_while_etcd_is_away(site: Site, tmp_path: Path) -> None:

@@ -144,6 +144,26 @@ def test_panels_do_not_overlap() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
+def dashboards_uid(documents: list[dict[str, Any]]) -> str:
+    (dashboards,) = (each for each in documents if each["metadata"]["name"].endswith("-dashboards"))
+    uid: str = json.loads(dashboards["data"]["kvferry.json"])["uid"]
+    return uid
+
+
+def test_a_dashboard_has_a_uid_of_its_release(tmp_path: Path) -> None:
+    """With one of all, Grafana would show the dashboard of the release that its sidecar wrote last."""
+
+    def uid(name: str, namespace: str = helm_check.NAMESPACE) -> str:
+        values = {"fullnameOverride": name, "monitoring": {"dashboards": {"enabled": True}}}
+        return dashboards_uid(newest_helm().documents("--namespace", namespace, values=write_values(tmp_path, values)))
+
+    uids = [uid("a"), uid("b"), uid("a", "other")]
+    assert uid("a") == uids[0]
+    assert len(set(uids)) == 3
+    # Grafana takes at most 40 characters of these.
+    assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", each) for each in uids)
+
+
 def test_the_rendered_rules_are_those_of_the_data(tmp_path: Path) -> None:
     alerts = {"enabled": True, "thresholds": {"KvferryKvPagesScarce": 0.5}, "without": ["KvferryWorkerUnpaired"]}
     values = {"monitoring": {"alerts": alerts, "dashboards": {"enabled": True}}}
@@ -159,7 +179,8 @@ def test_the_rendered_rules_are_those_of_the_data(tmp_path: Path) -> None:
     assert [rule["expr"] for rule in rules] == wanted
     assert {rule["alert"] for rule in rules} == {rule["alert"] for rule in RULES} - {"KvferryWorkerUnpaired"}
     dashboards = one(documents, "ConfigMap", "trial-dashboards")
-    assert json.loads(dashboards["data"]["kvferry.json"]) == DASHBOARD
+    own = {"uid": dashboards_uid(documents), "title": f"kvferry {helm_check.NAMESPACE}/trial"}
+    assert json.loads(dashboards["data"]["kvferry.json"]) == DASHBOARD | own
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 

@@ -31,8 +31,15 @@ class Hub:
     num_cuts: int | None = None  # answers that are cut; None: all
     retry_after: str = ""  # of such answers
     num_unavailable: int = 0  # answers that are 503 before the first that is not
+    num_pages: int = 0  # answers that are an HTML page before the first that is not, as of a proxy
+    page_status: int = 200
+    num_elsewhere_refused: int = 0  # answers of the other host that are 403, as of an address that has expired
+    refusal: tuple[int, str] | None = None  # status and X-Error-Code of every answer
     listing: Any = None  # instead of the files' own
+    listing_chunks: Iterator[bytes] | None = None  # instead of the whole answer with a listing
+    listing_encoding: str = ""  # Content-Encoding that it claims
     listed: Callable[[], None] = lambda: None  # called before an answer with a listing
+    cut: Callable[[], None] = lambda: None  # called before an answer that is cut
     wrong: set[str] = field(default_factory=set)  # paths with other bytes than listed
     ignores_ranges: bool = False
     encoding: str = ""  # Content-Encoding of files
@@ -73,6 +80,15 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.num_unavailable > 0:
             hub.num_unavailable -= 1
             self._answer(503, b"", {"Retry-After": hub.retry_after} if hub.retry_after else None)
+        elif hub.num_pages > 0:
+            hub.num_pages -= 1
+            page = b"<html>Log in to go on"
+            self._answer(hub.page_status, page, {"Content-Type": "text/html; charset=utf-8"})
+        elif hub.refusal is not None:
+            self._answer(hub.refusal[0], b"no", {"X-Error-Code": hub.refusal[1], "Content-Type": "text/plain"})
+        elif url.path.startswith("/elsewhere/") and hub.num_elsewhere_refused > 0:
+            hub.num_elsewhere_refused -= 1
+            self._answer(403, b"<Error/>", {"Content-Type": "application/xml"})
         elif url.path.startswith("/elsewhere/"):
             self._file(unquote(url.path.removeprefix("/elsewhere/")))
         elif hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
@@ -81,6 +97,15 @@ class _Handler(BaseHTTPRequestHandler):
             commit = hub.revisions.get(unquote(listed[1]))
             if commit is None:
                 self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            elif hub.listing_chunks is not None:
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                if hub.listing_encoding:
+                    self.send_header("Content-Encoding", hub.listing_encoding)
+                self.end_headers()
+                for chunk in hub.listing_chunks:
+                    self.wfile.write(chunk)
+                self.close_connection = True
             else:
                 hub.listed()
                 body = {"_id": "1", "id": MODEL, "modelId": MODEL, "sha": commit, "siblings": hub.siblings()}
@@ -113,6 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         if cut is not None and len(rest) > cut and hub.num_cuts != 0:
             if hub.num_cuts is not None:
                 hub.num_cuts -= 1
+            hub.cut()
             self._answer(status, rest[:cut], headers, num_bytes=len(rest))
             self.close_connection = True
         elif hub.gate is not None and len(rest) > 1:

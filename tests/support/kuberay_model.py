@@ -68,6 +68,8 @@ class Model:
     workers: list[Worker] = field(default_factory=list)
     submitted: str = ""
     events: list[tuple[str, str]] = field(default_factory=list)
+    lease: Document | None = None
+    calls: set[tuple[str, str]] = field(default_factory=set)  # method and path
     num_made: int = 0
     num_taken: int = 0  # pods with workers that the operator ended unnamed
 
@@ -87,7 +89,13 @@ class Model:
     def delete(self) -> None:
         """Deletes the RayService; owner references take the rest."""
         with self.lock:
-            self.service = self.cluster = None
+            self.service = self.lease = None
+            self.delete_cluster()
+
+    def delete_cluster(self) -> None:
+        """Deletes the RayCluster, as a person does who wants it made anew."""
+        with self.lock:
+            self.cluster = None
             self.pods, self.workers, self.submitted = [], [], ""
 
     def turn(self) -> None:
@@ -243,10 +251,14 @@ class Model:
             path, _, query = path.partition("?")
             ray = f"/apis/ray.io/v1/namespaces/{self.namespace}"
             core = f"/api/v1/namespaces/{self.namespace}"
+            leases = f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases"
+            self.calls.add((method, path))
             if (method, path) == ("GET", f"{ray}/rayservices/{self.name}") and self.service is not None:
                 return 200, self.service
             if self.cluster is not None and path == f"{ray}/rayclusters/{self.cluster['metadata']['name']}":
                 return (200, self.cluster) if method == "GET" else self._patch(json.loads(body))
+            if path.startswith(leases):
+                return self._answer_lease(method, path.removeprefix(leases), json.loads(body) if body else {})
             if (method, path) == ("GET", f"{core}/pods"):
                 assert self.cluster is not None
                 assert urllib.parse.unquote(query) == f"labelSelector=ray.io/cluster={self.cluster['metadata']['name']}"
@@ -263,6 +275,22 @@ class Model:
                         self.end(pod)
                         return 200, self._as_pod(pod)
             return 404, _status(404, f"{path} not found")
+
+    def _answer_lease(self, method: str, name: str, sent: Document) -> tuple[int, Document]:
+        there = self.lease
+        if method == "POST":
+            if there is not None:
+                return 409, _status(409, "the lease already exists")
+            self.lease = sent | {"metadata": sent["metadata"] | {"resourceVersion": "1"}}
+            return 201, self.lease
+        if there is None or name != f"/{there['metadata']['name']}":
+            return 404, _status(404, "no such lease")
+        if method == "PUT":
+            version = there["metadata"]["resourceVersion"]
+            if sent["metadata"]["resourceVersion"] != version:
+                return 409, _status(409, "the object has been modified")
+            self.lease = sent | {"metadata": sent["metadata"] | {"resourceVersion": str(int(version) + 1)}}
+        return 200, self.lease or {}
 
     def _patch(self, operations: list[Document]) -> tuple[int, Document]:
         assert self.cluster is not None
@@ -331,7 +359,7 @@ def serving(model: Model) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815  (http.server's names)
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _answer  # noqa: N815  (http.server's names)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

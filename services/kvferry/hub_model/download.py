@@ -1,6 +1,6 @@
 """Downloads files of the hub, each verified before it gets its name, and resumed where a process ended."""
 
-# By HTTP ranges: huggingface_hub (2.4) starts a file anew in each process, so it only lists.
+# By HTTP ranges: huggingface_hub (2.4) starts a file anew in each process.
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from urllib.parse import quote
 import httpx
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.hub_model.listing import HubFile, refusal
+from kvferry.hub_model.listing import PLAIN_HEADERS, HubFile, encoding_of, is_page, refusal, words
+from kvferry.hub_model.staging import Staging, open_to_append
 
 NUM_AT_ONCE = 4
 # Of one file, each without a new byte; and times that a whole file had another hash than the hub says.
@@ -32,17 +33,30 @@ class Downloads:
     """Files of one commit, into `tree`; unfinished ones lie in `parts`."""
 
     def __init__(
-        self, files: Sequence[HubFile], tree: Path, parts: Path, *, base_url: str, token: str, pause_s: float = 1.0
+        self,
+        files: Sequence[HubFile],
+        tree: Path,
+        parts: Path,
+        staging: Staging,
+        *,
+        endpoint: str,
+        path: str,
+        token: str,
+        pause_s: float = 1.0,
     ) -> None:
-        """`base_url` ends with the commit; `pause_s` is the first pause after a failure."""
+        """`path` is of the commit below `endpoint`; `pause_s` is the first pause after a failure."""
         self.num_bytes = sum(file.size_bytes for file in files)
         self._files = files
         self._tree = tree
         self._parts = parts
-        self._base_url = base_url
+        self._staging = staging
+        self._endpoint = endpoint
+        self._base_url = f"{endpoint.rstrip('/')}/{path}"
         self._token = token
         self._pause_s = pause_s
         self._stopping = threading.Event()
+        for file in files:
+            self._adopt(file)
 
     def missing_bytes(self) -> int:
         """Of the files, those that are not there yet."""
@@ -61,9 +75,7 @@ class Downloads:
 
     def run(self) -> None:
         """Raises ConfigError where another try is in vain, UnavailableError elsewhere."""
-        headers = {"user-agent": "kvferry", "accept-encoding": "identity"}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
+        headers = PLAIN_HEADERS | ({"authorization": f"Bearer {self._token}"} if self._token else {})
         # Other hosts, to which the hub redirects, do not get the token: httpx drops it.
         with (
             httpx.Client(headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as client,
@@ -82,8 +94,13 @@ class Downloads:
                 pool.shutdown(cancel_futures=True)
 
     def _part(self, file: HubFile) -> Path:
-        # By content: what another revision left is of no use to this one. By path: files may have equal contents.
-        return self._parts / f"{file.digest}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}.part"
+        return self._parts / f"{_stem(file)}.{self._staging.token}.part"
+
+    def _adopt(self, file: HubFile) -> None:
+        """Goes on with what other processes left of a file."""
+        there = sorted(self._parts.glob(f"{_stem(file)}*.part"), key=_size)
+        if there:
+            self._staging.adopt(there[-1], self._part(file))
 
     def _fetch(self, client: httpx.Client, file: HubFile) -> None:
         target, part = self._tree / file.path, self._part(file)
@@ -97,14 +114,16 @@ class Downloads:
                 self._append(client, file, part)
                 if _digest(file, part) == file.digest:
                     break
-                num_mismatches += 1
                 part.unlink()
-                fault = f"{file.path} does not have the hash that the hub says ({file.digest})"
                 most_bytes = 0
+                raise _MismatchError(f"{file.path} does not have the hash that the hub says ({file.digest})")
+            except _MismatchError as error:
+                fault = error.message
+                num_mismatches += 1
                 if num_mismatches >= MAX_MISMATCHES:
-                    raise ConfigError(f"{fault}, {num_mismatches} times: the hub, or a proxy, changes it")
+                    raise ConfigError(f"{fault}, {num_mismatches} times: the hub, or a proxy, changes it") from None
             except (httpx.HTTPError, UnavailableError) as error:
-                fault = error.message if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
+                fault = error.message if isinstance(error, UnavailableError) else words(error)
                 again_s = error.retry_after_s or 0 if isinstance(error, UnavailableError) else 0
                 num_failures = 1 if _size(part) > most_bytes else num_failures + 1
                 most_bytes = max(most_bytes, _size(part))
@@ -117,45 +136,63 @@ class Downloads:
             pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2.0 ** max(0, num_failures - 1))
             if self._stopping.wait(max(pause_s, again_s)):
                 raise UnavailableError("another file failed")
+        self._staging.check()
         target.parent.mkdir(parents=True, exist_ok=True)
         part.chmod(0o644)
         part.rename(target)
+
+    def _check(self, response: httpx.Response, file: HubFile, start: int) -> None:
+        # Before what is there already may be given up for it.
+        if response.status_code not in (200, 206) or is_page(response):
+            raise refusal(response, file.path, endpoint=self._endpoint, has_token=bool(self._token))
+        if (encoding := encoding_of(response)) != "identity":
+            raise _MismatchError(f"{file.path} is sent with Content-Encoding {encoding!r}, which was not asked for")
+        if response.status_code == 200:
+            start = 0
+        elif not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
+            raise UnavailableError(f"{file.path}: asked from byte {start}, and got other bytes")
+        length = response.headers.get("content-length", "")
+        if length.isdecimal() and start + int(length) != file.size_bytes:
+            raise _MismatchError(
+                f"{file.path} is sent with {start + int(length)} bytes, and the hub says {file.size_bytes}"
+            )
 
     def _append(self, client: httpx.Client, file: HubFile, part: Path) -> None:
         start = _size(part)
         if start > file.size_bytes:
             part.unlink()
             start = 0
-        with part.open("ab") as opened:
+        with open_to_append(part) as opened:
             if start < file.size_bytes:
                 headers = {"range": f"bytes={start}-"} if start else {}
                 with client.stream("GET", f"{self._base_url}/{quote(file.path)}", headers=headers) as response:
-                    if response.status_code not in (200, 206):
-                        raise refusal(
-                            response.status_code, file.path, has_token=bool(self._token), headers=response.headers
-                        )
-                    # Its bytes would have to be unpacked, to any length.
-                    if (encoding := response.headers.get("content-encoding", "identity").lower()) != "identity":
-                        raise ConfigError(
-                            f"{file.path} is sent with Content-Encoding {encoding[:40]!r}, which was not asked for: "
-                            "the hub, or a proxy, changes it"
-                        )
+                    self._check(response, file, start)
                     if response.status_code == 200:
                         opened.truncate(0)  # the range was ignored
                         start = 0
-                    elif not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
-                        raise UnavailableError(f"{file.path}: asked from byte {start}, and got other bytes")
                     for chunk in response.iter_raw():
                         if self._stopping.is_set():
                             raise UnavailableError("another file failed")
+                        if self._staging.is_lost:
+                            self._staging.check()
                         start += len(chunk)
                         if start > file.size_bytes:
-                            raise ConfigError(f"{file.path} is longer than the hub says ({file.size_bytes} bytes)")
+                            opened.truncate(0)
+                            raise _MismatchError(f"{file.path} is longer than the hub says ({file.size_bytes} bytes)")
                         opened.write(chunk)
             opened.flush()
             os.fsync(opened.fileno())
         if start < file.size_bytes:
             raise UnavailableError(f"{file.path} ended after {start} of {file.size_bytes} bytes")
+
+
+class _MismatchError(UnavailableError):
+    """Another file than was asked for; a few times may be by chance."""
+
+
+def _stem(file: HubFile) -> str:
+    # By content: what another revision left is of no use to this one. By path: files may have equal contents.
+    return f"{file.digest}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}"
 
 
 def _size(file: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import shutil
 import threading
@@ -16,15 +16,13 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import marker
 from kvferry.hub_model.download import MAX_FAILURES, Downloads
 from kvferry.hub_model.listing import Listing, list_model
+from kvferry.hub_model.staging import Report, Staging, claimed
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 PROGRESS_S = 5.0
-_LIST_TIMEOUT_S = 30.0
-_WAIT_S = 0.5  # for another process that fills the same folder
+LIST_TIMEOUT_S = 60.0
 _GIB = 1 << 30
 _SPARE_BYTES = 64 << 20  # for the marker, digests and the file system's own
-
-Report = Callable[[str], None]
 
 
 def fill(
@@ -42,40 +40,73 @@ def fill(
     if not marker.why_not_whole(folder, model, revision):
         report(f"{folder} holds {model} at {revision} already")
         return
-    staging = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.partial")
     try:
-        staging.mkdir(parents=True, exist_ok=True)
+        if partial.is_symlink():
+            partial.unlink()
+        partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{staging} cannot be made by user {os.geteuid()}: {error.strerror}") from None
-    with _alone(staging, report):
+        raise ConfigError(f"{partial} cannot be made by user {os.geteuid()}: {error.strerror}") from None
+
+    def is_over() -> bool:
         # By another process, while this one waited.
-        if not marker.why_not_whole(folder, model, revision):
+        return not marker.why_not_whole(folder, model, revision)
+
+    with claimed(partial, report, is_over=is_over) as staging:
+        if staging is None:
             report(f"{folder} holds {model} at {revision} now")
             return
         listing = _list(model, revision, endpoint, token, report=report, pause_s=pause_s)
-        tree, parts = staging / f"tree-{listing.key(model)}", staging / "parts"
-        _drop_all_but({tree, parts, staging / "lock"}, staging)
-        for each in (tree, parts):
-            each.mkdir(exist_ok=True)
-        base_url = f"{endpoint.rstrip('/')}/{model}/resolve/{listing.commit}"
-        downloads = Downloads(listing.files, tree, parts, base_url=base_url, token=token, pause_s=pause_s)
+        tree = _own_tree(staging, f"tree-{listing.key(model)}")
+        parts = staging.folder / "parts"
+        _drop_all_but({tree, parts, *staging.own_files}, staging.folder)
+        parts.mkdir(exist_ok=True)
+        downloads = Downloads(
+            listing.files,
+            tree,
+            parts,
+            staging,
+            endpoint=endpoint,
+            path=f"{model}/resolve/{listing.commit}",
+            token=token,
+            pause_s=pause_s,
+        )
         _drop_all_but(downloads.part_files(), parts)
-        _refuse_a_small_volume(downloads.missing_bytes(), staging)
+        _refuse_a_small_volume(downloads.missing_bytes(), staging.folder)
         with _progress(downloads, f"{model} at {revision}", report):
             downloads.run()
-        _finish(tree, listing, model, revision, report)
+        _finish(tree, staging, listing, model, revision, report)
+        _give_name(tree, staging, folder, is_over=is_over)
+        shutil.rmtree(staging.folder, ignore_errors=True)
+    report(f"{folder} holds {model} at {revision} (commit {listing.commit}), {_gib(downloads.num_bytes)}")
+
+
+def _own_tree(staging: Staging, name: str) -> Path:
+    # Of a process that is gone, or only slow: what it still writes under the old name is lost.
+    tree = staging.folder / f"{name}.{staging.token}"
+    for old in staging.folder.glob(f"{name}.*"):
+        if not tree.exists():
+            old.rename(tree)
+    tree.mkdir(exist_ok=True)
+    return tree
+
+
+def _give_name(tree: Path, staging: Staging, folder: Path, *, is_over: Callable[[], bool]) -> None:
+    staging.check()
+    try:
         with contextlib.suppress(FileNotFoundError):
             folder.rmdir()  # an empty one is in nobody's way
         tree.rename(folder)
-        marker.sync_folder(folder.parent)
-    shutil.rmtree(staging, ignore_errors=True)
-    report(f"{folder} holds {model} at {revision} (commit {listing.commit}), {_gib(downloads.num_bytes)}")
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not is_over():
+            raise
+    marker.sync_folder(folder.parent)
 
 
 def _list(model: str, revision: str, endpoint: str, token: str, *, report: Report, pause_s: float) -> Listing:
     for number in range(1, MAX_FAILURES + 1):
         try:
-            return list_model(model, revision, endpoint=endpoint, token=token, timeout_s=_LIST_TIMEOUT_S)
+            return list_model(model, revision, endpoint=endpoint, token=token, timeout_s=LIST_TIMEOUT_S)
         except UnavailableError as error:
             if number == MAX_FAILURES:
                 raise
@@ -101,11 +132,16 @@ def _refuse_a_small_volume(missing_bytes: int, staging: Path) -> None:
         )
 
 
-def _finish(tree: Path, listing: Listing, model: str, revision: str, report: Report) -> None:
+def _finish(tree: Path, staging: Staging, listing: Listing, model: str, revision: str, report: Report) -> None:
+    staging.check()
+    staging.sweep(tree)
     wanted = {file.path for file in listing.files}
     for file in [each for each in tree.rglob("*") if not each.is_dir()]:
         if file.relative_to(tree).as_posix() not in wanted:
             file.unlink()  # digests and the marker of a try that ended here
+    for listed in listing.files:
+        if not (tree / listed.path).is_file() or (tree / listed.path).stat().st_size != listed.size_bytes:
+            raise UnavailableError(f"{tree / listed.path} was changed by somebody else")
     with contextlib.suppress(ConfigError):  # nothing but a tokenizer, perhaps
         report("reading the weights, so that no worker has to before it serves")
         write_manifest(tree)
@@ -114,26 +150,6 @@ def _finish(tree: Path, listing: Listing, model: str, revision: str, report: Rep
         marker.sync_folder(folder)
     sizes = {file.path: file.size_bytes for file in listing.files}
     marker.write(tree, marker.Marker(model, revision, listing.commit, sizes))
-
-
-@contextlib.contextmanager
-def _alone(staging: Path, report: Report) -> Iterator[None]:
-    # Where a file system has no locks, two may work at once: each file is verified before it gets its name.
-    with (staging / "lock").open("wb") as lock:
-        told = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    report("another process fills the same folder: waiting for it")
-                told = True
-                time.sleep(_WAIT_S)
-            except OSError as error:
-                report(f"this file system has no locks ({error.strerror})")
-                break
-        yield
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -77,11 +78,13 @@ def _why_damaged(folder: Path, sizes_bytes: Mapping[str, int]) -> str:
 def write(folder: Path, marker: Marker) -> None:
     """Raises OSError."""
     file = folder / MARKER
-    with file.open("wb") as opened:
+    unfinished = folder / f"{MARKER}.{secrets.token_hex(8)}"
+    with unfinished.open("xb") as opened:
         opened.write(msgspec.json.format(msgspec.json.encode(marker)))
         opened.flush()
         os.fsync(opened.fileno())
-    file.chmod(0o644)
+    unfinished.chmod(0o644)
+    unfinished.rename(file)
     sync_folder(folder)
 
 

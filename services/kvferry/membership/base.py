@@ -35,6 +35,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     version: str
     node: str = ""
+    pod_uid: str = ""  # of a worker's pod, on Kubernetes
     pid: int = 0
     engine_id: str = ""
     block_size: int = 0  # tokens per KV page

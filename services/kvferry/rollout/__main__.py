@@ -2,6 +2,7 @@
 
 python -m kvferry.rollout --config kvferry.yaml --namespace NAMESPACE --name NAME --state-folder FOLDER
 
+One acts at a time, by a Lease; another one of the same release watches until that is free.
 In the folder, `alive` is touched by each round, and `done` is there while nothing is left to do: files, because a
 listener would need authentication. Exit code 0 after SIGTERM or SIGINT, 2 for a bad configuration.
 """
@@ -15,8 +16,10 @@ import contextlib
 import dataclasses
 import logging
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
@@ -26,20 +29,30 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import WORKER_KINDS, Membership
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.rollout.kubernetes_api import KubernetesApi, api_client, normal_address
+from kvferry.rollout.lease import Lease, must_hold
 from kvferry.rollout.plan import Blocked, DeletePods, Done, Observed, SetSpec, Step, Wait, next_step
 
 ROUND_S = 5.0
 # KubeRay may show what Serve said before the last change for one reconcile.
 DONE_ROUNDS = 3
-CLOCK_SKEW_S = 60.0
 
 log = logging.getLogger(__name__)
 
 
 class Rollout:
-    def __init__(self, api: KubernetesApi, membership: Membership, state_folder: Path, *, release: str = "") -> None:
-        """`release` is the digest of the release to wait for; empty: any."""
+    def __init__(
+        self,
+        api: KubernetesApi,
+        membership: Membership,
+        state_folder: Path,
+        *,
+        release: str = "",
+        identity: str = "",
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`release` is the digest of the release to wait for; empty: any. `identity` is this pod's name."""
         self._api = api
+        self._lease = Lease(api, identity or socket.gethostname(), monotonic=monotonic)
         self._membership = membership
         self._release = release
         self._num_done = 0
@@ -70,27 +83,44 @@ class Rollout:
     async def _step(self) -> Step:
         seen = await asyncio.to_thread(self._api.observe)
         if self._release and self._api.release != self._release:
+            # Not made yet, or over: the pod of the other release acts.
+            await asyncio.to_thread(self._lease.release)
             return Wait("the API server does not show this release yet")
+        was_held = self._lease.is_held
+        other = await asyncio.to_thread(self._lease.take)
+        if not other and not was_held:
+            # What another one did until now is not in what was seen.
+            seen = await asyncio.to_thread(self._api.observe)
         step = next_step(dataclasses.replace(seen, workers=await self._workers(seen)))
-        await asyncio.to_thread(self._act, step)
+        if not other:
+            await asyncio.to_thread(self._act, step)
+        elif not isinstance(step, Done):
+            return Wait(f"{other} rolls this release out: {words(step)[1]}")
         return step
 
+    async def close(self) -> None:
+        """Lets another rollout act at once."""
+        with contextlib.suppress(UnavailableError):
+            await asyncio.to_thread(self._lease.release)
+
     async def _workers(self, seen: Observed) -> Mapping[str, Mapping[str, int]]:
-        created = {(pod.group, pod.address): pod.created_unix_s for pod in seen.pods}
+        uids = {(pod.group, pod.address): pod.uid for pod in seen.pods if pod.address}
         workers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for member in await self._membership.members():
             address = normal_address(member.address.rpartition(":")[0])
             # A pod may have the address of one that is gone, whose workers' leases have not run out.
-            is_older = 0 < member.started_unix_s < created.get((member.kind.value, address), 0.0) - CLOCK_SKEW_S
-            if member.kind in WORKER_KINDS and not is_older:
+            is_gone = member.pod_uid not in ("", uids.get((member.kind.value, address), member.pod_uid))
+            if member.kind in WORKER_KINDS and not is_gone:
                 workers[member.kind.value][address] += 1
         return workers
 
     def _act(self, step: Step) -> None:
         if isinstance(step, SetSpec):
+            must_hold(self._lease)
             self._api.set_spec(step)
         if isinstance(step, DeletePods):
             for pod in step.pods:
+                must_hold(self._lease)
                 self._api.delete_pod(pod)
 
     async def _say(self, step: Step) -> None:
@@ -125,6 +155,7 @@ async def run(rollout: Rollout, membership: EtcdMembership) -> None:
                 async with asyncio.timeout(ROUND_S):
                     await stopping.wait()
     finally:
+        await rollout.close()
         await membership.close()
 
 
@@ -133,7 +164,8 @@ async def _main(arguments: argparse.Namespace) -> int:
     membership = EtcdMembership(config.membership)
     api = KubernetesApi(arguments.namespace, arguments.name, api_client())
     arguments.state_folder.mkdir(parents=True, exist_ok=True)
-    await run(Rollout(api, membership, arguments.state_folder, release=arguments.release), membership)
+    rollout = Rollout(api, membership, arguments.state_folder, release=arguments.release, identity=arguments.identity)
+    await run(rollout, membership)
     return 0
 
 
@@ -143,6 +175,7 @@ def main() -> int:
     parser.add_argument("--namespace", required=True, help="namespace of the RayService")
     parser.add_argument("--name", required=True, help="name of the RayService")
     parser.add_argument("--release", default="", help="digest of the release to wait for (kvferry.io/release)")
+    parser.add_argument("--identity", default="", help="this pod's name; default: its host's")
     parser.add_argument("--state-folder", type=Path, required=True, help="where `alive` and `done` are kept")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -19,6 +19,7 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.rollout.plan import HEAD, TEMPLATE_DIGEST, Document, Observed, Pod, SetSpec, annotation
 
 GROUP, VERSION = "ray.io", "v1"
+LEASES = ("coordination.k8s.io", "v1")
 # On the RayService, and on the RayCluster that KubeRay makes of it: which rendering of the chart it is.
 CLUSTER_DIGEST = "kvferry.io/cluster"
 RELEASE_DIGEST = "kvferry.io/release"
@@ -101,6 +102,43 @@ class KubernetesApi:
         except UnavailableError as error:
             if _status(error) not in (404, 409):
                 raise
+
+    def read_lease(self) -> Document | None:
+        """Returns the release's Lease, or None."""
+        try:
+            found: Document = self._call(
+                self._custom.get_namespaced_custom_object, *LEASES, self.namespace, "leases", self._lease_name
+            )
+        except UnavailableError as error:
+            if _status(error) == 404:
+                return None
+            raise
+        return found
+
+    def write_lease(self, lease: Document) -> Document:
+        """Makes the Lease, or replaces it if it is unchanged since."""
+        place = (*LEASES, self.namespace, "leases")
+        try:
+            if "metadata" in lease:
+                written: Document = self._call(
+                    self._custom.replace_namespaced_custom_object, *place, self._lease_name, lease
+                )
+            else:
+                # It goes with the release.
+                uid = self._service["metadata"]["uid"]
+                owner = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RayService", "name": self.name, "uid": uid}
+                metadata = {"name": self._lease_name, "namespace": self.namespace, "ownerReferences": [owner]}
+                whole = {"apiVersion": "/".join(LEASES), "kind": "Lease", "metadata": metadata, **lease}
+                written = self._call(self._custom.create_namespaced_custom_object, *place, whole)
+        except UnavailableError as error:
+            if _status(error) in (404, 409):
+                raise UnavailableError("another rollout of this release has just taken its Lease") from error
+            raise
+        return written
+
+    @property
+    def _lease_name(self) -> str:
+        return f"{self.name}-rollout"
 
     def report(self, reason: str, message: str) -> None:
         """Writes an event of the RayService, or logs why not."""

@@ -90,6 +90,12 @@ def next_step(seen: Observed) -> Step:
             "ray.tokenAuth changes: pods with and without Ray's token cannot join one head. Delete the RayCluster at a "
             "time that suits; KubeRay makes it anew, and all workers start again"
         )
+    if _weights(seen.actual, seen.wanted) != _weights(seen.wanted, seen.actual):
+        return Blocked(
+            "the volume of the model's weights changes (model.weights): Serve starts workers of the release in pods "
+            "that do not mount it, where they wait in vain. Once a job has filled it, delete the RayCluster at a time "
+            "that suits; KubeRay makes it anew, and all workers start again. Or roll back"
+        )
     if seen.actual_digest != seen.wanted_digest or _is_behind(seen):
         return SetSpec(_without_shrinking(seen), "the release's templates and counts")
     step = _replace_useless(seen) or _shrink(seen)
@@ -98,6 +104,21 @@ def next_step(seen: Observed) -> Step:
     if (missing := _unsettled(seen, seen.wanted)) is not None:
         return Wait(missing)
     return _replace_one(seen) or _finish(seen)
+
+
+def _weights(spec: Document, other: Document) -> set[tuple[str, str, str]]:
+    # Of the groups of both: group, claim and where it is mounted, by the container that waits for the weights.
+    found = set()
+    for name, group in _groups(spec).items():
+        pod = group["template"].get("spec", {})
+        claims = {
+            each["name"]: each.get("persistentVolumeClaim", {}).get("claimName", "") for each in pod.get("volumes", [])
+        }
+        for container in pod.get("initContainers", []):
+            if container["name"] == "weights" and name in _groups(other):
+                mounts = {each["name"]: each["mountPath"] for each in container.get("volumeMounts", [])}
+                found.add((name, claims.get("model", ""), mounts.get("model", "")))
+    return found
 
 
 def _is_behind(seen: Observed) -> bool:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from kvferry import __version__
-from kvferry.addresses import join_host_port
+from kvferry.addresses import POD_UID_VARIABLE, join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Engine
 from kvferry.engine.sim import SimEngine
@@ -124,6 +124,7 @@ class WorkerHost:
             model=info.model,
             version=__version__,
             node=socket.gethostname(),
+            pod_uid=os.environ.get(POD_UID_VARIABLE, ""),
             pid=os.getpid(),
             engine_id=info.engine_id,
             block_size=info.block_size,

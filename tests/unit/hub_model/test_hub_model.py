@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gzip
+import hashlib
+import itertools
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,11 +21,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from kvferry.engine.vllm.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import download, marker
+from kvferry.hub_model import fill as filling
+from kvferry.hub_model import staging as staging_module
 from kvferry.hub_model.__main__ import masked
 from kvferry.hub_model.fill import fill
 from kvferry.hub_model.listing import checked, refusal
@@ -168,7 +176,9 @@ def test_answers_of_a_byte_each_end_the_try(folder: Path) -> None:
 
 @pytest.mark.parametrize(("said", "expected_s"), [("7", 7), ("86400", 300), ("", None), ("-1", None), ("Wed", None)])
 def test_the_hub_says_when_to_ask_again_up_to_a_limit(said: str, expected_s: int | None) -> None:
-    error = refusal(429, "a", has_token=False, headers={"retry-after": said})
+    request = httpx.Request("GET", "https://hub/a")
+    response = httpx.Response(429, headers={"retry-after": said}, request=request)
+    error = refusal(response, "a", endpoint="https://hub", has_token=False)
     assert isinstance(error, UnavailableError)
     assert error.retry_after_s == expected_s
 
@@ -184,6 +194,91 @@ def test_a_pause_that_the_hub_asks_for_is_made(folder: Path) -> None:
         started_s = time.monotonic()
         fill_from(hub, folder.with_name("b"))
         assert time.monotonic() - started_s >= 1
+
+
+def test_a_listing_that_does_not_end_is_left_at_a_limit_of_bytes(hub: Hub, folder: Path) -> None:
+    hub.listing_chunks = itertools.repeat(bytes(1 << 20))
+    with pytest.raises(ConfigError, match=rf"{hub.url} lists {MODEL} in more than 64 MiB"):
+        fill_from(hub, folder)
+    assert len(hub.requests) == 1
+    assert not folder.exists()
+
+
+def test_a_listing_that_would_have_to_be_unpacked_is_not(hub: Hub, folder: Path) -> None:
+    hub.listing_chunks, hub.listing_encoding = iter([gzip.compress(bytes(1 << 20))] * 100), "gzip"
+    with pytest.raises(UnavailableError, match=rf"{hub.url} lists {MODEL} with Content-Encoding 'gzip', not asked for"):
+        fill_from(hub, folder)
+    assert {headers["accept-encoding"] for _, headers in hub.requests} == {"identity"}
+    assert len(hub.requests) == download.MAX_FAILURES
+
+
+def test_a_listing_that_comes_a_byte_at_a_time_is_left_at_a_limit_of_time(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each byte is in time, and all of them never are.
+    going_on = threading.Event()
+    hub.listing_chunks = (b" " for _ in iter(lambda: going_on.wait(0.01), True))
+    monkeypatch.setattr(filling, "LIST_TIMEOUT_S", 0.2)
+    with pytest.raises(UnavailableError, match=rf"{hub.url} has not listed {MODEL} after 0\.2 s"):
+        fill_from(hub, folder)
+    going_on.set()
+
+
+@pytest.mark.parametrize("status", [200, 401, 403, 404, 503])
+def test_a_page_of_a_proxy_is_asked_again_and_not_for_ever(hub: Hub, folder: Path, status: int) -> None:
+    # Four for the listing and two for the first file that is asked for.
+    hub.num_pages, hub.page_status = 4, status
+    hub.listed = lambda: setattr(hub, "num_pages", 2)
+    said = fill_from(hub, folder)
+    assert_whole(folder)
+    assert any(f"answers {status} with an HTML page for {MODEL}" in line for line in said)
+    hub.num_pages = 1000
+    with pytest.raises(UnavailableError, match=f"127.0.0.1 answers {status} with an HTML page"):
+        fill_from(hub, folder.with_name("other"))
+
+
+def test_a_page_instead_of_a_file_costs_nothing_that_is_there(folder: Path) -> None:
+    with hub_server({"a.bin": FILES["model-1.safetensors"]}, cut_after_bytes=1_000_000, num_cuts=1) as hub:
+        hub.cut = lambda: setattr(hub, "num_pages", 3)
+        fill_from(hub, folder)
+        asked = [headers.get("range") for url, headers in hub.requests if "/resolve/" in url]
+    assert len(asked) == 5
+    # None of the pages took the place of the bytes that were there.
+    assert asked[0] is None
+    assert len(set(asked[1:])) == 1
+    assert str(asked[1]) > "bytes=0"
+
+
+def test_a_host_that_refuses_an_old_address_is_asked_again(folder: Path) -> None:
+    with hub_server(dict(FILES), num_elsewhere_refused=3) as elsewhere, hub_server(dict(FILES)) as hub:
+        hub.elsewhere_port = elsewhere.port
+        fill_from(hub, folder)
+        assert_whole(folder)
+        elsewhere.num_elsewhere_refused = 1000
+        with pytest.raises(UnavailableError, match="localhost, to which the hub leads, answers 403"):
+            fill_from(hub, folder.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        ((401, "RepoNotFound"), "401 Unauthorized .* no token was given"),
+        ((403, "GatedRepo"), "403 Forbidden .* it is gated: accept its terms on the hub"),
+        ((404, "RepoNotFound"), "404 Not Found .* or there is no model of that name"),
+    ],
+)
+def test_what_the_hub_itself_refuses_is_final(hub: Hub, folder: Path, refusal: tuple[int, str], message: str) -> None:
+    hub.refusal = refusal
+    with pytest.raises(ConfigError, match=message):
+        fill_from(hub, folder)
+    assert len(hub.requests) == 1
+
+
+def test_an_answer_that_is_no_listing_is_asked_again(hub: Hub, folder: Path) -> None:
+    hub.listing = "none"
+    with pytest.raises(UnavailableError, match="answers something else than a list of acme/tiny"):
+        fill_from(hub, folder)
+    assert len(hub.requests) == download.MAX_FAILURES
 
 
 @pytest.mark.parametrize("path", ["model-1.safetensors", "tokenizer.json"])
@@ -340,6 +435,8 @@ def test_a_volume_that_becomes_full_is_said_in_words(hub: Hub, folder: Path) -> 
     code = f"""
 import resource, signal, sys
 from pathlib import Path
+from kvferry.hub_model import fill as filling
+from kvferry.hub_model import staging as staging_module
 from kvferry.hub_model.fill import fill
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
@@ -380,6 +477,125 @@ def test_two_at_once_make_one_folder(folder: Path) -> None:
             assert process.returncode == 0, faults
         assert hub.num_gets("model-1.safetensors") == 1
     assert_whole(folder)
+
+
+class Fill(threading.Thread):
+    """A fill beside the test's own thread."""
+
+    def __init__(self, hub: Hub, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.hub, self.folder = hub, folder
+        self.said: list[str] = []
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            fill(MODEL, "v1", self.folder, report=self.said.append, endpoint=self.hub.url, pause_s=0.001)
+        except BaseException as error:
+            self.error = error
+
+
+def lock_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As on file systems of a network: no locks, or locks of each node alone."""
+
+    def flock(_descriptor: int, _operation: int) -> None:
+        if kind == "none":
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    kernels = itertools.count()
+    monkeypatch.setattr(staging_module, "kernel", lambda: f"kernel-{next(kernels)}")
+
+
+@pytest.mark.parametrize("kind", ["none", "of a node"])
+def test_two_at_once_without_locks_make_one_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    lock_nothing(monkeypatch, kind)
+    with hub_server(dict(FILES), gate=threading.Event()) as hub:
+        first = Fill(hub, folder)
+        until(lambda: hub.num_gets("model-1.safetensors"))
+        second = Fill(hub, folder)
+        until(lambda: any("another process fills the same folder" in line for line in second.said))
+        assert hub.gate is not None
+        hub.gate.set()
+        for each in (first, second):
+            each.join(60)
+            assert each.error is None
+        assert hub.num_gets("model-1.safetensors") == 1
+    assert_whole(folder)
+
+
+@pytest.mark.parametrize("kind", ["none", "of a node"])
+def test_a_process_that_was_away_for_long_spoils_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    lock_nothing(monkeypatch, kind)
+    monkeypatch.setattr(staging_module, "STALE_S", 0.3)
+    monkeypatch.setattr(staging_module, "BEAT_S", 1000)
+    with hub_server(dict(FILES), gate=threading.Event()) as hub:
+        slow = Fill(hub, folder)
+        until(lambda: hub.num_gets("model-1.safetensors") and hub.num_gets("model-2.safetensors"))
+        monkeypatch.setattr(staging_module, "BEAT_S", 0.01)
+        second = Fill(hub, folder)
+        until(lambda: hub.num_gets("model-1.safetensors") == 2 and hub.num_gets("model-2.safetensors") == 2)
+        assert hub.gate is not None
+        hub.gate.set()
+        for each in (slow, second):
+            each.join(60)
+    assert second.error is None
+    assert isinstance(slow.error, UnavailableError)
+    assert "another process has taken over" in str(slow.error)
+    assert_whole(folder)
+
+
+def test_what_a_lost_process_writes_late_is_in_no_file_that_gets_a_name(tmp_path: Path) -> None:
+    lost, ours = (staging_module.Staging(tmp_path) for _ in range(2))
+    old, new = tmp_path / f"x.{lost.token}.part", tmp_path / f"x.{ours.token}.part"
+    with old.open("ab") as opened:
+        opened.write(b"right")
+        opened.flush()
+        ours.may_be_written = True
+        ours.adopt(old, new)
+        opened.write(b"late")
+    assert new.read_bytes() == b"right"
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("link", ["staging", "parts", "lock", "lease", "tree", "file", "subfolder", "part", "hard"])
+def test_links_in_the_staging_folder_lead_nowhere(hub: Hub, folder: Path, tmp_path: Path, link: str) -> None:
+    # What a try left that ended half way, and what somebody put there since.
+    hub.wrong = {"model-2.safetensors"}
+    with pytest.raises(ConfigError):
+        fill_from(hub, folder)
+    hub.wrong = set()
+    staging = folder.with_name(f".{folder.name}.partial")
+    (tree,) = staging.glob("tree-*")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    kept = {"config.json": b"[]", "notes.txt": b"mine", "weights": bytes(3_000_000)}
+    for name, content in kept.items():
+        (outside / name).write_bytes(content)
+    file = {"lock": staging / "lock", "lease": staging / "lease", "file": tree / "config.json"}.get(link)
+    if file is not None:
+        file.unlink(missing_ok=True)
+        file.symlink_to(outside / "config.json")
+    elif link in ("part", "hard"):
+        for path in [*(staging / "parts").iterdir(), tree / "model-1.safetensors"]:
+            path.unlink(missing_ok=True)
+        sha256 = hashlib.sha256(FILES["model-1.safetensors"]).hexdigest()
+        part = staging / "parts" / f"{sha256}-{hashlib.sha256(b'model-1.safetensors').hexdigest()[:16]}.part"
+        if link == "part":
+            part.symlink_to(outside / "notes.txt")
+        else:
+            part.hardlink_to(outside / "notes.txt")
+    else:
+        path = {"staging": staging, "parts": staging / "parts", "tree": tree, "subfolder": tree / "sub folder"}[link]
+        shutil.rmtree(path)
+        path.symlink_to(outside)
+    fill_from(hub, folder)
+    assert_whole(folder)
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == kept
 
 
 def test_waiting_ends_when_the_model_is_whole(hub: Hub, folder: Path) -> None:

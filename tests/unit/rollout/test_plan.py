@@ -301,6 +301,31 @@ def test_another_way_of_authentication_is_left_to_a_person() -> None:
     assert "ray.tokenAuth changes" in step.why
 
 
+def test_a_volume_of_weights_that_pods_do_not_mount_is_left_to_a_person() -> None:
+    def mounted(spec: dict[str, Any], claim: str = "c", path: str = "/models") -> None:
+        pod = spec["workerGroupSpecs"][0]["template"]["spec"]
+        pod["volumes"] = [{"name": "model", "persistentVolumeClaim": {"claimName": claim}}]
+        pod["initContainers"] = [{"name": "weights", "volumeMounts": [{"name": "model", "mountPath": path}]}]
+
+    for before, after in (
+        (None, {}),
+        ({}, None),
+        ({}, {"claim": "other"}),
+        ({}, {"path": "/other"}),
+    ):
+        seen = moment(a_pod("h", HEAD), a_pod("d1"), a_pod("d2"), workers=WORKERS, actual_digest="before")
+        for spec, options in ((seen.actual, before), (seen.wanted, after)):
+            if options is not None:
+                mounted(spec, **options)
+        step = next_step(seen)
+        assert isinstance(step, Blocked)
+        assert "delete the RayCluster at a time that suits" in step.why
+    seen = moment(a_pod("h", HEAD), a_pod("d1"), a_pod("d2"), workers=WORKERS, actual_digest="before")
+    mounted(seen.actual)
+    mounted(seen.wanted)
+    assert isinstance(next_step(seen), SetSpec)
+
+
 def test_pods_that_are_not_ready_together_go_one_by_one() -> None:
     pods = [a_pod("h", HEAD), *(a_pod(f"d{number}", image="old", is_ready=False) for number in range(1, 3))]
     step = next_step(moment(*pods))

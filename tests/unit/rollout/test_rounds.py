@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.rollout.__main__ import DONE_ROUNDS, Rollout
 from kvferry.rollout.kubernetes_api import normal_address, with_own_addresses, worker_counts
-from kvferry.rollout.plan import Blocked, Done, Observed, Pod, Wait
+from kvferry.rollout.lease import DURATION_S, Lease
+from kvferry.rollout.plan import Blocked, Done, Observed, Pod, SetSpec, Wait
+from support.fake_leases import Clock, FakeLeases
 
 CLUSTER = {
     "headGroupSpec": {"template": {"metadata": {"annotations": {"kvferry.io/template": "t"}}}},
@@ -26,11 +29,15 @@ PODS = (
 )
 
 
-class FakeApi:
+class FakeApi(FakeLeases):
     """An API server that shows one cluster, or fails."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.release = "r1"
+        self.digest = "x"
+        self.observed: Callable[[], None] = lambda: None
+        self.done: list[str] = []
         self.failure: Exception | None = None
         self.said: list[tuple[str, str]] = []
         self.more_pods: tuple[Pod, ...] = ()
@@ -38,15 +45,19 @@ class FakeApi:
     def observe(self) -> Observed:
         if self.failure is not None:
             raise self.failure
+        self.observed()
         return Observed(
             wanted=CLUSTER,
-            wanted_digest="x",
+            wanted_digest=self.digest,
             actual=CLUSTER,
             actual_digest="x",
             pods=(*PODS, *self.more_pods),
             counts={"decode": 1},
             application="RUNNING",
         )
+
+    def set_spec(self, step: SetSpec) -> None:
+        self.done.append(step.why)
 
     def report(self, reason: str, message: str) -> None:
         self.said.append((reason, message))
@@ -123,14 +134,73 @@ async def test_an_etcd_that_refuses_is_waited_for(api: FakeApi, membership: Fake
     assert await rollout(api, membership, tmp_path).round() == Wait(str(membership.failure))
 
 
+@pytest.mark.parametrize("started_unix_s", [0.0, 900.0, 4e9])
 async def test_workers_of_a_pod_that_had_the_address_before_do_not_count(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path, started_unix_s: float
+) -> None:
+    """Whatever the clocks of their nodes say."""
+    member = msgspec.structs.replace(membership.member, started_unix_s=started_unix_s)
+    for uid, is_counted in (("d", True), ("", True), ("gone", False)):  # empty: of an older release
+        membership.member = msgspec.structs.replace(member, pod_uid=uid)
+        step = await rollout(api, membership, tmp_path).round()
+        assert (step == Wait("decode: 0 of 1 workers are registered")) is not is_counted
+        assert isinstance(step, Done) is is_counted
+
+
+async def test_one_that_another_has_followed_changes_nothing_more(
     api: FakeApi, membership: FakeMembership, tmp_path: Path
 ) -> None:
-    membership.member = msgspec.structs.replace(membership.member, started_unix_s=900.0)
-    assert await rollout(api, membership, tmp_path).round() == Wait("decode: 0 of 1 workers are registered")
-    # Clocks of nodes differ by seconds.
-    membership.member = msgspec.structs.replace(membership.member, started_unix_s=970.0)
-    assert isinstance(await rollout(api, membership, tmp_path).round(), Done)
+    first = rollout(api, membership, tmp_path, identity="a")
+    assert isinstance(await first.round(), Done)
+    clock = Clock()
+    second = Lease(api, "b", monotonic=clock)
+    assert second.take() == "a"
+    clock.now_s += DURATION_S
+    # The other one takes over after `a` has seen what was there, and before it acts on that.
+    api.digest = "y"
+    taken = []
+    api.observed = lambda: taken.append(second.take())
+    assert await first.round() == Wait("another rollout of this release has just taken its Lease")
+    assert taken == [""]
+    assert api.done == []
+    step = await first.round()
+    assert isinstance(step, Wait)
+    assert step.why.startswith("b rolls this release out: ")
+    assert api.done == []
+
+
+async def test_one_of_another_release_lets_the_next_one_act(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path
+) -> None:
+    first = rollout(api, membership, tmp_path, identity="a", release="r1")
+    second = rollout(api, membership, tmp_path, identity="b", release="r2")
+    api.digest = "y"
+    assert isinstance(await first.round(), SetSpec)
+    api.release = "r2"
+    step = await second.round()
+    assert isinstance(step, Wait)
+    assert "a rolls this release out" in step.why
+    assert await first.round() == Wait("the API server does not show this release yet")
+    assert isinstance(await second.round(), SetSpec)
+    assert len(api.done) == 2
+
+
+async def test_one_that_ends_lets_the_next_one_act(api: FakeApi, membership: FakeMembership, tmp_path: Path) -> None:
+    first, second = (rollout(api, membership, tmp_path, identity=name) for name in ("a", "b"))
+    await first.round()
+    await first.close()
+    api.digest = "y"
+    assert isinstance(await second.round(), SetSpec)
+
+
+async def test_one_that_waits_for_another_says_when_all_is_done(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path
+) -> None:
+    first, second = (rollout(api, membership, tmp_path, identity=name) for name in ("a", "b"))
+    await first.round()
+    for _ in range(DONE_ROUNDS):
+        assert isinstance(await second.round(), Done)
+    assert (tmp_path / "done").exists()
 
 
 async def test_a_younger_pod_of_another_role_on_the_same_host_takes_no_worker_away(

@@ -145,6 +145,14 @@ async def test_a_worker_registers_where_it_takes_links(host: WorkerHost) -> None
     assert host.member.link_address != host.member.address
 
 
+async def test_a_worker_registers_its_pod(host: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which it is told from one of a pod that had the same address."""
+    monkeypatch.setenv("KVFERRY_POD_UID", "1f0c9a2e")
+    assert host.member.pod_uid == "1f0c9a2e"
+    monkeypatch.delenv("KVFERRY_POD_UID")
+    assert host.member.pod_uid == ""
+
+
 async def test_a_worker_for_grpc_only_offers_no_frames(registry: MemoryRegistry) -> None:
     config = configuration.parse({"model": {"path": "m"}, "engine": {"kind": "sim"}, "worker": {"link": "grpc"}})
     engine = build_engine(config, MemberKind.DECODE, "m")

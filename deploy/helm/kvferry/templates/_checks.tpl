@@ -6,6 +6,11 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $device := dig "engine" "device" "cpu" $v.config -}}
 {{- $tp := int (dig "engine" "tensor_parallel_size" 1 $v.config) -}}
 
+{{- $fullname := include "kvferry.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
+{{- fail (printf "objects would be named %q, after the release: services need small letters, digits and dashes, and a letter first. Name another one with fullnameOverride" $fullname) -}}
+{{- end -}}
+
 {{- if and (eq (int $v.roles.prefill.replicas) 0) (not $v.aggregated) -}}
 {{- fail "roles.prefill.replicas is 0: decode workers need prefill workers. Say aggregated: true if they are to compute prompts themselves" -}}
 {{- end -}}
@@ -182,7 +187,18 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and $v.externalSecrets.secrets (not $v.externalSecrets.store.name) -}}
 {{- fail "externalSecrets.secrets needs externalSecrets.store.name: the store that has them" -}}
 {{- end -}}
+{{- range $path, $certificate := dict "gateway.tls.certificate" $v.gateway.tls.certificate "internalTls.certificate" $v.internalTls.certificate -}}
+{{- if $certificate.issuerRef.name -}}
+{{- $duration := $certificate.duration | default "2160h" -}}
+{{- if and $certificate.renewBefore (ge (trimSuffix "h" $certificate.renewBefore | int64) (trimSuffix "h" $duration | int64)) -}}
+{{- fail (printf "%s.renewBefore is %s and its duration %s: cert-manager refuses a certificate that would be renewed before it begins" $path $certificate.renewBefore $duration) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $made := list -}}
+{{- if not $v.internalTls.secretName -}}{{- $made = append $made (include "kvferry.internalTlsSecret" .) -}}{{- end -}}
+{{- if include "kvferry.firstKeySecret" . -}}{{- $made = concat $made (list (include "kvferry.firstKeySecret" .) (include "kvferry.keysSecret" .)) -}}{{- end -}}
+{{- if $v.etcd.enabled -}}{{- $made = concat $made (list (include "kvferry.etcdTlsSecret" .) (include "kvferry.etcdPasswordSecret" .)) -}}{{- end -}}
 {{- if $v.gateway.tls.certificate.issuerRef.name -}}{{- $made = append $made $v.gateway.tls.secretName -}}{{- end -}}
 {{- if $v.internalTls.certificate.issuerRef.name -}}{{- $made = append $made $v.internalTls.secretName -}}{{- end -}}
 {{- range $v.externalSecrets.secrets -}}
@@ -193,7 +209,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $number := 0 -}}
 {{- range $made -}}{{- if eq . $each -}}{{- $number = add1 $number -}}{{- end -}}{{- end -}}
 {{- if gt (int $number) 1 -}}
-{{- fail (printf "secret %q is made twice, by externalSecrets.secrets or the certificates of gateway.tls and internalTls" $each) -}}
+{{- fail (printf "secret %q is made twice, by two of externalSecrets.secrets, gateway.tls, internalTls and the chart itself" $each) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.gateway.grpcPort (eq (int $v.gateway.grpcPort) (int $v.gateway.httpPort)) -}}
@@ -250,5 +266,43 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- if and $scraped $v.gateway.tls.requireClientCertificates -}}
 {{- fail "monitoring cannot ask gateways that require client certificates" -}}
+{{- end -}}
+
+{{- range $path, $section := dict "roles.prefill" $v.roles.prefill "roles.decode" $v.roles.decode "gateway" $v.gateway "ray.head" $v.ray.head "rollout" $v.rollout "etcd" $v.etcd -}}
+{{- include "kvferry.checkNames" (dict "path" (printf "%s.extraVolumes" $path) "items" $section.extraVolumes "own" (include "kvferry.ownVolumes" $ | fromJsonArray)) -}}
+{{- include "kvferry.checkNames" (dict "path" (printf "%s.extraContainers and extraInitContainers" $path) "items" (concat $section.extraInitContainers $section.extraContainers) "own" (include "kvferry.ownContainers" $ | fromJsonArray)) -}}
+{{- include "kvferry.checkNames" (dict "path" (printf "%s.env and extraEnv" $path) "items" $section.extraEnv "own" (keys ($section.env | default dict))) -}}
+{{- $mounted := list "/tmp" "/dev/shm" "/var/cache/kvferry" -}}
+{{- if $hasModelVolume -}}{{- $mounted = append $mounted (trimSuffix "/" $v.model.volume.mountPath) -}}{{- end -}}
+{{- if $v.model.weights.enabled -}}{{- $mounted = append $mounted (trimSuffix "/" $v.model.weights.mountPath) -}}{{- end -}}
+{{- range $section.extraVolumeMounts -}}
+{{- $at := trimSuffix "/" .mountPath -}}
+{{- if or (has $at $mounted) (regexMatch "^/etc/kvferry(/|$)" $at) -}}
+{{- fail (printf "%s.extraVolumeMounts has something at %q twice, or where the chart mounts its own" $path .mountPath) -}}
+{{- end -}}
+{{- $mounted = append $mounted $at -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Names of the chart's volumes and containers, in whichever pod, and of those that KubeRay adds. As JSON. */}}
+{{- define "kvferry.ownVolumes" -}}
+{{- $names := list "cache" "config" "data" "etcd" "etcd-root" "first-key" "gateway-tls" "internal-tls" "keys" "model" "ray-logs" "shared-mem" "shm" "tier-keys" "tls" "tmp" -}}
+{{- range .Values.tier.volumes -}}{{- $names = append $names (printf "volume-%s" .name) -}}{{- end -}}
+{{- toJson $names -}}
+{{- end -}}
+
+{{- define "kvferry.ownContainers" -}}
+{{- list "ask" "etcd" "fill" "gateway" "memlock" "model" "ray-head" "ray-worker" "rollout" "submit" "users" "wait-gcs-ready" "weights" | toJson -}}
+{{- end -}}
+
+{{/* Fails where a name is there twice, or is one of the chart's own: {path, items, own}. */}}
+{{- define "kvferry.checkNames" -}}
+{{- $names := .own -}}
+{{- range .items -}}
+{{- if has .name $names -}}
+{{- fail (printf "%s name %q twice, or as the chart names its own" $.path .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
 {{- end -}}
 {{- end -}}

@@ -42,6 +42,8 @@ capabilities:
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - name: KVFERRY_NODE_NAME
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+- name: KVFERRY_POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
 {{- end -}}
 
 {{/* An empty value is left out, as the operator would write it back. */}}
