@@ -139,6 +139,9 @@ def claimed(folder: Path, report: Report, *, is_over: Callable[[], bool]) -> Ite
                 yield staging
             else:
                 yield None
+        except FileNotFoundError:
+            staging.check()  # its files have other names by now
+            raise
         finally:
             staging.release()
 
