@@ -88,6 +88,7 @@ class Downloads:
                 for error in sorted(faults, key=lambda each: not isinstance(each, ConfigError)):
                     raise error
             except OSError as error:
+                self._staging.check()  # its files have other names by now
                 raise _words(error, self._tree) from error
             finally:
                 self._stopping.set()

@@ -24,6 +24,7 @@ from kvferry.errors import UnavailableError
 
 BEAT_S = 10.0
 STALE_S = 90.0  # longer than file systems of a network show an old state of a file
+LOST_S = 45.0  # without a beat of its own, after which a process changes nothing more
 _WAIT_S = 0.5  # between two looks at another process
 _LOCK, _LEASE = "lock", "lease"
 _MAX_LEASE_BYTES = 1000
@@ -48,7 +49,7 @@ class Staging:
     @property
     def is_lost(self) -> bool:
         """Whether another process may have taken over."""
-        return self._lease >= 0 and time.monotonic() - self._beaten_s > STALE_S / 2
+        return self._lease >= 0 and time.monotonic() - self._beaten_s > LOST_S
 
     def check(self) -> None:
         """Raises UnavailableError if another process may have taken over."""
@@ -139,6 +140,9 @@ def claimed(folder: Path, report: Report, *, is_over: Callable[[], bool]) -> Ite
                 yield staging
             else:
                 yield None
+        except FileNotFoundError:
+            staging.check()  # its files have other names by now
+            raise
         finally:
             staging.release()
 
