@@ -13,10 +13,12 @@ from kvferry.planner import kv_dtypes, layouts
 from kvferry.planner.layouts import Layout
 from kvferry.planner.models import WEIGHT_BYTES
 from kvferry.planner.question import Question
-from kvferry.planner.sizing import Candidate, Miss, size
+from kvferry.planner.sizing import SMALLEST, Candidate, Miss, size
 
 # In the order in which a message names them: what is nearest to a plan first.
 _MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU memory", "attention backend", "layout")
+# What a smaller engine may miss although it holds the model, by the part that has to be faster or larger.
+_OBJECTIVES: Final = {"TTFT": "prefill", "TPOT": "decode", "KV pages": "memory", "GPUs": "load"}
 
 
 class NoPlan(LocalError):
@@ -109,9 +111,39 @@ def _all(question: Question) -> tuple[list[Candidate], list[Miss]]:
                     misses.append(found)
     if illegal and len(illegal) == len(question.gpus):
         raise illegal[0]
+    candidates = [_with_what_binds(each, candidates, misses) for each in candidates]
     candidates.sort(key=_rank)
     misses.sort(key=lambda miss: miss.factor)
     return candidates, misses
+
+
+def _with_what_binds(candidate: Candidate, candidates: list[Candidate], misses: list[Miss]) -> Candidate:
+    # Where one engine does, its size is what costs: say what a smaller one that holds the model would miss.
+    def is_smaller(other: Candidate | Miss) -> bool:
+        return (
+            other.gpu_name == candidate.gpu_name
+            and other.disaggregated == candidate.disaggregated
+            and other.layout.num_gpus < candidate.layout.num_gpus
+        )
+
+    if candidate.binds != SMALLEST:
+        return candidate
+    if smaller := [each for each in candidates if is_smaller(each)]:
+        least = min(smaller, key=lambda each: each.num_gpus)
+        if least.num_gpus <= candidate.num_gpus:
+            return dataclasses.replace(candidate, binds="layout: smaller engines meet the demand too")
+        said = f"{least.binds}; {least.num_gpus} GPUs would be needed with smaller engines, {least.layout.text()}"
+        return dataclasses.replace(candidate, binds=said)
+    missed = [miss for miss in misses if is_smaller(miss) and miss.what in _OBJECTIVES]
+    if not missed:
+        return candidate
+    nearest = min(missed, key=lambda miss: miss.factor)
+    by = "" if math.isinf(nearest.factor) else f" by {nearest.factor - 1:.1%}"
+    return dataclasses.replace(
+        candidate,
+        binds=f"{_OBJECTIVES[nearest.what]}: one engine has room to spare, but the next smaller that holds the model, "
+        f"{nearest.layout.text()}, misses {nearest.what}{by}",
+    )
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int, int, int, bool]:
