@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 import click
 import yaml
 
-from kvferry import model_catalogue
+from kvferry import model_catalogue, model_folder
 from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.plan_commands import inputs, report
@@ -107,6 +107,7 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="The same as a PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--emit", "emitted", type=click.Choice(_EMITTED), help="Print what helm, serve or vllm takes, only.")
+@click.option("--path", help="With --emit: the checkpoint to serve, a hub id or a folder, where it is not MODEL's.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="With --emit serve.yaml: any setting.")
 @click.option("--published", "show_published", is_flag=True, help="List published figures that arithmetic contradicts.")
 @click.option("--list", "listed", type=click.Choice(_LISTS), help="Show the planner's data.")
@@ -144,7 +145,7 @@ def _show_plan(name: str, options: dict[str, Any]) -> None:
         question = _calibrated(question, options["calibrate"])
     found = plan.make(question)
     if options["emitted"]:
-        click.echo(_emitted(options["emitted"], found, name, options["settings"]), nl=False)
+        click.echo(_emitted(options["emitted"], found, _checkpoint(name, options["path"], question), options), nl=False)
         return
     if options["plot"] is not None:
         from kvferry.plan_commands import chart
@@ -337,20 +338,48 @@ def _tier(given: int | None, of_profile: int) -> int:
     return profiles.tier_bytes(gib)
 
 
-def _emitted(form: str, found: Plan, name: str, settings: tuple[str, ...]) -> str:
-    entry = model_catalogue.find(name)
-    path = name if entry is None else entry.hub_id
+def _checkpoint(name: str, path: str | None, question: Question) -> str:
+    # Return the folder or hub id whose weights are the planned ones. Raises ConfigError where it has others.
+    model = question.model
+    if path is None:
+        entry = model_catalogue.find(name)
+        path = name if entry is None else entry.hub_id
+        if model.needs_other_checkpoint:
+            raise ConfigError(
+                f"--emit: the plan has weights in {model.weights}, and {path} has {model.checkpoint_weights}: name a "
+                f"checkpoint in {model.weights} with --path, a hub id or a folder"
+            )
+        return path
+    _check_printable("--path", path)
+    known = model_catalogue.find(path)
+    if model_folder.is_folder(path) or known is not None:
+        geometry = model_catalogue.geometry_of(path)
+        there = dataclasses.replace(model, geometry=geometry)
+        if there.needs_other_checkpoint:
+            raise ConfigError(
+                f"--path {path}: its weights are {there.checkpoint_weights}; the plan has them in {model.weights}"
+            )
+        if geometry.dtype != model.geometry.dtype or geometry.groups != model.geometry.groups:
+            raise ConfigError(f"--path {path}: its KV pages are not those of {model.geometry.name}")
+    return path if known is None else known.hub_id
+
+
+def _emitted(form: str, found: Plan, path: str, options: dict[str, Any]) -> str:
     served_name = path.rstrip("/").rpartition("/")[2]
     question = found.question
     if form == "vllm":
         return emit.vllm_commands(found.best, question, model_path=path)
     candidate = _servable(found)
+    if model_folder.is_folder(path):
+        path = str(Path(path).expanduser().absolute())
+    title = [f"{candidate.num_gpus} x {candidate.gpu.title}, {candidate.layout.text()}, by `kvferry plan`."]
     if form == "values.yaml":
         content: Any = emit.values(candidate, question, model_path=path, served_name=served_name)
+        title += emit.notes(candidate, question, model_path=path)
     else:
+        settings = options["settings"]
         content = emit.serve(candidate, question, model_path=path, served_name=served_name, settings=settings)
-    title = f"# {candidate.num_gpus} x {candidate.gpu.title}, {candidate.layout.text()}, by `kvferry plan`.\n"
-    return title + yaml.safe_dump(content, sort_keys=False)
+    return "".join(f"# {line}\n" for line in title) + yaml.safe_dump(content, sort_keys=False)
 
 
 def _servable(found: Plan) -> Candidate:

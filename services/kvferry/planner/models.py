@@ -62,6 +62,19 @@ class PlannedModel:
         unused = 1 - self.geometry.num_experts_per_token / self.geometry.num_experts
         return min(float(self.num_parameters), (self.num_parameters - self.num_active_parameters) / unused)
 
+    @property
+    def checkpoint_weights(self) -> str:
+        """Type of the weights by config.json; empty: quantized by a method that leaves the type open."""
+        if self.geometry.quantization:
+            return _METHODS.get(self.geometry.quantization, "")
+        return self.geometry.dtype
+
+    @property
+    def needs_other_checkpoint(self) -> bool:
+        """Whether no engine gets these weights from the checkpoint: vLLM casts to 16 or 32 bits, and no further."""
+        there = self.checkpoint_weights
+        return there not in ("", self.weights) and not (there in _FULL_PRECISION and self.weights in _FULL_PRECISION)
+
     def weight_bytes(self, assumptions: Assumptions) -> float:
         """Bytes of all weights; of quantized ones a share stays in bfloat16."""
         return self.num_parameters * self.bytes_per_parameter(assumptions)

@@ -316,3 +316,72 @@ def test_a_number_of_a_scenario_has_a_limit(span: str, tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text(f"kind = 'chat'\n[chat]\nsystem_tokens = {span}\nuser_tokens = 1\nanswer_tokens = 1\nturns = 1")
     assert "chat.system_tokens: expected a number" in refused("llama-3.1-8b", "--scenario", str(file))
+
+
+def test_weights_that_the_checkpoint_lacks_need_one_that_has_them(tmp_path: Path) -> None:
+    words = ("llama-3.1-70b", "--gpu", "h200", "--context", "8192", "--weights", "fp8", "--emit")
+    for form in ("values.yaml", "serve.yaml", "vllm"):
+        said = refused(*words, form)
+        assert "weights in fp8, and meta-llama/Meta-Llama-3.1-70B has bfloat16: name a checkpoint" in said
+        assert "meta-llama" not in run(*words, form, "--path", "owner/Llama-FP8").stdout
+    assert "vllm serve owner/Llama-FP8 " in run(*words, "vllm", "--path", "owner/Llama-FP8").stdout
+    # What is there is compared.
+    assert "its weights are bfloat16" in refused(*words, "vllm", "--path", "meta-llama/Meta-Llama-3.1-70B")
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 80, "head_dim": 128,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert str(tmp_path) in run(*words, "vllm", "--path", str(tmp_path)).stdout
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 40}))
+    assert "its KV pages are not those of Llama-3.1-70B" in refused(*words, "vllm", "--path", str(tmp_path))
+
+
+def test_16_bits_are_cast_to_16_bits() -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--weights", "float16", "--emit")
+    assert yaml.safe_load(run(*words, "values.yaml").stdout)["config"]["model"]["dtype"] == "float16"
+    assert "--dtype float16" in run(*words, "vllm").stdout
+    assert "--dtype" not in run("llama-3.1-8b", "--gpu", "h100", "--emit", "vllm").stdout
+
+
+def test_weights_of_4_bits_are_served_by_vllm_alone() -> None:
+    words = ("llama-3.1-70b", "--gpu", "h100", "--context", "8192", "--weights", "int4")
+    assert not any(layout["served_by_kvferry"] for layout in planned(*words)["layouts"])
+    said = refused(*words, "--emit", "values.yaml", "--path", "owner/Llama-AWQ")
+    assert "kvferry serves weights of 8 bits and more, not int4" in said
+
+
+def test_values_of_a_hub_model_fill_a_volume_and_name_placeholders() -> None:
+    shown = run("llama-3.1-70b", "--gpu", "h200", "--context", "8192", "--users", "64", "--emit", "values.yaml").stdout
+    values = yaml.safe_load(shown)
+    weights = values["model"]["weights"]
+    assert weights["enabled"]
+    assert weights["claim"]["sizeGiB"] > 141e9 / (1 << 30) + 1
+    assert values["model"]["hubToken"] == {"secretName": "hub-token"}
+    assert values["config"]["model"]["revision"] == "COMMIT"
+    comment = shown[: shown.index("image:")]
+    for placeholder in ("image.registry", "config.model.revision", "model.weights.claim", "model.hubToken"):
+        assert placeholder in comment
+    thresholds = values["monitoring"]["alerts"]["thresholds"]
+    assert thresholds["KvferrySlowFirstTokensQueued"] == thresholds["KvferrySlowFirstTokensUnqueued"] == 8.192
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_pods_reserve_what_is_planned_or_say_how_much_more(tier: bool) -> None:
+    words = ["llama-3.1-70b", "--profile", "rag", "--gpu", "h200", "--users", "64", "--tp", "2", "--pp", "1"]
+    if not tier:
+        words += ["--volume-tier", "0", "--cpu-tier", "0"]
+    shown = run(*words, "--emit", "values.yaml").stdout
+    values, gpus = yaml.safe_load(shown), planned(*words)["layouts"][0]["gpus"]
+    reserved = sum(
+        -(-role["replicas"] // role["workersPerPod"]) * role["workersPerPod"] * role["gpusPerWorker"]
+        for role in values["roles"].values()
+    )
+    assert (reserved > gpus) is tier
+    assert (f"Pods reserve {reserved} GPUs, {reserved - gpus} more" in shown) is tier
+    prefill = values["roles"]["prefill"]
+    assert prefill["rdma"]
+    assert prefill["env"]["UCX_TLS"] == "rc,cuda_copy,cuda_ipc,tcp"
+    assert prefill["extraResources"] == {"rdma/ib": 2 * prefill["workersPerPod"]}
+    assert "Without RDMA" in shown
