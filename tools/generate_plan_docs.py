@@ -1,13 +1,18 @@
-"""Write docs/headroom.md and the tables of docs/plan.md from the planner's data; --check fails when they differ."""
+"""Write docs/headroom.md, and tables and examples of docs/plan.md, from the planner; --check fails when they differ."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from click.testing import CliRunner
+
+from kvferry.cli import main as main_command
 from kvferry.planner import engine_settings, published
 from kvferry.planner.assumptions import DEFAULTS, describe
 from kvferry.planner.gpu_catalogue import shipped
@@ -18,6 +23,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 _RATES: tuple[Literal["bfloat16"], Literal["fp8"], Literal["fp4"]] = ("bfloat16", "fp8", "fp4")
 HEADROOM = DOCS / "headroom.md"
 PLAN = DOCS / "plan.md"
+_EXAMPLE = re.compile(r"```\n\$ (?P<command>kvferry plan [^\n]*)\n.*?\n```", re.DOTALL)
 
 _HEAD = """\
 # Headroom and thresholds
@@ -133,14 +139,26 @@ _TABLES = {
 
 
 def plan_page(page: str) -> str:
-    """Return docs/plan.md with its tables written anew, each between `<!-- table NAME -->` and `<!-- end -->`."""
+    """Return docs/plan.md with examples and tables anew, a table between `<!-- table NAME -->` and `<!-- end -->`."""
     for name, rows in _TABLES.items():
         before, marker, rest = page.partition(f"<!-- table {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         if not marker or not end:
             raise SystemExit(f"{PLAN.name}: no place for the table {name}")
         page = before + marker + "\n".join(rows()) + "\n" + end + after
-    return page
+    return _EXAMPLE.sub(_example, page)
+
+
+def _example(block: re.Match[str]) -> str:
+    """Return a block of an example with what its command prints today."""
+    command = block["command"]
+    words = shlex.split(command)[1:]
+    if "--calibrate" in words:
+        return block[0]  # it measures a deployment
+    result = CliRunner().invoke(main_command, words)
+    printed = result.stdout if result.exit_code == 0 else result.stderr
+    lines = [line.rstrip() for line in printed.splitlines()]
+    return "\n".join(["```", f"$ {command}", *lines, "```"])
 
 
 def _cell(text: str) -> str:

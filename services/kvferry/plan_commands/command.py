@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -16,13 +17,14 @@ import yaml
 from kvferry import model_catalogue, model_folder
 from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.plan_commands import inputs, report
+from kvferry.plan_commands import inputs, parameter_count, report
 from kvferry.planner import (
     answer,
     assumptions,
     calibration,
     emit,
     gpu_catalogue,
+    kv_dtypes,
     models,
     plan,
     profiles,
@@ -73,13 +75,22 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 @click.option("--restored-share", type=float, default=0.0, help="Share of prompts that comes back from a lower tier.")
 @click.option("--think", "think_s", type=float, default=0.0, help="Seconds between a user's requests.")
 @click.option(
-    "--ttft", "ttft_s", type=float, help="Objective in seconds, for 99 % of requests.  [default: 2, or prompt / 1000]"
+    "--ttft",
+    "ttft_s",
+    type=float,
+    help="Objective in seconds, for 99 % of requests.  [default: the larger of 2 and prompt / 1000]",
 )
 @click.option("--tpot", "tpot_s", type=float, help="Objective in seconds, mean.  [default: 0.05]")
 @click.option("--gpu", "gpu_names", multiple=True, help="Only these GPUs; may be repeated.  [default: all but CPUs]")
 @click.option("--budget", "budget", type=float, help="US dollars an hour, at most.")
 @click.option("--max-gpus", type=int, help="GPUs, at most.")
-@click.option("--price", type=float, help="US dollars for one GPU and hour, of your own.")
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    metavar="[NAME=]USD",
+    help="For one GPU and hour, of your own: of all, or of one.",
+)
 @click.option(
     "--catalogue", type=click.Path(path_type=Path), help="A YAML file of GPUs that wins over the shipped one."
 )
@@ -200,6 +211,11 @@ def _question(name: str, options: dict[str, Any]) -> Question:
         _check_printable(f"{name}: config.json", each)
     parameters = _count(options["parameters"], "--parameters")
     active = _count(options["active_parameters"], "--active-parameters")
+    if parameters is None and geometry.num_parameters is None:
+        counted = parameter_count.count(model_folder.read_config(name), geometry)
+        if counted is not None:
+            total, used = counted
+            geometry = dataclasses.replace(geometry, num_parameters=total, num_active_parameters=used)
     gpus = _gpus(options)
     only_cpus = all(gpu.is_cpu for gpu in gpus.values())
     if only_cpus:
@@ -219,7 +235,7 @@ def _question(name: str, options: dict[str, Any]) -> Question:
         model=model,
         demand=_demand(options, profile, load, context),
         gpus=gpus,
-        kv_cache_dtype=_given(options, "kv_cache_dtype", "auto"),
+        kv_cache_dtype=_kv_cache_dtype(options),
         assumptions=assume,
         gpu_memory_utilization=options["gpu_memory_utilization"],
         block_size=_given(options, "block_size", 32 if only_cpus else 16),
@@ -268,11 +284,22 @@ def _demand(
         users=users,
         rate_per_s=rate,
         ttft_s=first("ttft_s", max(_TTFT_S, longest / _PROMPT_TOKENS_S)),
+        ttft_is_default=not any(each.get("ttft_s") is not None for each in said),
         tpot_s=first("tpot_s", _TPOT_S),
         think_s=options["think_s"],
         prefix_share=first("prefix_share", 0.0),
         restored_share=options["restored_share"],
     )
+
+
+def _kv_cache_dtype(options: dict[str, Any]) -> str:
+    name = str(_given(options, "kv_cache_dtype", "auto"))
+    if name not in kv_dtypes.KNOWN:
+        raise ConfigError(
+            f"--kv-cache-dtype {name[:40]!r}: vLLM 0.32 has no KV cache dtype of this name; it has "
+            f"{', '.join(kv_dtypes.KNOWN)}"
+        )
+    return name
 
 
 def _load(options: dict[str, Any]) -> inputs.Load | None:
@@ -285,13 +312,37 @@ def _load(options: dict[str, Any]) -> inputs.Load | None:
 
 def _gpus(options: dict[str, Any]) -> dict[str, gpu_catalogue.Gpu]:
     known = gpu_catalogue.shipped() if options["catalogue"] is None else inputs.read_catalogue(options["catalogue"])
-    names: Sequence[str] = options["gpu_names"] or [name for name, gpu in known.items() if not gpu.is_cpu]
+    # As names of models, in any case of letters.
+    named = [name.lower() for name in options["gpu_names"]]
+    names: Sequence[str] = named or [name for name, gpu in known.items() if not gpu.is_cpu]
     chosen = {name: gpu_catalogue.find(known, name) for name in names}
-    if options["price"] is None:
-        return chosen
-    if not 0 < options["price"] <= 1e6:
-        raise ConfigError(f"--price {options['price']:g}: expected US dollars for one GPU and hour, above 0")
-    return dict(priced(chosen, options["price"]))
+    return dict(priced(chosen, _prices(options["prices"], chosen)))
+
+
+def _prices(given: Sequence[str], gpus: Mapping[str, gpu_catalogue.Gpu]) -> dict[str, float]:
+    # Return the price of each GPU that has one: a price with a name wins over that of all.
+    of_all: dict[str, float] = {}
+    of_one: dict[str, float] = {}
+    for each in given:
+        name, equals, text = each.rpartition("=")
+        name = name.lower()
+        try:
+            usd = float(text)
+        except ValueError:
+            usd = math.nan
+        if not 0 < usd <= 1e6:
+            raise ConfigError(
+                f"--price {each[:80]}: expected US dollars for one GPU and hour, above 0, as 3.1 or h200=3.1"
+            )
+        if equals and name not in gpus:
+            raise ConfigError(f"--price {each[:80]!r}: no such GPU is planned; there are {', '.join(sorted(gpus))}")
+        if name in of_one or (not equals and of_all):
+            raise ConfigError(f"--price {each[:80]}: a second price for {name or 'all GPUs'}")
+        if equals:
+            of_one[name] = usd
+        else:
+            of_all = dict.fromkeys(gpus, usd)
+    return of_all | of_one
 
 
 def _assumed(given: Sequence[str]) -> dict[str, float]:

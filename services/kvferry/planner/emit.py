@@ -143,8 +143,7 @@ def notes(candidate: Candidate, question: Question, *, model_path: str) -> list[
         found += [
             "  roles.*.extraResources: the name that the nodes' device plugin gives to RDMA devices, one for each GPU",
             "  roles.*.env: UCX_NET_DEVICES if not all of them are to be used. Without RDMA remove rdma, env and",
-            f"    extraResources; TCP then has to carry {candidate.transfer_bytes_s / 1e9:.3g} GB/s of KV into each decode "
-            "GPU",
+            f"    extraResources: each decode GPU then gets {candidate.transfer_bytes_s / 1e9:.3g} GB/s of KV over TCP",
         ]
     reserved = sum(
         math.ceil(replicas / per_pod) * per_pod * candidate.layout.num_gpus

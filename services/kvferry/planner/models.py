@@ -131,12 +131,13 @@ class PlannedModel:
 def planned(geometry: ModelGeometry, weights: str | None, parameters: int | None, active: int | None) -> PlannedModel:
     """Raises ConfigError if parameters or the weights' type are not known."""
     total = parameters or geometry.num_parameters
-    if total is None:
-        raise ConfigError(
-            f"{geometry.name}: the number of parameters is not known; give --parameters (such as 70.6e9), for a "
-            "mixture of experts --active-parameters too"
-        )
     is_mixture = geometry.num_experts > 1
+    if total is None:
+        both = ", and --active-parameters (12.9e9), as it is a mixture of experts" if is_mixture else ""
+        raise ConfigError(
+            f"{geometry.name}: its parameters cannot be counted from config.json; give --parameters (such as "
+            f"70.6e9){both}"
+        )
     used = active or (geometry.num_active_parameters if parameters is None else None) or (None if is_mixture else total)
     if used is None:
         raise ConfigError(f"{geometry.name}: a mixture of experts; give --active-parameters (such as 37e9)")

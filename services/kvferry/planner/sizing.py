@@ -89,6 +89,11 @@ class Candidate:
         return (self.num_prefill + self.num_decode) * self.layout.num_gpus
 
     @property
+    def ttft_mean_s(self) -> float:
+        """Seconds to the first token of a mean prompt that does not wait."""
+        return self.ttft.routing_s + self.prefill.total_s + self.ttft.transfer_s + self.ttft.first_step_s
+
+    @property
     def num_nodes(self) -> int:
         return math.ceil(self.num_gpus / self.gpu.gpus_per_node)
 
@@ -382,7 +387,7 @@ def _ttft_miss(base: _Base, best: Ttft) -> Miss:
     if best.total_s <= goal_s or not math.isfinite(best.total_s):
         return base.miss("GPUs", f"more than {MAX_ENGINES} engines of a role would be needed", math.inf)
     parts = f"{best.prefill_s:.3f} s of prefill, {best.transfer_s:.3f} s of KV transfer"
-    found = _unlike(best.total_s, goal_s)
+    found = above(best.total_s, goal_s)
     message = f"TTFT of {found} s with any number of engines ({parts}); --ttft is {goal_s:g} s"
     return base.miss("TTFT", message, best.total_s / goal_s)
 
@@ -390,16 +395,17 @@ def _ttft_miss(base: _Base, best: Ttft) -> Miss:
 def _idle_miss(base: _Base, num_engines: int, kept: Ttft, loaded: Ttft) -> Miss:
     goal_s, least = base.question.demand.ttft_s, base.question.assumptions.least_load
     message = (
-        f"TTFT of {_unlike(loaded.total_s, goal_s)} s with {least:.0%} of the load that an engine could serve; --ttft "
+        f"TTFT of {above(loaded.total_s, goal_s)} s with {least:.0%} of the load that an engine could serve; --ttft "
         f"is {goal_s:g} s, which only {num_engines} nearly idle engines keep (an idle one has "
         f"{kept.total_s - kept.wait_s:.3g} s)"
     )
     return base.miss("TTFT", message, loaded.total_s / goal_s)
 
 
-def _unlike(seconds: float, goal_s: float) -> str:
-    # Return the seconds with as many digits as tell them from the objective, at least two behind the point.
-    return next((text for digits in range(2, 6) if float(text := f"{seconds:.{digits}f}") > goal_s), f"{seconds:.9g}")
+def above(value: float, goal: float) -> str:
+    """Return a value with as many digits as show that it is above the goal, two behind the point or more."""
+    shown = (f"{value:.{digits}f}" for digits in range(2, 7))
+    return next((text for text in shown if float(text) > goal), f"{value:.9g}")
 
 
 def _binds_decode(base: _Base) -> str:

@@ -280,7 +280,7 @@ def test_a_budget_and_a_number_of_gpus_are_kept() -> None:
     with pytest.raises(NoPlan, match="--max-gpus is 1"):
         plan.make(question("llama-3.1-70b", max_gpus=1))
     cheap = question(gpus=("h200",), budget_usd_per_hour=100.0)
-    found = plan.make(cheap.with_changes(gpus=priced(cheap.gpus, 3.0)))
+    found = plan.make(cheap.with_changes(gpus=priced(cheap.gpus, {"h200": 3.0})))
     assert found.best.usd_per_hour == 3.0 * found.best.num_gpus
 
 
