@@ -231,6 +231,9 @@ def down(name: str | None) -> None:
 @_configured
 def show_config(config: ClusterConfig) -> None:
     """Print the effective configuration as YAML."""
+    from kvferry.quality.required import check_quality_report
+
+    check_quality_report(config)
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
 
 

@@ -410,7 +410,8 @@ def _checkpoint(name: str, path: str | None, question: Question) -> str:
             raise ConfigError(
                 f"--path {path}: its weights are {there.checkpoint_weights}; the plan has them in {model.weights}"
             )
-        if geometry.dtype != model.geometry.dtype or geometry.groups != model.geometry.groups:
+        is_same = geometry.groups == model.geometry.groups and geometry.dtype == model.geometry.dtype
+        if not is_same or models.native_kv_dtype(there, question.kv_cache_dtype) != question.kv_dtype:
             raise ConfigError(f"--path {path}: its KV pages are not those of {model.geometry.name}")
     return path if known is None else known.hub_id
 

@@ -17,7 +17,7 @@ _CPUS_PER_GPU: Final = 8
 _MEMORY_GIB_PER_GPU: Final = 64  # of a pod, without its CPU tier: engines' host memory and the loading of weights
 _CPU_NODE: Final = (32, 128)  # CPUs and GiB of a worker on a CPU node
 _GIB: Final = 1 << 30
-_SERVED_METHODS: Final = ("", "compressed-tensors")
+_SERVED_METHOD: Final = "compressed-tensors"
 _HUB_REVISION: Final = "COMMIT"  # placeholder
 _CLAIM_SHARE: Final = 1.05  # of the weights: tokenizer, configuration and the file system's own
 # As the chart mounts them, and as deploy/ray/README.md asks for them.
@@ -48,7 +48,7 @@ def _weights_obstacles(question: Question) -> list[str]:
     method = model.geometry.quantization
     if WEIGHT_BYTES[model.weights] < 1:
         return [f"kvferry serves weights of 8 bits and more, not {model.weights} (docs/models.md)"]
-    if method not in _SERVED_METHODS and not model.needs_other_checkpoint:
+    if method and not method.startswith(_SERVED_METHOD) and not model.needs_other_checkpoint:
         return [
             f"kvferry serves quantized weights as compressed-tensors alone, not as {method!r} (docs/models.md): serve "
             "the model unquantized, or name such a checkpoint"

@@ -66,7 +66,7 @@ class PlannedModel:
     def checkpoint_weights(self) -> str:
         """Type of the weights by config.json; empty: quantized by a method that leaves the type open."""
         if self.geometry.quantization:
-            return _METHODS.get(self.geometry.quantization, "")
+            return _METHODS.get(self.geometry.quantization.lower(), "")
         return self.geometry.dtype
 
     @property
