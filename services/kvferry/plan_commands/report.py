@@ -274,7 +274,8 @@ def print_profiles(to: Console) -> None:
 def print_rules(to: Console) -> None:
     for rule in rules.RULES:
         to.print(f"\n[bold]{rule.name}[/]  ({rule.severity}) {escape(rule.symptom)}", highlight=False)
-        to.print(f"  cause: {escape(rule.cause)}\n  action: {escape(rule.action)}", highlight=False)
+        to.print(f"  cause: {escape(rule.cause)}\n  look at: {escape(rule.look)}", highlight=False)
+        to.print(f"  action: {escape(rule.action)}\n  disrupts: {escape(rule.disrupts)}", highlight=False)
 
 
 def print_settings(to: Console) -> None:
