@@ -75,7 +75,8 @@ class _WorkerReplica:
         hub_model: Mapping[str, str] | None = None,
     ) -> None:
         config = _in_replica(values)
-        check_quality_report(config)  # before weights are waited for and read
+        # Before weights are waited for and read.
+        check_quality_report(config, engine=config.engine_of(self.kind.value, pool))
         await _until_filled(model_folder, hub_model)
         keeper_socket = ""
         if config.volumes_of(pool) is not None:

@@ -179,7 +179,10 @@ def test_a_worker_refuses_a_quality_report_before_it_waits_for_its_model(
     monkeypatch.setattr(app, "_in_replica", configuration.parse)
     asked = values(engine={"kind": "vllm", "quality_report": str(tmp_path / "none.json")})
     start = app.DecodeWorker.__init__(
-        SimpleNamespace(), asked, str(tmp_path / "no model"), hub_model={"name": "a/b", "revision": "r"}
+        SimpleNamespace(kind=app.DecodeWorker.kind),
+        asked,
+        str(tmp_path / "no model"),
+        hub_model={"name": "a/b", "revision": "r"},
     )  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match=r"engine\.quality_report: .*none\.json cannot be read"):
         asyncio.run(start)

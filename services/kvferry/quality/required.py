@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.config import ClusterConfig
+from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.quality.report import read_report, why_not_shown
@@ -10,13 +10,17 @@ from kvferry.quality.report import read_report, why_not_shown
 _AUTO = "auto"
 
 
-def check_quality_report(config: ClusterConfig, *, context_length: int = 0, weights: str = "") -> None:
+def check_quality_report(
+    config: ClusterConfig, *, engine: EngineConfig | None = None, context_length: int = 0, weights: str = ""
+) -> None:
     """Raises ConfigError for a report that is missing, no report, or does not show what is configured.
 
-    `context_length` is the model's, in tokens, and `weights` the digest of its files; 0 and empty: not known here. The
-    engine compares all of it again, and vLLM's version and types that only it knows.
+    `engine` is that of a role or a pool, by default that of all. `context_length` is the model's, in tokens, and
+    `weights` the digest of its files; 0 and empty: not known here. The engine compares all of it again, and vLLM's
+    version and types that only it knows.
     """
-    file, engine, model = config.engine.quality_report, config.engine, config.model
+    engine, model = engine or config.engine, config.model
+    file = engine.quality_report
     if file is None or engine.kind != "vllm":
         return
     asked = {"device": engine.device, "revision": model.revision}
