@@ -24,7 +24,7 @@ _OBJECTIVES: Final = {"TTFT": "prefill", "TPOT": "decode", "KV pages": "memory",
 
 MAX_HELPING: Final = 4  # changes that are shown where nothing meets the demand
 _SLACK: Final = 1.05
-_TRIED_FACTOR: Final = 2.0  # twice as long is tried anyway
+_TRIED_FACTOR: Final = 10.0  # a longer objective is no small change
 
 
 class NoPlan(LocalError):

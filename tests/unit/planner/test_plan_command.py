@@ -503,3 +503,11 @@ def test_the_catalogue_of_the_documentation_is_taken(tmp_path: Path) -> None:
     found = {each["gpu"]: each["price"] for each in planned(*words)["layouts"]}
     assert found["h200"]["usd_per_gpu_hour"] == 3.1
     assert "own" in found
+
+
+@pytest.mark.parametrize("profile", ["code", "agents"])
+def test_a_profile_that_is_too_fast_for_a_model_names_the_ttft_that_is_not(profile: str) -> None:
+    words = ("llama-3.1-70b", "--gpu", "h200", "--profile", profile, "--users", "16")
+    said = refused(*words, code=1)
+    (ttft,) = (line.split()[3].rstrip(":") for line in said.splitlines() if "would do  --ttft" in line)
+    assert planned(*words, "--ttft", ttft)["layouts"]
