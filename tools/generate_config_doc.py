@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+import yaml
 from generated_pages import write_or_check
-from helm_check import CHART_DECIDES
+from helm_check import CHART, CHART_DECIDES
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -34,9 +35,40 @@ Generated from `services/kvferry/config.py` by `make config-doc`; `make check` s
 
 Every key of a YAML file (`kvferry up --config FILE`), of the environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), of flags
 (`--set gateway.http_port=8001`), and of the chart's value `config`. Later sources win, in this order. An unknown key or
-a bad value is refused by name; `kvferry config` prints what would be used. The chart decides about keys marked †, and
-has values of its own for them ([values.yaml](../deploy/helm/kvferry/values.yaml)).
+a bad value is refused by name; `kvferry config` prints what would be used. The chart decides about keys marked †: its
+value `config` does not take them, and [the last section](#what-the-chart-has-instead) names its own.
 """
+# What of the chart's values stands for the keys that it decides about; empty: nothing, the chart knows.
+_COUNTERPARTS = {
+    "insecure": "insecure",
+    "prefill": "roles.prefill",
+    "decode": "roles.decode",
+    "metrics": "monitoring.members",
+    "pools": "",
+    "engine.side_channel_host": "",
+    "worker.host": "",
+    "worker.tls": "internalTls",
+    "gateway.replicas": "gateway.replicas",
+    "gateway.num_cpus": "gateway.resources",
+    "gateway.resources": "gateway.resources",
+    "gateway.host": "",
+    "gateway.http_port": "gateway.httpPort",
+    "gateway.grpc_port": "gateway.grpcPort",
+    "gateway.keys_file": "auth.keysSecret",
+    "gateway.tls": "gateway.tls",
+    "gateway.linger_s": "gateway.lingerSeconds",
+    "membership.endpoints": "etcd.endpoints",
+    "membership.ca_file": "etcd.external.tlsSecret",
+    "membership.cert_file": "etcd.external.tlsSecret",
+    "membership.key_file": "etcd.external.tlsSecret",
+    "membership.user": "etcd.external.user",
+    "membership.password_file": "etcd.external.passwordSecret",
+    "tier.enabled": "tier.enabled",
+    "tier.cpu_gib": "tier.cpuGiB",
+    "tier.volumes": "tier.volumes",
+    "tier.host": "",
+    "tier.encryption_keys_file": "tier.encryptionKeysSecret",
+}
 
 
 _ARGUMENTS_HEAD = """\
@@ -102,7 +134,24 @@ def page() -> str:
                 lines.append(_row(prefix, name, field, comments.get(f"{model.__name__}.{name}", "")))
         if len(lines) > 4:
             parts.append("\n".join(lines) + "\n")
+    parts.append("\n".join(["## What the chart has instead", "", *_counterparts()]) + "\n")
     return "\n".join(parts)
+
+
+def _counterparts() -> Iterator[str]:
+    decided = {f"{section}.{key}".lstrip(".") for section, keys in CHART_DECIDES.items() for key in keys} | {"pools"}
+    if decided != set(_COUNTERPARTS):
+        raise SystemExit(
+            f"counterparts in the chart: {sorted(decided ^ set(_COUNTERPARTS))} are there on one side only"
+        )
+    yield "Keys, and the chart's [values](../deploy/helm/kvferry/values.yaml) for them:"
+    yield ""
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    for key, name in _COUNTERPARTS.items():
+        here = values
+        for part in filter(None, name.split(".")):
+            here = here[part]  # a KeyError names what is no value
+        yield f"- `{key}`: {f'`{name}`' if name else 'none'}"
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -212,8 +261,10 @@ def _comments() -> dict[str, str]:
                 for line in lines[statement.lineno - 1 : last]
                 if " # " in line
             ]
-            said = [" ".join(each) for each in (above, beside) if each]
-            found[f"{node.name}.{statement.target.id}"] = ". ".join(_sentence(each) for each in said)
+            said = [_sentence(" ".join(each)) for each in (above, beside) if each]
+            # A sentence after another begins with a capital.
+            said[1:] = [each[:1].upper() + each[1:] for each in said[1:]]
+            found[f"{node.name}.{statement.target.id}"] = ". ".join(said)
     return found
 
 

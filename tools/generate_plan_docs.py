@@ -1,14 +1,19 @@
-"""Write docs/headroom.md and the tables of docs/plan.md from the planner's data; --check fails when they differ."""
+"""Write docs/headroom.md, and tables and examples of docs/plan.md, from the planner; --check fails when they differ."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import yaml
+from click.testing import CliRunner
 from generated_pages import write_or_check
 
+from kvferry.cli import main as main_command
 from kvferry.planner import engine_settings, published
 from kvferry.planner.assumptions import DEFAULTS, describe
 from kvferry.planner.gpu_catalogue import shipped
@@ -19,38 +24,80 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 _RATES: tuple[Literal["bfloat16"], Literal["fp8"], Literal["fp4"]] = ("bfloat16", "fp8", "fp4")
 HEADROOM = DOCS / "headroom.md"
 PLAN = DOCS / "plan.md"
+ALERTS = DOCS.parent / "deploy" / "helm" / "kvferry" / "files" / "alerts.yaml"
+_EXAMPLE = re.compile(r"```\n\$ (?P<command>kvferry plan [^\n]*)\n.*?\n```", re.DOTALL)
 
 _HEAD = """\
 # Headroom and thresholds
 
-Generated from `services/kvferry/planner/rules.py` by `make plan-docs`; `make check` says when it is not up to date.
+Generated from `services/kvferry/planner/rules.py` and the chart's
+[alerts](../deploy/helm/kvferry/files/alerts.yaml) by `make plan-docs`; `make check` says when it is not up to date.
 The same rules are behind `kvferry plan` (it plans KV pages to 85 %) and `kvferry plan --list rules`.
 
-Conditions are PromQL: `vllm:*` are vLLM's metrics, which workers export with the labels `worker` and `role`,
-`kvferry_*` are in [metrics.md](metrics.md). Sources are published guides ([plan.md](plan.md#published-figures)); where
-arithmetic or vLLM's sources say otherwise, the last column says it.
+`kvferry_*` are in [metrics.md](metrics.md); `vllm:*` are vLLM's metrics, which workers export with the labels `worker`
+and `role` (`monitoring.members` of the chart). Sources are published guides ([plan.md](plan.md#published-figures));
+where arithmetic or vLLM's sources say otherwise, the last column says it. kvferry serves KV pages of the model's own
+type alone, so FP8 pages, which guides advise, are no action here. To add workers: [operations.md](operations.md#scale).
+
+"""
+_ALERTS_HEAD = """\
+
+## Alerts
+
+What `monitoring.alerts` of the chart installs. `monitoring.alerts.thresholds` takes other thresholds by these names,
+`monitoring.alerts.without` leaves alerts out. Alerts without a rule watch faults.
+
+"""
+_QUERIES_HEAD = """\
+
+## Queries
+
+No alert of the chart watches these, as they need metrics of workers: what to look at where a rule above says so.
 
 """
 
 
 def headroom() -> str:
-    return _HEAD + "\n".join([*_rules(), "", "## Conditions", "", *_conditions()]) + "\n"
+    tables = (_HEAD, _rules), (_ALERTS_HEAD, _alerts), (_QUERIES_HEAD, _queries)
+    return "".join(head + "\n".join(rows()) + "\n" for head, rows in tables)
 
 
 def _rules() -> Iterator[str]:
-    yield "| rule | symptom | cause | action | source | remark |"
-    yield "|---|---|---|---|---|---|"
+    alerts = _chart_alerts()
+    yield "| rule | symptom | cause | look first at | safe action | it disrupts | alert | source | remark |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for rule in RULES:
-        cells = (f"`{rule.name}`", rule.symptom, rule.cause, rule.action, f"`{rule.source}`", rule.caution or "–")
+        alert = ", ".join(f"`{each['alert']}`" for each in alerts if each.get("rule") == rule.name) or "–"
+        cells = (
+            f"`{rule.name}`", rule.symptom, rule.cause, rule.look, rule.action, rule.disrupts, alert,
+            f"`{rule.source}`", rule.caution or "–",
+        )  # fmt: skip
         yield f"| {' | '.join(map(_cell, cells))} |"
 
 
-def _conditions() -> Iterator[str]:
-    yield "| alert | severity | for | condition |"
-    yield "|---|---|---|---|"
+def _chart_alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def _alerts() -> Iterator[str]:
+    yield "| alert | rule | severity | for | threshold | condition | what its message advises |"
+    yield "|---|---|---|---|---|---|---|"
+    for each in _chart_alerts():
+        selected = each["expr"].replace(",SELECTOR", "").replace("{SELECTOR}", "")
+        condition = selected.replace("THRESHOLD", f"{each['threshold']:g}")
+        rule = f"`{each['rule']}`" if "rule" in each else "–"
+        threshold = f"{each['threshold']:g}" if each["unit"] == "1" else f"{each['threshold']:g}, {each['unit']}"
+        cells = (f"`{each['alert']}`", rule, each["severity"], each["for"], threshold, f"`{condition}`", each["action"])
+        yield f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _queries() -> Iterator[str]:
+    yield "| rule | PromQL |"
+    yield "|---|---|"
     for rule in RULES:
-        if rule.condition:
-            yield f"| `{rule.alert}` | {rule.severity} | {rule.for_s // 60} min | `{_cell(rule.condition)}` |"
+        if rule.query:
+            yield f"| `{rule.name}` | `{_cell(rule.query)}` |"
 
 
 def _gpus() -> Iterator[str]:
@@ -134,14 +181,26 @@ _TABLES = {
 
 
 def plan_page(page: str) -> str:
-    """Return docs/plan.md with its tables written anew, each between `<!-- table NAME -->` and `<!-- end -->`."""
+    """Return docs/plan.md with examples and tables anew, a table between `<!-- table NAME -->` and `<!-- end -->`."""
     for name, rows in _TABLES.items():
         before, marker, rest = page.partition(f"<!-- table {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         if not marker or not end:
             raise SystemExit(f"{PLAN.name}: no place for the table {name}")
         page = before + marker + "\n".join(rows()) + "\n" + end + after
-    return page
+    return _EXAMPLE.sub(_example, page)
+
+
+def _example(block: re.Match[str]) -> str:
+    """Return a block of an example with what its command prints today."""
+    command = block["command"]
+    words = shlex.split(command)[1:]
+    if "--calibrate" in words:
+        return block[0]  # it measures a deployment
+    result = CliRunner().invoke(main_command, words)
+    printed = result.stdout if result.exit_code == 0 else result.stderr
+    lines = [line.rstrip() for line in printed.splitlines()]
+    return "\n".join(["```", f"$ {command}", *lines, "```"])
 
 
 def _cell(text: str) -> str:

@@ -41,6 +41,7 @@ from kvferry.keeper.actor import KeeperActor
 from kvferry.keeper.socket_path import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
+from kvferry.quality.required import check_quality_report
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class _WorkerReplica:
         hub_model: Mapping[str, str] | None = None,
     ) -> None:
         config = _in_replica(values)
+        # Before weights are waited for and read.
+        check_quality_report(config, engine=config.engine_of(self.kind.value, pool))
         await _until_filled(model_folder, hub_model)
         keeper_socket = ""
         if config.volumes_of(pool) is not None:

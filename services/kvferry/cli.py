@@ -232,6 +232,9 @@ def down(name: str | None) -> None:
 @_configured
 def show_config(config: ClusterConfig, role: str | None) -> None:
     """Print the effective configuration as YAML."""
+    from kvferry.quality.required import check_quality_report
+
+    check_quality_report(config)
     if role is not None:
         from kvferry.engine.vllm.command_line import command_line
 

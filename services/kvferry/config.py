@@ -105,13 +105,17 @@ class EngineConfig(_Section):
     kind: Literal["vllm", "sim"] = "vllm"
     device: Literal["cpu", "gpu"] = "cpu"
     block_size: int = Field(32, ge=1, le=1024)  # tokens per KV page
+    # Type of KV pages. auto: what the checkpoint declares, or the type that the model is computed in. Engines start
+    # with pages of the model's own type alone (docs/models.md); `kvferry quality` measures what another one would cost.
     kv_cache_dtype: KvCacheDtype = "auto"
     # Result file of `kvferry quality`. An engine starts only if it passes up to the engine's longest context, against
     # pages that are not quantized, and is of the engine's model, revision, types, device and vLLM.
     quality_report: Path | None = None
     kv_cache_gib: int = Field(1, ge=1)  # CPU device: memory for KV pages per engine, whole GiB (vLLM takes no less)
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(64, ge=1)  # requests that an engine computes at once
+    # Tokens of one step, prompts and answers together. Empty: vLLM's own number, which depends on the device and on the
+    # engine's use; a prompt that is longer takes several steps.
     max_num_batched_tokens: int | None = Field(None, ge=64)
     tensor_parallel_size: int = Field(1, ge=1)
     enforce_eager: bool | None = None  # empty: yes on a CPU, no on a GPU
@@ -349,7 +353,8 @@ class GatewayConfig(_Section):
     prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
     # While all workers are full, requests wait in line, first come first served, before anything of them is computed.
-    max_queued_requests: int = Field(256, ge=0)  # of each pool; more get 429
+    # More than these, of each pool, get 429.
+    max_queued_requests: int = Field(256, ge=0)
     queue_timeout_s: float = Field(10, ge=0)  # a request that would wait longer gets 429
     worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
     # A leaving gateway is not ready, but accepts requests for so long: load balancers need time to notice.
@@ -532,7 +537,7 @@ class ClusterConfig(_Section):
     engine: EngineConfig = EngineConfig()
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
-    pools: dict[str, PoolConfig] = Field(default_factory=dict)  # by name, beside the default one, which has none
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)  # further pools by name; the default one has no name
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()

@@ -169,12 +169,24 @@ def print_report(report: QualityReport) -> None:
     console.print(table)
     for warning in report.warnings:
         console.print(f"warning: {warning}", highlight=False)
+    limit_mnats = 1000 * math.log1p(report.budget)
     console.print(
         f"exact match of {report.num_tasks} greedy answers: {_shown(report.exact_match, 100)} %\n"
-        f"verdict: {report.verdict} (budget {report.budget:.2%}; 95 % intervals; {report.took_s:.0f} s); "
-        f"mode {report.mode}",
+        f"verdict: {report.verdict} (budget {report.budget:.2%}, that is {limit_mnats:.2f} mnats; 95 % intervals; "
+        f"{report.took_s:.0f} s); mode {report.mode}",
         highlight=False,
     )
+    if report.verdict == Verdict.UNDECIDED:
+        undecided = ", ".join(f"{row.num_tokens:,}" for row in report.lengths if row.verdict == Verdict.UNDECIDED)
+        most = max((row.num_samples for row in report.lengths), default=0)
+        more = (
+            f"take more --samples than {most} (at most {MAX_SAMPLES})" if most < MAX_SAMPLES else "score more --tokens"
+        )
+        console.print(
+            f"undecided at {undecided} tokens: the interval of KL or of the change has the budget in it; {more}, or "
+            "--lengths of these alone to begin with",
+            highlight=False,
+        )
 
 
 def _shown(interval: IntervalRecord, times: float, minus: float = 0) -> str:

@@ -337,6 +337,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         at("monitoring.alerts", {"enabled": True, "thresholds": {"KvferryNothing": 1}}),
         'monitoring.alerts has no alert "KvferryNothing"; there are KvferryKvPagesScarce, ',
     ),
+    (at("monitoring.members.enabled", True), "monitoring.members.enabled needs networkPolicy.monitoringNamespace"),
     (at("externalSecrets.secrets", [EXTERNAL]), "externalSecrets.secrets needs externalSecrets.store.name"),
     (
         at("externalSecrets", {"store": {"name": "v"}, "secrets": [EXTERNAL, EXTERNAL]}),

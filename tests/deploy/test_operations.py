@@ -16,7 +16,7 @@ import click
 import pytest
 import yaml
 
-from kvferry import app, cli
+from kvferry import app, cli, model_catalogue
 from kvferry import config as configuration
 from support.chart import helm_check, newest_helm, write_values
 
@@ -156,8 +156,6 @@ def test_the_values_that_are_shown_render(tmp_path: Path) -> None:
     assert len(shown) >= 2
     for block in shown:
         values = yaml.safe_load(block)
-        if "tier" in values:
-            values["roles"] = {role: {"memoryGiB": 16} for role in ("prefill", "decode")}
         helm_check.parse_configs(newest_helm().documents(values=write_values(tmp_path, values)))
 
 
@@ -183,6 +181,35 @@ def test_what_flux_installs_renders(tmp_path: Path) -> None:
     assert ROOT / spec["chart"]["spec"]["chart"] == helm_check.CHART
     for document in newest_helm().documents(values=write_values(tmp_path, spec["values"])):
         helm_check.validate(document)
+
+
+def test_what_is_shown_fits_where_it_would_run() -> None:
+    """Weights take 4 B a parameter of a CPU pod's memory, 2 B of a GPU; claims hold what they are for."""
+    shown = [yaml.safe_load(block) for block in blocks(PAGES[0], "yaml") if block.startswith("# values\n")]
+    shown += [gitops("Argo CD")["spec"]["source"]["helm"]["valuesObject"], gitops("Flux")["spec"]["values"]]
+    checked = 0
+    for values in shown:
+        config = values.get("config", {})
+        entry = model_catalogue.find(config.get("model", {}).get("path", VALUES["config"]["model"]["path"]))
+        if entry is None:
+            continue  # a folder, or a name that stands for one
+        device = config.get("engine", {}).get("device", VALUES["config"]["engine"]["device"])
+        for role in ("prefill", "decode"):
+            pod = VALUES["roles"][role] | values.get("roles", {}).get(role, {})
+            if device == "cpu":
+                assert not pod["gpusPerWorker"]
+                assert 4 * entry.num_parameters * pod["workersPerPod"] < (pod["memoryGiB"] - 4) * 2**30
+            else:
+                assert pod["gpusPerWorker"] == config["engine"].get("tensor_parallel_size", 1)
+                # Of a GPU of 24 GB at least, and read through the pod's memory.
+                assert 2 * entry.num_parameters < min(pod["gpusPerWorker"] * 22e9, pod["memoryGiB"] * 2**30)
+        weights = VALUES["model"]["weights"] | values.get("model", {}).get("weights", {})
+        if weights["enabled"]:
+            checked += 1
+            assert weights["claim"]["sizeGiB"] * 2**30 > 2 * entry.num_parameters + 2**30
+        else:
+            assert VALUES["model"]["cache"]["sizeGiB"] * 2**30 > 2 * entry.num_parameters + 5 * 2**30
+    assert checked == 3
 
 
 @pytest.mark.parametrize("tool", ["Argo CD", "Flux"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,3 +170,19 @@ def test_counts_and_placement_of_a_pool_change_no_version() -> None:
 def test_a_cluster_may_have_pools_only() -> None:
     none = {role: {"replicas": 0} for role in ("prefill", "decode", "gateway")}
     assert set(build(**none, pools=POOLS)) == {"PrefillWorker-finance", "DecodeWorker-finance"}
+
+
+def test_a_worker_refuses_a_quality_report_before_it_waits_for_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The constructor's error is the deployment's message, in `serve status` and in the RayService.
+    monkeypatch.setattr(app, "_in_replica", configuration.parse)
+    asked = values(engine={"kind": "vllm", "quality_report": str(tmp_path / "none.json")})
+    start = app.DecodeWorker.__init__(
+        SimpleNamespace(kind=app.DecodeWorker.kind),
+        asked,
+        str(tmp_path / "no model"),
+        hub_model={"name": "a/b", "revision": "r"},
+    )  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match=r"engine\.quality_report: .*none\.json cannot be read"):
+        asyncio.run(start)

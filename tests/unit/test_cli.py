@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -17,7 +18,10 @@ from kvferry.gateway.generation import record_values
 from kvferry.local import cluster
 from kvferry.local.child import StartFailed
 from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.quality.report import write_report
+from kvferry.quality_command import print_report
 from kvferry.router.request_record import RequestRecord
+from support.quality_reports import passing_report
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +164,44 @@ def test_the_explanation_shows_what_a_gateway_recorded(capsys: pytest.CaptureFix
     assert "0 pages ferried" in said
     assert "0 by a KV transfer, from its CPU tier or from a volume" in said
     assert "ended with an error: request_quarantined" in said
+
+
+def test_a_quality_report_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_nothing(*_: object) -> None:
+        raise StartFailed("etcd")
+
+    monkeypatch.setattr(cluster, "start_etcd", start_nothing)
+    file = tmp_path / "report.json"
+    settings = ("--set", f"engine.quality_report={file}", "--set", "model.dtype=bfloat16", "--set", "model.revision=r")
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:  # short, for the sockets in it
+        monkeypatch.setenv("KVFERRY_RUN_DIR", folder)
+
+        def ends(*words: str, code: int, said: str) -> None:
+            result = run(*words, *settings)
+            assert (result.exit_code, said in result.stderr) == (code, True), result.output
+
+        up = ("up", "--http-port", "0")
+        for words in (("config",), up):
+            ends(*words, code=2, said=f"engine.quality_report: {file} cannot be read: No such file")
+        write_report(passing_report(verdict="undecided"), file)
+        for words in (("config",), up):
+            ends(*words, code=2, said=f"engine.quality_report {file}: its verdict is 'undecided'")
+        write_report(passing_report(), file)
+        ends("config", code=0, said="")
+        # Only `up` has the model: its longest context, and its weights.
+        ends(*up, code=2, said="its longest context has 1,088 tokens; the engine's has 8,192")
+        ends(*up, "--set", "model.max_model_len=1088", code=2, said="it is of weights 'w'")
+        # Without engines that compute, nothing is measured.
+        ends(*up, "--engine", "sim", code=1, said="etcd")
+
+
+def test_an_undecided_report_says_what_is_allowed_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(passing_report())
+    shown = capsys.readouterr().out
+    assert "budget 0.50%, that is 4.99 mnats" in shown
+    assert "undecided at" not in shown
+    passed = passing_report()
+    length = msgspec.structs.replace(passed.lengths[0], verdict="undecided")
+    print_report(msgspec.structs.replace(passed, verdict="undecided", lengths=(length,)))
+    assert "undecided at 1,024 tokens" in (shown := capsys.readouterr().out)
+    assert "take more --samples than 4 (at most 64)" in shown

@@ -23,9 +23,10 @@ import httpx
 import psutil
 import yaml
 
-from kvferry import model_folder, shared_memory
+from kvferry import model_catalogue, model_folder, shared_memory
 from kvferry.addresses import free_port, node_address
 from kvferry.config import ClusterConfig, GatewayConfig, parse
+from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import ConfigError, LocalError
 from kvferry.local.authority import make_certificates
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
@@ -37,6 +38,7 @@ from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
+from kvferry.quality.required import check_quality_report
 from kvferry.store.keyring import load_keyring
 
 _POLL_S = 0.5
@@ -294,8 +296,14 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
         config = _changed(config, "tier", encryption_keys_file=str(keys))
     if config.engine.kind != "vllm":
         return config
+    check_quality_report(config)
     with progress.step(f"model {config.model.path}"):
         path = model_folder.resolve(config.model.path, report=progress.detail)
+    if config.engine.quality_report is not None:
+        with progress.step("quality report"):
+            geometry = model_catalogue.geometry_of(str(path))
+            weights = weights_revision(path, model_folder.cache_folder() / "weights")
+            check_quality_report(config, context_length=geometry.context_length, weights=weights)
     return _changed(config, "model", path=str(path), served_name=config.served_name)
 
 

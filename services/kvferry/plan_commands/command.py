@@ -5,24 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
 import click
 import yaml
 
-from kvferry import model_catalogue
+from kvferry import model_catalogue, model_folder
 from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.plan_commands import inputs, report
+from kvferry.plan_commands import inputs, parameter_count, report
 from kvferry.planner import (
     answer,
     assumptions,
     calibration,
     emit,
     gpu_catalogue,
+    kv_dtypes,
     models,
     plan,
     profiles,
@@ -73,13 +75,22 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 @click.option("--restored-share", type=float, default=0.0, help="Share of prompts that comes back from a lower tier.")
 @click.option("--think", "think_s", type=float, default=0.0, help="Seconds between a user's requests.")
 @click.option(
-    "--ttft", "ttft_s", type=float, help="Objective in seconds, for 99 % of requests.  [default: 2, or prompt / 1000]"
+    "--ttft",
+    "ttft_s",
+    type=float,
+    help="Objective in seconds, for 99 % of requests.  [default: the larger of 2 and prompt / 1000]",
 )
 @click.option("--tpot", "tpot_s", type=float, help="Objective in seconds, mean.  [default: 0.05]")
 @click.option("--gpu", "gpu_names", multiple=True, help="Only these GPUs; may be repeated.  [default: all but CPUs]")
 @click.option("--budget", "budget", type=float, help="US dollars an hour, at most.")
 @click.option("--max-gpus", type=int, help="GPUs, at most.")
-@click.option("--price", type=float, help="US dollars for one GPU and hour, of your own.")
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    metavar="[NAME=]USD",
+    help="For one GPU and hour, of your own: of all, or of one.",
+)
 @click.option(
     "--catalogue", type=click.Path(path_type=Path), help="A YAML file of GPUs that wins over the shipped one."
 )
@@ -107,6 +118,7 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="The same as a PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--emit", "emitted", type=click.Choice(_EMITTED), help="Print what helm, serve or vllm takes, only.")
+@click.option("--path", help="With --emit: the checkpoint to serve, a hub id or a folder, where it is not MODEL's.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="With --emit serve.yaml: any setting.")
 @click.option("--published", "show_published", is_flag=True, help="List published figures that arithmetic contradicts.")
 @click.option("--list", "listed", type=click.Choice(_LISTS), help="Show the planner's data.")
@@ -144,7 +156,7 @@ def _show_plan(name: str, options: dict[str, Any]) -> None:
         question = _calibrated(question, options["calibrate"])
     found = plan.make(question)
     if options["emitted"]:
-        click.echo(_emitted(options["emitted"], found, name, options["settings"]), nl=False)
+        click.echo(_emitted(options["emitted"], found, _checkpoint(name, options["path"], question), options), nl=False)
         return
     if options["plot"] is not None:
         from kvferry.plan_commands import chart
@@ -199,6 +211,11 @@ def _question(name: str, options: dict[str, Any]) -> Question:
         _check_printable(f"{name}: config.json", each)
     parameters = _count(options["parameters"], "--parameters")
     active = _count(options["active_parameters"], "--active-parameters")
+    if parameters is None and geometry.num_parameters is None:
+        counted = parameter_count.count(model_folder.read_config(name), geometry)
+        if counted is not None:
+            total, used = counted
+            geometry = dataclasses.replace(geometry, num_parameters=total, num_active_parameters=used)
     gpus = _gpus(options)
     only_cpus = all(gpu.is_cpu for gpu in gpus.values())
     if only_cpus:
@@ -218,7 +235,7 @@ def _question(name: str, options: dict[str, Any]) -> Question:
         model=model,
         demand=_demand(options, profile, load, context),
         gpus=gpus,
-        kv_cache_dtype=_given(options, "kv_cache_dtype", "auto"),
+        kv_cache_dtype=_kv_cache_dtype(options),
         assumptions=assume,
         gpu_memory_utilization=options["gpu_memory_utilization"],
         block_size=_given(options, "block_size", 32 if only_cpus else 16),
@@ -267,11 +284,22 @@ def _demand(
         users=users,
         rate_per_s=rate,
         ttft_s=first("ttft_s", max(_TTFT_S, longest / _PROMPT_TOKENS_S)),
+        ttft_is_default=not any(each.get("ttft_s") is not None for each in said),
         tpot_s=first("tpot_s", _TPOT_S),
         think_s=options["think_s"],
         prefix_share=first("prefix_share", 0.0),
         restored_share=options["restored_share"],
     )
+
+
+def _kv_cache_dtype(options: dict[str, Any]) -> str:
+    name = str(_given(options, "kv_cache_dtype", "auto"))
+    if name not in kv_dtypes.KNOWN:
+        raise ConfigError(
+            f"--kv-cache-dtype {name[:40]!r}: vLLM 0.32 has no KV cache dtype of this name; it has "
+            f"{', '.join(kv_dtypes.KNOWN)}"
+        )
+    return name
 
 
 def _load(options: dict[str, Any]) -> inputs.Load | None:
@@ -284,13 +312,37 @@ def _load(options: dict[str, Any]) -> inputs.Load | None:
 
 def _gpus(options: dict[str, Any]) -> dict[str, gpu_catalogue.Gpu]:
     known = gpu_catalogue.shipped() if options["catalogue"] is None else inputs.read_catalogue(options["catalogue"])
-    names: Sequence[str] = options["gpu_names"] or [name for name, gpu in known.items() if not gpu.is_cpu]
+    # As names of models, in any case of letters.
+    named = [name.lower() for name in options["gpu_names"]]
+    names: Sequence[str] = named or [name for name, gpu in known.items() if not gpu.is_cpu]
     chosen = {name: gpu_catalogue.find(known, name) for name in names}
-    if options["price"] is None:
-        return chosen
-    if not 0 < options["price"] <= 1e6:
-        raise ConfigError(f"--price {options['price']:g}: expected US dollars for one GPU and hour, above 0")
-    return dict(priced(chosen, options["price"]))
+    return dict(priced(chosen, _prices(options["prices"], chosen)))
+
+
+def _prices(given: Sequence[str], gpus: Mapping[str, gpu_catalogue.Gpu]) -> dict[str, float]:
+    # Return the price of each GPU that has one: a price with a name wins over that of all.
+    of_all: dict[str, float] = {}
+    of_one: dict[str, float] = {}
+    for each in given:
+        name, equals, text = each.rpartition("=")
+        name = name.lower()
+        try:
+            usd = float(text)
+        except ValueError:
+            usd = math.nan
+        if not 0 < usd <= 1e6:
+            raise ConfigError(
+                f"--price {each[:80]}: expected US dollars for one GPU and hour, above 0, as 3.1 or h200=3.1"
+            )
+        if equals and name not in gpus:
+            raise ConfigError(f"--price {each[:80]!r}: no such GPU is planned; there are {', '.join(sorted(gpus))}")
+        if name in of_one or (not equals and of_all):
+            raise ConfigError(f"--price {each[:80]}: a second price for {name or 'all GPUs'}")
+        if equals:
+            of_one[name] = usd
+        else:
+            of_all = dict.fromkeys(gpus, usd)
+    return of_all | of_one
 
 
 def _assumed(given: Sequence[str]) -> dict[str, float]:
@@ -337,20 +389,49 @@ def _tier(given: int | None, of_profile: int) -> int:
     return profiles.tier_bytes(gib)
 
 
-def _emitted(form: str, found: Plan, name: str, settings: tuple[str, ...]) -> str:
-    entry = model_catalogue.find(name)
-    path = name if entry is None else entry.hub_id
+def _checkpoint(name: str, path: str | None, question: Question) -> str:
+    # Return the folder or hub id whose weights are the planned ones. Raises ConfigError where it has others.
+    model = question.model
+    if path is None:
+        entry = model_catalogue.find(name)
+        path = name if entry is None else entry.hub_id
+        if model.needs_other_checkpoint:
+            raise ConfigError(
+                f"--emit: the plan has weights in {model.weights}, and {path} has {model.checkpoint_weights}: name a "
+                f"checkpoint in {model.weights} with --path, a hub id or a folder"
+            )
+        return path
+    _check_printable("--path", path)
+    known = model_catalogue.find(path)
+    if model_folder.is_folder(path) or known is not None:
+        geometry = model_catalogue.geometry_of(path)
+        there = dataclasses.replace(model, geometry=geometry)
+        if there.needs_other_checkpoint:
+            raise ConfigError(
+                f"--path {path}: its weights are {there.checkpoint_weights}; the plan has them in {model.weights}"
+            )
+        is_same = geometry.groups == model.geometry.groups and geometry.dtype == model.geometry.dtype
+        if not is_same or models.native_kv_dtype(there, question.kv_cache_dtype) != question.kv_dtype:
+            raise ConfigError(f"--path {path}: its KV pages are not those of {model.geometry.name}")
+    return path if known is None else known.hub_id
+
+
+def _emitted(form: str, found: Plan, path: str, options: dict[str, Any]) -> str:
     served_name = path.rstrip("/").rpartition("/")[2]
     question = found.question
     if form == "vllm":
         return emit.vllm_commands(found.best, question, model_path=path)
     candidate = _servable(found)
+    if model_folder.is_folder(path):
+        path = str(Path(path).expanduser().absolute())
+    title = [f"{candidate.num_gpus} x {candidate.gpu.title}, {candidate.layout.text()}, by `kvferry plan`."]
     if form == "values.yaml":
         content: Any = emit.values(candidate, question, model_path=path, served_name=served_name)
+        title += emit.notes(candidate, question, model_path=path)
     else:
+        settings = options["settings"]
         content = emit.serve(candidate, question, model_path=path, served_name=served_name, settings=settings)
-    title = f"# {candidate.num_gpus} x {candidate.gpu.title}, {candidate.layout.text()}, by `kvferry plan`.\n"
-    return title + yaml.safe_dump(content, sort_keys=False)
+    return "".join(f"# {line}\n" for line in title) + yaml.safe_dump(content, sort_keys=False)
 
 
 def _servable(found: Plan) -> Candidate:

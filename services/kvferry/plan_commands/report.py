@@ -44,20 +44,19 @@ def print_plan(to: Console, plan: Plan) -> None:
         f"{sizes['kv_bytes_per_token']:,} B a token, "
         f"{sizes['kv_bytes_of_longest_request'] / 1e9:.2f} GB for {demand.context_tokens:,} tokens"
     )
-    to.print(
-        f"{_count(demand.users)} users, {demand.rate_per_s:.3g} requests/s of {demand.prompt.mean:,.0f} + "
-        f"{demand.output.mean:,.0f} tokens; TTFT {demand.ttft_s:g} s, TPOT {demand.tpot_s * 1e3:g} ms\n"
-    )
+    to.print(f"{demand.text()}\n")
     _print_layouts(to, plan)
     to.print(f"[bold]binds[/]      {escape(best.binds)}")
     for i, change in enumerate(plan.changes[:3]):
         cost = change.candidate.usd_per_hour
         costs = f"{change.candidate.num_gpus} GPUs" + ("" if cost is None else f", {cost:.2f} USD/h")
         label = "next best" if not i else "then"
-        to.print(f"[bold]{label:<10}[/] {escape(change.what)}: saves {change.saving:.0%} ({costs})")
+        to.print(f"[bold]{label:<10}[/] {escape(change.what)}: saves {change.saving:.0%} ({costs}){change.served}")
     if not plan.changes:
         to.print("[bold]next best[/]  none of the changes that were tried saves a GPU")
     _print_needs(to, plan)
+    for name in sorted({miss.gpu_name for miss in plan.misses if miss.what == "price"}):
+        to.print(f"[bold]left out[/]   {name}: no price known, which --budget needs: --price {name}=USD")
     for rule in rules.at_risk(best.kv_use):
         to.print(f"[bold]rule[/]       {rule.name}: {escape(rule.symptom)}; {escape(rule.action)}")
     for warning in best.warnings:
@@ -65,7 +64,9 @@ def print_plan(to: Console, plan: Plan) -> None:
     if best.price is not None:
         to.print(f"[bold]price[/]      {escape(best.price.text())}")
     elif not best.gpu.is_cpu:
-        to.print("[bold]price[/]      no price known: give --price or a catalogue file")
+        to.print(
+            "[bold]price[/]      no price known: give --price USD, or --price NAME=USD for one GPU, or a catalogue file"
+        )
     to.print(
         f"[bold]assumed[/]    {_ORIGIN[question.is_calibrated]}: "
         + escape(", ".join(f"{name} {value:g}" for name, value, _ in _shown_assumptions(plan)))
@@ -102,13 +103,13 @@ def _print_layouts(to: Console, plan: Plan) -> None:
             "-" if per_million is None else f"{per_million:.3g}",
             f"{candidate.ttft.total_s:.2f} s",
             f"{candidate.tpot_s * 1e3:.1f} ms",
-            f"{min(candidate.max_batch_of_pages, candidate.max_batch_of_tpot)}",
+            f"{max(1, candidate.batch):.0f} of {min(candidate.max_batch_of_pages, candidate.max_batch_of_tpot)}",
             f"{candidate.memory.kv_bytes / 1e9:.1f}",
         )
     to.print(table)
     if len(plan.candidates) > len(shown):
         to.print(f"and {len(plan.candidates) - len(shown)} more layouts; --json lists them")
-    to.print("[dim]requests: that one engine may decode at once; KV GB: of one GPU[/]\n")
+    to.print("[dim]requests: that one engine decodes at once in the mean, of those that it may; KV GB: of one GPU[/]\n")
 
 
 def _shown(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -127,6 +128,13 @@ def _print_needs(to: Console, plan: Plan) -> None:
             f"{best.num_decode * best.layout.num_gpus} GPUs"
         )
         to.print(f"[bold]network[/]    {best.transfer_bytes_s / 1e9:.3g} GB/s of KV into each decode GPU")
+    demand = plan.question.demand
+    stay_s = best.ttft_mean_s + (demand.output.mean - 1) * best.tpot_s
+    to.print(
+        f"[bold]load[/]       {demand.rate_per_s:.3g} requests/s, of which {demand.rate_per_s * stay_s:,.0f} are under "
+        f"way at once at the planned TPOT; {_count(demand.users)} users who ask again at once would send "
+        f"{demand.users / (stay_s + demand.think_s):.3g}/s: plan that with --rate"
+    )
     for tier in plan.tiers():
         restored = "" if tier.load_s is None else f", a mean prompt back in {tier.load_s:.3g} s"
         pays = ""
@@ -266,11 +274,19 @@ def print_profiles(to: Console) -> None:
 def print_rules(to: Console) -> None:
     for rule in rules.RULES:
         to.print(f"\n[bold]{rule.name}[/]  ({rule.severity}) {escape(rule.symptom)}", highlight=False)
-        to.print(f"  cause: {escape(rule.cause)}\n  action: {escape(rule.action)}", highlight=False)
+        to.print(f"  cause: {escape(rule.cause)}\n  look at: {escape(rule.look)}", highlight=False)
+        to.print(f"  action: {escape(rule.action)}\n  disrupts: {escape(rule.disrupts)}", highlight=False)
 
 
 def print_settings(to: Console) -> None:
     table = _table(("what", "kvferry", "vLLM 0.32", "SGLang", "TensorRT-LLM", "llama.cpp", "note"), ())
+    # Names are whole: they are copied. In a narrow terminal they are folded, the remark first.
+    for column in table.columns:
+        column.overflow = "fold"
+    if not to.is_terminal:
+        to.width = 2 * _WIDE_COLUMNS
+        for column in table.columns[1:-1]:
+            column.no_wrap = True
     for each in engine_settings.COUNTERPARTS:
         names = (each.kvferry, each.vllm, each.sglang, each.tensorrt_llm, each.llama_cpp)
         table.add_row(escape(each.meaning), *(escape(name) or "none" for name in names), escape(each.note))

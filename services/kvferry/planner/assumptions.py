@@ -38,6 +38,13 @@ class Assumptions:
         0.03, 0, 1, "share of a quantized model's parameters that stay in bfloat16 (embeddings, head, norms)"
     )
     utilization_limit: float = _assumed(0.85, 0.05, 0.99, "share of their time that prefill workers may be busy")
+    least_load: float = _assumed(
+        0.05,
+        0,
+        0.5,
+        "share of what an engine could serve by KV pages, TPOT and prefill; a TTFT that several engines keep only "
+        "below it counts as missed",
+    )
     kv_limit: float = _assumed(0.85, 0.05, 1, "share of the KV pages that the plan may use (rules: kv-use-high)")
     ttft_percentile: float = _assumed(0.99, 0.5, 0.9999, "share of requests that meet the TTFT objective")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kvferry import config as configuration
+from kvferry.planner.models import WEIGHT_BYTES
 from kvferry.planner.question import Question
 from kvferry.planner.sizing import Candidate
 
@@ -15,6 +17,9 @@ _CPUS_PER_GPU: Final = 8
 _MEMORY_GIB_PER_GPU: Final = 64  # of a pod, without its CPU tier: engines' host memory and the loading of weights
 _CPU_NODE: Final = (32, 128)  # CPUs and GiB of a worker on a CPU node
 _GIB: Final = 1 << 30
+_SERVED_METHOD: Final = "compressed-tensors"
+_HUB_REVISION: Final = "COMMIT"  # placeholder
+_CLAIM_SHARE: Final = 1.05  # of the weights: tokenizer, configuration and the file system's own
 # As the chart mounts them, and as deploy/ray/README.md asks for them.
 _ENDPOINTS: Final = ["etcd-0.etcd:2379", "etcd-1.etcd:2379", "etcd-2.etcd:2379"]
 
@@ -31,10 +36,24 @@ def obstacles(candidate: Candidate, question: Question) -> list[str]:
             f"kvferry serves KV pages of the model's own type alone, {question.model.geometry.dtype}: those in "
             f"{question.kv_dtype} were not shown to answer the same"
         )
+    found += _weights_obstacles(question)
     architecture = question.model.geometry.architecture
     if question.served_architectures and architecture not in question.served_architectures:
         found.append(f"{architecture or question.model.geometry.model_type} is not served (docs/models.md)")
     return found
+
+
+def _weights_obstacles(question: Question) -> list[str]:
+    model = question.model
+    method = model.geometry.quantization
+    if WEIGHT_BYTES[model.weights] < 1:
+        return [f"kvferry serves weights of 8 bits and more, not {model.weights} (docs/models.md)"]
+    if method and not method.startswith(_SERVED_METHOD) and not model.needs_other_checkpoint:
+        return [
+            f"kvferry serves quantized weights as compressed-tensors alone, not as {method!r} (docs/models.md): serve "
+            "the model unquantized, or name such a checkpoint"
+        ]
+    return []
 
 
 def configuration_of(candidate: Candidate, question: Question, *, model_path: str, served_name: str) -> dict[str, Any]:
@@ -51,10 +70,17 @@ def configuration_of(candidate: Candidate, question: Question, *, model_path: st
     else:
         engine["gpu_memory_utilization"] = question.gpu_memory_utilization
         engine["max_num_batched_tokens"] = question.max_num_batched_tokens
-    return {
-        "model": {"path": model_path, "served_name": served_name, "max_model_len": question.demand.context_tokens},
-        "engine": engine,
-    }
+    model: dict[str, Any] = {"path": model_path, "served_name": served_name}
+    if cast_to := _cast_to(candidate, question):
+        model["dtype"] = cast_to
+    return {"model": model | {"max_model_len": question.demand.context_tokens}, "engine": engine}
+
+
+def _cast_to(candidate: Candidate, question: Question) -> str:
+    # Return the type that engines have to cast the checkpoint's weights to; empty: they are as they are.
+    model = question.model
+    there = model.checkpoint_weights
+    return "" if candidate.gpu.is_cpu or there in ("", model.weights) or model.needs_other_checkpoint else model.weights
 
 
 def max_num_seqs(candidate: Candidate, question: Question) -> int:
@@ -63,22 +89,29 @@ def max_num_seqs(candidate: Candidate, question: Question) -> int:
 
 
 def values(candidate: Candidate, question: Question, *, model_path: str, served_name: str) -> dict[str, Any]:
-    """Return values for `helm install`."""
+    """Return values for `helm install`. `model_path` is a hub id, or the absolute path of a folder of every node."""
     cpu_gib = math.floor(question.cpu_tier_bytes / _GIB)
-    per_pod = max(1, candidate.gpu.gpus_per_node // candidate.layout.num_gpus)
+    per_node = _engines_of_node(candidate)
     roles = {
-        name: _role(candidate, replicas, min(max(1, replicas), per_pod), cpu_gib)
-        for name, replicas in (("prefill", candidate.num_prefill), ("decode", candidate.num_decode))
-        if replicas
+        name: _role(candidate, replicas, _engines_of_pod(candidate, question, replicas), cpu_gib)
+        for name, replicas in _replicas(candidate).items()
     }
     result: dict[str, Any] = {"image": {"registry": "registry.example"}}
     if not candidate.disaggregated:
         result["aggregated"] = True
         roles["prefill"] = {"replicas": 0}
-    result["config"] = configuration_of(candidate, question, model_path=model_path, served_name=served_name)
+    config = configuration_of(candidate, question, model_path=model_path, served_name=served_name)
+    result["config"] = config
+    folder = PurePosixPath(model_path)
+    if folder.is_absolute():
+        result["model"] = {"volume": {"hostPath": str(folder.parent)}}
+        config["model"]["path"] = f"/models/{folder.name}"
+    else:
+        config["model"]["revision"] = _HUB_REVISION
+        result["model"] = _hub_model(question)
     result["roles"] = roles
     if question.volume_tier_bytes:
-        per_worker = max(1, cpu_gib // per_pod)
+        per_worker = max(1, cpu_gib // per_node)
         volume = {
             "name": "nvme0",
             "capacityGiB": max(1, math.floor(question.volume_tier_bytes / _GIB)),
@@ -87,19 +120,88 @@ def values(candidate: Candidate, question: Question, *, model_path: str, served_
             "hostPath": "/mnt/nvme0/kvferry",
         }
         result["tier"] = {"enabled": True, "cpuGiB": per_worker, "volumes": [volume]}
+    objective = question.demand.ttft_s
+    thresholds = {"KvferrySlowFirstTokensQueued": objective, "KvferrySlowFirstTokensUnqueued": objective}
+    result["monitoring"] = {"alerts": {"thresholds": thresholds}}
     return result
+
+
+def notes(candidate: Candidate, question: Question, *, model_path: str) -> list[str]:
+    """Return what has to be filled in of `values`, and what follows from how pods are made; lines for a comment."""
+    found = ["Fill in before helm install:", "  image.registry: where kvferry's image lies"]
+    if not PurePosixPath(model_path).is_absolute():
+        found += [
+            f"  config.model.revision: the commit of {model_path} to serve",
+            "  model.weights.claim: a storage class whose claims all pods can mount (ReadWriteMany)",
+            "  model.hubToken: make this secret, or remove the line if the hub asks for no token",
+        ]
+    else:
+        found.append(f"  model.volume: {model_path} has to be on every node, or on a claim")
+    if question.volume_tier_bytes:
+        found.append("  tier.volumes: a folder of each node, with subfolders prefill and decode")
+    if _has_rdma(candidate):
+        found += [
+            "  roles.*.extraResources: the name that the nodes' device plugin gives to RDMA devices, one for each GPU",
+            "  roles.*.env: UCX_NET_DEVICES if not all of them are to be used. Without RDMA remove rdma, env and",
+            f"    extraResources: each decode GPU then gets {candidate.transfer_bytes_s / 1e9:.3g} GB/s of KV over TCP",
+        ]
+    reserved = sum(
+        math.ceil(replicas / per_pod) * per_pod * candidate.layout.num_gpus
+        for replicas in _replicas(candidate).values()
+        for per_pod in (_engines_of_pod(candidate, question, replicas),)
+    )
+    if reserved > candidate.num_gpus:
+        found.append(
+            f"Pods reserve {reserved} GPUs, {reserved - candidate.num_gpus} more than planned: with node-local volumes "
+            "each takes a whole node."
+        )
+    return found
+
+
+def _replicas(candidate: Candidate) -> dict[str, int]:
+    counts = {"prefill": candidate.num_prefill, "decode": candidate.num_decode}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _engines_of_node(candidate: Candidate) -> int:
+    return max(1, candidate.gpu.gpus_per_node // candidate.layout.num_gpus)
+
+
+def _engines_of_pod(candidate: Candidate, question: Question, replicas: int) -> int:
+    most = min(replicas, _engines_of_node(candidate))
+    if question.volume_tier_bytes:
+        return most  # pods of one role are on different nodes then
+    return next(count for count in range(most, 0, -1) if replicas % count == 0)
+
+
+def _has_rdma(candidate: Candidate) -> bool:
+    return candidate.disaggregated and candidate.num_nodes > 1 and not candidate.gpu.is_cpu
+
+
+def _hub_model(question: Question) -> dict[str, Any]:
+    size_gib = math.ceil(question.model.weight_bytes(question.assumptions) * _CLAIM_SHARE / _GIB) + 1
+    return {
+        "weights": {"enabled": True, "claim": {"sizeGiB": size_gib}},
+        "hubToken": {"secretName": "hub-token"},
+    }
 
 
 def _role(candidate: Candidate, replicas: int, per_pod: int, cpu_gib: int) -> dict[str, Any]:
     gpus = 0 if candidate.gpu.is_cpu else candidate.layout.num_gpus
     cpus, memory_gib = _CPU_NODE if candidate.gpu.is_cpu else (_CPUS_PER_GPU * gpus, _MEMORY_GIB_PER_GPU * gpus)
-    return {
+    role: dict[str, Any] = {
         "replicas": replicas,
         "workersPerPod": per_pod,
         "gpusPerWorker": gpus,
         "cpusPerWorker": cpus,
         "memoryGiB": memory_gib * per_pod + cpu_gib,
     }
+    if _has_rdma(candidate):
+        kind = "rocm" if candidate.gpu.compute_capability.startswith("gfx") else "cuda"
+        role["rdma"] = True
+        role["extraResources"] = {"rdma/ib": gpus * per_pod}
+        role["env"] = {"UCX_TLS": f"rc,{kind}_copy,{kind}_ipc,tcp"}
+    return role
 
 
 def serve(
@@ -157,6 +259,9 @@ def vllm_arguments(candidate: Candidate, question: Question, *, role: str = "") 
         "--max-num-seqs", str(max_num_seqs(candidate, question)),
         "--max-num-batched-tokens", str(question.max_num_batched_tokens),
     ]  # fmt: skip
+    cast_to = _cast_to(candidate, question)
+    if cast_to:
+        arguments += ["--dtype", cast_to]
     if not candidate.gpu.is_cpu:
         arguments += ["--gpu-memory-utilization", f"{question.gpu_memory_utilization:g}"]
     if layout.pipeline_parallel_size > 1:

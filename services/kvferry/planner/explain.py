@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.planner.models import WEIGHT_BYTES
 from kvferry.planner.plan import Plan
+from kvferry.planner.queueing import erlang_c
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ def explain(plan: Plan) -> Iterator[Explained]:
     yield from _memory(plan)
     yield from _decode(plan)
     yield from _prefill(plan)
+    yield from _ttft(plan)
     yield from _cost(plan)
 
 
@@ -124,20 +126,61 @@ def _decode(plan: Plan) -> Iterator[Explained]:
 def _prefill(plan: Plan) -> Iterator[Explained]:
     question, best, demand = plan.question, plan.best, plan.question.demand
     assume, model = question.assumptions, question.model
+    engine, tensor = best.engine, best.layout.tensor_parallel_size
     rate, dtype = best.gpu.flops_of(model.compute_dtype())
-    own, own_dtype = best.gpu.flops_of(model.geometry.dtype)
-    computed = demand.computed_tokens(demand.prompt.mean)
-    cached = round(demand.prompt.mean - computed)
+    computed = round(demand.computed_tokens(demand.prompt.mean))
+    cached = round(demand.prompt.mean) - computed
+    weights_s = engine.weights_s(computed, assume.prefill_mfu)
+    attention_s = engine.attention_s(computed, cached, assume.prefill_mfu)
     yield Explained(
         "prefill of the mean prompt",
         _ms(best.prefill.total_s),
-        "max((2 x active parameters x tokens / FLOP/s + attention / FLOP/s) / (TP x prefill_mfu), weights / bandwidth) "
-        "+ links + prefill_overhead_s",
-        f"{computed:.0f} tokens x 2 x {model.num_active_parameters:,} at {rate / 1e12:g} TFLOP/s in {dtype}, attention "
-        f"of {model.attention_flops(round(computed), cached):.3g} FLOPs at {own / 1e12:g} TFLOP/s in {own_dtype}; "
-        f"{best.layout.tensor_parallel_size} x {assume.prefill_mfu:g}: {_ms(best.prefill.compute_s)}",
+        "max(products with weights + attention, reading the weights) + links + prefill_overhead_s",
+        f"max({_ms(weights_s)} + {_ms(attention_s)}, {_ms(best.prefill.memory_s)}) + {_ms(best.prefill.link_s)} + "
+        f"{_ms(best.prefill.overhead_s)}",
     )
+    yield Explained(
+        "its products with weights",
+        _ms(weights_s),
+        "2 x active parameters x tokens / (FLOP/s by the weights' type x TP x prefill_mfu)",
+        f"2 x {model.num_active_parameters:,} x {computed:,} / ({rate / 1e12:g} TFLOP/s in {dtype} x {tensor} x "
+        f"{assume.prefill_mfu:g})",
+    )
+    attention_dtype = best.gpu.flops_of(model.geometry.dtype)[1]
+    yield Explained(
+        "its attention",
+        _ms(attention_s),
+        "FLOPs of Q x K and P x V over all pairs of tokens / (FLOP/s by the model's own type x TP x prefill_mfu)",
+        f"{model.attention_flops(computed, cached) / 1e12:.4g} TFLOP / ({engine.attention_flops_s / 1e12:g} TFLOP/s "
+        f"in {attention_dtype} x {tensor} x {assume.prefill_mfu:g})",
+    )
+    yield Explained(
+        "its links",
+        _ms(best.prefill.link_s),
+        "2 all-reduces a layer x (2 (TP - 1) / TP x tokens x hidden size x 2 B / (bytes/s between peers x "
+        "peer_efficiency) + peer_latency_s), and activations between pipeline stages",
+        _links(plan, computed),
+    )
+
+
+def _ttft(plan: Plan) -> Iterator[Explained]:
+    best, demand, assume = plan.best, plan.question.demand, plan.question.assumptions
     ttft = best.ttft
+    yield Explained(
+        "wait for prefill",
+        _ms(ttft.wait_s),
+        "M/G/c: service time / (engines - busy ones) x (1 + cv2) / 2 x ln(share that waits / (1 - ttft_percentile)); "
+        "0 where fewer wait",
+        _waiting(plan),
+    )
+    yield Explained(
+        "prefill of the p99 prompt",
+        _ms(ttft.prefill_s),
+        "as of the mean prompt"
+        if best.disaggregated
+        else "as of the mean prompt, and a decode step of the others between its chunks of max_num_batched_tokens",
+        f"{demand.computed_tokens(demand.prompt.p99):,.0f} tokens computed of {demand.prompt.p99:,.0f}",
+    )
     yield Explained(
         f"TTFT, {assume.ttft_percentile:.0%} of requests",
         _ms(ttft.total_s),
@@ -164,6 +207,39 @@ def _prefill(plan: Plan) -> Iterator[Explained]:
         )
 
 
+def _links(plan: Plan, tokens: int) -> str:
+    best, assume, geometry = plan.best, plan.question.assumptions, plan.question.model.geometry
+    tensor, pipeline = best.layout.tensor_parallel_size, best.layout.pipeline_parallel_size
+    said = []
+    if tensor > 1:
+        rate = best.gpu.peer_bytes_s or best.gpu.host_bytes_s
+        said.append(
+            f"2 x {geometry.num_layers} x (2 x {tensor - 1}/{tensor} x {tokens:,} x {geometry.hidden_size} x 2 B / "
+            f"({rate / 1e9:g} GB/s x {assume.peer_efficiency:g}) + {_ms(assume.peer_latency_s)})"
+        )
+    if pipeline > 1:
+        said.append(
+            f"{pipeline - 1} x ({tokens:,} x {geometry.hidden_size} x 2 B / ({best.gpu.network_bytes_s / 1e9:g} GB/s x "
+            f"{assume.network_efficiency:g}) + {_ms(assume.peer_latency_s)})"
+        )
+    return " + ".join(said) or "one GPU"
+
+
+def _waiting(plan: Plan) -> str:
+    best, demand, assume = plan.best, plan.question.demand, plan.question.assumptions
+    service_s = best.prefill_service_s
+    servers, rate, of = best.layout.pipeline_parallel_size, demand.rate_per_s, "all prefill engines"
+    if best.disaggregated:
+        servers *= best.num_prefill
+    else:
+        rate, of = rate / best.num_decode, "one engine"
+    busy = rate * service_s
+    return (
+        f"{of}: service time {_ms(service_s)}, {servers} x {busy / servers:.1%} busy at {rate:.3g} requests/s, cv2 "
+        f"{demand.prompt.cv2:.3g}; {erlang_c(servers, busy):.2%} wait, {1 - assume.ttft_percentile:.2%} may for longer"
+    )
+
+
 def _cost(plan: Plan) -> Iterator[Explained]:
     best, demand = plan.best, plan.question.demand
     cost = best.usd_per_hour
@@ -184,4 +260,4 @@ def _gb(num_bytes: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

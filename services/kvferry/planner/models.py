@@ -62,6 +62,19 @@ class PlannedModel:
         unused = 1 - self.geometry.num_experts_per_token / self.geometry.num_experts
         return min(float(self.num_parameters), (self.num_parameters - self.num_active_parameters) / unused)
 
+    @property
+    def checkpoint_weights(self) -> str:
+        """Type of the weights by config.json; empty: quantized by a method that leaves the type open."""
+        if self.geometry.quantization:
+            return _METHODS.get(self.geometry.quantization.lower(), "")
+        return self.geometry.dtype
+
+    @property
+    def needs_other_checkpoint(self) -> bool:
+        """Whether no engine gets these weights from the checkpoint: vLLM casts to 16 or 32 bits, and no further."""
+        there = self.checkpoint_weights
+        return there not in ("", self.weights) and not (there in _FULL_PRECISION and self.weights in _FULL_PRECISION)
+
     def weight_bytes(self, assumptions: Assumptions) -> float:
         """Bytes of all weights; of quantized ones a share stays in bfloat16."""
         return self.num_parameters * self.bytes_per_parameter(assumptions)
@@ -118,12 +131,13 @@ class PlannedModel:
 def planned(geometry: ModelGeometry, weights: str | None, parameters: int | None, active: int | None) -> PlannedModel:
     """Raises ConfigError if parameters or the weights' type are not known."""
     total = parameters or geometry.num_parameters
-    if total is None:
-        raise ConfigError(
-            f"{geometry.name}: the number of parameters is not known; give --parameters (such as 70.6e9), for a "
-            "mixture of experts --active-parameters too"
-        )
     is_mixture = geometry.num_experts > 1
+    if total is None:
+        both = ", and --active-parameters (12.9e9), as it is a mixture of experts" if is_mixture else ""
+        raise ConfigError(
+            f"{geometry.name}: its parameters cannot be counted from config.json; give --parameters (such as "
+            f"70.6e9){both}"
+        )
     used = active or (geometry.num_active_parameters if parameters is None else None) or (None if is_mixture else total)
     if used is None:
         raise ConfigError(f"{geometry.name}: a mixture of experts; give --active-parameters (such as 37e9)")

@@ -76,7 +76,12 @@ class Question:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # names of fields, checked by replace
 
 
-def priced(gpus: Mapping[str, Gpu], usd_per_hour: float) -> Mapping[str, Gpu]:
-    """Return the GPUs with one price of the user's own each."""
-    price = Price(usd_per_hour=usd_per_hour, source="--price")
-    return {name: gpu.model_copy(update={"prices": (price,)}) for name, gpu in gpus.items()}
+def priced(gpus: Mapping[str, Gpu], usd_per_hour: Mapping[str, float]) -> Mapping[str, Gpu]:
+    """Return the GPUs, those that `usd_per_hour` names with this price of the user's own."""
+
+    def with_price(gpu: Gpu, usd: float | None) -> Gpu:
+        if usd is None:
+            return gpu
+        return gpu.model_copy(update={"prices": (Price(usd_per_hour=usd, source="--price"),)})
+
+    return {name: with_price(gpu, usd_per_hour.get(name)) for name, gpu in gpus.items()}

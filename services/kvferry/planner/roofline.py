@@ -49,11 +49,25 @@ class Engine:
     kv_cache_dtype: str
     assumptions: Assumptions
 
-    def _ideal_s(self, num_tokens: float, attention_flops: float) -> float:
-        # Attention is computed in the model's own type, whatever the type of the weights is.
-        linear = 2.0 * self.model.num_active_parameters * num_tokens / self.gpu.flops_of(self.model.compute_dtype())[0]
-        attention = attention_flops / self.gpu.flops_of(self.model.geometry.dtype)[0]
-        return (linear + attention) / self.layout.tensor_parallel_size
+    @property
+    def weight_flops_s(self) -> float:
+        """FLOP/s of one rank that multiplies with weights."""
+        return self.gpu.flops_of(self.model.compute_dtype())[0]
+
+    @property
+    def attention_flops_s(self) -> float:
+        """FLOP/s of one rank in attention: in the model's own type, whatever the type of the weights is."""
+        return self.gpu.flops_of(self.model.geometry.dtype)[0]
+
+    def attention_s(self, num_tokens: int, num_cached: int, mfu: float, *, is_decode: bool = False) -> float:
+        """Seconds of attention of `num_tokens` after `num_cached`, all heads and layers."""
+        flops = self.model.attention_flops(num_tokens, num_cached, is_decode=is_decode)
+        return flops / (self.attention_flops_s * self.layout.tensor_parallel_size * mfu)
+
+    def weights_s(self, num_tokens: float, mfu: float) -> float:
+        """Seconds of the products of `num_tokens` with the weights, if compute binds."""
+        flops = 2.0 * self.model.num_active_parameters * num_tokens
+        return flops / (self.weight_flops_s * self.layout.tensor_parallel_size * mfu)
 
     def prefill(self, num_tokens: float, num_cached: float = 0) -> Roof:
         """Compute `num_tokens` of a prompt after `num_cached`. A pipeline's stages run one after the other."""
@@ -61,7 +75,7 @@ class Engine:
         assume = self.assumptions
         weights = self.model.touched_bytes(tokens, assume) / self.layout.tensor_parallel_size
         return Roof(
-            compute_s=self._ideal_s(tokens, self.model.attention_flops(tokens, cached)) / assume.prefill_mfu,
+            compute_s=self.weights_s(tokens, assume.prefill_mfu) + self.attention_s(tokens, cached, assume.prefill_mfu),
             memory_s=weights / (self.gpu.memory_bytes_s * assume.memory_efficiency),
             link_s=self._link_s(tokens),
             overhead_s=assume.prefill_overhead_s,
@@ -74,9 +88,9 @@ class Engine:
         batch = max(1.0, num_requests / self.layout.pipeline_parallel_size)
         weights = self.model.touched_bytes(batch, assume) / tensor
         kv = batch * self.model.kv_read_bytes(context_tokens, self.kv_cache_dtype, tensor)
-        attention = batch * self.model.attention_flops(1, max(0, round(context_tokens) - 1), is_decode=True)
+        attention_s = self.attention_s(1, max(0, round(context_tokens) - 1), assume.decode_mfu, is_decode=True)
         return Roof(
-            compute_s=self._ideal_s(batch, attention) / assume.decode_mfu,
+            compute_s=self.weights_s(batch, assume.decode_mfu) + batch * attention_s,
             memory_s=(weights + kv) / (self.gpu.memory_bytes_s * assume.memory_efficiency),
             link_s=self._link_s(batch),
             overhead_s=assume.step_overhead_s,

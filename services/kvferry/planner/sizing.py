@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from kvferry.planner.queueing import wait_quantile_s
 from kvferry.planner.roofline import Engine, Roof
 
 MAX_ENGINES: Final = 4096  # of one role
-_SMALLEST: Final = "weights: the smallest engine that holds the model has room to spare"
+_CAPACITY_STEPS: Final = 12  # of a bisection, to 0.03 % of the largest rate
+SMALLEST: Final = "weights: the smallest engine that holds the model has room to spare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Miss:
     what: str  # what is missing: attention backend, GPU memory, KV pages, TPOT, TTFT, GPUs, budget, price, layout
     message: str
     factor: float
+    disaggregated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Candidate:
     ttft: Ttft
     tpot_s: float
     prefill_use: float  # share of their time that prefill engines are busy
+    prefill_service_s: float  # of the mean prompt, with the decode steps between its chunks
     transfer_bytes_s: float  # that one decode GPU receives
     restore_bytes_s: float  # that all nodes together read from the lower tier
     binds: str
@@ -83,6 +87,11 @@ class Candidate:
     @property
     def num_gpus(self) -> int:
         return (self.num_prefill + self.num_decode) * self.layout.num_gpus
+
+    @property
+    def ttft_mean_s(self) -> float:
+        """Seconds to the first token of a mean prompt that does not wait."""
+        return self.ttft.routing_s + self.prefill.total_s + self.ttft.transfer_s + self.ttft.first_step_s
 
     @property
     def num_nodes(self) -> int:
@@ -128,6 +137,11 @@ class _Base:
 
 def size(question: Question, gpu_name: str, layout: Layout, *, disaggregated: bool) -> Candidate | Miss:
     """Return the smallest deployment of this kind that meets the demand, or what it misses."""
+    found = _sized(question, gpu_name, layout, disaggregated=disaggregated)
+    return dataclasses.replace(found, disaggregated=disaggregated) if isinstance(found, Miss) else found
+
+
+def _sized(question: Question, gpu_name: str, layout: Layout, *, disaggregated: bool) -> Candidate | Miss:
     base = _base(question, gpu_name, layout)
     if isinstance(base, Miss):
         return base
@@ -225,7 +239,7 @@ def _disaggregated(base: _Base) -> Candidate | Miss:
     decode = engine.decode_step(batch, base.context_tokens)
     prefill = engine.prefill(demand.computed_tokens(demand.prompt.mean), _cached(base))
     if num_prefill == num_decode == 1:
-        binds = _SMALLEST
+        binds = SMALLEST
     elif num_prefill > num_decode:
         binds = f"prefill: {'TTFT' if num_prefill > least else prefill.binds}"
     elif by_link > max(1, by_batch):
@@ -236,6 +250,7 @@ def _disaggregated(base: _Base) -> Candidate | Miss:
         base, disaggregated=True, num_prefill=num_prefill, num_decode=num_decode, batch=batch, prefill=prefill,
         decode=decode, ttft=ttft(num_prefill), tpot_s=decode.total_s, binds=binds,
         prefill_use=rate * service_s / (num_prefill * servers), transfer_bytes_s=rate / num_decode * moved,
+        prefill_service_s=service_s,
     )  # fmt: skip
 
 
@@ -245,7 +260,7 @@ def _aggregated(base: _Base) -> Candidate | Miss:
     chunks = math.ceil(demand.computed_tokens(demand.prompt.p99) / question.max_num_batched_tokens)
     limit = min(base.max_batch_of_pages, question.max_num_seqs)
 
-    def state(num_engines: int) -> tuple[float, float, float, Ttft]:
+    def state(num_engines: float) -> tuple[float, float, float, Ttft]:
         """Share of prefill, batch, TPOT and TTFT of one of so many engines."""
         rate = demand.rate_per_s / num_engines
         share = rate * service_s / engine.layout.pipeline_parallel_size
@@ -256,28 +271,53 @@ def _aggregated(base: _Base) -> Candidate | Miss:
         ttft = _ttft(base, rate, 1, first_step_s=step_s, transfers=False, delay_s=chunks * step_s)
         return share, batch, step_s / (1 - share), ttft
 
+    def keeps_up(num_engines: int) -> bool:
+        _, batch, tpot_s, _ = state(num_engines)
+        return batch <= limit and tpot_s <= demand.tpot_s
+
     def fits(num_engines: int) -> bool:
-        _, batch, tpot_s, ttft = state(num_engines)
-        return batch <= limit and tpot_s <= demand.tpot_s and ttft.total_s <= demand.ttft_s
+        return keeps_up(num_engines) and state(num_engines)[3].total_s <= demand.ttft_s
+
+    def keeps_ttft_only_idle(num_engines: int) -> bool:
+        """Return whether several engines keep the TTFT only below `least_load` of what one could serve otherwise."""
+        least = question.assumptions.least_load
+        # One engine has no smaller load to be compared with; prefill busy for more than the limit is load enough.
+        if num_engines == 1 or state(num_engines)[0] >= least:
+            return False
+        return idlest_ttft().total_s > demand.ttft_s
+
+    def idlest_ttft() -> Ttft:
+        """Return the TTFT of one engine with `least_load` of what KV pages, TPOT and prefill let it serve."""
+        low, high = 0.0, question.assumptions.utilization_limit * engine.layout.pipeline_parallel_size / service_s
+        for _ in range(_CAPACITY_STEPS):
+            rate = (low + high) / 2
+            _, batch, tpot_s, _ = state(demand.rate_per_s / rate)
+            low, high = (rate, high) if batch <= limit and tpot_s <= demand.tpot_s else (low, rate)
+        return state(demand.rate_per_s / (question.assumptions.least_load * high))[3]
 
     num_engines = _smallest(fits, 1)
     if num_engines is None:
         return _ttft_miss(base, state(MAX_ENGINES)[3])
+    if keeps_ttft_only_idle(num_engines):
+        return _idle_miss(base, num_engines, state(num_engines)[3], idlest_ttft())
     share, batch, tpot_s, ttft = state(num_engines)
     decode = engine.decode_step(batch, base.context_tokens)
     prefill = engine.prefill(demand.computed_tokens(demand.prompt.mean), _cached(base))
     binds = f"prefill: {prefill.binds}" if share > 0.5 else _binds_decode(base)
     if num_engines == 1:
-        binds = _SMALLEST
+        binds = SMALLEST
+    elif keeps_up(num_engines - 1):
+        binds = "prefill: TTFT"
     return _candidate(
         base, disaggregated=False, num_prefill=0, num_decode=num_engines, batch=batch, prefill=prefill, decode=decode,
         ttft=ttft, tpot_s=tpot_s, binds=binds, prefill_use=share, transfer_bytes_s=0.0,
+        prefill_service_s=service_s + chunks * decode.total_s,
     )  # fmt: skip
 
 
 def _candidate(
     base: _Base, *, disaggregated: bool, num_prefill: int, num_decode: int, batch: float, prefill: Roof, decode: Roof,
-    ttft: Ttft, tpot_s: float, binds: str, prefill_use: float, transfer_bytes_s: float,
+    ttft: Ttft, tpot_s: float, binds: str, prefill_use: float, prefill_service_s: float, transfer_bytes_s: float,
 ) -> Candidate:  # fmt: skip
     demand, engine = base.question.demand, base.engine
     restored = engine.kv_bytes_of_rank(demand.restored_tokens(demand.prompt.mean)) * engine.layout.num_gpus
@@ -290,7 +330,8 @@ def _candidate(
         memory=base.memory, room=base.room, num_prefill=num_prefill, num_decode=num_decode,
         max_batch_of_pages=base.max_batch_of_pages, max_batch_of_tpot=base.max_batch_of_tpot, batch=batch,
         prefill=prefill, decode=decode, ttft=ttft, tpot_s=tpot_s, prefill_use=prefill_use,
-        transfer_bytes_s=transfer_bytes_s, restore_bytes_s=restore_bytes_s, binds=binds,
+        prefill_service_s=prefill_service_s, transfer_bytes_s=transfer_bytes_s, restore_bytes_s=restore_bytes_s,
+        binds=binds,
         backends=base.backends, warnings=base.warnings, price=base.gpu.price(),
         request_tokens=demand.request_tokens,
     )  # fmt: skip
@@ -345,9 +386,26 @@ def _ttft_miss(base: _Base, best: Ttft) -> Miss:
     # The time is not finite where even the limit of engines is overloaded.
     if best.total_s <= goal_s or not math.isfinite(best.total_s):
         return base.miss("GPUs", f"more than {MAX_ENGINES} engines of a role would be needed", math.inf)
-    parts = f"{best.prefill_s:.2f} s of prefill, {best.transfer_s:.2f} s of KV transfer"
-    message = f"TTFT of {best.total_s:.2f} s with any number of engines ({parts}); --ttft is {goal_s:g} s"
+    parts = f"{best.prefill_s:.3f} s of prefill, {best.transfer_s:.3f} s of KV transfer"
+    found = above(best.total_s, goal_s)
+    message = f"TTFT of {found} s with any number of engines ({parts}); --ttft is {goal_s:g} s"
     return base.miss("TTFT", message, best.total_s / goal_s)
+
+
+def _idle_miss(base: _Base, num_engines: int, kept: Ttft, loaded: Ttft) -> Miss:
+    goal_s, least = base.question.demand.ttft_s, base.question.assumptions.least_load
+    message = (
+        f"TTFT of {above(loaded.total_s, goal_s)} s with {least:.0%} of the load that an engine could serve; --ttft "
+        f"is {goal_s:g} s, which only {num_engines} nearly idle engines keep (an idle one has "
+        f"{kept.total_s - kept.wait_s:.3g} s)"
+    )
+    return base.miss("TTFT", message, loaded.total_s / goal_s)
+
+
+def above(value: float, goal: float) -> str:
+    """Return a value with as many digits as show that it is above the goal, two behind the point or more."""
+    shown = (f"{value:.{digits}f}" for digits in range(2, 7))
+    return next((text for text in shown if float(text) > goal), f"{value:.9g}")
 
 
 def _binds_decode(base: _Base) -> str:

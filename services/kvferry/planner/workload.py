@@ -12,6 +12,7 @@ from kvferry.errors import ConfigError
 
 MAX_USERS: Final = 10_000_000
 MAX_RATE_PER_S: Final = 1e6
+MAX_TPOT_S: Final = 5.0
 MAX_TOKENS: Final = 16 << 20
 MAX_SAMPLES: Final = 1_000_000
 _Z99: Final = statistics.NormalDist().inv_cdf(0.99)
@@ -89,6 +90,16 @@ class Demand:
     think_s: float = 0.0
     prefix_share: float = 0.0  # of the prompt's tokens, common to all requests: computed and held once per engine
     restored_share: float = 0.0  # of the prompt's tokens, that come back from a lower tier, as sessions return
+    ttft_is_default: bool = False
+
+    def text(self) -> str:
+        """Return the demand for people, on one line."""
+        users = f"{self.users:,.0f}" if self.users >= 10 else f"{self.users:.3g}"
+        why = " (no --ttft: the larger of 2 s and a second for each 1,000 tokens of the longest prompts)"
+        return (
+            f"{users} users, {self.rate_per_s:.3g} requests/s of {self.prompt.mean:,.0f} + {self.output.mean:,.0f} "
+            f"tokens; TTFT {self.ttft_s:g} s{why if self.ttft_is_default else ''}, TPOT {self.tpot_s * 1e3:g} ms"
+        )
 
     def computed_tokens(self, prompt_tokens: float) -> float:
         """Return how many tokens of a prompt prefill computes: at least one, for the logits of the next."""
@@ -118,11 +129,13 @@ def demand(
     think_s: float = 0.0,
     prefix_share: float = 0.0,
     restored_share: float = 0.0,
+    ttft_is_default: bool = False,
 ) -> Demand:
     """Complete and check a demand. Raises ConfigError naming the option that is wrong."""
     _within("--context", context_tokens, 2, MAX_TOKENS)
     _within("--ttft", ttft_s, 1e-3, 3600)
-    _within("--tpot", tpot_s, 1e-4, 60)
+    if not 1e-4 <= tpot_s <= MAX_TPOT_S:
+        raise ConfigError(f"--tpot {tpot_s:g}: expected 0.0001 to {MAX_TPOT_S:g} seconds, such as 0.05 for 50 ms")
     _within("--think", think_s, 0, 86400)
     _within("--prefix-share", prefix_share, 0, 0.999)
     _within("--restored-share", restored_share, 0, 0.999)
@@ -156,8 +169,9 @@ def demand(
         _within("--rate", rate_per_s, 1e-6, MAX_RATE_PER_S)
         users = rate_per_s * (stay_s + think_s)
     return Demand(
-        context_tokens, prompt, output, users, rate_per_s, ttft_s, tpot_s, think_s, prefix_share, restored_share
-    )
+        context_tokens, prompt, output, users, rate_per_s, ttft_s, tpot_s, think_s, prefix_share, restored_share,
+        ttft_is_default,
+    )  # fmt: skip
 
 
 def _within(option: str, value: float, low: float, high: float) -> None:

@@ -76,7 +76,10 @@ def _of_cpu(dtype: str, groups: Any, hardware: Hardware) -> list[str]:
         return []
     found = []
     if not hardware.has_avx512:
-        found.append(f"pages of type {dtype} need AVX-512 or AMX, which {hardware.name} lacks")
+        found.append(
+            f"pages of type {dtype} need AVX-512 or AMX, which {hardware.name} lacks: measure where it is, on a GPU "
+            f"(--set engine.device=gpu), or one of {', '.join(_UNSCALED)} here"
+        )
     dims = {group.head_dim for group in groups if hasattr(group, "head_dim")}
     if odd := [dim for dim in sorted(dims) if dim % _CPU_HEAD_UNIT]:
         found.append(f"pages of type {dtype} need head sizes that {_CPU_HEAD_UNIT} divides on CPUs, not {odd[0]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -178,6 +179,73 @@ def test_latents_are_unfolded_for_prefill_and_not_for_decode() -> None:
     assert sparse.attention_flops(1, 99) == sparse.attention_flops(1, 99, is_decode=True)
 
 
+@pytest.mark.parametrize("users", [8, 64, 512])
+def test_a_ttft_that_only_idle_engines_keep_is_missed(users: int) -> None:
+    asked = question(
+        "llama-3.1-70b", weights="int4", gpus=("h200",), users=users, context=32_768, ttft_s=2.0, mode="aggregated"
+    )
+    found = size(asked, "h200", Layout(8), disaggregated=False)
+    assert isinstance(found, Miss)
+    assert found.what == "TTFT"
+    assert found.factor > 1.1
+    assert re.search(r"with 5% of the load .* only \d+ nearly idle engines keep", found.message)
+    with pytest.raises(NoPlan, match="TTFT"):
+        plan.make(asked)
+    # The limit is an assumption, and a single engine that is enough is a plan however idle it is.
+    anyway = asked.with_changes(assumptions=with_values({"least_load": 0}))
+    kept = size(anyway, "h200", Layout(8), disaggregated=False)
+    assert isinstance(kept, Candidate)
+    assert kept.prefill_use < 0.05
+    alone = size(
+        question("llama-3.1-70b", weights="int4", gpus=("h200",), context=32_768, rate_per_s=0.001, ttft_s=2.0),
+        "h200", Layout(8), disaggregated=False,
+    )  # fmt: skip
+    assert isinstance(alone, Candidate)
+    assert alone.num_gpus == 8
+
+
+def test_what_one_engine_binds_is_what_smaller_ones_miss() -> None:
+    asked = question("llama-3.1-70b", gpus=("h100",), users=64, context=32_768, prompt="8000:28000")
+    best = plan.make(asked).best
+    assert best.num_decode == 1
+    assert best.binds.startswith("prefill: TTFT")
+    assert "room to spare" in plan.make(question("llama-3.1-8b")).best.binds
+    # The smallest size here holds the model and one request, and decodes too slowly.
+    slow = plan.make(question("llama-3.1-70b", gpus=("h200",), context=4096, tpot_s=0.02, ttft_s=60.0)).best
+    assert slow.binds.startswith("decode: one engine has room to spare")
+    assert "misses TPOT by" in slow.binds
+
+
+def test_several_aggregated_engines_for_the_ttft_say_so() -> None:
+    asked = question(
+        "llama-3.1-8b", users=64, ttft_s=0.6, mode="aggregated", tensor_parallel_size=1, pipeline_parallel_size=1
+    )
+    best = plan.make(asked).best
+    assert best.num_decode > 1
+    assert best.binds == "prefill: TTFT"
+    assert plan.make(asked.with_changes(demand=dataclasses.replace(asked.demand, ttft_s=60.0))).best.num_decode < (
+        best.num_decode
+    )
+
+
+def test_an_explanation_adds_up() -> None:
+    asked = question("llama-3.1-70b", weights="fp8", gpus=("h200",), users=64, context=32_768, ttft_s=2.0)
+    said = {each.name: each for each in explain(plan.make(asked))}
+
+    def seconds(text: str) -> float:
+        number, unit = text.split()
+        return float(number) / (1000 if unit == "ms" else 1)
+
+    parts = [seconds(said[name].value) for name in ("its products with weights", "its attention", "its links")]
+    overhead_s = asked.assumptions.prefill_overhead_s
+    assert sum(parts) + overhead_s == pytest.approx(seconds(said["prefill of the mean prompt"].value), rel=1e-3)
+    terms = [seconds(each) for each in said["TTFT, 99% of requests"].numbers.split(" + ")]
+    assert sum(terms) == pytest.approx(seconds(said["TTFT, 99% of requests"].value), rel=1e-3)
+    assert seconds(said["wait for prefill"].value) == pytest.approx(terms[1])
+    assert "TFLOP/s in bfloat16" in said["its attention"].numbers
+    assert "TFLOP/s in fp8" in said["its products with weights"].numbers
+
+
 def test_attention_counts_pairs_of_tokens() -> None:
     model = planned_model("llama-3.1-8b")
     # Of 100 tokens: 100 * 101 / 2 pairs, 32 layers, 32 heads, 2 * (128 + 128) FLOPs.
@@ -212,7 +280,7 @@ def test_a_budget_and_a_number_of_gpus_are_kept() -> None:
     with pytest.raises(NoPlan, match="--max-gpus is 1"):
         plan.make(question("llama-3.1-70b", max_gpus=1))
     cheap = question(gpus=("h200",), budget_usd_per_hour=100.0)
-    found = plan.make(cheap.with_changes(gpus=priced(cheap.gpus, 3.0)))
+    found = plan.make(cheap.with_changes(gpus=priced(cheap.gpus, {"h200": 3.0})))
     assert found.best.usd_per_hour == 3.0 * found.best.num_gpus
 
 
@@ -288,7 +356,7 @@ def test_assumptions_can_be_set_within_limits() -> None:
         with_values({"mfu": 0.4})
     with pytest.raises(ConfigError, match="not within"):
         with_values({"prefill_mfu": 1.4})
-    assert len(describe(DEFAULTS)) == 17
+    assert len(describe(DEFAULTS)) == 18
 
 
 @pytest.mark.parametrize(
@@ -357,8 +425,6 @@ def test_more_users_never_need_fewer_gpus(users: int, more: int) -> None:
 
 
 def test_a_model_without_counts_says_what_to_give() -> None:
-    import dataclasses
-
     from kvferry.planner.models import planned
 
     geometry: Any = dataclasses.replace(planned_model("qwen3-30b-a3b").geometry, num_parameters=None)

@@ -59,7 +59,8 @@ def test_bad_input_is_named() -> None:
     assert "--profile 'chats'" in refused("llama-3.1-8b", "--profile", "chats")
     assert "either --users" in refused("llama-3.1-8b", "--users", "3", "--rate", "3")
     assert "times too much" in refused("llama-3.1-405b", "--tpot", "0.001", code=1)
-    assert "vLLM 0.32 has no KV cache dtype" in refused("llama-3.1-8b", "--kv-cache-dtype", "fp7", code=1)
+    assert "vLLM 0.32 has no KV cache dtype" in refused("llama-3.1-8b", "--kv-cache-dtype", "fp7")
+    assert "--tpot 50: expected 0.0001 to 5 seconds, such as 0.05 for 50 ms" in refused("llama-3.1-8b", "--tpot", "50")
 
 
 def test_a_config_without_heads_is_refused(tmp_path: Path) -> None:
@@ -316,3 +317,197 @@ def test_a_number_of_a_scenario_has_a_limit(span: str, tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text(f"kind = 'chat'\n[chat]\nsystem_tokens = {span}\nuser_tokens = 1\nanswer_tokens = 1\nturns = 1")
     assert "chat.system_tokens: expected a number" in refused("llama-3.1-8b", "--scenario", str(file))
+
+
+def test_weights_that_the_checkpoint_lacks_need_one_that_has_them(tmp_path: Path) -> None:
+    words = ("llama-3.1-70b", "--gpu", "h200", "--context", "8192", "--weights", "fp8", "--emit")
+    for form in ("values.yaml", "serve.yaml", "vllm"):
+        said = refused(*words, form)
+        assert "weights in fp8, and meta-llama/Meta-Llama-3.1-70B has bfloat16: name a checkpoint" in said
+        assert "meta-llama" not in run(*words, form, "--path", "owner/Llama-FP8").stdout
+    assert "vllm serve owner/Llama-FP8 " in run(*words, "vllm", "--path", "owner/Llama-FP8").stdout
+    # What is there is compared.
+    assert "its weights are bfloat16" in refused(*words, "vllm", "--path", "meta-llama/Meta-Llama-3.1-70B")
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 80, "head_dim": 128,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert str(tmp_path) in run(*words, "vllm", "--path", str(tmp_path)).stdout
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 40}))
+    assert "its KV pages are not those of Llama-3.1-70B" in refused(*words, "vllm", "--path", str(tmp_path))
+
+
+def test_16_bits_are_cast_to_16_bits() -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--weights", "float16", "--emit")
+    assert yaml.safe_load(run(*words, "values.yaml").stdout)["config"]["model"]["dtype"] == "float16"
+    assert "--dtype float16" in run(*words, "vllm").stdout
+    assert "--dtype" not in run("llama-3.1-8b", "--gpu", "h100", "--emit", "vllm").stdout
+
+
+def test_weights_of_4_bits_are_served_by_vllm_alone() -> None:
+    words = ("llama-3.1-70b", "--gpu", "h100", "--context", "8192", "--weights", "int4")
+    assert not any(layout["served_by_kvferry"] for layout in planned(*words)["layouts"])
+    said = refused(*words, "--emit", "values.yaml", "--path", "owner/Llama-AWQ")
+    assert "kvferry serves weights of 8 bits and more, not int4" in said
+
+
+def test_values_of_a_hub_model_fill_a_volume_and_name_placeholders() -> None:
+    shown = run("llama-3.1-70b", "--gpu", "h200", "--context", "8192", "--users", "64", "--emit", "values.yaml").stdout
+    values = yaml.safe_load(shown)
+    weights = values["model"]["weights"]
+    assert weights["enabled"]
+    assert weights["claim"]["sizeGiB"] > 141e9 / (1 << 30) + 1
+    assert values["model"]["hubToken"] == {"secretName": "hub-token"}
+    assert values["config"]["model"]["revision"] == "COMMIT"
+    comment = shown[: shown.index("image:")]
+    for placeholder in ("image.registry", "config.model.revision", "model.weights.claim", "model.hubToken"):
+        assert placeholder in comment
+    thresholds = values["monitoring"]["alerts"]["thresholds"]
+    assert thresholds["KvferrySlowFirstTokensQueued"] == thresholds["KvferrySlowFirstTokensUnqueued"] == 8.192
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_pods_reserve_what_is_planned_or_say_how_much_more(tier: bool) -> None:
+    words = ["llama-3.1-70b", "--profile", "rag", "--gpu", "h200", "--users", "64", "--tp", "2", "--pp", "1"]
+    if not tier:
+        words += ["--volume-tier", "0", "--cpu-tier", "0"]
+    shown = run(*words, "--emit", "values.yaml").stdout
+    values, gpus = yaml.safe_load(shown), planned(*words)["layouts"][0]["gpus"]
+    reserved = sum(
+        -(-role["replicas"] // role["workersPerPod"]) * role["workersPerPod"] * role["gpusPerWorker"]
+        for role in values["roles"].values()
+    )
+    assert (reserved > gpus) is tier
+    assert (f"Pods reserve {reserved} GPUs, {reserved - gpus} more" in shown) is tier
+    prefill = values["roles"]["prefill"]
+    assert prefill["rdma"]
+    assert prefill["env"]["UCX_TLS"] == "rc,cuda_copy,cuda_ipc,tcp"
+    assert prefill["extraResources"] == {"rdma/ib": 2 * prefill["workersPerPod"]}
+    assert "Without RDMA" in shown
+
+
+LLAMA_8B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000,
+    "max_position_embeddings": 32768, "torch_dtype": "bfloat16", "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [(LLAMA_8B, 8_030_261_248, 8_030_261_248), (MIXTRAL, 46_702_792_704, 12_879_925_248)],
+    ids=["llama", "mixtral"],
+)
+def test_parameters_of_a_folder_are_counted(config: dict[str, Any], total: int, active: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = planned(str(tmp_path), "--gpu", "h200", "--tp", "2", "--pp", "1")
+    assert (found["num_parameters"], found["num_active_parameters"]) == (total, active)
+
+
+def test_parameters_that_cannot_be_counted_are_asked_for_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.plan_commands import parameter_count
+
+    monkeypatch.setattr(parameter_count, "count", lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    said = refused(str(tmp_path))
+    assert "give --parameters (such as 70.6e9), and --active-parameters" in said
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert "--active" not in refused(str(tmp_path))
+
+
+def test_a_config_that_transformers_does_not_take_is_not_counted(tmp_path: Path) -> None:
+    from kvferry.model_catalogue import geometry_of
+    from kvferry.plan_commands.parameter_count import count
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    geometry = geometry_of(str(tmp_path))
+    assert count({"model_type": "no-such"}, geometry) is None
+    assert count(LLAMA_8B | {"hidden_size": "wide"}, geometry) is None
+
+
+def test_nothing_that_does_says_what_would() -> None:
+    words = ("llama-3.1-70b", "--users", "64", "--context", "32768", "--tpot", "0.05", "--ttft", "2")
+    said = refused(*words, "--gpu", "h100", "--gpu", "h200", code=1).splitlines()
+    assert "64 users, 2.32 requests/s of 32,256 + 512 tokens; TTFT 2 s, TPOT 50 ms" in said[0]
+    nearest = [line for line in said if line.startswith("  nearest ")]
+    assert len(nearest) == 1
+    assert "h200 TP 8: TTFT of 2.02 s" in nearest[0]
+    helping = [line for line in said if line.startswith("  would do ")]
+    assert any("--ttft 2.2: " in line for line in helping)
+    assert any("weights in fp8" in line and "GPUs" in line for line in helping)
+    assert all("by vLLM alone" in line for line in helping if "KV pages in" in line)
+    # What does is what was said.
+    assert planned(*words[:-1], "2.2", "--gpu", "h100", "--gpu", "h200")["layouts"]
+
+
+def test_a_miss_by_little_has_as_many_digits_as_show_it() -> None:
+    from kvferry.planner.sizing import above
+
+    assert above(2.004, 2.0) == "2.004"
+    assert above(2.02, 2.0) == "2.02"
+    assert above(1.0000001, 1.0) == "1.0000001"
+    assert above(3.19, 1.0) == "3.19"
+
+
+def test_changes_to_what_kvferry_does_not_serve_say_so() -> None:
+    shown = run("llama-3.1-8b", "--users", "64", "--gpu", "h100").stdout
+    (line,) = (line for line in shown.splitlines() if "KV pages in fp8 instead" in line)
+    assert line.endswith("by vLLM alone")
+    assert "users who ask again at once would send" in shown
+    assert " of 45 " in shown  # capacity beside what is expected
+    assert "no --ttft" in shown
+
+
+def test_prices_are_of_all_gpus_or_of_one() -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--gpu", "H200")
+    found = planned(*words, "--price", "3", "--price", "H200=2.5")["layouts"]
+    assert {each["gpu"]: each["price"]["usd_per_gpu_hour"] for each in found} == {"h100": 3.0, "h200": 2.5}
+    kept = planned(*words, "--price", "h200=2.5")["layouts"]
+    assert {each["gpu"]: each["price"]["kind"] for each in kept} == {"h100": "on-demand", "h200": "own"}
+    assert "a second price for all GPUs" in refused(*words, "--price", "3", "--price", "4")
+    assert "a second price for h100" in refused(*words, "--price", "h100=3", "--price", "h100=4")
+    assert "no such GPU is planned; there are h100, h200" in refused(*words, "--price", "b200=3")
+    for bad in ("h100=", "=", "nan", "0", "-1", "three"):
+        assert "expected US dollars" in refused(*words, "--price", bad)
+
+
+def test_gpus_that_a_budget_leaves_out_for_want_of_a_price_are_named() -> None:
+    words = ("llama-3.1-8b", "--gpu", "h100", "--gpu", "h200")
+    assert "left out   h200: no price known" in run(*words, "--budget", "100").stdout
+    assert "left out" not in run(*words).stdout
+    assert "left out" not in run(*words, "--budget", "100", "--price", "h200=3").stdout
+
+
+def test_names_of_settings_are_whole_where_they_are_piped() -> None:
+    from kvferry.planner.engine_settings import COUNTERPARTS
+
+    shown = run("--list", "settings").stdout
+    assert all(name in shown for each in COUNTERPARTS for name in (each.kvferry, each.vllm, each.tensorrt_llm))
+
+
+def test_the_catalogue_of_the_documentation_is_taken(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    (text,) = (block for block in page.split("```yaml\n")[1:] if block.startswith("# gpus.yaml for --catalogue"))
+    file = tmp_path / "gpus.yaml"
+    file.write_text(text.partition("```")[0])
+    words = ("llama-3.1-8b", "--catalogue", str(file), "--gpu", "h200", "--gpu", "own")
+    found = {each["gpu"]: each["price"] for each in planned(*words)["layouts"]}
+    assert found["h200"]["usd_per_gpu_hour"] == 3.1
+    assert "own" in found
+
+
+@pytest.mark.parametrize("profile", ["code", "agents"])
+def test_a_profile_that_is_too_fast_for_a_model_names_the_ttft_that_is_not(profile: str) -> None:
+    words = ("llama-3.1-70b", "--gpu", "h200", "--profile", profile, "--users", "16")
+    said = refused(*words, code=1)
+    (ttft,) = (line.split()[3].rstrip(":") for line in said.splitlines() if "would do  --ttft" in line)
+    assert planned(*words, "--ttft", ttft)["layouts"]

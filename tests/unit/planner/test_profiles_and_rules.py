@@ -15,7 +15,12 @@ from kvferry.planner import engine_settings, plan, published, rules
 from kvferry.planner.profiles import PROFILES, Profile, find
 from support.plan_questions import question
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "helm" / "kvferry" / "examples"
+ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "deploy" / "helm" / "kvferry"
+EXAMPLES = CHART / "examples"
+ALERTS = [
+    rule for group in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+]
 IDS = {figure.id for figure in published.load().figures}
 
 
@@ -82,11 +87,15 @@ def test_rules_name_sources_and_metrics_that_exist() -> None:
     assert {rule.source for rule in rules.RULES} <= IDS
     own = {metric.name for metric in telemetry.CATALOGUE}
     for rule in rules.RULES:
-        for metric in re.findall(r"kvferry_[a-z_]+", rule.condition):
+        for metric in re.findall(r"kvferry_[a-z_]+", rule.query + rule.look):
             assert re.sub(r"_(bucket|sum|count)$", "", metric) in own, metric
         assert rule.symptom
         assert rule.cause
+        assert rule.look
         assert rule.action
+        assert rule.disrupts
+        # What kvferry refuses is no advice.
+        assert "FP8 KV" not in rule.action
 
 
 def test_thresholds_are_those_of_the_conditions_and_sources() -> None:
@@ -101,9 +110,28 @@ def test_thresholds_are_those_of_the_conditions_and_sources() -> None:
         rule = by_name[name]
         assert rule.threshold is not None
         assert rule.threshold * scale == pytest.approx(figure.value)
-        assert f"{rule.threshold:g}" in rule.condition
+        alerts = [each for each in ALERTS if each.get("rule") == name]
+        assert all(each["threshold"] == rule.threshold for each in alerts)
+        # Where nothing watches it, a query says so.
+        assert bool(alerts) is not bool(rule.query)
+        assert alerts or f"> {rule.threshold:g}" in rule.query
         assert rule.source == published_id
-    assert by_name["hit-rate-collapse"].condition
+    assert by_name["hit-rate-collapse"].threshold == rules.HIT_RATE_DROP
+
+
+def test_the_alerts_of_the_documentation_are_the_charts() -> None:
+    page = (ROOT / "docs" / "headroom.md").read_text()
+    table = page.partition("## Alerts")[2].partition("## ")[0]
+    shown = [[cell.strip() for cell in line.split(" | ")] for line in table.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("| `") for row in shown] == [each["alert"] for each in ALERTS]
+    for row, alert in zip(shown, ALERTS, strict=True):
+        assert row[1].strip("`") == alert.get("rule", "–")
+        assert row[3] == alert["for"]
+        assert row[4].partition(",")[0] == f"{alert['threshold']:g}"
+        assert re.findall(r"kvferry_\w+", row[5]) == re.findall(r"kvferry_\w+", alert["expr"])
+    # No other alert is named: thresholds of one that is not there are refused.
+    assert set(re.findall(r"`(Kvferry\w+)`", page)) == {each["alert"] for each in ALERTS}
+    assert {each["rule"] for each in ALERTS if "rule" in each} <= {rule.name for rule in rules.RULES}
 
 
 def test_plans_and_rules_share_the_limit_of_kv_pages() -> None:

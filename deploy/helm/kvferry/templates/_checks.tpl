@@ -264,6 +264,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and $scraped (include "kvferry.keysSecret" .) (not $v.monitoring.keySecret) (not (include "kvferry.firstKeySecret" .)) -}}
 {{- fail "monitoring needs monitoring.keySecret: gateways ask for an API key, and only the hashes of auth.keysSecret are known here" -}}
 {{- end -}}
+{{- if and $v.monitoring.members.enabled $v.networkPolicy.enabled (not $v.networkPolicy.monitoringNamespace) -}}
+{{- fail "monitoring.members.enabled needs networkPolicy.monitoringNamespace, the namespace that Prometheus runs in: policies would keep it from gateways, workers and keepers" -}}
+{{- end -}}
 {{- if and $scraped $v.gateway.tls.requireClientCertificates -}}
 {{- fail "monitoring cannot ask gateways that require client certificates" -}}
 {{- end -}}
