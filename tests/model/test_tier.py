@@ -26,7 +26,6 @@ from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import (
     CachedTokens,
     Engine,
-    EngineId,
     EngineOutput,
     EngineRequest,
     PromptSources,
@@ -59,9 +58,9 @@ NUM_PROMPTS = 9
 NUM_BLOCKS = 80  # of a device; six prompts
 # The CPU tiers have room for four prompts.
 OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.08, "volume": {"capacity_gib": 2.0}}
-# The first node's volume has room for 15 prompts, and floors.
+# The first node's volume has room for 14 prompts, and floors.
 PAGE_BYTES = BLOCK_SIZE * 46_080
-VOLUME_PAGES = 190
+VOLUME_PAGES = 170
 SMALL_VOLUME = {"capacity_gib": VOLUME_PAGES * chunk_file_bytes(PAGE_BYTES) / (1 << 30)}
 FLOORS = {"acme": 0.75, "gold": 0.1, "moved": 0.1}
 TENANTS = {name: {"floor": FLOORS.get(name, 0.0), "cap": 1.0} for name in ("acme", "gold", "moved", "plain", "noise")}
@@ -102,18 +101,15 @@ async def prefill(engine: Engine, prompt: Sequence[int], tier: TierHints) -> Tra
     return transfer
 
 
-class SmallEngine(VllmEngine):
-    def _arguments(self, engine_id: EngineId) -> dict[str, Any]:
-        return {**super()._arguments(engine_id), "num_gpu_blocks_override": NUM_BLOCKS}
-
-
 def engine_of(keeper: NodeProcess, *, producer: bool) -> VllmEngine:
     folder = str(model_folder.resolve("default"))
     model, engine = (
         ModelConfig(path=folder, max_model_len=2048),
-        EngineConfig(threads=1, max_num_batched_tokens=STEP_TOKENS),
+        EngineConfig(
+            threads=1, max_num_batched_tokens=STEP_TOKENS, args={"num_gpu_blocks_override": NUM_BLOCKS, "seed": 7}
+        ),
     )
-    return SmallEngine(
+    return VllmEngine(
         folder,
         model,
         engine,
@@ -345,6 +341,53 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
         assert os.sched_getaffinity(worker_of(engine).pid) == os.sched_getaffinity(0)  # nixl.py
 
 
+async def test_floors_of_device_cpu_tier_and_volume_survive_a_flood_of_ten_times_each(
+    world: World, elsewhere: Elsewhere
+) -> None:
+    terms = {
+        "gold": EngineTerms(cpu=TierTerms(floor=0.5, cap=0.6), device=TierTerms(floor=0.25, cap=0.6)),
+        "moved": EngineTerms(cpu=TierTerms(floor=0.02, cap=0.6), device=TierTerms(floor=0.02, cap=0.6)),
+        "plain": EngineTerms(cpu=TierTerms(cap=0.6), device=TierTerms(cap=0.6)),
+        "noise": EngineTerms(cpu=TierTerms(cap=1.0), device=TierTerms(cap=1.0)),
+    }
+    hints = {name: TierHints(Namespace(name), terms=each) for name, each in terms.items()}
+    prompt = prompt_of(500)
+    expected = await world.expected(prompt)
+    assert world.decode.info.page_bytes == PAGE_BYTES
+    # What other engines gave of their parts of this tenant's floors.
+    world.decode.set_floors({"cpu": {"moved": 0.4}, "device": {"moved": 0.25}})
+    for name in ("gold", "moved", "plain"):
+        tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert tokens == expected
+    for name in ("gold", "moved"):
+        await until(lambda name=name: world.has_kept(prompt, name), what=f"pages of {name} on the volume")  # type: ignore[misc]
+    num_pages = max(world.decode.info.num_pages, world.decode.info.num_cpu_pages, VOLUME_PAGES)
+    one = Sampling(max_tokens=1, temperature=0.0)
+    for i in range(10 * num_pages // NUM_PAGES + 1):
+        request = EngineRequest(
+            RequestId(f"noise-{i}"), prompt_of(1000 + i), one, cache_salt="noise", tier=hints["noise"]
+        )
+        async for _ in world.decode.generate(request):
+            pass
+    everything = NUM_PAGES * BLOCK_SIZE
+    for name in ("gold", "moved"):
+        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert (tokens, last.cached) == (expected, CachedTokens(device=everything)), name
+    tokens, last = await run(world.decode, prompt, cache_salt="plain", tier=hints["plain"])
+    assert (tokens, last.cached) == (expected, CachedTokens()), "without a floor all of it is gone"
+    assert last.sources == PromptSources(local_compute=len(prompt))
+    assert await world.decode._llm.reset_prefix_cache()
+    for name in ("gold", "moved"):
+        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
+        assert (tokens, last.cached) == (expected, CachedTokens(cpu=everything)), name
+    await until(lambda: world.decode.tenant_usages()["device"]["moved"].floor == (NUM_BLOCKS - 1) // 4)
+    # An engine of another node has them from the volume.
+    for name in ("gold", "moved"):
+        on_volume = TierHints(Namespace(name), volumes={world.keeper.volume_id: NUM_PAGES})
+        tokens, last = await run(elsewhere.prefill, prompt, cache_salt=name, tier=on_volume)
+        assert (tokens, last.cached) == (expected, CachedTokens(volume=everything)), name
+
+
 def is_worker(process: psutil.Process) -> bool:
     try:
         return "VLLM::Worker" in " ".join(process.cmdline())
@@ -372,58 +415,6 @@ async def test_stopping_an_engine_that_was_killed_ends_its_requests(elsewhere: E
             await reading
     with pytest.raises(EngineDead, match="stopped"):
         await run(engine, prompt_of(20))
-
-
-async def test_floors_of_device_cpu_tier_and_volume_survive_a_flood_of_ten_times_each(world: World) -> None:
-    terms = {
-        "gold": EngineTerms(cpu=TierTerms(floor=0.5, cap=0.6), device=TierTerms(floor=0.25, cap=0.6)),
-        "moved": EngineTerms(cpu=TierTerms(floor=0.02, cap=0.6), device=TierTerms(floor=0.02, cap=0.6)),
-        "plain": EngineTerms(cpu=TierTerms(cap=0.6), device=TierTerms(cap=0.6)),
-        "noise": EngineTerms(cpu=TierTerms(cap=1.0), device=TierTerms(cap=1.0)),
-    }
-    hints = {name: TierHints(Namespace(name), terms=each) for name, each in terms.items()}
-    prompt = prompt_of(500)
-    expected = await world.expected(prompt)
-    assert world.decode.info.page_bytes == PAGE_BYTES
-    # What other engines gave of their parts of this tenant's floors.
-    world.decode.set_floors({"cpu": {"moved": 0.4}, "device": {"moved": 0.25}})
-    for name in ("gold", "moved", "plain"):
-        tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
-        assert tokens == expected
-        await until(lambda name=name: world.has_kept(prompt, name), what=f"pages of {name} on the volume")  # type: ignore[misc]
-    num_noises = itertools.count()
-
-    async def flood(num_pages: int) -> None:
-        one = Sampling(max_tokens=1, temperature=0.0)
-        for _ in range(num_pages // NUM_PAGES + 1):
-            noise = prompt_of(1000 + next(num_noises))
-            request = EngineRequest(RequestId(f"r{next(_fresh)}"), noise, one, cache_salt="noise", tier=hints["noise"])
-            async for _ in world.decode.generate(request):
-                pass
-
-    await flood(10 * max(world.decode.info.num_pages, world.decode.info.num_cpu_pages, VOLUME_PAGES))
-    everything = NUM_PAGES * BLOCK_SIZE
-    for name in ("gold", "moved"):
-        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
-        assert (tokens, last.cached) == (expected, CachedTokens(device=everything)), name
-    tokens, last = await run(world.decode, prompt, cache_salt="plain", tier=hints["plain"])
-    assert (tokens, last.cached) == (expected, CachedTokens()), "without a floor all of it is gone"
-    assert last.sources == PromptSources(local_compute=len(prompt))
-    assert await world.decode._llm.reset_prefix_cache()
-    for name in ("gold", "moved"):
-        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
-        assert (tokens, last.cached) == (expected, CachedTokens(cpu=everything)), name
-    await until(lambda: world.decode.tenant_usages()["device"]["moved"].floor == (NUM_BLOCKS - 1) // 4)
-    # Their contracts now have no floors in engines: another flood leaves them what the volume has.
-    world.decode.set_floors({})
-    without = EngineTerms(cpu=TierTerms(cap=0.6), device=TierTerms(cap=0.6))
-    for name in ("gold", "moved"):
-        hints[name] = TierHints(Namespace(name), terms=without)
-        await run(world.decode, prompt_of(501), cache_salt=name, tier=hints[name])
-    await flood(2 * max(world.decode.info.num_pages, world.decode.info.num_cpu_pages))
-    for name in ("gold", "moved"):
-        tokens, last = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
-        assert (tokens, last.cached) == (expected, CachedTokens(volume=everything)), name
 
 
 async def test_a_prompt_that_is_due_first_passes_a_long_one_and_both_are_as_alone(world: World) -> None:
