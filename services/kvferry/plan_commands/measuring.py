@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -124,27 +124,48 @@ async def _measure(url: str, longest_tokens: int, batches: tuple[int, ...]) -> M
         first = await probe.ask(64, 4)
         probe.tokens_per_word = max(_MIN_TOKENS_PER_WORD, first.prompt_tokens / 64)
         longest = min(longest_tokens - ANSWER_TOKENS, _MAX_PROMPT_TOKENS)
-        prefills: list[PrefillMeasurement] = []
-        for share in _PROMPT_SHARES:
-            await probe.ask(probe.words(share * longest), 2)
-            found = [await probe.ask(probe.words(share * longest), 2) for _ in range(_REPEATS)]
-            seconds = statistics.median(each.ttft_s for each in found)
-            prefills.append(PrefillMeasurement(round(statistics.mean(each.prompt_tokens for each in found)), seconds))
+        prefills = await _prefills(probe, [probe.words(share * longest) for share in _PROMPT_SHARES], deadline)
+        decodes = await _decodes(probe, batches, deadline)
+    return Measured(tuple(prefills), tuple(decodes))
+
+
+async def _prefills(probe: _Probe, lengths: Sequence[int], deadline: float) -> list[PrefillMeasurement]:
+    # Each round has all lengths, so that a machine that becomes slower makes none of them look worse than others.
+    found: list[list[_Answer]] = [[] for _ in lengths]
+    for number in range(_REPEATS):
+        for length, answers in zip(lengths, found, strict=True):
+            if not number:
+                await probe.ask(length, 2)
+            answers.append(await probe.ask(length, 2))
             if time.monotonic() > deadline:
                 break
-        decodes: list[DecodeMeasurement] = []
-        for batch in batches:
-            rounds = []
-            for _ in range(_REPEATS):
-                together = [probe.ask(16, ANSWER_TOKENS) for _ in range(batch)]
-                rounds.append(await asyncio.gather(*together))
-                if time.monotonic() > deadline:
-                    break
-            answers = [answer for each in rounds for answer in each]
-            context = statistics.mean(each.prompt_tokens + each.output_tokens / 2 for each in answers)
-            step_s = statistics.median(statistics.median(each.tpot_s for each in one) for one in rounds)
-            decodes.append(DecodeMeasurement(batch, context, step_s))
-    return Measured(tuple(prefills), tuple(decodes))
+        if time.monotonic() > deadline:
+            break
+    return [
+        PrefillMeasurement(
+            round(statistics.mean(each.prompt_tokens for each in answers)),
+            statistics.median(each.ttft_s for each in answers),
+        )
+        for answers in found
+        if answers
+    ]
+
+
+async def _decodes(probe: _Probe, batches: Sequence[int], deadline: float) -> list[DecodeMeasurement]:
+    # In rounds for the same reason. One round is whole, whatever it takes.
+    found: list[list[Sequence[_Answer]]] = [[] for _ in batches]
+    for _ in range(_REPEATS):
+        for batch, rounds in zip(batches, found, strict=True):
+            rounds.append(await asyncio.gather(*(probe.ask(16, ANSWER_TOKENS) for _ in range(batch))))
+        if time.monotonic() > deadline:
+            break
+    decodes = []
+    for batch, rounds in zip(batches, found, strict=True):
+        answers = [answer for each in rounds for answer in each]
+        context = statistics.mean(each.prompt_tokens + each.output_tokens / 2 for each in answers)
+        step_s = statistics.median(statistics.median(each.tpot_s for each in one) for one in rounds)
+        decodes.append(DecodeMeasurement(batch, context, step_s))
+    return decodes
 
 
 class _Model(msgspec.Struct):
