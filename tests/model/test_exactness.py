@@ -121,8 +121,7 @@ async def test_a_grammar_goes_on_exactly_after_any_token(vllm_pair: VllmPair, st
     text = "".join(output.text for output in outputs)
     assert outputs[-1].finish_reason is FinishReason.STOP
 
-    async def go_on(num_given: int) -> None:
-        num_chars = sum(len(output.text) for output in itertools.islice(outputs, num_given))
+    async def go_on(num_given: int, num_chars: int) -> None:
         request = EngineRequest(
             RequestId(f"from-{num_given}"),
             [*prompt, *whole[:num_given]],
@@ -134,8 +133,12 @@ async def test_a_grammar_goes_on_exactly_after_any_token(vllm_pair: VllmPair, st
         assert text[:num_chars] + "".join(output.text for output in rest) == text
         assert rest[-1].finish_reason is FinishReason.STOP
 
-    assert all(len(output.token_ids) == 1 for output in outputs)
-    await asyncio.gather(*(go_on(num_given) for num_given in range(1, len(whole))))
+    # On a busy machine an output has the tokens of several steps, and only the characters of all are known.
+    num_given = itertools.accumulate(len(output.token_ids) for output in outputs[:-1])
+    num_chars = itertools.accumulate(len(output.text) for output in outputs[:-1])
+    given = [each for each in zip(num_given, num_chars, strict=True) if each[0] < len(whole)]
+    assert len(given) > len(whole) // 4
+    await asyncio.gather(*itertools.starmap(go_on, given))
 
 
 async def test_tokens_that_do_not_fit_the_grammar_end_their_request_only(vllm_pair: VllmPair) -> None:

@@ -26,7 +26,8 @@ def load_tool(name: str) -> ModuleType:
     return sys.modules[name]
 
 
-chart_rules = load_tool("chart_rules")  # before their user
+generated_pages = load_tool("generated_pages")  # before their users
+chart_rules = load_tool("chart_rules")
 cel_rules = load_tool("cel_rules")
 helm_check = load_tool("helm_check")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from kvferry.telemetry import (
     Kind,
     Metric,
 )
+from support.chart import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,12 +160,7 @@ def test_of_each_volume_every_series_that_is_known_is_there() -> None:
 
 
 def test_the_page_is_that_of_the_catalogue() -> None:
-    spec = importlib.util.spec_from_file_location("generate_metrics_doc", ROOT / "tools" / "generate_metrics_doc.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    page = tool.page()
+    page = load_tool("generate_metrics_doc").page()
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == page, "run `make metrics-doc`"
     for metric in CATALOGUE:
         assert f"| `{metric.name}` |" in page

@@ -23,7 +23,9 @@ def parsed(engine: dict[str, Any], **sections: Any) -> configuration.ClusterConf
 @given(st.sampled_from(sorted(RULES)), st.booleans(), st.booleans())
 def test_every_argument_is_taken_or_refused_by_its_rule(name: str, of_role: bool, permitted: bool) -> None:
     args = {name: 1}
-    engine: dict[str, Any] = {"unproven": [name]} if permitted and RULES[name] is Rule.UNPROVEN else {}
+    engine: dict[str, Any] = {"device": "gpu"}
+    if permitted and RULES[name] is Rule.UNPROVEN:
+        engine["unproven"] = [name]
     sections = {"decode": {"engine": {"args": args}}} if of_role else {}
     rule = RULES[name]
     taken = rule is Rule.FREE or (not of_role and (rule is Rule.EQUAL or (rule is Rule.UNPROVEN and permitted)))
@@ -55,6 +57,7 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"args": {"max_num_seqs": 7}}, "not taken here: use engine.max_num_seqs"),
         ({"args": {"max-num-seqs": 7}}, "written as 'max_num_seqs'"),
         ({"args": {"watermrk": 1}}, "did you mean 'watermark'"),
+        ({"args": {"kv_cache_memory_bytes": "1G"}}, "use engine.kv_cache_gib"),
         ({"args": {"x" * 5000: 1}}, "vLLM has no such argument"),
         ({"args": {"watermark": None}}, "leave it out"),
         ({"args": {"watermark": float("nan")}}, "a value is"),

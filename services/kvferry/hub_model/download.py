@@ -119,7 +119,7 @@ class Downloads:
                 most_bytes = 0
                 raise _MismatchError(f"{file.path} does not have the hash that the hub says ({file.digest})")
             except _MismatchError as error:
-                fault = error.message
+                fault = str(error)
                 num_mismatches += 1
                 if num_mismatches >= MAX_MISMATCHES:
                     raise ConfigError(f"{fault}, {num_mismatches} times: the hub, or a proxy, changes it") from None
@@ -187,8 +187,8 @@ class Downloads:
             raise UnavailableError(f"{file.path} ended after {start} of {file.size_bytes} bytes")
 
 
-class _MismatchError(UnavailableError):
-    """Another file than was asked for; a few times may be by chance."""
+class _MismatchError(Exception):
+    """Another file than was asked for; a few times may be by chance. Never leaves this module."""
 
 
 def _stem(file: HubFile) -> str:

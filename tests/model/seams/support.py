@@ -64,6 +64,7 @@ def vllm_config(**changes: Any) -> Any:
     values |= changes
     return SimpleNamespace(
         lora_config=None,
+        additional_config=None,
         model_config=SimpleNamespace(
             dtype=values["dtype"],
             max_model_len=values["max_model_len"],

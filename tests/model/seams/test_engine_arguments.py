@@ -22,7 +22,7 @@ TEN = {
     "seed": 7,
     "watermark": 0.03,
     "num_gpu_blocks_override": 123,
-    "kv_cache_memory_bytes": "64M",
+    "cpu_distributed_timeout_seconds": 55,
     "long_prefill_token_threshold": 96,
     "max_num_scheduled_tokens": 200,
     "safetensors_load_strategy": "eager",
@@ -70,7 +70,7 @@ def test_ten_arguments_reach_the_engines_configuration() -> None:
     plain, given = vllm_config_of(EngineConfig()), vllm_config_of(EngineConfig(args=TEN))
     assert given.model_config.seed == 7 != plain.model_config.seed
     assert given.cache_config.num_gpu_blocks_override == 123
-    assert given.cache_config.kv_cache_memory_bytes == 64 << 20
+    assert given.parallel_config.cpu_distributed_timeout_seconds == 55
     assert given.scheduler_config.watermark == 0.03
     assert given.scheduler_config.long_prefill_token_threshold == 96
     assert given.scheduler_config.max_num_scheduled_tokens == 200
