@@ -158,13 +158,16 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
 
     # Why a request went where it went.
     answer_id = json.loads(answer.stdout)["id"]
-    (explained,) = json.loads(machine.run("explain", answer_id, "--json", timeout_s=60).stdout)
+    told = machine.run("explain", answer_id, "--json", timeout_s=60)
+    assert told.returncode == 0, told
+    (explained,) = json.loads(told.stdout)
     (choice,) = explained["choices"]
     assert (choice["decode"], choice["reason"]) == (decode["member_id"], explained["reason"])
     assert choice["price"]["total_ms"] > 0
-    table = machine.run("explain", answer_id, timeout_s=60).stdout
+    table = machine.run("explain", answer_id, timeout_s=60)
+    assert table.returncode == 0, table
     for said in (decode["member_id"], choice["reason"], "chosen", "total"):
-        assert said in table
+        assert said in table.stdout, table
     unknown = machine.run("explain", "cmpl-unknown", timeout_s=60)
     assert unknown.returncode == 1
     assert "no gateway remembers the request 'cmpl-unknown'" in unknown.stderr
