@@ -212,7 +212,7 @@ class CountedRequest:
     """
 
     __slots__ = (
-        "_admission", "answer_id", "begun_s", "body", "claim", "ended_by", "endpoint", "error", "limit", "status",
+        "_admission", "answer_id", "begun_s", "body", "claim", "ended_by", "endpoint", "error", "expire", "status",
         "tenant", "trace",
     )  # fmt: skip
 
@@ -225,7 +225,7 @@ class CountedRequest:
         self.trace: RequestTrace | None = None
         self.error: KvferryError | None = None
         self.answer_id = ""  # once the request was rendered
-        self.limit: asyncio.Timeout | None = None  # while it is served
+        self.expire: Callable[[], None] | None = None  # ends its time, once it is served
         self.ended_by: KvferryError | None = None  # why it ends before its time
         self.tenant = ""  # once it is known, where requests are counted by tenant
         self._admission = admission
@@ -240,9 +240,9 @@ class CountedRequest:
     def end(self, error: KvferryError) -> None:
         """End it with an error, now or as soon as its body is read."""
         self.ended_by = error
-        if self.limit is not None:
+        if self.expire is not None:
             with contextlib.suppress(RuntimeError):  # its time has just ended by itself
-                self.limit.reschedule(asyncio.get_running_loop().time())
+                self.expire()
 
     def require_not_ended(self) -> None:
         """Raises the error that ended it while its body was read."""

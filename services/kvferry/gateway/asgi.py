@@ -35,6 +35,7 @@ from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.model_names import ModelNames
 from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
+from kvferry.gateway.request_timeouts import RequestTimeouts
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
 from kvferry.gateway.stream_writer import StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
@@ -102,6 +103,7 @@ class HttpApp:
         self._read_readiness = read_readiness
         self._read_targets = read_targets
         self._started_unix_s = int(time.time())
+        self._timeouts = RequestTimeouts(config.request_timeout_s)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -283,7 +285,8 @@ class HttpApp:
         writer: StreamWriter | None = None
         try:
             counted.require_not_ended()
-            async with asyncio.timeout(timeout_s) as counted.limit:
+            with self._timeouts.limit() as limit:
+                counted.expire = limit.expire
                 answer = await read(counted.body, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
                 counted.body = b""
                 counted.answer_id = answer.answer_id

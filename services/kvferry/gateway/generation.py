@@ -133,6 +133,7 @@ class Generation:
         self._timeouts = timeouts
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
+        self._usage: Usage | None = None  # once all choices have ended
 
     async def run(self, sinks: Sequence[Sink]) -> None:
         """Run all choices at once; the first failure ends the answer.
@@ -164,6 +165,8 @@ class Generation:
         return (time.perf_counter() - self._first_token_s) / num_after_first
 
     def usage(self) -> Usage:
+        if self._usage is not None:
+            return self._usage
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
@@ -207,7 +210,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _settle(self) -> None:
-        usage = self.usage()
+        usage = self._usage = self.usage()
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.generated_tokens.inc(usage.completion_tokens)
         if (gap_s := self.token_gap_s) is not None:

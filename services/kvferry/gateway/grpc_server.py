@@ -336,7 +336,8 @@ class GrpcEndpoint:
         timeout_s = self._config.request_timeout_s
         is_ours = remaining_s is None or remaining_s > timeout_s
         try:
-            async with asyncio.timeout(timeout_s if is_ours else remaining_s) as counted.limit:
+            async with asyncio.timeout(timeout_s if is_ours else remaining_s) as limit:
+                counted.expire = lambda: limit.reschedule(asyncio.get_running_loop().time())
                 if counted.ended_by is not None:
                     counted.end(counted.ended_by)
                 return await answer

@@ -312,6 +312,8 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
     calls = [call for message in messages if isinstance(calls := message.get("tool_calls"), list) for call in calls]
     functions = [call.get("function") for call in calls if isinstance(call, dict)]
     arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    if not arguments:
+        return
     require_few_values("messages", *(text for text in arguments if isinstance(text, str)))
 
 

@@ -401,7 +401,7 @@ class _RequestRun:
         aggregated = placement if isinstance(placement, Decision) and placement.prefill is None else None
         return Measured(
             first_token_ms=(first_s - submitted_s) * 1e3,
-            load_ms=aggregated.price.load_ms if aggregated is not None else 0.0,
+            load_ms=aggregated.load_ms if aggregated is not None else 0.0,
             computed_tokens=last.sources.local_compute if last.sources is not None else 0,
             transferred_pages=transferred_pages(last, decode.member.block_size),
             queue_tokens=aggregated.queue_tokens if aggregated is not None else 0,

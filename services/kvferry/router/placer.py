@@ -77,6 +77,12 @@ class Decision(Placement):
     def matched(self) -> Matched:
         return self.price.matched
 
+    @property
+    def load_ms(self) -> float:
+        """Return `price.load_ms`, which each request is measured with, without the rest of the price."""
+        computing = self._quotes.decode if self._quotes.prefill is None else self._quotes.prefill
+        return computing.load_ms
+
     def runners_up(self) -> list[Price]:
         """Up to four next cheapest pairs, and the cheapest aggregated, without the chosen."""
         return self._quotes.runners_up()
@@ -244,7 +250,14 @@ class Placer:
             if cost_ms >= limit_ms:
                 break
             weights.append(limit_ms - cost_ms)
-        return quotes[0] if len(weights) == 1 else self._random.choices(quotes[: len(weights)], weights)[0]
+        if len(weights) == 1:
+            return quotes[0]
+        drawn = self._random.random() * sum(weights)
+        for quote, weight in zip(quotes, weights, strict=False):
+            drawn -= weight
+            if drawn < 0:
+                return quote
+        return quotes[len(weights) - 1]  # rounding
 
 
 def _decide(quotes: _Quotes, reason: Reason) -> Decision:

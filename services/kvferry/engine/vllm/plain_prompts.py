@@ -55,6 +55,9 @@ class PlainPrompts:
     def __init__(self, serving: Any) -> None:
         from tokenizers import Tokenizer
         from transformers.utils.chat_template_utils import _compile_jinja_template
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+        from vllm.renderers.chat_utils import parse_chat_messages
         from vllm.renderers.hf import HfRenderer, resolve_chat_template, resolve_chat_template_content_format
 
         online = serving.online_renderer
@@ -97,6 +100,9 @@ class PlainPrompts:
         self._keeps_texts = self._content_format == "string" and not (
             self._model_config.enable_prompt_embeds or self._model_config.multimodal_config
         )
+        # Names of vLLM's that each request needs: an import statement takes longer than an attribute.
+        self._parse_chat_messages, self._get_max_tokens = parse_chat_messages, get_max_tokens
+        self._default_max_tokens = CompletionRequest.model_fields["max_tokens"].default
         self._sampling_of = functools.lru_cache(_NUM_KEPT_SAMPLINGS)(self._resolve)
         self._template_tokens = self._tokens_of_template()
 
@@ -144,14 +150,14 @@ class PlainPrompts:
         return self._render(self._conversation([{"role": "user", "content": text}]))
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        from vllm.renderers.chat_utils import parse_chat_messages
-
         conversation: list[Any] = []
         for message in messages:
             if self._keeps_texts and type(message["content"]) is str and message["role"] != "system":
                 conversation.append(message)
             else:
-                parsed, _, _ = parse_chat_messages([message], self._model_config, content_format=self._content_format)
+                parsed, _, _ = self._parse_chat_messages(
+                    [message], self._model_config, content_format=self._content_format
+                )
                 conversation.extend(parsed)
         return conversation
 
@@ -182,9 +188,6 @@ class PlainPrompts:
     def _rendered(
         self, kind: str, text: str, body: Mapping[str, Any], encode: Callable[[str], array[int]]
     ) -> Rendered | None:
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-
         if len(text) > self._max_chars:
             raise too_many_chars(
                 self._max_model_len, self._max_chars, len(text), "messages" if kind == "chat" else "prompt"
@@ -195,9 +198,9 @@ class PlainPrompts:
         asked = {name: value for name, value in body.items() if name in SAMPLING_FIELDS}
         max_tokens = 0  # the prompt is too long: vLLM's renderer would only find the same, in more time
         if len(token_ids) < self._max_model_len:
-            max_tokens = get_max_tokens(
+            max_tokens = self._get_max_tokens(
                 self._max_model_len,
-                None if kind == "chat" else CompletionRequest.model_fields["max_tokens"].default,
+                None if kind == "chat" else self._default_max_tokens,
                 len(token_ids),
                 self._serving.default_sampling_params,
                 self._serving.override_max_tokens,
