@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,21 +43,33 @@ async def start_pair(
     on_prefill: Callable[[], None] = lambda: None,
     tier: TierConfig | None = None,
     keeper_socket: str = "",
+    has_tenants: bool = False,
+    decode: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> VllmPair:
     """Start both engines one after the other; nothing is left running when one fails.
 
-    `model.path` is a folder with a tokenizer; None is the default model. `settings` are of both engines; `on_prefill`
-    is called between the two starts.
+    `model.path` is a folder with a tokenizer; None is the default model. `settings` are of both engines, those of
+    `decode` replace them for the decode engine; `on_prefill` is called between the two starts.
     """
     from tokenizers import Tokenizer
 
     if model is None:
         model = ModelConfig(path=str(model_folder.resolve(model_folder.DEFAULT_NAME)))
-    folder, engine = model.path, EngineConfig(threads=1, **settings)
+    folder, both = model.path, EngineConfig(threads=1, **settings)
+    of_decode = both.model_copy(update=dict(decode or {}))
 
     def make(*, is_producer: bool) -> VllmEngine:
-        return VllmEngine(folder, model, engine, producer=is_producer, tier=tier, keeper_socket=keeper_socket)
+        engine = both if is_producer else of_decode
+        return VllmEngine(
+            folder,
+            model,
+            engine,
+            producer=is_producer,
+            tier=tier,
+            keeper_socket=keeper_socket,
+            has_tenants=has_tenants,
+        )
 
     pair = VllmPair(
         make(is_producer=True),

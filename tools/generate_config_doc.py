@@ -92,11 +92,30 @@ of vLLM is in one of these tables.
 
 **At your own risk**: an argument of the last table is taken if `engine.unproven` names it, as in `unproven:
 [attention_backend]`. So is a variable of `engine.env` beside the free ones ({variables}).
-kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. It
-never lifts the refusals of [models](models.md).
+kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. Of the
+refusals of [models](models.md) it lifts that of speculative decoding alone.
 
 **Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all that is *equal*
 or unproven, variables too. Changing one is a change of the engine: pages on volumes of before are not read.
+
+## Speculative decoding
+
+```yaml
+decode:
+  engine:
+    args:
+      speculative_config: {method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4, prompt_lookup_min: 2}
+```
+
+Decode engines then guess up to {max_drafts} tokens, those that followed the same n-gram earlier in the request, and
+check them in one step. It helps answers that repeat their prompts (code, extraction, summaries) while few streams run;
+with many, the checked tokens cost more than they save. Answers are those of an engine without, token for token
+(float32, greedy), also after a transfer, from every tier, and when another worker continues them; sampled answers have
+the same distribution, and a seed gives its answer again on engines with the same setting. `min_p` and `logit_bias`,
+which vLLM does not take then, are refused with 400. Of other methods (draft models, EAGLE, MTP) nothing was shown: they
+need `engine.unproven: [speculative_config]`, in `engine.args`, because a draft model has pages of its own.
+`vllm:spec_decode_num_draft_tokens_total` and `vllm:spec_decode_num_accepted_tokens_total` of a decode worker's metrics
+say how many guesses were right.
 """
 
 _TITLES = {
@@ -108,7 +127,9 @@ _TITLES = {
 
 
 def arguments_page() -> str:
-    parts = [_ARGUMENTS_HEAD.replace("{variables}", ", ".join(f"`{name}`" for name in vllm_arguments.FREE_VARIABLES))]
+    variables = ", ".join(f"`{name}`" for name in vllm_arguments.FREE_VARIABLES)
+    head = _ARGUMENTS_HEAD.replace("{variables}", variables)
+    parts = [head.replace("{max_drafts}", str(vllm_arguments.MAX_DRAFT_TOKENS))]
     for rule, (title, who) in _TITLES.items():
         by_reason: dict[str, list[str]] = {}
         for name, of_name in vllm_arguments.RULES.items():

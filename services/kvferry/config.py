@@ -147,9 +147,7 @@ class EngineConfig(_Section):
     @field_validator("args")
     @classmethod
     def _arguments_are_taken(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        check_arguments(
-            args, of_role=False, unproven=info.data.get("unproven", ()), device=info.data.get("device", "cpu")
-        )
+        check_arguments(args, role="", unproven=info.data.get("unproven", ()), device=info.data.get("device", "cpu"))
         return args
 
     @field_validator("env")
@@ -181,12 +179,12 @@ class RoleEngineConfig(_Section):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-def check_arguments(args: Mapping[str, Any], *, of_role: bool, unproven: Collection[str], device: str) -> None:
-    """Raises ValueError for the first argument of vLLM that is not taken."""
+def check_arguments(args: Mapping[str, Any], *, role: str, unproven: Collection[str], device: str) -> None:
+    """Raises ValueError for the first argument of vLLM that is not taken. `role` as for `why_refused`."""
     if len(args) > vllm_arguments.MAX_ARGUMENTS:
         raise ValueError(f"{len(args)} arguments; {vllm_arguments.MAX_ARGUMENTS} is the limit")
     for name, value in args.items():
-        reason = vllm_arguments.why_refused(name, of_role=of_role, unproven=unproven)
+        reason = vllm_arguments.why_refused(name, value, role=role, unproven=unproven)
         if device == "cpu" and name == "kv_cache_memory_bytes":
             reason = "without effect on the CPU device: use engine.kv_cache_gib"
         if reason := reason or vllm_arguments.why_no_value(value):
@@ -587,7 +585,7 @@ class ClusterConfig(_Section):
         for pool, name in itertools.product(("", *self.pools), ROLES):
             try:
                 args = self.role_of(name, pool).engine.args
-                check_arguments(args, of_role=True, unproven=self.engine.unproven, device=self.engine.device)
+                check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
         return self

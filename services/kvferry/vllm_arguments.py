@@ -1,7 +1,8 @@
 """Which arguments of vLLM's engine `engine.args` may hold: vLLM's names, with the reason of each decision.
 
 Every name of vLLM 0.32's `AsyncEngineArgs` is in one of four tables: refused (most are set by kvferry), equal in both
-roles and part of the exchange digest, free by role, or unproven (refused unless `engine.unproven` names it).
+roles and part of the exchange digest, free by role, or unproven (refused unless `engine.unproven` names it). Of an
+unproven argument some values may have been shown to be right: these need no permission.
 """
 
 from __future__ import annotations
@@ -52,6 +53,12 @@ REFUSED: Mapping[str, str] = {
     **_each("enable_prefix_caching prefix_caching_hash_algo", "pages are found by these hashes"),
     **_each("scheduler_cls scheduling_policy", "shares of tenants are kept with it"),
     **_each("worker_extension_cls worker_cls", "workers release pages with it"),
+    **_each(
+        "data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
+        "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb "
+        "data_parallel_backend elastic_ep_max_dp_size dp_sync_interval disable_nccl_for_dp_synchronization",
+        "each rank has pages of its own, and of a worker gateways see those of one: use replicas",
+    ),
     **_each("logits_processors", "answers that another worker continues need kvferry's own"),
     **_each("structured_outputs_config", "gateways compile grammars with the same settings"),
     **_each("additional_config", "vLLM's processes find values of the exchange digest in it"),
@@ -104,14 +111,11 @@ FREE: Mapping[str, str] = {
 
 UNPROVEN: Mapping[str, str] = {
     **_each(
-        "pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_start_rank "
-        "data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb "
-        "data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend "
-        "prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend dcp_q_replicate "
-        "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size distributed_executor_backend master_addr "
-        "master_port nnodes node_rank device_ids enable_expert_parallel enable_ep_weight_filter enable_elastic_ep "
-        "elastic_ep_max_dp_size enable_eplb eplb_config expert_placement_strategy all2all_backend enable_hc_sp "
-        "enable_batch_sharded_sampling dp_sync_interval disable_nccl_for_dp_synchronization ray_workers_use_nsight",
+        "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend "
+        "dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size distributed_executor_backend "
+        "master_addr master_port nnodes node_rank device_ids enable_expert_parallel enable_ep_weight_filter enable_elastic_ep "
+        "enable_eplb eplb_config expert_placement_strategy all2all_backend enable_hc_sp "
+        "enable_batch_sharded_sampling ray_workers_use_nsight",
         "parallelism beside tensor parallelism on one node",
     ),
     **_each(
@@ -197,8 +201,35 @@ RULES: Mapping[str, Rule] = {name: rule for rule, table in _TABLES.items() for n
 REASONS: Mapping[str, str] = {name: reason for table in _TABLES.values() for name, reason in table.items()}
 
 
-def why_refused(name: str, *, of_role: bool, unproven: Collection[str]) -> str:
-    """Return why an argument cannot be given here, or an empty string. `of_role`: in `engine.args` of one role."""
+SPECULATION = "speculative_config"
+MAX_DRAFT_TOKENS = 16  # of one step
+# Of vLLM's keys. Drafts are tokens that followed the same n-gram earlier in the request: no model makes them, and there
+# are no pages beside the model's own.
+_NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+
+
+def why_no_ngrams(value: object) -> str:
+    """Return why a `speculative_config` is not one that was shown to give right answers, or an empty string."""
+    if not isinstance(value, Mapping) or value.get("method") != "ngram":
+        return "of speculative decoding, {method: ngram} was shown to give right answers"
+    if unknown := [str(key)[:80] for key in value if key not in _NGRAM_KEYS]:
+        return f"n-grams were shown to give right answers with {', '.join(_NGRAM_KEYS)}, not with {unknown[0]!r}"
+    num_tokens = value.get("num_speculative_tokens")
+    if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
+        return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
+    return ""
+
+
+def speculates(args: Mapping[str, object]) -> bool:
+    """Return whether engines with these arguments check drafts of several tokens in one step."""
+    return SPECULATION in args
+
+
+def why_refused(name: str, value: object, *, role: str, unproven: Collection[str]) -> str:
+    """Return why an argument cannot be given here, or an empty string.
+
+    `role` is that whose `engine.args` it stands in, empty for those of both roles.
+    """
     if "-" in name and name.replace("-", "_").lstrip("_") in RULES:
         return f"written as {name.replace('-', '_').lstrip('_')!r} here"
     rule = RULES.get(name)
@@ -208,17 +239,23 @@ def why_refused(name: str, *, of_role: bool, unproven: Collection[str]) -> str:
     if rule is Rule.REFUSED:
         return f"not taken here: {REASONS[name]}"
     if rule is Rule.UNPROVEN and name not in unproven:
-        return (
-            f"not shown to give right answers here ({REASONS[name]}); to try it at your own risk, "
-            f"add {name!r} to engine.unproven"
-        )
-    if of_role and must_be_equal(name):
+        reason = f"not shown to give right answers here ({REASONS[name]})"
+        if name == SPECULATION:
+            reason = why_no_ngrams(value)
+            if not reason and role == "decode":
+                return ""
+            if not reason:
+                return "decode workers generate answers: give it in decode.engine.args"
+        return f"{reason}; to try it at your own risk, add {name!r} to engine.unproven"
+    if role and must_be_equal(name, value):
         return f"both roles need the same: give it in engine.args ({REASONS[name]})"
     return ""
 
 
-def must_be_equal(name: str) -> bool:
-    """Whether engines exchange pages only with an equal value: part of the exchange digest."""
+def must_be_equal(name: str, value: object) -> bool:
+    """Return whether engines exchange pages only with an equal value: part of the exchange digest."""
+    if name == SPECULATION and not why_no_ngrams(value):
+        return False
     return RULES[name] in (Rule.EQUAL, Rule.UNPROVEN)
 
 
@@ -263,7 +300,7 @@ def why_not_unproven(name: str) -> str:
         return "it needs no permission" if name in FREE_VARIABLES else ""
     if RULES.get(name) is Rule.UNPROVEN:
         return ""
-    return why_refused(name, of_role=False, unproven=()) or "it needs no permission"
+    return why_refused(name, None, role="", unproven=()) or "it needs no permission"
 
 
 def must_be_equal_variable(name: str) -> bool:
@@ -290,6 +327,6 @@ def why_no_value(value: object) -> str:
 
 def equal_values(args: Mapping[str, object], env: Mapping[str, str]) -> str:
     """Return what of arguments and variables engines must have in common, as JSON; empty without any."""
-    equal = {name: value for name, value in args.items() if must_be_equal(name)}
+    equal = {name: value for name, value in args.items() if must_be_equal(name, value)}
     equal |= {name: value for name, value in env.items() if must_be_equal_variable(name)}
     return json.dumps(equal, sort_keys=True, separators=(",", ":")) if equal else ""

@@ -16,6 +16,9 @@ from kvferry.vllm_arguments import RULES, Rule
 BY_RULE = {rule: [name for name, of_name in RULES.items() if of_name is rule] for rule in Rule}
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
 def parsed(engine: dict[str, Any], **sections: Any) -> configuration.ClusterConfig:
     return configuration.parse({"model": {"path": "m"}, "engine": engine, **sections})
 
@@ -63,6 +66,8 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"args": {"watermark": float("nan")}}, "a value is"),
         ({"args": {"custom_histogram_buckets": ["x" * 20_000]}}, "is the limit"),
         ({"args": {f"a{i}": 1 for i in range(65)}}, "64 is the limit"),
+        ({"args": {"speculative_config": NGRAM}}, "give it in decode.engine.args"),
+        ({"args": {"speculative_config": {"method": "eagle"}}}, "add 'speculative_config' to engine.unproven"),
         ({"unproven": ["seed"]}, "it needs no permission"),
         ({"unproven": ["block_size"]}, "not taken here: use engine.block_size"),
         ({"unproven": ["nonsense"]}, "vLLM has no such argument"),
@@ -79,6 +84,40 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
         parsed(engine)
     assert words in caught.value.message
     assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"method": "eagle3"}, "{method: ngram} was shown"),
+        ({"model": "x" * 500}, "not with 'model'"),
+        ({"x" * 5000: 1}, "not with 'xxx"),
+        ({"num_speculative_tokens": 17}, "from 1 to 16"),
+        ({"num_speculative_tokens": 0}, "from 1 to 16"),
+        ({"num_speculative_tokens": True}, "from 1 to 16"),
+    ],
+)
+def test_only_ngrams_need_no_permission_to_speculate(change: dict[str, Any], words: str) -> None:
+    values = {**NGRAM, **change}
+    decode = {"engine": {"args": {"speculative_config": values}}}
+    with pytest.raises(ConfigError) as caught:
+        parsed({}, decode=decode)
+    assert "decode.engine.args: speculative_config: " in caught.value.message
+    assert words in caught.value.message
+    assert len(caught.value.message) < 1000
+    # At the operator's own risk, in both roles alike: a draft model has pages of its own.
+    permitted = {"unproven": ["speculative_config"], "args": {"speculative_config": values}}
+    assert "speculative_config" in vllm_arguments.equal_values(parsed(permitted).engine.args, {})
+
+
+def test_ngrams_are_of_the_decode_role_and_no_part_of_the_exchange_digest() -> None:
+    args = {"speculative_config": NGRAM}
+    config = parsed({}, decode={"engine": {"args": args}})
+    assert config.engine_of("decode").args == args
+    assert config.engine_of("prefill").args == {}
+    assert vllm_arguments.equal_values(args, {}) == ""
+    with pytest.raises(ConfigError, match=r"prefill\.engine\.args: speculative_config: .*decode\.engine\.args"):
+        parsed({}, prefill={"engine": {"args": args}})
 
 
 def test_equal_values_are_those_that_may_change_pages() -> None:

@@ -83,6 +83,7 @@ class Inference:
                 rendered = [await self._renderer.render_chat(fields)]
             else:
                 rendered = list(await self._renderer.render_completion(fields))
+            self._models.require_supported(rendered, pool)
             claim.take_answer(rendered, n)
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None

@@ -89,6 +89,7 @@ class OpenAI:
                 # Log-probabilities would reveal the reasoning's tokens.
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
+        self._models.require_supported([rendered], pool)
         claim.take_answer([rendered], body.n or 1)
         answer = self._answer(
             body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, pool=pool, debug=debug, trace=trace
@@ -109,6 +110,7 @@ class OpenAI:
         claim.take_choices(num_prompts(body) * (body.n or 1))
         rendered = await self._renderer.render_completion(fields)
         num_top = body.logprobs
+        self._models.require_supported(rendered, pool)
         claim.take_answer(rendered, body.n or 1)
         answer = self._answer(
             body,

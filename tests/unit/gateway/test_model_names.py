@@ -7,9 +7,11 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvferry import config as configuration
-from kvferry.errors import ModelNotFound, NoDecodeWorker
+from kvferry.engine.base import RenderedPrompt, Sampling
+from kvferry.errors import InvalidRequest, ModelNotFound, NoDecodeWorker
 from kvferry.gateway.model_names import ModelNames
 from kvferry.gateway.tenants import Tenant
 
@@ -47,3 +49,19 @@ def test_a_contract_decides_alone_and_a_dedicated_pool_takes_no_other_tenant(
         if chosen == own:
             assert pool == own or (not dedicated[i] and name == NAMES[i + 1])
     assert models.pool_of("m", tenant) == pool
+
+
+@pytest.mark.parametrize(("param", "value"), [("min_p", 0.1), ("logit_bias", {5: 1.0})])
+def test_parameters_that_speculating_engines_refuse_are_named_before_a_prompt_is_computed(
+    param: str, value: object
+) -> None:
+    ngram = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    pool = {"served_name": "fast", "decode": {"engine": {"args": ngram}}}
+    models = ModelNames(configuration.parse({"model": {"served_name": "m"}, "pools": {"a": pool}}))
+    sampling = structs.replace(Sampling(max_tokens=1), **{param: value})
+    prompts = [RenderedPrompt([1], Sampling(max_tokens=1)), RenderedPrompt([1], sampling)]
+    models.require_supported(prompts, "")
+    models.require_supported(prompts[:1], "a")
+    with pytest.raises(InvalidRequest, match="speculative_config") as caught:
+        models.require_supported(prompts, "a")
+    assert caught.value.param == param

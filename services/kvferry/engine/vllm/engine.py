@@ -169,7 +169,7 @@ class VllmEngine:
                 **self._arguments(engine_id), structured_outputs_config=structured_outputs_config()
             )
             vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            if reason := why_refused(vllm_config, has_tiers=self._tier.enabled):
+            if reason := why_refused(vllm_config, has_tiers=self._tier.enabled, unproven=self._config.unproven):
                 raise UnsupportedEngine(reason)
             self._require_quality(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(

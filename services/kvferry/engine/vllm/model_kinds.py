@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from kvferry.vllm_arguments import SPECULATION
 
 # Tried by `make test-models`. vLLM 0.32 has 391; another one is refused until it was tried.
 ARCHITECTURES = frozenset(
@@ -32,8 +34,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 TABLE = "docs/models.md has the models that are served"
 
 
-def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
-    """Return the reason; empty for a model that is served. `vllm_config` is vLLM's, resolved."""
+def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] = ()) -> str:
+    """Return the reason; empty for a model that is served. `vllm_config` is vLLM's, resolved.
+
+    `unproven` names arguments that the operator takes at his own risk.
+    """
     model = vllm_config.model_config
     text = model.hf_text_config
     layer_types = set(getattr(text, "layer_types", None) or ())
@@ -53,7 +58,11 @@ def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
         f"weights quantized as {_quantization(model)}": not _is_shown_quantization(model),
         f"KV pages of type {cache_dtype}": _is_quantized(cache_dtype) or _is_of_another_type(cache_dtype, model),
         "LoRA adapters": vllm_config.lora_config is not None,
-        "speculative decoding": vllm_config.speculative_config is not None,
+        "speculative decoding other than by n-grams": (
+            vllm_config.speculative_config is not None
+            and vllm_config.speculative_config.method != "ngram"
+            and SPECULATION not in unproven
+        ),
         "a sliding window, with tier.enabled": has_tiers and has_sliding_window(model, layer_types),
     }
     found = [kind for kind, is_there in reasons.items() if is_there]

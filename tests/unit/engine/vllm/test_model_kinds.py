@@ -34,6 +34,14 @@ def test_what_was_tried_is_served(architecture: str, has_tiers: bool) -> None:
     assert why_refused(config(architecture=architecture, layer_types=["full_attention"]), has_tiers=has_tiers) == ""
 
 
+def test_ngrams_are_served_and_drafts_of_models_at_the_operators_risk() -> None:
+    whole = config()
+    whole.speculative_config = SimpleNamespace(method="ngram")
+    assert why_refused(whole, has_tiers=True) == ""
+    whole.speculative_config = SimpleNamespace(method="eagle")
+    assert why_refused(whole, has_tiers=True, unproven=("speculative_config",)) == ""
+
+
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_other_architectures_are_refused_by_name(has_tiers: bool) -> None:
     reason = why_refused(config(architecture="MiMoV2FlashForCausalLM"), has_tiers=has_tiers)
@@ -66,7 +74,7 @@ def test_untried_kinds_of_tried_architectures_are_refused(values: dict[str, Any]
         ("model_config", "is_encoder_decoder", True, "encoder"),
         ("cache_config", "cache_dtype", "fp8", "fp8"),
         ("", "lora_config", object(), "LoRA"),
-        ("", "speculative_config", object(), "speculative"),
+        ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative"),
     ],
 )
 def test_untried_settings_are_refused(part: str, name: str, value: object, reason: str) -> None:

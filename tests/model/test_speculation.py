@@ -1,0 +1,215 @@
+"""Speculative decoding by n-grams on a decode engine: answers are those of an engine without, token for token.
+
+The engines have tenants and a CPU tier, as those of a cluster; the prefill engine does not speculate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from msgspec import structs
+
+from bench.vllm_engines import VllmPair, answer, prefill, start_pair
+from kvferry import model_folder
+from kvferry.config import ModelConfig, TierConfig
+from kvferry.engine.base import Continued, EngineOutput, EngineRequest, FinishReason, RequestId, Sampling, TierHints
+from kvferry.errors import InvalidRequest
+from kvferry.tenancy.namespace import Namespace
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+NUM_PAGES = 120
+GREEDY = Sampling(max_tokens=96, temperature=0.0, ignore_eos=True)
+TEXTS = (
+    "One, two, three, four, one, two, three, four, one, two, three,",
+    "The ferry leaves at six. The ferry leaves at seven. The ferry leaves at eight. The ferry",
+    "Write a list of ten fruits with their colours:\n1. Apple: red\n2. Banana: yellow\n3.",
+    "Once upon a time a harbour master wrote a letter to every captain of the north. " * 8,
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[VllmPair]:
+    path = str(model_folder.resolve(model_folder.DEFAULT_NAME))
+    pair = await start_pair(
+        ModelConfig(path=path, max_model_len=2048),
+        tier=TierConfig(enabled=True, cpu_gib=0.5),
+        has_tenants=True,
+        decode={"args": {"speculative_config": NGRAM, "num_gpu_blocks_override": NUM_PAGES}},
+        max_num_batched_tokens=256,
+    )
+    yield pair
+    await pair.stop()
+
+
+def counted(pair: VllmPair, name: str) -> float:
+    """Return a counter of vLLM's, of the engines of this process together: the prefill engine has no drafts."""
+    return sum(
+        sample.value
+        for family in pair.decode.own_metrics()
+        for sample in family.samples
+        if sample.name == f"vllm:spec_decode_{name}_total"
+    )
+
+
+def request(name: str, prompt: list[int], sampling: Sampling = GREEDY, **more: Any) -> EngineRequest:
+    return EngineRequest(
+        RequestId(name), prompt, sampling, cache_salt=name, tier=TierHints(Namespace("acme", 1)), **more
+    )
+
+
+async def outputs_of(pair: VllmPair, asked: EngineRequest) -> list[EngineOutput]:
+    return [output async for output in pair.decode.generate(asked)]
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+async def test_answers_after_a_transfer_equal_those_without_drafts(pair: VllmPair) -> None:
+    before = {name: counted(pair, name) for name in ("num_draft_tokens", "num_accepted_tokens")}
+
+    async def compare(i: int, prompt: list[int]) -> int:
+        plain, _ = await answer(pair.prefill, request(f"plain-{i}", prompt))
+        transfer = await prefill(pair.prefill, f"kept-{i}", prompt)
+        outputs = await outputs_of(pair, request(f"drafts-{i}", prompt, transfer_params=transfer))
+        assert tokens_of(outputs) == plain
+        sources = outputs[-1].sources
+        assert sources is not None
+        assert sources.external_kv_transfer == len(prompt)
+        return max(len(output.token_ids) for output in outputs)
+
+    most = await asyncio.gather(*(compare(i, pair.tokenize(text)) for i, text in enumerate(TEXTS)))
+    assert max(most) > 1, "no step gave more than one token"
+    drafts, accepted = (counted(pair, name) - value for name, value in before.items())
+    assert 0 < accepted < drafts, "drafts were accepted, and others were not"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stop": ("five", "nine", "Cherry")},
+        {"min_tokens": 20, "ignore_eos": False},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"bad_words": ("four", " four")},
+        {"structured_outputs": json.dumps({"regex": "([a-z]+ [0-9]{3}, ){6}end"}), "ignore_eos": False},
+        {
+            "structured_outputs": json.dumps(
+                {
+                    "json": {
+                        "type": "object",
+                        "properties": {"rows": {"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 9}},
+                        "required": ["rows"],
+                        "additionalProperties": False,
+                    }
+                }
+            ),
+            "ignore_eos": False,
+        },
+    ],
+    ids=lambda change: next(iter(change)),
+)
+async def test_parameters_of_sampling_mean_the_same(pair: VllmPair, change: dict[str, Any]) -> None:
+    sampling, name = structs.replace(GREEDY, **change), next(iter(change))
+    for i, text in enumerate(TEXTS[:3]):
+        prompt = pair.tokenize(text)
+        plain = [output async for output in pair.prefill.generate(request(f"p-{name}-{i}", prompt, sampling))]
+        drafts = await outputs_of(pair, request(f"d-{name}-{i}", prompt, sampling))
+        assert tokens_of(drafts) == tokens_of(plain)
+        assert "".join(each.text for each in drafts) == "".join(each.text for each in plain)
+        assert drafts[-1].finish_reason is plain[-1].finish_reason
+        assert drafts[-1].stop_reason == plain[-1].stop_reason
+
+
+async def test_log_probabilities_belong_to_their_tokens(pair: VllmPair) -> None:
+    sampling = structs.replace(GREEDY, max_tokens=40, logprobs=2)
+    prompt = pair.tokenize(TEXTS[0])
+    plain = [output async for output in pair.prefill.generate(request("p-logprobs", prompt, sampling))]
+    drafts = await outputs_of(pair, request("d-logprobs", prompt, sampling))
+    expected = [entries for output in plain for entries in output.logprobs or ()]
+    found = [entries for output in drafts for entries in output.logprobs or ()]
+    assert len(found) == len(expected) == 40
+    assert [entries[0].token_id for entries in found] == tokens_of(drafts) == tokens_of(plain)
+    for one, other in zip(found, expected, strict=True):
+        assert [each.logprob for each in one] == pytest.approx([each.logprob for each in other], abs=1e-3)
+
+
+async def test_a_seed_gives_its_answer_again(pair: VllmPair) -> None:
+    prompt = pair.tokenize(TEXTS[2])
+    drawn = []
+    for i, seed in enumerate((1, 1, 2)):
+        sampling = Sampling(max_tokens=32, temperature=1.2, seed=seed, ignore_eos=True)
+        drawn.append(tokens_of(await outputs_of(pair, request(f"seed-{i}", prompt, sampling))))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("structure", ["", json.dumps({"regex": "(one|two|three)( (one|two|three)){12}"})])
+async def test_an_answer_goes_on_exactly_after_any_token(pair: VllmPair, structure: str) -> None:
+    """As after the loss of a decode worker, in the middle of what one step had given."""
+    prompt = pair.tokenize(TEXTS[0])
+    sampling = Sampling(max_tokens=32, temperature=0.0, ignore_eos=not structure, structured_outputs=structure)
+    name = "grammar" if structure else "text"
+    whole = [output async for output in pair.prefill.generate(request(f"p-{name}", prompt, sampling))]
+    tokens, text = tokens_of(whole), "".join(output.text for output in whole)
+    # The plain engine gives a token a step, so its outputs say how many characters each token has delivered.
+    chars = [0, *itertools.accumulate(len(output.text) for output in whole)]
+    assert len(chars) == len(tokens) + 1
+
+    async def go_on(num_given: int) -> None:
+        asked = request(
+            f"{name}-{num_given}",
+            [*prompt, *tokens[:num_given]],
+            sampling,
+            continued=Continued(num_given, chars[num_given]),
+        )
+        rest = await outputs_of(pair, asked)
+        assert tokens_of(rest) == tokens[num_given:]
+        assert text[: chars[num_given]] + "".join(output.text for output in rest) == text
+        assert rest[-1].finish_reason is whole[-1].finish_reason
+
+    await asyncio.gather(*(go_on(num_given) for num_given in range(1, len(tokens), 3)))
+
+
+async def test_pages_of_an_answer_are_right_in_memory_and_in_the_cpu_tier(pair: VllmPair) -> None:
+    """A draft that was not accepted leaves nothing in pages that later requests use."""
+    prompt = pair.tokenize(TEXTS[1])
+    asked = structs.replace(GREEDY, max_tokens=200)
+    given = tokens_of(await outputs_of(pair, request("turns", prompt, asked)))
+    follow_up = [*prompt, *given, *pair.tokenize("\nAnd then? Then the ferry")]
+    plain, computed = await answer(pair.prefill, request("plain-turns", follow_up))
+    assert computed.sources is not None
+    assert computed.sources.local_compute == len(follow_up)
+
+    async def again() -> EngineOutput:
+        tokens, last = await answer(pair.decode, request("turns", follow_up))
+        assert tokens == plain
+        return last
+
+    first = await again()
+    assert first.cached is not None
+    assert first.cached.device >= (len(prompt) + len(given)) // 32 * 32 - 32
+    seeded = random.Random(5)
+    for i in range(6):  # more than the memory holds
+        flood = [seeded.randrange(10, 40_000) for _ in range(NUM_PAGES * 32 // 4)]
+        await answer(pair.decode, request(f"flood-{i}", flood, structs.replace(GREEDY, max_tokens=1)))
+    last = await again()
+    assert last.cached is not None
+    assert last.cached.cpu >= (len(prompt) + len(given)) // 32 * 32 - 32
+    assert last.cached.device == 0
+
+
+@pytest.mark.parametrize("change", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
+async def test_what_vllm_does_not_speculate_with_is_refused(pair: VllmPair, change: dict[str, Any]) -> None:
+    sampling = structs.replace(GREEDY, **change)
+    with pytest.raises(InvalidRequest, match="speculative decoding"):
+        await answer(pair.decode, request("refused", pair.tokenize("One"), sampling))
+    _, last = await answer(pair.decode, request("after", pair.tokenize("One"), structs.replace(GREEDY, max_tokens=2)))
+    assert last.finish_reason is FinishReason.LENGTH
