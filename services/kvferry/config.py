@@ -175,6 +175,8 @@ class RoleEngineConfig(_Section):
     max_num_batched_tokens: int | None = Field(None, ge=64)
     enforce_eager: bool | None = None
     threads: int | None = Field(None, ge=1)
+    # One role's a multiple of the other's; without `tier.volumes`, whose chunks are those of one size.
+    tensor_parallel_size: int | None = Field(None, ge=1)
     # As `engine.args`, for this role: those that engines need not have in common. They replace those of `engine`.
     args: dict[str, Any] = Field(default_factory=dict)
 
@@ -588,6 +590,22 @@ class ClusterConfig(_Section):
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_of_roles_fit(self) -> ClusterConfig:
+        for pool in ("", *self.pools):
+            prefill, decode = (self.engine_of(role, pool).tensor_parallel_size for role in ROLES)
+            if prefill == decode:
+                continue
+            keys = f"{f'pools.{pool}.' if pool else ''}prefill.engine.tensor_parallel_size ({prefill}) and decode's"
+            if max(prefill, decode) % min(prefill, decode):
+                raise ValueError(f"{keys} ({decode}): one must be a multiple of the other")
+            if self.volumes_of(pool) is not None:
+                raise ValueError(
+                    f"{keys} ({decode}) must be equal with tier.volumes: a chunk has the pages of all ranks of one "
+                    "size, and the other role's engines could not read it"
+                )
         return self
 
     @model_validator(mode="after")

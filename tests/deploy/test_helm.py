@@ -217,6 +217,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("aggregated", True), "with aggregated there are no prefill workers"),
     (GPU, "a worker has as many GPUs as its engine uses"),
     (merged(PREFILL_GPU, at("config.engine.tensor_parallel_size", 2)), "tensor_parallel_size is 2"),
+    (
+        merged(PREFILL_GPU, at("roles.decode.engine.tensor_parallel_size", 2)),
+        "roles.decode.gpusPerWorker is 1 and roles.decode.engine.tensor_parallel_size is 2",
+    ),
     (at("roles.decode.gpusPerWorker", 1), "config.engine.device is cpu"),
     (merged(TIER, at("tier.shmGiB", 3), at("tier.cpuGiB", 4)), "tier.shmGiB is 3 and the CPU tiers of a prefill pod"),
     (

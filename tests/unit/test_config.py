@@ -331,6 +331,32 @@ def test_a_role_has_an_engine_of_its_own_where_it_says_so() -> None:
     assert "decode.engine.block_size" in fault(decode={"engine": {"block_size": 16}})
 
 
+def ranks(of_prefill: int, of_decode: int) -> dict[str, Any]:
+    return {
+        role: {"engine": {"tensor_parallel_size": size}}
+        for role, size in (("prefill", of_prefill), ("decode", of_decode))
+    }
+
+
+def test_roles_may_have_other_tensor_parallel_sizes_that_fit() -> None:
+    for sizes in ((1, 2), (4, 2), (1, 1), (3, 9)):
+        config = parse({**ranks(*sizes), "pools": {"p": ranks(*reversed(sizes))}})
+        assert tuple(config.engine_of(role).tensor_parallel_size for role in ("prefill", "decode")) == sizes
+    with pytest.raises(ConfigError, match=r"prefill.*\(2\) and decode's \(3\): one must be a multiple"):
+        parse(ranks(2, 3))
+    with pytest.raises(ConfigError, match=r"pools\.p\.prefill\.engine\.tensor_parallel_size \(4\) and decode's \(3\)"):
+        parse({"pools": {"p": ranks(4, 3)}})
+
+
+def test_volumes_need_equal_tensor_parallel_sizes() -> None:
+    volumes = {"tier": {"enabled": True, "volumes": [{"path": "/v", "capacity_gib": 1}]}}
+    with pytest.raises(ConfigError, match=r"must be equal with tier\.volumes"):
+        parse({**ranks(1, 2), **volumes})
+    parse({**ranks(2, 2), **volumes})
+    # A dedicated pool has no volume of others.
+    parse({**volumes, "pools": {"p": {**ranks(1, 2), "dedicated": True}}})
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -36,6 +36,16 @@ class TestExchangeFields:
         assert digest(vision={"_name_or_path": "/here"}) == digest(vision={})
         assert digest(head_dim=64) != digest(head_dim=128)
 
+    @pytest.mark.parametrize(("heads", "ranks", "field"), [(4, 1, "1"), (4, 2, "1"), (3, 2, "2"), (2, 4, "4")])
+    def test_ranks_matter_where_kv_heads_are_copied(
+        self, monkeypatch: pytest.MonkeyPatch, heads: int, ranks: int, field: str
+    ) -> None:
+        from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
+
+        monkeypatch.setattr("kvferry.engine.vllm.plugins.exchange_fields.attention_backend", lambda config: "CPU_ATTN")
+        config = vllm_config(heads=heads, tensor_parallel=ranks)
+        assert dict(exchange_fields(config, weights="w"))["tensor_parallel"] == field
+
     def test_the_instruction_set_is_named(self) -> None:
         import platform
 

@@ -21,8 +21,10 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- range $name := list "prefill" "decode" -}}
 {{- $role := index $v.roles $name -}}
 {{- if gt (int $role.replicas) 0 -}}
-{{- if and (eq $device "gpu") (ne (int $role.gpusPerWorker) $tp) -}}
-{{- fail (printf "roles.%s.gpusPerWorker is %d and config.engine.tensor_parallel_size is %d: a worker has as many GPUs as its engine uses" $name (int $role.gpusPerWorker) $tp) -}}
+{{- $ranks := int (dig "engine" "tensor_parallel_size" $tp $role) -}}
+{{- if and (eq $device "gpu") (ne (int $role.gpusPerWorker) $ranks) -}}
+{{- $key := ternary "config.engine" (printf "roles.%s.engine" $name) (eq $ranks $tp) -}}
+{{- fail (printf "roles.%s.gpusPerWorker is %d and %s.tensor_parallel_size is %d: a worker has as many GPUs as its engine uses" $name (int $role.gpusPerWorker) $key $ranks) -}}
 {{- end -}}
 {{- if and (eq $device "cpu") (gt (int $role.gpusPerWorker) 0) -}}
 {{- fail (printf "roles.%s.gpusPerWorker is %d and config.engine.device is cpu: say device: gpu, or 0 GPUs" $name (int $role.gpusPerWorker)) -}}

@@ -40,11 +40,19 @@ def exchange_fields(vllm_config: Any, *, weights: str) -> ExchangeFields:
             "tokens_per_block": cache.block_size,
             "attention_backend": attention_backend(vllm_config),
             "instruction_set": instruction_set(vllm_config),
-            "tensor_parallel": parallel.tensor_parallel_size,
+            # Where each rank has KV heads of its own, NIXL reads those that a rank needs from engines of any size.
+            "tensor_parallel": 1 if has_own_heads(vllm_config) else parallel.tensor_parallel_size,
             "pipeline_parallel": parallel.pipeline_parallel_size,
             "adapters": "none" if vllm_config.lora_config is None else "lora",
         }
     )
+
+
+def has_own_heads(vllm_config: Any) -> bool:
+    """Return whether no KV head is copied to several tensor-parallel ranks."""
+    ranks: int = vllm_config.parallel_config.tensor_parallel_size
+    num_heads: int = vllm_config.model_config.get_total_num_kv_heads()
+    return num_heads % ranks == 0
 
 
 def model_config_digest(model_config: Any) -> str:
