@@ -113,8 +113,8 @@ UNPROVEN: Mapping[str, str] = {
     **_each(
         "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend "
         "dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size distributed_executor_backend "
-        "master_addr master_port nnodes node_rank device_ids enable_expert_parallel enable_ep_weight_filter enable_elastic_ep "
-        "enable_eplb eplb_config expert_placement_strategy all2all_backend enable_hc_sp "
+        "master_addr master_port nnodes node_rank device_ids enable_expert_parallel enable_ep_weight_filter "
+        "enable_elastic_ep enable_eplb eplb_config expert_placement_strategy all2all_backend enable_hc_sp "
         "enable_batch_sharded_sampling ray_workers_use_nsight",
         "parallelism beside tensor parallelism on one node",
     ),
