@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry import config as configuration
-from kvferry.engine.vllm.renderer import render_on_cpu
+from kvferry.engine.vllm.text_model import use_cpu_platform
 from kvferry.gateway.lifecycle import build_renderer
 from support.child_imports import import_environment
 
@@ -68,7 +68,7 @@ def main() -> None:
     """Print the answers of each folder's renderer, as JSON on one line."""
     way, *folders = sys.argv[1:]
     if way == "gateway":
-        render_on_cpu()
+        use_cpu_platform()
     for folder in folders:
         print(json.dumps(asyncio.run(_answers(folder))), flush=True)
 

@@ -17,7 +17,7 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.addresses import node_address
 from kvferry.config import ClusterConfig
-from kvferry.engine.vllm.renderer import render_on_cpu
+from kvferry.engine.vllm.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.etcd import EtcdMembership
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="a YAML configuration with membership.endpoints")
     parser.add_argument("--model-folder", default="", help="the model's folder, or its hub id: weights are not needed")
     arguments = parser.parse_args()
-    render_on_cpu()
+    use_cpu_platform()
     try:
         config = configuration.load(arguments.config).on_node(node_address())
         logging.basicConfig(

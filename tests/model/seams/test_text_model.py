@@ -81,6 +81,21 @@ def test_the_imitated_wheel_finds_no_platform(tmp_path: Path) -> None:
     assert "Failed to infer device type" in done.stderr
 
 
+def test_arguments_of_engines_are_checked_without_a_gpu(tmp_path: Path) -> None:
+    settings = ("engine.device=gpu", 'engine.args={"seed": 7}')
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli", "config", "--vllm", "prefill", *(f"--set={each}" for each in settings)],
+        env=gateway.environment(tmp_path / "packages"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--seed=7" in done.stdout
+    assert '"kv_buffer_device": "cuda"' in done.stdout
+
+
 def test_every_quantization_renders_without_a_gpu_and_without_weights(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 

@@ -328,14 +328,6 @@ class VllmRenderer:
         return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling, parse=rendered.parse)
 
 
-def render_on_cpu() -> None:
-    """Call in a process that only renders, before anything imports vLLM.
-
-    On a node without a GPU vLLM's CUDA wheel finds no platform (`Failed to infer device type`), unless this says so.
-    """
-    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
-
-
 def _online_renderer(config: Any, model: ModelConfig) -> Any:
     from vllm.config import VllmConfig
     from vllm.renderers import renderer_from_config

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+
+def use_cpu_platform() -> None:
+    """Call in a process without an engine, before anything imports vLLM.
+
+    On a node without a GPU vLLM's CUDA wheel finds no platform (`Failed to infer device type`), unless this says so.
+    """
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 
 def text_model_config(model_folder: str, *, trust_remote_code: bool, **values: Any) -> Any:
