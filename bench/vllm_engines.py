@@ -8,8 +8,9 @@ from typing import Any
 
 import psutil
 
+from bench.engine_device import engine_config, model_config
 from kvferry import model_folder
-from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.config import ModelConfig, TierConfig
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineError
@@ -47,16 +48,17 @@ async def start_pair(
 ) -> VllmPair:
     """Start both engines one after the other; nothing is left running when one fails.
 
-    `model.path` is a folder with a tokenizer; None is the default model. `settings` are of both engines; `on_prefill`
-    is called between the two starts.
+    `model.path` is a folder with a tokenizer; None is the default model. `settings` are of both engines, whose device
+    is that of `bench.engine_device`; `on_prefill` is called between the two starts.
     """
     from tokenizers import Tokenizer
 
     if model is None:
-        model = ModelConfig(path=str(model_folder.resolve(model_folder.DEFAULT_NAME)))
-    folder, engine = model.path, EngineConfig(threads=1, **settings)
+        model = model_config(path=str(model_folder.resolve(model_folder.DEFAULT_NAME)))
+    folder = model.path
 
     def make(*, is_producer: bool) -> VllmEngine:
+        engine = engine_config("prefill" if is_producer else "decode", **settings)
         return VllmEngine(folder, model, engine, producer=is_producer, tier=tier, keeper_socket=keeper_socket)
 
     pair = VllmPair(
