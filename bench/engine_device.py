@@ -6,7 +6,8 @@ win over what a test asks for, but for `args`, which are joined.
 
 On GPUs models are computed in float32 unless KVFERRY_TEST_MODEL says otherwise: in half precision the order of
 additions, and so now and then a token, depends on how prompts are cut and which requests share a step. Of vLLM's
-backends TRITON_ATTN takes float32 pages.
+backends TRITON_ATTN takes float32 pages; TRITON_F32_DEFAULT=ieee keeps Triton from multiplying them in TF32, which has
+no more digits than half precision.
 """
 
 from __future__ import annotations
