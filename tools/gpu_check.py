@@ -6,10 +6,12 @@ no device (--dry-run, --list, --help) runs in the environment that is there.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv-gpu"
@@ -24,7 +26,7 @@ def main(arguments: list[str]) -> int:
     begun_s = time.monotonic()
     program = ["-m", "bench.gpu_check", *arguments]
     if NEEDS_NO_DEVICE & set(arguments):
-        return subprocess.run([str(_first_python()), *program], cwd=ROOT, check=False).returncode
+        return _become(_first_python(), program)
     try:
         found = gpus_here()
     except NoGpu as error:
@@ -36,7 +38,13 @@ def main(arguments: list[str]) -> int:
         return 1
     if "--limit" not in arguments:
         program += ["--limit", f"{_left_s(time.monotonic() - begun_s):.0f}"]
-    return subprocess.run([str(VENV / "bin" / "python"), *program], cwd=ROOT, check=False).returncode
+    return _become(VENV / "bin" / "python", program)
+
+
+def _become(python: Path, program: list[str]) -> NoReturn:
+    # Not as a child: `subprocess` kills one that takes long to end after Ctrl-C, and with it what ends a part.
+    os.chdir(ROOT)
+    os.execv(python, [str(python), *program])
 
 
 def _left_s(used_s: float) -> float:

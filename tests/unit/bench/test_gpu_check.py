@@ -94,6 +94,13 @@ def test_without_a_gpu_it_says_so_and_installs_nothing(tmp_path: Path, script: s
     assert (ROOT / ".venv-gpu").exists() == before
 
 
+def test_parts_are_listed_without_a_gpu(tmp_path: Path) -> None:
+    done = run_tool(tmp_path, "--list")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [each.name for each in PARTS]
+    assert run_tool(tmp_path, "--list", "--only", "no-such-part").returncode == 2
+
+
 @pytest.mark.parametrize(
     ("values", "capabilities", "memories_mib", "missing", "reason"),
     [
