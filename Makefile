@@ -20,7 +20,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
+.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan gpu-check fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RA
 
 bench-plan: $(STAMP) ## kvferry plan after calibration beside real engines on this CPU (five minutes); the last line is JSON
 	@$(BIN)/python -m bench.plan_reality $(ARGS)
+
+gpu-check: ## Show on this machine's GPUs what was shown on CPUs, with a report (an hour); exit code 3 without a GPU; ARGS=--dry-run
+	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
 bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the same bytes and descriptors; the last line is JSON
 	@$(BIN)/python -m bench.handoff $(ARGS)

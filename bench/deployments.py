@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.engine_device import on_gpu
 from kvferry.addresses import free_port
 from kvferry.model_folder import cache_folder, resolve
 
@@ -43,6 +44,8 @@ class Settings:
 
     max_model_len: int = 2048
     kv_cache_gib: int = 1  # of each of the two engines
+    gpu_share: float = 0.4  # of a GPU's memory that each of the two may take
+    gpu_kv_gib: int = 6  # of it for KV pages: given, since engines that start at once measure each other
     volume_gib: float = 8.0  # of a tier on files, where a deployment has one
 
 
@@ -61,6 +64,7 @@ class Deployment:
     description: str
     up: Callable[[Settings], contextlib.AbstractContextManager[Running]]
     is_twin: bool = False  # its engines compute nothing: of use for counts, not for times
+    on_gpu: bool = False  # it can be told to use a GPU
 
 
 @contextlib.contextmanager
@@ -168,31 +172,52 @@ def serve_llm(settings: Settings) -> Iterator[Running]:
 DEPLOYMENTS = {
     deployment.name: deployment
     for deployment in (
-        Deployment("kvferry", "kvferry: 1 prefill and 1 decode worker", kvferry),
-        Deployment("kvferry-tier", "kvferry with its NVMe tier: 1 prefill and 1 decode worker", kvferry_tier),
+        Deployment("kvferry", "kvferry: 1 prefill and 1 decode worker", kvferry, on_gpu=True),
+        Deployment(
+            "kvferry-tier", "kvferry with its NVMe tier: 1 prefill and 1 decode worker", kvferry_tier, on_gpu=True
+        ),
         Deployment("kvferry-sim", "kvferry on sim engines", kvferry_sim, is_twin=True),
         Deployment("kvferry-sim-tier", "kvferry with its NVMe tier on sim engines", kvferry_sim_tier, is_twin=True),
-        Deployment("vllm-rr", "2 × vllm serve, round robin", vllm_round_robin),
+        Deployment("vllm-rr", "2 × vllm serve, round robin", vllm_round_robin, on_gpu=True),
         Deployment("vllm-rr-fs", "2 × vllm serve with vLLM's file-system tier, round robin", vllm_file_tier),
         Deployment("serve-llm", "ray.serve.llm: 1 prefill and 1 decode replica", serve_llm),
     )
 }
 
 
+def dtype() -> str:
+    return "bfloat16" if on_gpu() else "float32"
+
+
 def engines(settings: Settings) -> dict[str, object]:
-    return {
-        "model.dtype": "float32",
+    values: dict[str, object] = {
+        "model.dtype": dtype(),
         "model.max_model_len": settings.max_model_len,
-        "engine.kv_cache_gib": settings.kv_cache_gib,
         "engine.block_size": BLOCK_SIZE,
         "engine.max_num_seqs": MAX_NUM_SEQS,
-        "engine.threads": 1,
+    }
+    if not on_gpu():
+        return {**values, "engine.kv_cache_gib": settings.kv_cache_gib, "engine.threads": 1}
+    # Ray hides the GPU from a replica that asks for none of it.
+    shares: dict[str, object] = {f"{role}.num_gpus": 0.5 for role in ("prefill", "decode")}
+    pages = json.dumps({"kv_cache_memory_bytes": settings.gpu_kv_gib << 30})
+    return {
+        **values,
+        "engine.device": "gpu",
+        "engine.gpu_memory_utilization": settings.gpu_share,
+        "engine.args": pages,
+        **shares,
     }
 
 
 def volume(settings: Settings, folder: Path) -> dict[str, object]:
     volumes = [{"path": str(folder / "volume"), "capacity_gib": settings.volume_gib}]
     return {"tier.enabled": True, "tier.volumes": json.dumps(volumes)}
+
+
+def gpu_arguments(settings: Settings) -> list[str]:
+    pages = settings.gpu_kv_gib << 30
+    return ["--gpu-memory-utilization", str(settings.gpu_share), "--kv-cache-memory-bytes", str(pages)]
 
 
 @contextlib.contextmanager
@@ -224,13 +249,15 @@ def two_vllm_serve(
 ) -> Iterator[Running]:
     with temporary_folder() as folder, contextlib.ExitStack() as stack:
         environment = engine_environment(settings, folder, folder / "packages", BENCH / "peers")
-        pretend_vllm_is_installed(folder / "packages")
+        if not on_gpu():
+            pretend_vllm_is_installed(folder / "packages")
         urls = []
         started = []
         for i in range(2):
             port = free_port("127.0.0.1")
             command = [str(BIN / "vllm"), "serve", str(model_folder()), "--host", "127.0.0.1", "--port", str(port)]
-            command += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
+            command += ["--served-model-name", MODEL_NAME, "--dtype", dtype()]
+            command += gpu_arguments(settings) if on_gpu() else ["--enforce-eager"]
             command += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)]
             command += ["--block-size", str(BLOCK_SIZE)]
             if (extra := transfer_config(folder)) is not None:
@@ -248,16 +275,19 @@ def model_folder() -> Path:
 
 def engine_environment(settings: Settings, folder: Path, *python_path: Path) -> dict[str, str]:
     """As kvferry sets up its own engines: one compute thread each, nothing pinned, nothing asked of the network."""
+    of_cpu = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",  # or two servers would name the same page differently
         "PYTHONPATH": os.pathsep.join(map(str, python_path)),
         "TMPDIR": str(folder),
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        **({} if on_gpu() else of_cpu),
     }
 
 

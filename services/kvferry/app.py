@@ -33,7 +33,7 @@ from kvferry import __version__
 from kvferry import config as configuration
 from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ClusterConfig, RoleConfig
-from kvferry.engine.vllm.renderer import render_on_cpu
+from kvferry.engine.vllm.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.hub_model.marker import why_not_whole
@@ -113,7 +113,7 @@ class Gateway:
     ) -> None:
         config = _in_replica(values)
         await _until_filled(model_folder, hub_model)
-        render_on_cpu()
+        use_cpu_platform()
         self._host = GatewayHost(config, model_folder, _membership(config))
         try:
             await self._host.start()

@@ -237,7 +237,9 @@ def show_config(config: ClusterConfig, role: str | None) -> None:
     check_quality_report(config)
     if role is not None:
         from kvferry.engine.vllm.command_line import command_line
+        from kvferry.engine.vllm.text_model import use_cpu_platform
 
+        use_cpu_platform()
         click.echo(command_line(config, role))
         return
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _ALLOWED = f"allowed: `{DEFAULT_NAME}`, a folder with a config.json, or a hub id (owner/name)"
 _REPORT_INTERVAL_S = 10.0
 _CONFIG_FILE = "config.json"
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
+# Weights for other programs, which vLLM does not read.
+OTHER_WEIGHT_SUFFIXES = frozenset({".h5", ".msgpack", ".onnx"})
 _MAX_CONFIG_BYTES = 4 << 20
 
 
@@ -42,7 +45,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return base / "kvferry"
 
 
-def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Path:
+def resolve(name: str, *, report: Callable[[str], None] = lambda _: None, with_weights: bool = True) -> Path:
     """Return the folder of `default`, of a folder with a config.json, or of a hub id.
 
     Raises ConfigError when the model cannot be had.
@@ -54,7 +57,7 @@ def resolve(name: str, *, report: Callable[[str], None] = lambda _: None) -> Pat
         return folder.resolve()
     if folder.exists() or name.startswith(("/", "./", "../", "~")):
         raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
-    return _from_hub(name, report)
+    return _from_hub(name, report, leave_out=() if with_weights else WEIGHT_SUFFIXES | OTHER_WEIGHT_SUFFIXES)
 
 
 def is_folder(name: str) -> bool:
@@ -142,7 +145,9 @@ def _convert(gguf: Path, into: Path) -> None:
     model.save_pretrained(into)
 
 
-def _from_hub(name: str, report: Callable[[str], None], *, only: str | None = None) -> Path:
+def _from_hub(
+    name: str, report: Callable[[str], None], *, only: str | None = None, leave_out: Iterable[str] = ()
+) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
@@ -152,7 +157,12 @@ def _from_hub(name: str, report: Callable[[str], None], *, only: str | None = No
         ) from None
     try:
         with _announced(f"fetching {name} from the hub", report):
-            folder = snapshot_download(name, cache_dir=cache_folder() / "hub", allow_patterns=only)
+            folder = snapshot_download(
+                name,
+                cache_dir=cache_folder() / "hub",
+                allow_patterns=only,
+                ignore_patterns=[f"*{suffix}" for suffix in sorted(leave_out)],
+            )
     except HFValidationError:
         raise _unusable(f"{name!r} is none of these; {_ALLOWED}") from None
     except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import xxhash
 
 from kvferry.config import ClusterConfig
-from kvferry.engine.vllm.weights import has_weights, weights_revision
+from kvferry.engine.vllm.weights import has_weights, weights_named, weights_revision
 from kvferry.link.protocol import Identity, ServedModel
 from kvferry.model_folder import cache_folder
 
@@ -30,6 +30,8 @@ def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
     folder = Path(model_folder)
     if not revision and has_weights(folder):
         revision = weights_revision(folder, cache_folder() / "weights")
+    elif not revision and folder.is_dir():
+        revision = weights_named(folder)  # of a gateway
     return ServedModel(config.served_name, _tokenizer_digest(folder), revision)
 
 

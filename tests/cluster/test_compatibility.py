@@ -60,6 +60,26 @@ async def test_a_foreign_worker_gets_no_request_and_is_named(values: dict[str, A
         assert (await readiness(cluster))["left_out"] == [f"{foreign.worker_id}: {named}"]
 
 
+async def test_a_gateway_without_weights_keeps_to_those_of_its_first_worker() -> None:
+    """The other ones get its requests when every worker of the first ones has left."""
+    async with running(0, 0, model={"path": MODEL, "revision": ""}) as cluster:
+        gateway = cluster.gateway
+        assert gateway is not None
+        first, _ = await cluster.add_worker(MemberKind.DECODE, changed(cluster, model={"revision": "r1"}))
+        await until(lambda: bool(gateway.worker_pool.usable(MemberKind.DECODE)))
+        second, engine = await cluster.add_worker(MemberKind.DECODE, changed(cluster, model={"revision": "r2"}))
+        await until(lambda: bool(gateway.worker_pool.incompatible()))
+        for _ in range(4):
+            assert (await ask(cluster)).json()["kvferry"]["decode_worker"] == first.worker_id
+        assert (await readiness(cluster))["left_out"] == [
+            f"{second.worker_id}: its weights revision is 'r2', and here it is 'r1'"
+        ]
+        await first.stop()
+        await until(lambda: bool(gateway.worker_pool.usable(MemberKind.DECODE)), what="the other weights' turn")
+        assert (await ask(cluster)).json()["kvferry"]["decode_worker"] == second.worker_id
+        assert engine.stats().prompt_tokens.total > 0
+
+
 @pytest.mark.parametrize("which", ["kvferry.worker.lifecycle", "kvferry.gateway.lifecycle"])
 async def test_either_end_that_compares_is_enough(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one says its cluster and compares nothing."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry import __version__
+from kvferry import __version__, model_folder
 from support.chart import chart_rules, helm_check, newest_helm, one, write_values
 from support.kuberay_model import written_back
 
@@ -1003,7 +1003,7 @@ def test_a_node_that_limits_locked_memory_is_refused_for_rdma(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mode", ["deployment", "serve"])
-def test_gateways_download_no_weights_where_a_revision_names_them(tmp_path: Path, mode: str) -> None:
+def test_gateways_download_no_weights(tmp_path: Path, mode: str) -> None:
     def commands(values: dict[str, Any]) -> dict[str, list[str]]:
         values = merged(values, at("gateway.mode", mode))
         rendered = newest_helm().documents(values=write_values(tmp_path, values))
@@ -1013,12 +1013,13 @@ def test_gateways_download_no_weights_where_a_revision_names_them(tmp_path: Path
             pods["gateway"] = one(rendered, "Deployment", "trial-gateway")["spec"]["template"]
         return {name: init_containers(pod)["model"]["command"] for name, pod in pods.items()}
 
-    unnamed = commands({})
-    assert unnamed["gateway"] == unnamed["decode"]
-    named = commands(at("config.model.revision", "f" * 40))
-    assert named["decode"][-2:] == ["--revision", "f" * 40]
-    assert named["gateway"][: len(named["decode"])] == named["decode"]
-    assert named["gateway"][len(named["decode"]) :][:2] == ["--exclude", "*.safetensors"]
+    suffixes = sorted(model_folder.WEIGHT_SUFFIXES | model_folder.OTHER_WEIGHT_SUFFIXES)
+    left_out = [part for suffix in suffixes for part in ("--exclude", f"*{suffix}")]
+    for values, revision in (({}, []), (at("config.model.revision", "f" * 40), ["--revision", "f" * 40])):
+        found = commands(values)
+        assert found["decode"][len(found["decode"]) - len(revision) :] == revision
+        assert "--exclude" not in found["decode"]
+        assert found["gateway"] == [*found["decode"], *left_out]
 
 
 def test_an_uninstall_does_not_wait_for_a_ray_that_is_gone(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
+from bench.engine_device import model_config
 from bench.vllm_engines import VllmPair, answer, prefill, start_pair
 from kvferry import model_folder
-from kvferry.config import ModelConfig, TierConfig
+from kvferry.config import TierConfig
 from kvferry.engine.base import Continued, EngineOutput, EngineRequest, FinishReason, RequestId, Sampling, TierHints
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import InvalidRequest
@@ -43,7 +44,7 @@ TEXTS = (
 async def pair() -> AsyncIterator[VllmPair]:
     path = str(model_folder.resolve(model_folder.DEFAULT_NAME))
     pair = await start_pair(
-        ModelConfig(path=path, max_model_len=2048),
+        model_config(path=path, max_model_len=2048),
         tier=TierConfig(enabled=True, cpu_gib=0.5),
         has_tenants=True,
         decode={"args": {"speculative_config": NGRAM, "num_gpu_blocks_override": NUM_PAGES}},

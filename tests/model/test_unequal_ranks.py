@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.engine_device import model_config
 from bench.tiny_models import make_model
 from bench.vllm_engines import answer, prefill, start_pair
-from kvferry.config import ModelConfig
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -19,7 +19,7 @@ GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 @pytest.mark.parametrize(("of_prefill", "of_decode"), [(1, 2), (2, 1)])
 async def test_pages_of_other_ranks_are_what_was_computed(of_prefill: int, of_decode: int, tmp_path: Path) -> None:
-    model = ModelConfig(path=str(make_model("qwen3", tmp_path / "qwen3")), max_model_len=2048)
+    model = model_config(path=str(make_model("qwen3", tmp_path / "qwen3")), max_model_len=2048)
     pair = await start_pair(
         model,
         tensor_parallel_size=of_prefill,

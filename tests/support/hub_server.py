@@ -66,6 +66,18 @@ class Hub:
             found.append(entry)
         return found
 
+    def tree(self) -> list[dict[str, Any]]:
+        """Return the list that huggingface_hub asks for."""
+        return [
+            {
+                "type": "file",
+                "path": path,
+                "size": len(content),
+                "oid": hashlib.sha1(content, usedforsecurity=False).hexdigest(),
+            }
+            for path, content in self.files.items()
+        ]
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -73,6 +85,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+    def do_HEAD(self) -> None:
+        """Answer as the hub does what huggingface_hub asks before it downloads a file."""
+        found = re.fullmatch(rf"/{MODEL}/resolve/{COMMIT}/(.+)", urlsplit(self.path).path)
+        content = self.hub.files.get(unquote(found[1])) if found else None
+        self.send_response(404 if content is None else 200)
+        if content is not None:
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content or b"")))
+        self.end_headers()
 
     def do_GET(self) -> None:
         hub, url = self.hub, urlsplit(self.path)
@@ -110,6 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
                 hub.listed()
                 body = {"_id": "1", "id": MODEL, "modelId": MODEL, "sha": commit, "siblings": hub.siblings()}
                 self._answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        elif url.path == f"/api/models/{MODEL}/tree/{COMMIT}":
+            self._answer(200, json.dumps(hub.tree()).encode(), {"Content-Type": "application/json"})
         elif found := re.fullmatch(rf"/{MODEL}/resolve/{COMMIT}/(.+)", url.path):
             path = unquote(found[1])
             if hub.elsewhere_port and len(hub.files[path]) >= LFS_FROM_BYTES:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from kvferry import model_folder
 from kvferry.errors import ConfigError
 from kvferry.model_folder import cache_folder, main, resolve
+from support.child_imports import import_environment
+from support.hub_server import MODEL, hub_server
 
 
 @pytest.fixture
@@ -138,6 +142,40 @@ def test_a_hub_id_that_cannot_be_had_is_one_clear_message(cache: Path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="'owner/thing' is not a folder here and could not be fetched"):
         resolve("owner/thing")
+
+
+_FETCH = "import sys; from kvferry import model_folder; print(model_folder.resolve(sys.argv[1], with_weights=%s))"
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_gateway_fetches_no_weights_of_a_hub_model(tmp_path: Path, with_weights: bool) -> None:
+    pytest.importorskip("huggingface_hub")
+    text = {"config.json": b"{}", "tokenizer.json": b"{}", "tokenizer.model": b"m", "chat_template.jinja": b"t"}
+    weights = {
+        f"{stem}{suffix}": b"w" * 2000
+        for stem in ("model", "original/consolidated.00")
+        for suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".h5", ".msgpack", ".onnx")
+    }
+    with hub_server(text | weights) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", _FETCH % with_weights, MODEL],
+            env=import_environment()
+            | {
+                "HF_ENDPOINT": hub.url,
+                "KVFERRY_CACHE": str(tmp_path),
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_XET": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        folder = Path(done.stdout.strip())
+        there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        assert there == set(text) | (set(weights) if with_weights else set())
+        assert with_weights == any(hub.num_gets(path) for path in weights)
 
 
 def test_a_name_that_cannot_be_a_hub_id_lists_what_is_allowed(cache: Path) -> None:

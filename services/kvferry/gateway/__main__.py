@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 from kvferry import config as configuration
+from kvferry import model_folder
 from kvferry.addresses import node_address
 from kvferry.config import ClusterConfig
-from kvferry.engine.vllm.renderer import render_on_cpu
+from kvferry.engine.vllm.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.etcd import EtcdMembership
@@ -54,12 +55,18 @@ async def serve(config: ClusterConfig, model_folder: str) -> None:
         await host.stop()
 
 
+def _model_folder(config: ClusterConfig, name: str) -> str:
+    if config.engine.kind == "sim":
+        return name
+    return str(model_folder.resolve(name, report=log.info, with_weights=False))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvferry.gateway", description="Run one gateway.")
     parser.add_argument("--config", type=Path, required=True, help="a YAML configuration with membership.endpoints")
-    parser.add_argument("--model-folder", default="", help="the model's folder or hub id, as the workers have it")
+    parser.add_argument("--model-folder", default="", help="the model's folder, or its hub id: weights are not needed")
     arguments = parser.parse_args()
-    render_on_cpu()
+    use_cpu_platform()
     try:
         config = configuration.load(arguments.config).on_node(node_address())
         logging.basicConfig(
@@ -67,7 +74,7 @@ def main() -> int:
             stream=sys.stderr,
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
-        asyncio.run(serve(config, arguments.model_folder or config.model.path))
+        asyncio.run(serve(config, _model_folder(config, arguments.model_folder or config.model.path)))
     except KvferryError as error:
         print(error.message, file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -41,6 +41,7 @@ from kvferry.gateway.tls_handshake import TlsHandshake
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.gateway.usage_log import UsageLog
 from kvferry.gateway.uvicorn_connection import HttpProtocol
+from kvferry.link.gateway_identity import GatewayIdentity
 from kvferry.log_limit import limit_log
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener, Server
@@ -229,7 +230,7 @@ class GatewayHost:
             self.metrics.tenants.log = UsageLog(gateway.usage_dir, self.gateway_id)
             self.metrics.tenants.log.start()
         # Before any link: a worker of another model must not get this gateway's tokens.
-        self.worker_pool.identity = await asyncio.to_thread(identity, self._config, self._model_folder)
+        self.worker_pool.identity = GatewayIdentity(await asyncio.to_thread(identity, self._config, self._model_folder))
         self.worker_pool.start()
         if self._usage is not None:
             self._usage.start()

@@ -16,7 +16,8 @@ from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
-from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible, why_refused
+from kvferry.link.gateway_identity import GatewayIdentity
+from kvferry.link.protocol import QUARANTINE, RESERVE, identity_of, why_incompatible, why_refused
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.link.worker_tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
@@ -60,7 +61,7 @@ class WorkerLink:
         on_change: Callable[[], None],
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
-        identity: Identity | None = None,
+        identity: GatewayIdentity | None = None,
     ) -> None:
         """`identity` is this gateway's: a worker of another cluster, model or protocol is not connected."""
         self.member = member
@@ -78,7 +79,7 @@ class WorkerLink:
         self.on_survived: Callable[[], None] | None = None
         self.on_vanished: Callable[[], None] | None = None
         self._engine_id = ""  # of the last connection
-        self._identity = identity or Identity()
+        self._identity = identity or GatewayIdentity()
         self._reserving: dict[int, asyncio.Future[None]] = {}
         self._gateway_id = gateway_id
         self._on_change = on_change
@@ -247,7 +248,7 @@ class WorkerLink:
         return self.generation > generation
 
     def _hello(self) -> pb.Hello:
-        own = self._identity
+        own = self._identity.current()
         return pb.Hello(
             gateway_id=self._gateway_id,
             version=__version__,
@@ -314,11 +315,13 @@ class WorkerLink:
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
                     peer = identity_of(message.welcome)
-                    why_not = why_incompatible(self._identity, peer) or why_refused(message.welcome, self.member.pool)
+                    own = self._identity.current()
+                    why_not = why_incompatible(own, peer) or why_refused(message.welcome, self.member.pool)
                     self._note_incompatible(why_not)
                     if why_not:
                         self._give_up(why_not)
                         return
+                    self._identity.linked(self.member.member_id, peer)
                     self.features = peer.features
                     self._connected(message.welcome)
                 case "quarantined":

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvferry.config import WorkerConfig
-from kvferry.link.protocol import Identity
+from kvferry.link.gateway_identity import GatewayIdentity
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
@@ -43,7 +43,7 @@ class WorkerPool:
         self.on_vanished: Callable[[MemberId], None] = lambda member_id: None  # a worker went away without a word
         self.on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None
         self.read_quarantined: Callable[[], pb.Quarantined | None] = lambda: None  # told to a worker that comes up
-        self.identity = Identity()
+        self.identity = GatewayIdentity()
         self._on_up = on_up
         self._on_down = on_down
         self._up: dict[MemberId, int] = {}  # generation of the links that are up
@@ -173,6 +173,7 @@ class WorkerPool:
         self._gone.discard(member_id)
         self._candidates.pop(member_id, None)
         link = self._links.pop(member_id, None)
+        self.identity.left(member_id)
         if link is not None:
             if self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)

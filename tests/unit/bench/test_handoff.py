@@ -55,6 +55,21 @@ def test_a_transfer_has_the_shape_of_its_bytes_and_descriptors(bench: ModuleType
         bench.shape_of(raw.Transfer(16 * 30 * 49_152, 31, 0.01, 0.01, 0.01), layout)
 
 
+def test_the_layout_is_that_of_the_first_transfer(bench: ModuleType, raw: ModuleType) -> None:
+    info = SimpleNamespace(num_pages=728, page_bytes=30 * 49_152)
+
+    def layout_of(num_descriptors: int, *, is_on_gpu: bool = False) -> object:
+        first = raw.Transfer(16 * info.page_bytes, num_descriptors, 0.01, 0.01, 0.01)
+        return bench.layout_of(info, 30, first, is_on_gpu=is_on_gpu)
+
+    assert layout_of(5 * 30) == raw.Layout(30, 728, 49_152)
+    assert layout_of(16, is_on_gpu=True) == raw.Layout(1, 728, 30 * 49_152, on_gpu=True)  # all layers side by side
+    assert (raw.Layout(1, 1, 1).memory, raw.Layout(1, 1, 1, on_gpu=True).memory) == ("DRAM", "VRAM")
+    for num_descriptors in (17, 17 * 30):
+        with pytest.raises(bench.BenchError, match="are no known layout of pages"):
+            layout_of(num_descriptors)
+
+
 def test_the_engines_statistics_become_transfers(bench: ModuleType) -> None:
     step = {
         "transfer_duration": [0.02, 0.03],

@@ -229,8 +229,8 @@ httpGet: {path: {{ .path }}, port: http, scheme: {{ ternary "HTTPS" "HTTP" (not 
 {{- end -}}
 
 {{/*
-Downloads a model of the hub, or finds it there: {root, weights}. Without weights, a gateway's, they are left out where
-model.revision says which they are; else a gateway reads them, to compare them with the workers'.
+Downloads a model of the hub, or finds it there: {root, weights}. Gateways need no weights (OTHER_WEIGHT_SUFFIXES and
+WEIGHT_SUFFIXES of kvferry/model_folder.py).
 */}}
 {{- define "kvferry.modelInit" -}}
 {{- $weights := .weights -}}
@@ -242,10 +242,10 @@ model.revision says which they are; else a gateway reads them, to compare them w
 {{- $command := list "hf" "download" .Values.config.model.path "--local-dir" (include "kvferry.modelFolder" .) -}}
 {{- if $revision -}}
 {{- $command = concat $command (list "--revision" $revision) -}}
-{{- if not $weights -}}
-{{- range list "*.safetensors" "*.bin" "*.pt" "*.pth" "*.gguf" "*.h5" "*.msgpack" "*.onnx" -}}
-{{- $command = concat $command (list "--exclude" .) -}}
 {{- end -}}
+{{- if not $weights -}}
+{{- range list "*.bin" "*.gguf" "*.h5" "*.msgpack" "*.npz" "*.onnx" "*.pt" "*.pth" "*.safetensors" -}}
+{{- $command = concat $command (list "--exclude" .) -}}
 {{- end -}}
 {{- end -}}
 - name: model

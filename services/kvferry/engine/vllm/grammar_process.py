@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from kvferry.engine.grammar_forks import ForkServer, GrammarLimits
+from kvferry.engine.vllm.text_model import text_model_config
 
 NICENESS = 5  # its start takes seconds of CPU, which streams need; forks are nicer still
 
@@ -41,7 +42,6 @@ def grammar_compiler(model_folder: str, *, trust_remote_code: bool) -> Callable[
 
     vLLM's front end validates, its engine compiles; some grammars pass only the first.
     """
-    from vllm.config import ModelConfig
     from vllm.sampling_params import SamplingParams
     from vllm.tokenizers import cached_tokenizer_from_config
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
@@ -50,7 +50,7 @@ def grammar_compiler(model_folder: str, *, trust_remote_code: bool) -> Callable[
     from kvferry.engine.vllm.sampling import structured_from_json
     from kvferry.engine.vllm.structured_outputs import structured_outputs_config
 
-    model = ModelConfig(model=model_folder, tokenizer=model_folder, trust_remote_code=trust_remote_code)
+    model = text_model_config(model_folder, trust_remote_code=trust_remote_code)
     config = structured_outputs_config()
     tokenizer = cached_tokenizer_from_config(model)
     backend = XgrammarBackend(

@@ -34,6 +34,7 @@ from kvferry.engine.vllm.plain_prompts import (
     verify,
 )
 from kvferry.engine.vllm.render_loop import RenderLoop
+from kvferry.engine.vllm.text_model import text_model_config
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,6 @@ class VllmRenderer:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         # Read by vLLM's CPU platform while it builds a configuration; no cache is allocated here.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        from vllm.config import ModelConfig as VllmModelConfig
         from vllm.entrypoints.openai.models.protocol import BaseModelPath
         from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
         from vllm.entrypoints.scale_out.render.serving import ServingRender
@@ -69,14 +69,11 @@ class VllmRenderer:
         from kvferry.engine.vllm.parsing import check_names
 
         check_names(model)
-        config = VllmModelConfig(
-            model=model_folder,
-            tokenizer=model_folder,
-            max_model_len=model.max_model_len,
+        config = text_model_config(
+            model_folder,
             trust_remote_code=model.trust_remote_code,
+            max_model_len=model.max_model_len,
             renderer_num_workers=1,
-            # A gateway has the CPU's platform, which refuses some; texts and templates do not depend on it.
-            hf_overrides={"quantization_config": None},
         )
         online = _online_renderer(config, model)
         online.warmup()
@@ -329,14 +326,6 @@ class VllmRenderer:
         if sampling.max_tokens < 1:
             raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
         return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling, parse=rendered.parse)
-
-
-def render_on_cpu() -> None:
-    """Call in a process that only renders, before anything imports vLLM.
-
-    On a node without a GPU vLLM's CUDA wheel finds no platform (`Failed to infer device type`), unless this says so.
-    """
-    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 
 def _online_renderer(config: Any, model: ModelConfig) -> Any:

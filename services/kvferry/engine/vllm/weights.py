@@ -17,10 +17,10 @@ import msgspec
 import xxhash
 
 from kvferry.errors import ConfigError
+from kvferry.model_folder import WEIGHT_SUFFIXES
 
 # Weights, their configuration, and code that comes with them.
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
-_SUFFIXES = _WEIGHT_SUFFIXES | {".json", ".py"}
+_SUFFIXES = WEIGHT_SUFFIXES | {".json", ".py"}
 _READ_BYTES = 8 << 20
 _THREADS = 4
 
@@ -76,16 +76,33 @@ def weights_revision(folder: Path, cache: Path) -> str:
         if read != known:
             with contextlib.suppress(OSError):
                 _write(record, msgspec.json.encode(read))
+    return _digest_of_digests({name: entry.digest for name, entry in now.items()})
+
+
+def weights_named(folder: Path) -> str:
+    """Return `weights_revision` by the folder's manifest alone; empty without one. Raises ConfigError."""
+    try:
+        files = _model_files(folder)
+        manifest = _decode_manifest(folder / MANIFEST)
+        if manifest is None:
+            return ""
+        digests = {name: entry.digest for name, entry in _digest_all(files, {}, {}).items()}
+    except OSError as error:
+        raise ConfigError(f"model.path: {folder} cannot be read: {error.strerror}", param="model.path") from None
+    return _digest_of_digests({**digests, **{name: listed.digest for name, listed in manifest.files.items()}})
+
+
+def _digest_of_digests(digests: Mapping[str, str]) -> str:
     whole = xxhash.xxh3_128()
-    for name, entry in now.items():
-        whole.update(f"{name}\0{entry.digest}\0".encode())
+    for name in sorted(digests):
+        whole.update(f"{name}\0{digests[name]}\0".encode())
     return whole.hexdigest()
 
 
 def write_manifest(folder: Path) -> Path:
     """Read the weights in `folder`. Raises ConfigError."""
     try:
-        files = [file for file in _model_files(folder) if file.suffix in _WEIGHT_SUFFIXES]
+        files = [file for file in _model_files(folder) if file.suffix in WEIGHT_SUFFIXES]
         digests = _digest_all(files, {}, {})
         samples = {file.name: _digest_samples(file) for file in files}
     except OSError as error:
@@ -104,7 +121,7 @@ def write_manifest(folder: Path) -> Path:
 
 def has_weights(folder: Path) -> bool:
     """Return whether weights lie directly in `folder`: a gateway may have a tokenizer only."""
-    return any(file.suffix in _WEIGHT_SUFFIXES for file in folder.iterdir()) if folder.is_dir() else False
+    return any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir()) if folder.is_dir() else False
 
 
 def _model_files(folder: Path) -> list[Path]:
@@ -115,19 +132,10 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _read_manifest(folder: Path, files: list[Path]) -> Mapping[str, _Shipped]:
     path = folder / MANIFEST
-    try:
-        with path.open("rb") as opened:
-            manifest = msgspec.json.decode(opened.read(_MAX_MANIFEST_BYTES), type=_Manifest)
-    except FileNotFoundError:
+    manifest = _decode_manifest(path)
+    if manifest is None:
         return {}
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no manifest: {str(error)[:200]}", param="model.path") from None
-    if manifest.version != _MANIFEST_VERSION:
-        raise ConfigError(
-            f"{path} is of version {manifest.version}, not {_MANIFEST_VERSION}: write it anew, or remove it",
-            param="model.path",
-        )
-    weights = {file.name: file for file in files if file.suffix in _WEIGHT_SUFFIXES}
+    weights = {file.name: file for file in files if file.suffix in WEIGHT_SUFFIXES}
     for name in sorted(weights.keys() | manifest.files.keys()):
         listed, file = manifest.files.get(name), weights.get(name)
         if listed is None or file is None or not _fits(file, listed):
@@ -136,6 +144,22 @@ def _read_manifest(folder: Path, files: list[Path]) -> Mapping[str, _Shipped]:
                 param="model.path",
             )
     return manifest.files
+
+
+def _decode_manifest(path: Path) -> _Manifest | None:
+    try:
+        with path.open("rb") as opened:
+            manifest = msgspec.json.decode(opened.read(_MAX_MANIFEST_BYTES), type=_Manifest)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no manifest: {str(error)[:200]}", param="model.path") from None
+    if manifest.version != _MANIFEST_VERSION:
+        raise ConfigError(
+            f"{path} is of version {manifest.version}, not {_MANIFEST_VERSION}: write it anew, or remove it",
+            param="model.path",
+        )
+    return manifest
 
 
 def _fits(file: Path, listed: _Shipped) -> bool:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from kvferry.cli import main
 from kvferry.engine.vllm import weights
-from kvferry.engine.vllm.weights import MANIFEST, weights_revision, write_manifest
+from kvferry.engine.vllm.weights import MANIFEST, weights_named, weights_revision, write_manifest
 from kvferry.errors import ConfigError
 
 
@@ -166,6 +166,38 @@ def test_samples_of_large_weights_are_limited(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "pread", counted)
     weights._digest_samples(file)
     assert sum(reads) <= 66 * 65536
+
+
+def without_weights(folder: Path) -> Path:
+    """What is left of a model for a gateway."""
+    copy = folder.with_name("tokenizer-only")
+    copy.mkdir()
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def test_a_manifest_names_the_weights_that_a_gateway_lacks(folder: Path, tmp_path: Path) -> None:
+    write_manifest(folder)
+    revision = weights_revision(folder, tmp_path / "cache")
+    of_gateway = without_weights(folder)
+    assert weights_named(of_gateway) == revision
+    # As with weights: each other file counts.
+    (of_gateway / "config.json").write_text('{"num_hidden_layers": 3}')
+    assert weights_named(of_gateway) != revision
+
+
+def test_without_a_manifest_nothing_names_them(folder: Path) -> None:
+    assert weights_named(without_weights(folder)) == ""
+
+
+def test_a_gateway_refuses_a_manifest_that_it_cannot_read(folder: Path) -> None:
+    write_manifest(folder)
+    of_gateway = without_weights(folder)
+    (of_gateway / MANIFEST).write_text('{"files": {}}')
+    with pytest.raises(ConfigError, match="version 1, not 2: write it anew"):
+        weights_named(of_gateway)
 
 
 def test_a_manifest_needs_weights(tmp_path: Path) -> None:
