@@ -92,7 +92,7 @@ PARTS: Sequence[Part] = (
         "what every engine owes its callers: aborts, limits, log-probabilities, events, continuation",
         "tests",
         _tests("tests/contract/test_engine_contract.py", "-k", "vllm"),
-        420,
+        360,
     ),
     Part(
         "quantized-pages",
@@ -122,7 +122,7 @@ PARTS: Sequence[Part] = (
         "a RAG chat on kvferry and on two `vllm serve`, half of the GPU for each engine",
         "bench",
         ("-m", "bench.rag", "--only", "kvferry", "--only", "vllm-rr", "--repeats", "1", "--out", f"{OUT}/rag"),
-        780,
+        600,
     ),
     Part(
         "exact-unequal-ranks",
@@ -138,7 +138,7 @@ PARTS: Sequence[Part] = (
         "answers with drafts by n-grams are those without, after transfers, from the CPU tier and continued",
         "tests",
         _tests("tests/model/test_speculation.py"),
-        420,
+        240,
     ),
     Part(
         "models",
