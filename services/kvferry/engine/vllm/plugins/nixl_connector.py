@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvferry.engine.vllm.plugins.draft_sampling import expand_settings_of_drafts
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
 from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
@@ -29,6 +30,8 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             poll_shm_queues_slowly()
         if role == KVConnectorRole.WORKER:
             compare_exchange_digests()
+            if on_cpu:
+                expand_settings_of_drafts()
         try:
             with blocking_progress_thread() if on_cpu else contextlib.nullcontext():
                 super().__init__(vllm_config, role, kv_cache_config)
